@@ -1,0 +1,84 @@
+"""Checkpoints of large training jobs, in node memory first: a storage layer for `torch.distributed.checkpoint`.
+
+    dcp.save(state, checkpoint_id="step-100", storage_writer=MemoryStorageWriter("abfs://ckpts/run-42"))
+    dcp.load(state, storage_reader=MemoryStorageReader("abfs://ckpts/run-42"))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dcp_mem.errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    ConfigError,
+    DcpMemError,
+    FlushFailed,
+    JobInUse,
+    ManifestInvalid,
+    MemoryBudgetExceeded,
+    MemoryRootRefused,
+    MemoryUnavailable,
+    NoRecoverableCheckpoint,
+    RankFailed,
+    SegmentCorrupt,
+    StorageKeyMissing,
+    StorageRefused,
+    StorageUnavailable,
+    UntrustedMetadata,
+    WaitTimeout,
+)
+from dcp_mem.policy.persistence import Persist, every, interval
+from dcp_mem.values import CheckpointStatus, State
+
+if TYPE_CHECKING:
+    from dcp_mem.housekeeping import Reclaimed, reclaim
+    from dcp_mem.reader import MemoryStorageReader
+    from dcp_mem.writer import MemoryStorageWriter
+
+__version__ = "0.1.0"
+
+# The agent imports this package too, and has no use for torch: what needs it is imported on first use.
+_LAZY = {
+    "MemoryStorageReader": "dcp_mem.reader",
+    "MemoryStorageWriter": "dcp_mem.writer",
+    "Reclaimed": "dcp_mem.housekeeping",
+    "reclaim": "dcp_mem.housekeeping",
+}
+
+__all__ = [
+    "CheckpointExists",
+    "CheckpointNotFound",
+    "CheckpointStatus",
+    "ConfigError",
+    "DcpMemError",
+    "FlushFailed",
+    "JobInUse",
+    "ManifestInvalid",
+    "MemoryBudgetExceeded",
+    "MemoryRootRefused",
+    "MemoryStorageReader",
+    "MemoryStorageWriter",
+    "MemoryUnavailable",
+    "NoRecoverableCheckpoint",
+    "Persist",
+    "RankFailed",
+    "Reclaimed",
+    "SegmentCorrupt",
+    "State",
+    "StorageKeyMissing",
+    "StorageRefused",
+    "StorageUnavailable",
+    "UntrustedMetadata",
+    "WaitTimeout",
+    "every",
+    "interval",
+    "reclaim",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'dcp_mem' has no attribute {name!r}")

@@ -1,0 +1,166 @@
+"""Arguments and environment, parsed once into values that the rest of the package can trust."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dcp_mem.errors import ConfigError
+from dcp_mem.policy.persistence import Persist, persist_policy
+
+OnFull = Literal["wait", "skip", "raise"]
+AgentKind = Literal["process", "thread"]
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_NAME = re.compile(r"[A-Za-z0-9_=+,@%~][A-Za-z0-9_.=+,@%~:-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user asked for. storage_options may hold secrets, so they stay out of repr."""
+
+    url: str | None
+    memory_root: str
+    job: str
+    persist: Persist
+    keep: int = 2
+    memory_limit: int | None = None
+    on_full: OnFull = "wait"
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    overwrite: bool = True
+    agent: AgentKind = "process"
+
+
+def settings(
+    path: str | os.PathLike[str] | None,
+    *,
+    memory: str | os.PathLike[str] | None = None,
+    job: str | None = None,
+    persist: bool | Persist = True,
+    keep: int = 2,
+    memory_limit: int | str | None = None,
+    on_full: str = "wait",
+    storage_options: Mapping[str, Any] | None = None,
+    overwrite: bool = True,
+    agent: str = "process",
+) -> Settings:
+    """Check the arguments of `MemoryStorageWriter` and fill in the defaults. Raises ConfigError."""
+    if on_full not in ("wait", "skip", "raise"):
+        raise ConfigError(f"on_full={on_full!r}: choose 'wait', 'skip' or 'raise'")
+    if agent not in ("process", "thread"):
+        raise ConfigError(f"agent={agent!r}: choose 'process' or 'thread'")
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise ConfigError(f"keep={keep!r}: at least 1 complete checkpoint must stay in memory")
+    url = root_url(path)
+    limit = memory_limit if memory_limit is not None else os.environ.get("DCP_MEM_MEMORY_LIMIT") or None
+    return Settings(
+        url=url,
+        memory_root=memory_root(memory),
+        job=job_name(job, url),
+        persist=persist_policy(persist if url is not None else False),
+        keep=keep,
+        memory_limit=None if limit is None else parse_bytes(limit),
+        on_full=on_full,  # type: ignore[arg-type]
+        storage_options=dict(storage_options or {}),
+        overwrite=overwrite,
+        agent=agent,  # type: ignore[arg-type]
+    )
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a number or of a text like "64GiB" or "1.5 GB". Raises ConfigError."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"memory_limit={size!r}: give bytes, or a text such as '64GiB' or '500MB'")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def memory_root(memory: str | os.PathLike[str] | None) -> str:
+    """The memory root: the argument, else $DCP_MEM_ROOT, else /dev/shm/dcp_mem-<uid>."""
+    root = os.fspath(memory) if memory is not None else os.environ.get("DCP_MEM_ROOT", "")
+    return os.path.abspath(root or f"/dev/shm/dcp_mem-{os.getuid()}")
+
+
+def root_url(path: str | os.PathLike[str] | None) -> str | None:
+    """The job's root: a plain path made absolute, or a URL whose protocol can be used here. Raises ConfigError."""
+    if path is None:
+        return None
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"path={path!r}: give a directory, an fsspec URL such as 'abfs://container/run', or None")
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return os.path.abspath(os.path.expanduser(text))
+    if protocol in ("file", "local"):
+        return os.path.abspath(rest)
+    if not rest.strip("/"):
+        raise ConfigError(f"path={text!r}: a bucket, container or directory is missing after {protocol}://")
+    _check_protocol(protocol, text)
+    return text.rstrip("/")
+
+
+def _check_protocol(protocol: str, text: str) -> None:
+    import fsspec.registry as registry
+
+    outermost = protocol.split("::")[-1]
+    if outermost in registry.registry:
+        return
+    known = registry.known_implementations.get(outermost)
+    if known is None:
+        raise ConfigError(f"path={text!r}: fsspec knows no protocol {outermost!r} (is it a typing error?)")
+    package = str(known["class"]).split(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"path={text!r}: {outermost}:// needs the Python package {package!r}: pip install {package}")
+
+
+def job_name(job: str | None, url: str | None) -> str:
+    """Name of the job's memory directory: as given, else from the URL, else from the launcher's run id. Raises ConfigError."""
+    if job is not None:
+        if not _NAME.fullmatch(job) or len(job) > 128:
+            raise ConfigError(f"job={job!r}: use up to 128 letters, digits and _.-=+,@%~: (no slash, no dot in front)")
+        return job
+    if url is not None:
+        readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", url.rstrip("/").rsplit("/", 1)[-1]).strip(".-")[:48] or "job"
+        return f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        run = os.environ.get(variable, "")
+        if run and run != "none":
+            return "run-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", run)[:96]
+    raise ConfigError("memory-only checkpoints (path=None) need a name that a restart finds again: give job='my-run'")
+
+
+def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> str:
+    """The checkpoint's name under the root, from a name, a full path or a full URL. Raises ConfigError."""
+    text = os.fspath(checkpoint_id)
+    name = text
+    if url is not None:
+        for candidate in (text, os.path.abspath(text)):
+            if candidate.startswith(url + "/"):
+                name = candidate[len(url) + 1 :]
+        if text.startswith("file://") and text[7:].startswith(url + "/"):
+            name = text[7 + len(url) + 1 :]
+    name = name.rstrip("/")
+    if not _NAME.fullmatch(name) or len(name) > 200:
+        raise ConfigError(
+            f"checkpoint_id={text!r} is no name under {url or 'the job'}: give a plain name such as 'step-100', or a full "
+            f"path or URL directly under the root"
+        )
+    return name
+
+
+def run_identity() -> str:
+    """What the processes of one run have in common and those of another run don't ("" where a launcher tells nothing)."""
+    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        run = os.environ.get(variable, "")
+        if run and run != "none":
+            return f"{variable}={run}"
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    return f"MASTER={address}:{port}" if address and port else ""

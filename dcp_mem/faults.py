@@ -1,0 +1,82 @@
+"""Named points in the save, flush and load paths at which tests can kill, stop or fail a process.
+
+Armed through the environment: ``DCP_MEM_FAULTS="stage.copied:kill:3,flush.committed:raise:1"`` kills this process
+with SIGKILL the third time that it passes ``stage.copied``. Unarmed, a point costs one test of a global.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+POINTS = (
+    "save.agreed",  # every rank knows save id and verdict; nothing has been written
+    "stage.claimed",  # a slot is ours
+    "stage.copying",  # half of the payload bytes are copied
+    "stage.copied",  # all payload bytes are copied
+    "stage.sealed",  # the slot has the segment's name
+    "complete.receipts",  # every rank knows that every rank has sealed
+    "complete.metadata",  # this node has .metadata, but no manifest yet
+    "complete.manifest",  # this node's manifest is in place: COMPLETE
+    "complete.evicted",  # retention was applied
+    "save.finished",  # torch's own finish has run on the coordinator
+    "flush.started",
+    "flush.segment",  # one segment is on storage
+    "flush.segments",  # all segments of this node are on storage
+    "flush.node_manifest",
+    "flush.manifest",
+    "flush.commit",  # just before the put of .metadata
+    "flush.committed",  # just after it, before this is written down in memory
+    "flush.recorded",
+)
+
+
+class FaultInjected(RuntimeError):
+    """What an armed ``raise`` raises."""
+
+
+def _parse(text: str) -> dict[str, tuple[str, int]]:
+    armed = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, action, count = entry.split(":")
+        if name not in POINTS:
+            raise ValueError(f"DCP_MEM_FAULTS names {name!r}; the points are {', '.join(POINTS)}")
+        armed[name] = (action, int(count))
+    return armed
+
+
+_armed = _parse(os.environ.get("DCP_MEM_FAULTS", ""))
+
+
+def arm(text: str) -> None:
+    """Arm this process as DCP_MEM_FAULTS would; an empty text disarms it."""
+    global _armed
+    _armed = _parse(text)
+
+
+def is_armed(name: str) -> bool:
+    """Whether something is still to happen at this point."""
+    return _armed.get(name, ("", 0))[1] > 0
+
+
+def point(name: str) -> None:
+    """Do what was armed for this point; nothing otherwise."""
+    if _armed:
+        _pass(name)
+
+
+def _pass(name: str) -> None:
+    action, left = _armed.get(name, ("", 0))
+    if not action or left == 0:
+        return
+    _armed[name] = (action, left - 1)
+    if left > 1:
+        return
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "raise":
+        raise FaultInjected(f"fault injected at {name}")
+    else:
+        raise ValueError(f"DCP_MEM_FAULTS: {action!r} is none of kill, stop, raise")

@@ -1,0 +1,236 @@
+"""From memory to storage: one checkpoint, in the order that makes its commit safe.
+
+Segments under names of their own, then what this node knows of them, then the checkpoint's manifest, and last, in one
+put, `.metadata`: that put is the commit. Every step can be repeated, by this process or another.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcp_mem import faults
+from dcp_mem.errors import CheckpointExists, SegmentCorrupt, StorageKeyMissing, StorageUnavailable
+from dcp_mem.format import names
+from dcp_mem.format.checksums import ItemChecksums
+from dcp_mem.format.layout import Columns, Layout
+from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
+from dcp_mem.memory.files import read_bytes
+from dcp_mem.memory.job import Held
+from dcp_mem.memory.locks import end_lease, share
+from dcp_mem.storage import Storage
+from dcp_mem.values import Segment
+
+_PIECE = 4 << 20
+_AT_ONCE = 4
+
+
+class Evicted(Exception):
+    """The checkpoint left memory before, or while, it was flushed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlushJob:
+    """What a flush works on. stop: asked between steps; True ends the flush with `Evicted` or leaves it for later."""
+
+    held: Held
+    node: str
+    storage: Storage
+    overwrite: bool
+    patience: float = 600.0
+
+    def key(self, file: str) -> str:
+        return f"{self.held.name}/{file}"
+
+
+def flush(job: FlushJob) -> None:
+    """Make a complete checkpoint durable; on return it is committed, by this node or the one whose part that is.
+
+    Raises StorageUnavailable or StorageRefused (nothing is committed; repeat it), CheckpointExists
+    (overwrite=False and storage has one of that name), Evicted, SegmentCorrupt (memory lacks bytes).
+    """
+    with_lease(job.held, lambda: _flush(job))
+
+
+def _flush(job: FlushJob) -> None:
+    manifest = job.held.manifest
+    faults.point("flush.started")
+    if committed_save_id(job.storage, manifest) == manifest.save_id and not _metadata_changed(job):
+        return
+    tables = put_segments(job, manifest.of_node(job.node))
+    faults.point("flush.segments")
+    job.storage.put(
+        job.key(names.stored_node_manifest(manifest.save_id, job.node)),
+        NodeManifest(manifest.save_id, job.node, tables).to_json(),
+    )
+    faults.point("flush.node_manifest")
+    if manifest.committer == job.node:
+        wait_for_nodes(job)
+        commit(job)
+        collect_older_attempts(job)
+    else:
+        wait_for_commit(job)
+
+
+def with_lease(held: Held, act: Callable[[], None]) -> None:
+    """Run `act` while neither eviction nor a new save can touch the checkpoint. Raises Evicted if it has left memory."""
+    try:
+        descriptor = os.open(held.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Evicted(held.name) from None
+    try:
+        if not share(descriptor):
+            raise Evicted(held.name)
+        if Manifest.from_json(read_bytes(held.manifest_path)).save_id != held.manifest.save_id:
+            raise Evicted(held.name)
+        act()
+    except FileNotFoundError as error:
+        if isinstance(error, StorageKeyMissing) or os.path.exists(held.manifest_path):
+            raise
+        raise Evicted(held.name) from None
+    finally:
+        end_lease(descriptor)
+        os.close(descriptor)
+
+
+def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTable]:
+    """Upload this node's segments, several at once; those that storage has whole already are only read for their checksums."""
+    stored = {entry.name: entry.nbytes for entry in job.storage.ls(job.held.name)}
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="dcp_mem-flush") as pool:
+        tables = pool.map(lambda segment: _put_segment(job, segment, stored.get(segment.file)), segments)
+        return dict(zip((segment.file for segment in segments), tables, strict=True))
+
+
+def _put_segment(job: FlushJob, segment: Segment, stored_nbytes: int | None) -> ItemTable:
+    table = _items(job.held, segment)
+    checksums = ItemChecksums(table.offsets.tolist(), table.lengths.tolist())
+    pieces = _pieces(job.held, segment, checksums)
+    if stored_nbytes == segment.nbytes:
+        for _ in pieces:
+            pass
+    else:
+        job.storage.put_stream(job.key(segment.file), pieces, segment.nbytes)
+    faults.point("flush.segment")
+    return ItemTable(table.offsets, table.lengths, table.payload_offsets, table.payload_nbytes, checksums.result())
+
+
+def _pieces(held: Held, segment: Segment, checksums: ItemChecksums) -> Iterator[memoryview]:
+    # Read, not mapped: pages of a mapping would count as this process's memory.
+    descriptor = os.open(held.segment_path(segment.file), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        share(descriptor)
+        buffer = memoryview(bytearray(min(_PIECE, max(segment.nbytes, 1))))
+        offset = 0
+        while offset < segment.nbytes:
+            count = os.preadv(descriptor, [buffer[: segment.nbytes - offset]], offset)
+            if count == 0:
+                raise SegmentCorrupt(held.name, segment.rank, "memory", f"ends at {offset} of {segment.nbytes} bytes")
+            checksums.update(buffer[:count])
+            yield buffer[:count]
+            offset += count
+    finally:
+        end_lease(descriptor)
+        os.close(descriptor)
+
+
+def _items(held: Held, segment: Segment) -> ItemTable:
+    """The segment's items, dense ones and tail, in the order of their offsets, without checksums."""
+    columns = (np.zeros(0, dtype="<i8"),) * 4
+    if segment.layout:
+        layout = Layout.from_bytes(read_bytes(os.path.join(held.directory, names.layout_file(segment.layout))))
+        columns = (layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes)
+    tail = np.array([(offset, nbytes, -1, 0) for offset, nbytes in segment.tail], dtype="<i8").reshape(-1, 4)
+    joined: list[Columns] = [np.concatenate([dense, tail[:, i]]) for i, dense in enumerate(columns)]
+    return ItemTable(joined[0], joined[1], joined[2], joined[3], np.zeros(0, dtype="<u4"))
+
+
+def wait_for_nodes(job: FlushJob) -> None:
+    """Wait until every node of the checkpoint has put its manifest. Raises StorageUnavailable when one stays away."""
+    manifest = job.held.manifest
+    wanted = {names.stored_node_manifest(manifest.save_id, node).rpartition("/")[2] for node in manifest.nodes}
+    prefix = job.key(names.OWN)
+    _poll(
+        lambda: wanted <= {entry.name for entry in job.storage.ls(prefix)},
+        job.patience,
+        lambda: StorageUnavailable(job.storage.url, f"not every node has put its segments of {manifest.name} yet"),
+    )
+
+
+def commit(job: FlushJob) -> None:
+    """Publish the checkpoint's manifest and then, last and in one put, its `.metadata`."""
+    manifest = job.held.manifest
+    job.storage.put(job.key(names.stored_manifest(manifest.save_id)), manifest.to_json())
+    faults.point("flush.manifest")
+    metadata = read_bytes(job.held.metadata_path)
+    key = job.key(names.metadata_file(manifest.scope))
+    faults.point("flush.commit")
+    try:
+        job.storage.put(key, metadata, create=not job.overwrite)
+    except (CheckpointExists, StorageUnavailable):
+        # The answer may have been lost on its way back, or an earlier attempt of ours did it.
+        if not _holds(job.storage, key, metadata):
+            raise
+    faults.point("flush.committed")
+
+
+def wait_for_commit(job: FlushJob) -> None:
+    """Wait until the committing node has published the checkpoint. Raises StorageUnavailable when it doesn't."""
+    manifest = job.held.manifest
+    _poll(
+        lambda: committed_save_id(job.storage, manifest) == manifest.save_id,
+        job.patience,
+        lambda: StorageUnavailable(job.storage.url, f"node {manifest.committer} has not committed {manifest.name} yet"),
+    )
+
+
+def committed_save_id(storage: Storage, manifest: Manifest) -> str:
+    """Save id of the attempt that storage holds committed under this name ("" where there is none of ours)."""
+    try:
+        metadata = storage.get(f"{manifest.name}/{names.metadata_file(manifest.scope)}")
+    except StorageKeyMissing:
+        return ""
+    return manifest.save_id if manifest.save_id.encode() in metadata else ""
+
+
+def collect_older_attempts(job: FlushJob) -> None:
+    """Delete what earlier attempts at this checkpoint left under its name, now that ours is committed."""
+    manifest = job.held.manifest
+    for entry in job.storage.ls(job.held.name):
+        match = names.SEGMENT.fullmatch(entry.name.removesuffix(".part"))
+        ours = manifest.scope == names.COLLECTIVE or (match is not None and names.rank_scope(int(match[1])) == manifest.scope)
+        if match is not None and match[3] != manifest.save_id and ours:
+            job.storage.delete(job.key(entry.name))
+    if manifest.scope == names.COLLECTIVE:
+        for entry in job.storage.ls(job.key(names.OWN)):
+            if manifest.save_id not in entry.name and not entry.is_directory:
+                job.storage.delete(job.key(f"{names.OWN}/{entry.name}"))
+
+
+def _metadata_changed(job: FlushJob) -> bool:
+    """Whether the coordinator rewrote `.metadata` after it had been published (planners that only then hand it over)."""
+    manifest = job.held.manifest
+    if manifest.committer != job.node:
+        return False
+    key = job.key(names.metadata_file(manifest.scope))
+    return not _holds(job.storage, key, read_bytes(job.held.metadata_path))
+
+
+def _holds(storage: Storage, key: str, data: bytes) -> bool:
+    try:
+        return storage.get(key) == data
+    except StorageKeyMissing:
+        return False
+
+
+def _poll(ready: Callable[[], bool], patience: float, error: Callable[[], Exception]) -> None:
+    deadline, pause = time.monotonic() + patience, 0.05
+    while not ready():
+        if time.monotonic() > deadline:
+            raise error()
+        time.sleep(pause)
+        pause = min(pause * 1.5, 2.0)

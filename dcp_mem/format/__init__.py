@@ -1,0 +1,1 @@
+"""What the bytes mean: frames and layouts of segments, manifests, DCP metadata, checksums, names."""

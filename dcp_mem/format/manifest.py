@@ -1,0 +1,173 @@
+"""Our own description of a checkpoint: JSON, versioned, free of pickle and of secrets.
+
+In memory each node holds one (`Manifest`): its presence is what COMPLETE means. On storage the committing node puts
+the same manifest, and every node puts a `NodeManifest` with the checksums of its own segments.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format.checksums import Crcs
+from dcp_mem.format.layout import Columns
+from dcp_mem.values import Segment
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One complete checkpoint.
+
+    created: seconds since the epoch on the coordinator's clock, but never earlier than an older checkpoint's: it
+    orders checkpoints. scope: "" or the rank that saved alone. committer: the node that publishes `.metadata`.
+    metadata_crc: CRC32C of the `.metadata` file.
+    """
+
+    name: str
+    save_id: str
+    scope: str
+    job: str
+    created: float
+    world_size: int
+    persist: bool
+    committer: str
+    segments: tuple[Segment, ...]
+    metadata_crc: int
+    stage_seconds: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(segment.node for segment in self.segments))
+
+    def of_node(self, node: str) -> tuple[Segment, ...]:
+        return tuple(segment for segment in self.segments if segment.node == node)
+
+    def to_json(self) -> bytes:
+        return _dump("manifest", asdict(self))
+
+    @staticmethod
+    def from_json(data: bytes) -> Manifest:
+        """Read what `to_json` wrote. Raises ManifestInvalid."""
+        fields = _parse("manifest", data)
+        try:
+            return Manifest(**{**fields, "segments": tuple(_segment(entry) for entry in fields["segments"])})
+        except (TypeError, KeyError, ValueError) as error:
+            raise ManifestInvalid(f"a manifest lacks or misnames a field: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemTable:
+    """Extents and CRC32C of the items of one stored segment; payload_offsets are -1 where there is no plain payload."""
+
+    offsets: Columns
+    lengths: Columns
+    payload_offsets: Columns
+    payload_nbytes: Columns
+    crc32c: Crcs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeManifest:
+    """What one node put on storage for one checkpoint: items by segment file."""
+
+    save_id: str
+    node: str
+    tables: Mapping[str, ItemTable]
+
+    def to_json(self) -> bytes:
+        tables = {file: {name: _pack(getattr(table, name)) for name in _DTYPES} for file, table in self.tables.items()}
+        return _dump("node", {"save_id": self.save_id, "node": self.node, "tables": tables})
+
+    @staticmethod
+    def from_json(data: bytes) -> NodeManifest:
+        """Read what `to_json` wrote. Raises ManifestInvalid."""
+        fields = _parse("node", data)
+        try:
+            tables = {
+                file: ItemTable(**{name: _unpack(packed[name], dtype) for name, dtype in _DTYPES.items()})
+                for file, packed in fields["tables"].items()
+            }
+            return NodeManifest(fields["save_id"], fields["node"], tables)
+        except (TypeError, KeyError, ValueError, AttributeError, zlib.error) as error:
+            raise ManifestInvalid(f"a node manifest is damaged: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class FlushRecord:
+    """What the agent wrote down about one checkpoint's way to storage.
+
+    outcome: "" (none yet), "durable", "failed" (tried again later), "refused" (tried again, but rarely), "skipped".
+    """
+
+    save_id: str
+    outcome: str = ""
+    error: str = ""
+    attempts: int = 0
+    durable: float = 0.0
+    seconds: float = 0.0
+
+    def to_json(self) -> bytes:
+        return _dump("flush", asdict(self))
+
+    @staticmethod
+    def from_json(data: bytes) -> FlushRecord:
+        """Read what `to_json` wrote. Raises ManifestInvalid."""
+        try:
+            return FlushRecord(**_parse("flush", data))
+        except TypeError as error:
+            raise ManifestInvalid(f"a flush record is damaged: {error}") from None
+
+
+_DTYPES = {
+    "offsets": "<i8",
+    "lengths": "<i8",
+    "payload_offsets": "<i8",
+    "payload_nbytes": "<i8",
+    "crc32c": "<u4",
+}
+
+
+def _segment(entry: Mapping[str, Any]) -> Segment:
+    tail = tuple((int(offset), int(nbytes)) for offset, nbytes in entry["tail"])
+    return Segment(**{**entry, "tail": tail})
+
+
+def _dump(kind: str, fields: Mapping[str, Any]) -> bytes:
+    body = json.dumps(fields, separators=(",", ":"), sort_keys=True)
+    head = {"format": f"dcp_mem/{kind}", "version": VERSION, "crc": zlib.crc32(body.encode())}
+    return (json.dumps(head)[:-1] + f', "body": {body}}}').encode()
+
+
+def _parse(kind: str, data: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(data)
+        body = document["body"]
+        version, form, crc = document["version"], document["format"], document["crc"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ManifestInvalid(f"not a {kind} manifest of dcp_mem: {error}") from None
+    if form != f"dcp_mem/{kind}" or version != VERSION:
+        raise ManifestInvalid(f"{form} version {version} is not {kind} version {VERSION}: use a newer dcp_mem")
+    if zlib.crc32(json.dumps(body, separators=(",", ":"), sort_keys=True).encode()) != crc or not isinstance(body, dict):
+        raise ManifestInvalid(f"a {kind} manifest is damaged (checksum)")
+    return body
+
+
+def _pack(column: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(zlib.compress(column.tobytes(), 1)).decode()
+
+
+def _unpack(text: str, dtype: str) -> np.ndarray[Any, Any]:
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=dtype)

@@ -1,0 +1,56 @@
+"""Names of files and directories, in memory and on storage."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+SEGMENT = re.compile(r"__(\d+)_(\d+)-([0-9a-f]{8})\.distcp")
+OWN = ".dcp_mem"
+COLLECTIVE = ""
+"""Scope of a checkpoint that all ranks saved together; a rank that saved alone has the scope `r<rank>`."""
+
+
+def new_save_id() -> str:
+    """An id for one save attempt; it is part of every file name of that attempt."""
+    return uuid.uuid4().hex[:8]
+
+
+def segment_file(rank: int, save_id: str) -> str:
+    return f"__{rank}_0-{save_id}.distcp"
+
+
+def rank_scope(rank: int) -> str:
+    return f"r{rank}"
+
+
+def metadata_file(scope: str) -> str:
+    """`.metadata`, or what torch calls it for a rank that saved without collectives."""
+    return ".metadata" if scope == COLLECTIVE else f"__{scope[1:]}.metadata"
+
+
+def manifest_file(scope: str) -> str:
+    return f"{OWN}/manifest{scope and '-' + scope}.json"
+
+
+def own_metadata_file(save_id: str) -> str:
+    """The metadata of one attempt, under a name that no other attempt replaces."""
+    return f"{OWN}/metadata-{save_id}"
+
+
+def flush_file(scope: str) -> str:
+    return f"{OWN}/flush{scope and '-' + scope}.json"
+
+
+def layout_file(layout: str) -> str:
+    return f"{OWN}/layout-{layout}"
+
+
+def stored_manifest(save_id: str) -> str:
+    """Key of the whole checkpoint's manifest on storage."""
+    return f"{OWN}/manifest-{save_id}.json"
+
+
+def stored_node_manifest(save_id: str, node: str) -> str:
+    """Key of one node's manifest on storage: its segments with their checksums."""
+    return f"{OWN}/node-{save_id}-{node}.json"

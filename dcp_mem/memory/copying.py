@@ -1,0 +1,90 @@
+"""Moving payload bytes between tensors and slots, with all the threads that torch would use.
+
+The work is a list of plain moves (address, address, length). It is cut into one share of equal bytes for each thread,
+and each share runs outside the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import torch
+
+Move = tuple[int, int, int]
+"""(destination address, source address, bytes) of a copy, or (destination address, file offset, bytes) of a read."""
+
+_CHUNK = 32 << 20
+_ALONE = 4 << 20  # below this the hand-over to threads costs more than it gains
+_memmove = ctypes.CDLL(None).memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = None
+_pread = ctypes.CDLL(None, use_errno=True).pread
+_pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+_pread.restype = ctypes.c_ssize_t
+
+
+def copy(moves: Sequence[Move]) -> None:
+    """Copy memory to memory. Sources and destinations must stay alive and not overlap."""
+    _in_shares(moves, _copy_share)
+
+
+def read(descriptor: int, moves: Sequence[Move]) -> None:
+    """Read file ranges straight into memory. Raises EOFError where the file is shorter, OSError as the system does."""
+    _in_shares(moves, lambda share: _read_share(descriptor, share))
+
+
+def _copy_share(moves: Sequence[Move]) -> None:
+    memmove = _memmove
+    for destination, source, nbytes in moves:
+        memmove(destination, source, nbytes)
+
+
+def _read_share(descriptor: int, moves: Sequence[Move]) -> None:
+    for destination, offset, nbytes in moves:
+        while nbytes:
+            count = _pread(descriptor, destination, min(nbytes, _CHUNK), offset)
+            if count < 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+            if count == 0:
+                raise EOFError(f"the file ends at {offset}, {nbytes} bytes short")
+            destination, offset, nbytes = destination + count, offset + count, nbytes - count
+
+
+def _in_shares(moves: Sequence[Move], act: Callable[[Sequence[Move]], None]) -> None:
+    threads = torch.get_num_threads()
+    if threads == 1 or sum(nbytes for _, _, nbytes in moves) < _ALONE:
+        act(moves)
+        return
+    first, *others = shares(moves, threads)
+    running = [_pool(threads).submit(act, share) for share in others]
+    act(first)
+    for future in running:
+        future.result()
+
+
+def shares(moves: Sequence[Move], count: int) -> list[list[Move]]:
+    """Cut moves into at most `count` shares of nearly equal bytes, splitting large moves; nothing is lost or doubled."""
+    target = -(-sum(nbytes for _, _, nbytes in moves) // count)
+    result: list[list[Move]] = [[]]
+    room = target
+    for destination, source, nbytes in moves:
+        while nbytes > room and len(result) < count:
+            if room:
+                result[-1].append((destination, source, room))
+            destination, source, nbytes = destination + room, source + room, nbytes - room
+            result.append([])
+            room = target
+        if nbytes:
+            result[-1].append((destination, source, nbytes))
+            room -= nbytes
+    return [share for share in result if share] or [[]]
+
+
+@lru_cache(maxsize=4)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="dcp_mem-copy")

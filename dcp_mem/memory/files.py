@@ -1,0 +1,79 @@
+"""Small file operations that the commit path rests on: each one answers or raises."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+
+from dcp_mem.errors import MemoryBudgetExceeded
+
+
+def write_atomically(path: str, data: bytes, *, sync: bool = False) -> None:
+    """Replace the file at `path` whole, with mode 0600; whoever reads it sees all of the old or all of the new.
+
+    sync: also make it survive a power cut (file and directory). Raises MemoryBudgetExceeded when the file system is full.
+    """
+    temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as stream:
+            stream.write(data)
+            if sync:
+                stream.flush()
+                os.fsync(stream.fileno())
+        os.rename(temporary, path)
+    except OSError as error:
+        remove(temporary)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise MemoryBudgetExceeded(len(data), free_bytes(os.path.dirname(path)), f"no space for {path}") from None
+        raise
+    if sync:
+        sync_directory(os.path.dirname(path))
+
+
+def sync_directory(path: str) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def read_bytes(path: str) -> bytes:
+    with open(path, "rb") as stream:
+        return stream.read()
+
+
+def remove(path: str) -> None:
+    """Delete a file; that it is gone already is fine."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+
+
+def remove_directory_if_empty(path: str) -> None:
+    """Delete a directory unless something is in it."""
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def free_bytes(path: str) -> int:
+    """Bytes that a user may still write to the file system of `path`."""
+    facts = os.statvfs(path)
+    return facts.f_bavail * facts.f_frsize
+
+
+def allocated_bytes(path: str) -> int:
+    """Bytes that the files under `path` occupy."""
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total

@@ -1,0 +1,288 @@
+"""A job's directory in a node's memory: checkpoints, free slots, and what became of earlier checkpoints.
+
+A checkpoint exists here from the moment its manifest is renamed into place, and not before. Directories are `0700`,
+files `0600`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.events import log
+from dcp_mem.format import names
+from dcp_mem.format.manifest import FlushRecord, Manifest
+from dcp_mem.memory import files
+from dcp_mem.memory.locks import end_lease, is_leased, try_lease
+from dcp_mem.memory.root import node_id, open_root, private_directory
+
+_HISTORY_LINES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A complete checkpoint in this node's memory, and how far its flush has come."""
+
+    manifest: Manifest
+    directory: str
+    flush: FlushRecord
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def pending(self) -> bool:
+        """It is meant to reach storage and hasn't (yet)."""
+        return self.manifest.persist and self.flush.outcome not in ("durable", "skipped")
+
+    @property
+    def manifest_path(self) -> str:
+        return os.path.join(self.directory, names.manifest_file(self.manifest.scope))
+
+    @property
+    def metadata_path(self) -> str:
+        """The metadata of this very attempt; `.metadata`, for stock readers, is another name of the same file."""
+        return os.path.join(self.directory, names.own_metadata_file(self.manifest.save_id))
+
+    def segment_path(self, file: str) -> str:
+        return os.path.join(self.directory, file)
+
+
+class JobMemory:
+    """The directory `<memory root>/<job>` of this node."""
+
+    def __init__(self, root: str, job: str) -> None:
+        self.root = open_root(root)
+        self.job = job
+        self.node = node_id(root)
+        self.directory = private_directory(os.path.join(root, job))
+        self.slots = private_directory(os.path.join(self.directory, ".slots"))
+
+    # -- what is there ------------------------------------------------------------------------------------------
+
+    def held(self) -> list[Held]:
+        """Every complete checkpoint, newest first."""
+        found = [held for directory in self._checkpoint_directories() for held in self._held_in(directory)]
+        return sorted(found, key=lambda held: held.manifest.created, reverse=True)
+
+    def find(self, name: str) -> list[Held]:
+        """The complete checkpoints of that name (one for each scope)."""
+        return list(self._held_in(self.checkpoint_directory(name)))
+
+    def checkpoint_directory(self, name: str) -> str:
+        return os.path.join(self.directory, name)
+
+    def allocated_bytes(self) -> int:
+        return files.allocated_bytes(self.directory)
+
+    def free_bytes(self) -> int:
+        return files.free_bytes(self.directory)
+
+    def _checkpoint_directories(self) -> Iterator[str]:
+        with os.scandir(self.directory) as entries:
+            yield from (entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+
+    def _held_in(self, directory: str) -> Iterator[Held]:
+        try:
+            listed = os.listdir(os.path.join(directory, names.OWN))
+        except FileNotFoundError:
+            return
+        for entry in sorted(listed):
+            if entry.startswith("manifest") and entry.endswith(".json"):
+                held = self._read(directory, os.path.join(directory, names.OWN, entry))
+                if held is not None:
+                    yield held
+
+    def _read(self, directory: str, path: str) -> Held | None:
+        try:
+            manifest = Manifest.from_json(files.read_bytes(path))
+        except FileNotFoundError:
+            return None  # evicted meanwhile
+        except ManifestInvalid as error:
+            log.warning("passing over %s: %s", path, error)
+            return None
+        return Held(manifest, directory, self._flush_record(directory, manifest))
+
+    def _flush_record(self, directory: str, manifest: Manifest) -> FlushRecord:
+        try:
+            path = os.path.join(directory, names.flush_file(manifest.scope))
+            record = FlushRecord.from_json(files.read_bytes(path))
+        except (FileNotFoundError, ManifestInvalid):
+            return FlushRecord(manifest.save_id)
+        return record if record.save_id == manifest.save_id else FlushRecord(manifest.save_id)
+
+    # -- staging and completing ---------------------------------------------------------------------------------
+
+    def make_checkpoint_directory(self, name: str) -> str:
+        directory = private_directory(self.checkpoint_directory(name))
+        private_directory(os.path.join(directory, names.OWN))
+        return directory
+
+    def publish_metadata(self, manifest: Manifest, metadata: bytes) -> None:
+        """Put the attempt's metadata beside its segments, under a name of its own: nothing refers to it yet."""
+        path = os.path.join(self.checkpoint_directory(manifest.name), names.own_metadata_file(manifest.save_id))
+        files.write_atomically(path, metadata)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Put the manifest in place: from here on the checkpoint is COMPLETE on this node."""
+        path = os.path.join(self.checkpoint_directory(manifest.name), names.manifest_file(manifest.scope))
+        files.write_atomically(path, manifest.to_json())
+
+    def show_to_stock_readers(self, manifest: Manifest) -> None:
+        """Give the complete checkpoint's metadata the name under which torch's own readers look for it."""
+        directory = self.checkpoint_directory(manifest.name)
+        target = os.path.join(directory, names.metadata_file(manifest.scope))
+        temporary = f"{target}.{manifest.save_id}"
+        files.remove(temporary)
+        os.link(os.path.join(directory, names.own_metadata_file(manifest.save_id)), temporary)
+        os.rename(temporary, target)
+        files.remove(temporary)  # renaming onto another name of the same file leaves both
+
+    def record_flush(self, held: Held, record: FlushRecord) -> None:
+        """Write down how a flush went. Nothing is written for a checkpoint that has left memory meanwhile."""
+        try:
+            path = os.path.join(held.directory, names.flush_file(held.manifest.scope))
+            files.write_atomically(path, record.to_json())
+        except FileNotFoundError:
+            return
+
+    # -- leaving memory -----------------------------------------------------------------------------------------
+
+    def evict(self, held: Held, why: str = "") -> bool:
+        """Take a checkpoint out of memory: it ceases to exist first, then its files become free slots.
+
+        False, and nothing is done, where somebody reads or flushes it.
+        """
+        try:
+            descriptor = os.open(held.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            if not try_lease(descriptor, exclusive=True):
+                return False
+            self._remember(held, why)
+            files.remove(held.manifest_path)
+            files.remove(os.path.join(held.directory, names.metadata_file(held.manifest.scope)))
+            for segment in held.manifest.of_node(self.node):
+                self._retire(held.segment_path(segment.file))
+            self.tidy(held.directory)
+        finally:
+            end_lease(descriptor)
+            os.close(descriptor)
+        return True
+
+    def sweep(self) -> None:
+        """Make free slots of segments that no manifest lists: remains of saves that didn't complete.
+
+        A segment that a live process is staging or holds is left alone.
+        """
+        for directory in list(self._checkpoint_directories()):
+            self.tidy(directory)
+
+    def tidy(self, directory: str) -> None:
+        """Remove from a checkpoint's directory whatever its manifests don't list, and the directory when it is empty."""
+        manifests = [held.manifest for held in self._held_in(directory)]
+        segments = {segment.file for manifest in manifests for segment in manifest.segments}
+        for entry in _listdir(directory):
+            if names.SEGMENT.fullmatch(entry) and entry not in segments:
+                self._retire_if_abandoned(os.path.join(directory, entry))
+        if any(names.SEGMENT.fullmatch(entry) and entry not in segments for entry in _listdir(directory)):
+            return  # somebody is staging here, and needs what lies around
+        _remove_others(os.path.join(directory, names.OWN), set().union(*map(_own_files, manifests)))
+        _remove_others(directory, segments | {names.OWN} | {names.metadata_file(one.scope) for one in manifests})
+        for manifest in manifests:
+            if not os.path.exists(os.path.join(directory, names.metadata_file(manifest.scope))):
+                self.show_to_stock_readers(manifest)
+        if not manifests:
+            files.remove_directory_if_empty(os.path.join(directory, names.OWN))
+            files.remove_directory_if_empty(directory)
+
+    def _retire_if_abandoned(self, path: str) -> None:
+        try:
+            if not is_leased(path):
+                self._retire(path)
+        except FileNotFoundError:
+            return
+
+    def _retire(self, path: str) -> None:
+        try:
+            os.rename(path, os.path.join(self.slots, f"{uuid.uuid4().hex[:12]}.slot"))
+        except FileNotFoundError:
+            return
+
+    def drop_free_slots(self) -> None:
+        """Give the memory of free slots back to the system, but for those that a live process holds."""
+        for entry in _listdir(self.slots):
+            path = os.path.join(self.slots, entry)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                if try_lease(descriptor, exclusive=True):
+                    files.remove(path)
+                    end_lease(descriptor)
+            finally:
+                os.close(descriptor)
+
+    # -- history ------------------------------------------------------------------------------------------------
+
+    def _remember(self, held: Held, why: str) -> None:
+        manifest, flush = held.manifest, held.flush
+        skipped = held.pending or flush.outcome == "skipped"
+        line = {
+            "name": manifest.name,
+            "save_id": manifest.save_id,
+            "created": manifest.created,
+            "persist": manifest.persist,
+            "nbytes": manifest.nbytes,
+            "stage_seconds": manifest.stage_seconds,
+            "outcome": "skipped" if skipped else flush.outcome,
+            "error": (flush.error or why) if skipped else flush.error,
+            "durable": flush.durable,
+            "flush_seconds": flush.seconds,
+            "attempts": flush.attempts,
+        }
+        self.append_history(line)
+
+    def append_history(self, line: dict[str, object]) -> None:
+        path = os.path.join(self.directory, ".history.jsonl")
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "ab") as stream:
+            stream.write(json.dumps(line).encode() + b"\n")
+            long = stream.tell() > 400 * _HISTORY_LINES
+        if long:
+            files.write_atomically(path, b"".join(files.read_bytes(path).splitlines(keepends=True)[-_HISTORY_LINES // 2 :]))
+
+    def history(self) -> list[dict[str, object]]:
+        """What became of checkpoints that have left memory, oldest first."""
+        try:
+            lines = files.read_bytes(os.path.join(self.directory, ".history.jsonl")).splitlines()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines if line.endswith(b"}")]
+
+
+def _own_files(manifest: Manifest) -> set[str]:
+    """Names, under `.dcp_mem`, of what belongs to a complete checkpoint."""
+    paths = [names.manifest_file(manifest.scope), names.flush_file(manifest.scope), names.own_metadata_file(manifest.save_id)]
+    paths += [names.layout_file(segment.layout) for segment in manifest.segments]
+    return {path.rpartition("/")[2] for path in paths}
+
+
+def _remove_others(directory: str, keep: set[str]) -> None:
+    for entry in _listdir(directory):
+        if entry not in keep:
+            files.remove(os.path.join(directory, entry))
+
+
+def _listdir(path: str) -> Sequence[str]:
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return ()

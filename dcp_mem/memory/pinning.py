@@ -1,0 +1,35 @@
+"""CUDA: a slot's mapping registered as pinned memory, so that device-to-host DMA lands in tmpfs without a bounce buffer."""
+
+from __future__ import annotations
+
+import torch
+
+from dcp_mem.events import log
+from dcp_mem.memory.slots import Slot
+
+_pinned: set[tuple[int, int]] = set()
+
+
+def pin(slot: Slot) -> None:
+    """Register the slot's mapping with CUDA, once; where that fails copies still work, only slower."""
+    key = (slot.address, slot.mapped_nbytes)
+    if key in _pinned or not torch.cuda.is_available():
+        return
+    error = int(torch.cuda.cudart().cudaHostRegister(slot.address, slot.mapped_nbytes, 0))  # type: ignore[attr-defined]
+    if error:
+        log.warning("cudaHostRegister of %d bytes failed (error %d): copies go through CUDA's own buffer", key[1], error)
+        return
+    _pinned.add(key)
+    slot.on_unmap.append(lambda: _unpin(key))
+
+
+def _unpin(key: tuple[int, int]) -> None:
+    _pinned.discard(key)
+    torch.cuda.cudart().cudaHostUnregister(key[0])  # type: ignore[attr-defined]
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream for device-to-host copies that sees everything launched so far on the current one."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream

@@ -1,0 +1,96 @@
+"""The memory root of a node: made private, or refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+import uuid
+
+from dcp_mem.errors import MemoryRootRefused, MemoryUnavailable
+from dcp_mem.events import log
+from dcp_mem.memory.files import read_bytes, remove
+
+
+def open_root(path: str) -> str:
+    """Make the memory root where it is missing (0700), check that it is ours alone, and return its path.
+
+    Raises MemoryRootRefused where it belongs to someone else, others may write to it, or a symlink leads to it;
+    MemoryUnavailable where it can't be made.
+    """
+    existed = os.path.lexists(path)
+    if not existed:
+        _make(path)
+    facts = os.lstat(path)
+    if stat.S_ISLNK(facts.st_mode) or os.path.realpath(path) != path:
+        raise MemoryRootRefused(path, f"a symlink leads there (it is really {os.path.realpath(path)})")
+    if not stat.S_ISDIR(facts.st_mode):
+        raise MemoryRootRefused(path, "it is not a directory")
+    if facts.st_uid != os.geteuid():
+        raise MemoryRootRefused(path, f"it belongs to uid {facts.st_uid}, not to you (uid {os.geteuid()})")
+    if facts.st_mode & 0o022:
+        raise MemoryRootRefused(path, f"others may write to it (mode {stat.S_IMODE(facts.st_mode):04o})")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise MemoryUnavailable(path, "it is not writable")
+    if not existed and file_system(path) not in ("tmpfs", "ramfs", "hugetlbfs"):
+        log.warning("memory root %s lies on %s, not on a tmpfs: saves will be as slow as that", path, file_system(path))
+    return path
+
+
+def _make(path: str) -> None:
+    parent = os.path.dirname(path)
+    if not os.path.isdir(parent):
+        raise MemoryUnavailable(path, f"{parent} does not exist")
+    if os.path.realpath(parent) != parent:
+        raise MemoryRootRefused(path, f"a symlink leads there (it is really {os.path.realpath(path)})")
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise MemoryUnavailable(path, os.strerror(error.errno or 0)) from None
+
+
+def private_directory(path: str) -> str:
+    """Make a directory (0700) under the root; that it is there already is fine."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        facts = os.lstat(path)
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
+            raise MemoryRootRefused(path, "it is not a directory of yours") from None
+    return path
+
+
+def node_id(root: str) -> str:
+    """The id of the node that this root is the memory of: ranks that read the same id share a tmpfs."""
+    path = os.path.join(root, ".node")
+    try:
+        return read_bytes(path).decode()
+    except FileNotFoundError:
+        pass
+    temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+    with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as stream:
+        stream.write(uuid.uuid4().hex[:12].encode())
+    try:
+        os.link(temporary, path)  # first one wins, and is never seen half written
+    except FileExistsError:
+        pass
+    finally:
+        remove(temporary)
+    return read_bytes(path).decode()
+
+
+def file_system(path: str) -> str:
+    """Type of the file system that holds `path` ("" where the system doesn't tell)."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
+            mounts = [line.split() for line in stream]
+    except OSError:
+        return ""
+    best, kind = "", ""
+    for fields in mounts:
+        mount = fields[4].replace("\\040", " ")
+        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, fields[fields.index("-") + 1]
+    return kind

@@ -1,0 +1,275 @@
+"""Slots: tmpfs files that are kept and recycled, so that their pages stay faulted in and their mappings valid.
+
+First touch of tmpfs pages costs several times the copy, and so does a new mapping over pages that exist. A slot is
+claimed from the free ones, staged into, and becomes a segment by rename; retention renames it back. The process that
+mapped it recognises it by its inode and goes on using the mapping.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dcp_mem.errors import MemoryBudgetExceeded
+from dcp_mem.memory import files
+from dcp_mem.memory.locks import end_lease, try_lease
+
+_PAGE = 2 << 20  # room for huge pages where the mount has them
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_POPULATE_STEP = 64 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One slot that this process has open. capacity: bytes reserved. frames: key of the layout whose heads and tails it holds.
+
+    Its descriptor carries a lease for as long as it is open: exclusive while staging, shared afterwards.
+    """
+
+    path: str
+    descriptor: int
+    capacity: int
+    inode: int
+    frames: str = ""
+    mapping: mmap.mmap | None = None
+    mapped_nbytes: int = 0
+    address: int = 0
+    on_unmap: list[Callable[[], None]] = field(default_factory=list)
+    busy: bool = True  # claimed or being prefaulted by a thread of this process; its own lease can't tell
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that `nbytes` can be written without running out of space (which would be SIGBUS in a mapping).
+
+        Raises MemoryBudgetExceeded; what was reserved before stays.
+        """
+        if nbytes <= self.capacity:
+            return
+        wanted = -(-nbytes // _PAGE) * _PAGE
+        try:
+            os.posix_fallocate(self.descriptor, 0, wanted)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            free = files.free_bytes(os.path.dirname(self.path)) + self.capacity
+            raise MemoryBudgetExceeded(nbytes, free, f"the memory root of {self.path} is full") from None
+        self.capacity = wanted
+
+    def shrink(self, nbytes: int) -> None:
+        """Give back what is far beyond `nbytes`: the plan has become much smaller."""
+        if self.capacity > 2 * nbytes + (64 << 20):
+            self.unmap()
+            self.capacity = -(-nbytes // _PAGE) * _PAGE
+            os.ftruncate(self.descriptor, self.capacity)
+
+    def map(self, nbytes: int) -> int:
+        """Address of the first byte of a mapping of at least `nbytes`, with every page present."""
+        if self.mapping is None or self.mapped_nbytes < nbytes:
+            self.unmap()
+            self.mapped_nbytes = max(nbytes, mmap.PAGESIZE)
+            self.mapping = mmap.mmap(self.descriptor, self.mapped_nbytes)
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
+            self._populate()
+        return self.address
+
+    def _populate(self) -> None:
+        # In steps and through ctypes, which lets other threads run; older kernels answer EINVAL and fault pages in later.
+        for offset in range(0, self.mapped_nbytes, _POPULATE_STEP):
+            step = min(_POPULATE_STEP, self.mapped_nbytes - offset)
+            if _libc.madvise(self.address + offset, step, _POPULATE_WRITE) != 0:
+                return
+
+    def unmap(self) -> None:
+        for callback in self.on_unmap:
+            callback()
+        self.on_unmap.clear()
+        if self.mapping is not None:
+            mapping, self.mapping, self.address, self.mapped_nbytes = self.mapping, None, 0, 0
+            _close(mapping)
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        """Write bytes that don't belong to the mapped part. The space must have been reserved."""
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self.descriptor, view, offset)
+            view, offset = view[written:], offset + written
+
+    def close(self) -> None:
+        self.unmap()
+        if self.descriptor >= 0:
+            end_lease(self.descriptor)
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _close(mapping: mmap.mmap) -> None:
+    try:
+        mapping.close()
+    except BufferError:
+        return  # a view of it is still alive; the mapping goes with the last one
+
+
+class SlotPool:
+    """The slots of one process in one job's directory."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._open: dict[int, Slot] = {}
+
+    def claim(self, nbytes: int, layout: str) -> Slot:
+        """A slot that nobody else uses, with room for `nbytes`: a free one where there is one, else a new one.
+
+        Prefers one that holds this layout's frames already, then one that is mapped, then the one of nearest size.
+        Raises MemoryBudgetExceeded.
+        """
+        slot = self._claim_free(nbytes, layout) or self._create()
+        try:
+            slot.shrink(nbytes)
+            slot.reserve(nbytes)
+        except BaseException:
+            self.abandon(slot)
+            raise
+        return slot
+
+    def spare_bytes(self) -> int:
+        """Capacity of the free slot that a claim would most likely get; 0 where there is none."""
+        return max((size for _, _, size in self._free()), default=0)
+
+    def free_count(self) -> int:
+        """How many free slots this process could claim, going by leases alone."""
+        return len(self._free())
+
+    def seal(self, slot: Slot, path: str) -> None:
+        """Give the slot its name as a segment. From here on it is never written again until it is claimed anew."""
+        os.rename(slot.path, path)
+        slot.path = path
+
+    def share(self, slot: Slot) -> None:
+        """Let readers and the agent in; nobody else may claim it while this process lives."""
+        try_lease(slot.descriptor, exclusive=False)
+        slot.busy = False
+
+    def abandon(self, slot: Slot) -> None:
+        """Return a slot whose staging failed, wherever it lies by now."""
+        free = os.path.join(self._directory, f"{uuid.uuid4().hex[:12]}.slot")
+        if os.path.dirname(slot.path) != self._directory and os.path.exists(slot.path):
+            os.rename(slot.path, free)
+            slot.path = free
+        self.share(slot)
+
+    def prefault(self, count: int, nbytes: int, prepare: Callable[[Slot], None], wanted: Callable[[], bool]) -> None:
+        """Make free slots of this size until there are `count`, ready to be copied into; stops when not `wanted` any more."""
+        while wanted() and self.free_count() < count:
+            slot = self._create()
+            try:
+                slot.reserve(nbytes)
+                prepare(slot)
+            except MemoryBudgetExceeded:
+                files.remove(slot.path)
+                self._forget(slot)
+                return
+            self.share(slot)
+
+    def close(self, *, keep_free: bool = False) -> None:
+        """Unmap everything; free slots are deleted unless they are to be kept."""
+        for slot in list(self._open.values()):
+            free = self._is_free(slot)
+            self._forget(slot)
+            if free and not keep_free:
+                files.remove(os.path.join(self._directory, self._name_of(slot.inode)))
+
+    def _claim_free(self, nbytes: int, layout: str) -> Slot | None:
+        def preference(entry: tuple[str, int, int]) -> tuple[bool, bool, bool, int]:
+            _, inode, size = entry
+            slot = self._open.get(inode)
+            framed = slot is not None and layout != "" and slot.frames == layout
+            return (not framed, slot is None, size < nbytes, abs(size - nbytes))
+
+        for name, inode, _ in sorted(self._free(), key=preference):
+            slot = self._open.get(inode) or self._adopt(name)
+            if slot is None:
+                continue
+            slot.path = os.path.join(self._directory, name)
+            if try_lease(slot.descriptor, exclusive=True):
+                slot.busy = True
+                return slot
+        return None
+
+    def _adopt(self, name: str) -> Slot | None:
+        path = os.path.join(self._directory, name)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        if not try_lease(descriptor, exclusive=True):
+            os.close(descriptor)
+            return None
+        facts = os.fstat(descriptor)
+        slot = Slot(path, descriptor, 0, facts.st_ino)
+        try:
+            slot.reserve(facts.st_size)  # whoever made it may have been killed before it had its pages
+        except MemoryBudgetExceeded:
+            files.remove(path)
+            slot.close()
+            return None
+        self._open[facts.st_ino] = slot
+        return slot
+
+    def _create(self) -> Slot:
+        path = os.path.join(self._directory, f"{uuid.uuid4().hex[:12]}.slot")
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try_lease(descriptor, exclusive=True)
+        slot = Slot(path, descriptor, 0, os.fstat(descriptor).st_ino)
+        self._open[slot.inode] = slot
+        return slot
+
+    def _free(self) -> Sequence[tuple[str, int, int]]:
+        """(name, inode, size) of the free slots that this process holds, and of those that nobody holds."""
+        self._drop_deleted()
+        found = []
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                try:
+                    facts = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                mine = self._open.get(facts.st_ino)
+                if not mine.busy if mine is not None else _is_unheld(entry.path):
+                    found.append((entry.name, facts.st_ino, facts.st_size))
+        return found
+
+    def _drop_deleted(self) -> None:
+        for slot in list(self._open.values()):
+            if os.fstat(slot.descriptor).st_nlink == 0:
+                self._forget(slot)
+
+    def _is_free(self, slot: Slot) -> bool:
+        return bool(self._name_of(slot.inode))
+
+    def _name_of(self, inode: int) -> str:
+        with os.scandir(self._directory) as entries:
+            return next((entry.name for entry in entries if entry.inode() == inode), "")
+
+    def _forget(self, slot: Slot) -> None:
+        self._open.pop(slot.inode, None)
+        slot.close()
+
+
+def _is_unheld(path: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        if not try_lease(descriptor, exclusive=True):
+            return False
+        end_lease(descriptor)
+        return True
+    finally:
+        os.close(descriptor)

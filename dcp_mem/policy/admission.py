@@ -1,0 +1,117 @@
+"""Which checkpoints memory keeps, and whether a new one may be staged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A complete checkpoint in a node's memory, as the policy sees it.
+
+    key: its save id. busy: being read or flushed at this moment. pending: meant for storage and not there yet.
+    """
+
+    key: str
+    created: float
+    nbytes: int
+    persist: bool
+    pending: bool
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """One node's memory before a save. All figures in bytes.
+
+    used: what the job occupies now, free slots included. spare: what of that can be reused for this save as it is.
+    free: what the file system still has. limit: the budget, or None. needed: what this save needs on the node.
+    """
+
+    kept: tuple[Kept, ...]
+    used: int
+    spare: int
+    free: int
+    limit: int | None
+    needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks do: evict these checkpoints (save ids), and then stage or not.
+
+    needed, limit: the figures of the node that decided it, in bytes, where the verdict is not "stage".
+    """
+
+    action: Literal["stage", "full"]
+    evict: frozenset[str] = frozenset()
+    needed: int = 0
+    limit: int = 0
+    why: str = ""
+
+
+def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
+    """Decide for all nodes together whether one more checkpoint is staged, and what leaves memory for it.
+
+    The newest checkpoint never leaves, nor does one that is busy or awaits its flush with no newer one to take its place.
+    """
+    evict: set[str] = set()
+    for node in nodes:
+        full = _make_room(node, keep, evict)
+        if full is not None:
+            return full
+    return Verdict("stage", frozenset(evict))
+
+
+def retire(kept: Sequence[Kept], keep: int) -> frozenset[str]:
+    """What leaves memory once a new checkpoint is complete, so that at most `keep` stay."""
+    leaving: set[str] = set()
+    for candidate in _evictable(kept):
+        if len(kept) - len(leaving) <= keep:
+            break
+        leaving.add(candidate.key)
+    return frozenset(leaving)
+
+
+def _make_room(node: NodeMemory, keep: int, evict: set[str]) -> Verdict | None:
+    staying = [kept for kept in node.kept if kept.key not in evict]
+    freed = sum(kept.nbytes for kept in node.kept if kept.key in evict)
+    for candidate in [*_evictable(staying), None]:
+        lacking = _lacking(node, len(staying), keep, freed)
+        if not lacking:
+            return None
+        if candidate is None:
+            limit = node.limit if node.limit is not None else node.used + node.free
+            return Verdict("full", needed=node.used - freed - node.spare + node.needed, limit=limit, why=lacking)
+        evict.add(candidate.key)
+        staying.remove(candidate)
+        freed += candidate.nbytes
+    return None
+
+
+def _lacking(node: NodeMemory, staying: int, keep: int, freed: int) -> str:
+    growth = max(0, node.needed - node.spare - freed)
+    if staying > keep:
+        return f"{staying} checkpoints are in memory, which may keep {keep} while another is staged"
+    if node.limit is not None and max(node.used - freed - node.spare, 0) + node.needed > node.limit:
+        return "the memory limit leaves no room for another checkpoint"
+    if growth > node.free:
+        return "the file system of the memory root leaves no room for another checkpoint"
+    return ""
+
+
+def _evictable(kept: Sequence[Kept]) -> list[Kept]:
+    """Oldest first, those that nobody waits for before those whose flush a newer one supersedes."""
+    by_age = sorted(kept, key=lambda checkpoint: checkpoint.created)
+    newest = by_age[-1:]
+    newest_persisted = [checkpoint for checkpoint in by_age if checkpoint.persist][-1:]
+    free = [
+        checkpoint
+        for checkpoint in by_age
+        if not checkpoint.busy
+        and checkpoint not in newest
+        and not (checkpoint.pending and checkpoint in newest_persisted)
+    ]
+    return sorted(free, key=lambda checkpoint: checkpoint.pending)

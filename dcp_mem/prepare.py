@@ -1,0 +1,48 @@
+"""Ahead of the first save: lay out its segments and fault their pages in, in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
+
+from dcp_mem.errors import RankFailed
+from dcp_mem.format.frames import Spec
+from dcp_mem.save import Caller, Outcome, expected_specs
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Slots that are being made ready."""
+
+    thread: threading.Thread
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the slots are ready; False if `timeout` seconds weren't enough."""
+        self.thread.join(timeout)
+        return not self.thread.is_alive()
+
+
+def prepare(caller: Caller, state_dict: dict[str, Any], planner: SavePlanner) -> Preparation:
+    """Plan a save of this state on all ranks, without saving, and prefault slots of its layout. Raises RankFailed."""
+    coordinator = caller.ranks.rank == 0
+    planner.set_up_planner(state_dict=state_dict, storage_meta=None, is_coordinator=coordinator)
+    plans = caller.ranks.gather(planner.create_local_plan())
+    outcome: Outcome[list[list[Spec]]] = Outcome()
+    if coordinator:
+        try:
+            outcome = Outcome([_specs(plan.items) for plan in planner.create_global_plan(plans)[0]])
+        except Exception as error:
+            outcome = Outcome(error=f"{type(error).__name__}: {error}")
+    outcome = caller.ranks.broadcast(outcome)
+    if outcome.value is None:
+        raise RankFailed("planning", [(0, outcome.error)])
+    plan_layout = caller.session.plan_layout(outcome.value[caller.ranks.rank])
+    return Preparation(caller.session.prefault(plan_layout, caller.settings.keep + 1))
+
+
+def _specs(items: Sequence[Any]) -> list[Spec]:
+    return expected_specs([item for item in items if item.type != WriteItemType.BYTE_IO])

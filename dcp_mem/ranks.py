@@ -1,0 +1,198 @@
+"""The ranks of one save or load talk to each other here, over a gloo group of dcp_mem's own.
+
+DCP's group is never used: its next collective belongs to DCP, and a training loop may be using it at the same time.
+The group is built directly on the default store, without registering with torch.distributed, so that building it in
+a background thread (`dcp.async_save`) can't disturb the order in which the training script makes its groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """A fixed set of ranks; all of them make the same calls in the same order.
+
+    A call raises RankFailed where a rank is gone or stays away for longer than the time-out.
+    """
+
+    rank: int
+    size: int
+
+    def exchange(self, value: T) -> list[T]:
+        """Every rank gets every rank's value, by rank."""
+
+    def gather(self, value: T) -> list[T]:
+        """Rank 0 gets every rank's value, by rank; the others get an empty list."""
+
+    def broadcast(self, value: T) -> T:
+        """Every rank gets rank 0's value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One rank on its own: no process group, `no_dist`, or `use_collectives=False`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def exchange(self, value: T) -> list[T]:
+        return [value]
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+
+class GlooRanks:
+    """Ranks of a process group, over a gloo group with the same members."""
+
+    def __init__(self, group: dist.ProcessGroup | None, purpose: str) -> None:
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.rank = dist.get_rank(group)
+        self.size = len(members)
+        self._name = "dcp_mem/" + hashlib.sha256(repr((purpose, members)).encode()).hexdigest()[:16]
+        self._store = dist.distributed_c10d._get_default_store()
+        self._timeout = timedelta(seconds=exchange_timeout())
+        self._generation = 0
+        self._group: dist.ProcessGroupGloo | None = None
+
+    def exchange(self, value: T) -> list[T]:
+        return self._guarded("exchange", lambda group: self._all_gather(group, value))
+
+    def gather(self, value: T) -> list[T]:
+        return self._guarded("gather", lambda group: self._gather(group, value))
+
+    def broadcast(self, value: T) -> T:
+        return self._guarded("broadcast", lambda group: self._broadcast(group, value))
+
+    def refresh(self) -> None:
+        """Called as a save or load begins: leave a group that broke in an earlier one.
+
+        Whoever saw it break said so in the store before it raised; DCP's own collective at the end of that call
+        came later, so now every rank reads the same.
+        """
+        while self._store.check([self._broken_key()]):
+            self._generation += 1
+            self._group = None
+
+    def _broken_key(self) -> str:
+        return f"{self._name}/{self._generation}/broken"
+
+    def _guarded(self, what: str, act: Any) -> Any:
+        try:
+            if self._group is None:
+                self._group = self._build()
+            return act(self._group)
+        except DcpMemError:
+            raise
+        except Exception as error:
+            self._say_broken()
+            text = str(error).split("\n")[0][:300]
+            raise RankFailed(
+                f"{what} between {self.size} ranks (a rank died or fell behind by {self._timeout.total_seconds():.0f} s; "
+                f"DCP_MEM_TIMEOUT sets this)",
+                [(self.rank, text)],
+            ) from None
+
+    def _say_broken(self) -> None:
+        try:
+            self._store.set(self._broken_key(), "1")
+        except Exception as error:
+            print(f"dcp_mem: the store is gone too: {error}", file=sys.stderr)
+
+    def _build(self) -> dist.ProcessGroupGloo:
+        prefix = dist.PrefixStore(f"{self._name}/{self._generation}", self._store)
+        return dist.ProcessGroupGloo(prefix, self.rank, self.size, self._timeout)
+
+    def _all_gather(self, group: dist.ProcessGroupGloo, value: Any) -> list[Any]:
+        mine, sizes = self._sizes(group, value)
+        outputs = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        group.allgather([outputs], [_padded(mine, max(sizes))]).wait()
+        return [_load(output, size) for output, size in zip(outputs, sizes, strict=True)]
+
+    def _gather(self, group: dist.ProcessGroupGloo, value: Any) -> list[Any]:
+        mine, sizes = self._sizes(group, value)
+        root = self.rank == 0
+        outputs = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if root else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        group.gather([outputs] if root else [], [_padded(mine, max(sizes))], options).wait()
+        return [_load(output, size) for output, size in zip(outputs, sizes, strict=True)] if root else []
+
+    def _broadcast(self, group: dist.ProcessGroupGloo, value: Any) -> Any:
+        mine = _dump(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([len(mine)])
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        group.broadcast([size], options).wait()
+        data = mine if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        group.broadcast([data], options).wait()
+        return value if self.rank == 0 else _load(data, len(data))
+
+    def _sizes(self, group: dist.ProcessGroupGloo, value: Any) -> tuple[torch.Tensor, list[int]]:
+        mine = _dump(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        group.allgather([sizes], [torch.tensor([len(mine)])]).wait()
+        return mine, [int(size) for size in sizes]
+
+
+def exchange_timeout() -> float:
+    """Seconds that a rank waits for the others: $DCP_MEM_TIMEOUT, else 600. Raises ConfigError."""
+    text = os.environ.get("DCP_MEM_TIMEOUT", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ConfigError(f"DCP_MEM_TIMEOUT={text!r}: give a number of seconds above 0")
+    return seconds
+
+
+def _dump(value: Any) -> torch.Tensor:
+    # Peers are the ranks of this very job; DCP pickles between them as well.
+    return torch.frombuffer(bytearray(pickle.dumps(value, protocol=4)), dtype=torch.uint8)
+
+
+def _load(data: torch.Tensor, size: int) -> Any:
+    return pickle.loads(memoryview(data.numpy())[:size])
+
+
+def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
+    return data if len(data) == size else torch.cat([data, torch.zeros(size - len(data), dtype=torch.uint8)])
+
+
+_ranks: dict[tuple[object, ...], GlooRanks] = {}
+
+
+def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
+    """The ranks of a process group (None: the default one), on a gloo group that this process keeps and reuses.
+
+    purpose: who uses it. Saves and loads, and different jobs, may run at the same time and must not share one.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Alone()
+    members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    if len(members) == 1:
+        return Alone()
+    key = (purpose, id(dist.distributed_c10d._get_default_store()), *members)
+    ranks = _ranks.get(key)
+    if ranks is None:
+        ranks = _ranks[key] = GlooRanks(group, purpose)
+    ranks.refresh()
+    return ranks

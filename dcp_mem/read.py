@@ -1,0 +1,333 @@
+"""Moving an opened checkpoint's items into the tensors that a load plan names.
+
+What lies in memory is read straight into the destination, all threads at work. What lies on storage is fetched in runs
+of neighbouring items, checked against the checksums item by item, and only then handed on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from dcp_mem.errors import DcpMemError, SegmentCorrupt
+from dcp_mem.events import log
+from dcp_mem.format import names
+from dcp_mem.format.checksums import checksum
+from dcp_mem.format.manifest import ItemTable
+from dcp_mem.memory.copying import Move
+from dcp_mem.recover import Opened
+from dcp_mem.sources import Failures, MemorySource, Source
+
+_RUN = 32 << 20
+_GAP = 1 << 20
+_RUNS_AT_ONCE = 4
+_BATCH = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One item to read: where its stream lies, and what is known of its payload."""
+
+    request: ReadItem
+    file: str
+    offset: int
+    length: int
+    transforms: Sequence[str]
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    """Raw contiguous data of an item: where it lies in the segment, and as what."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def read_items(opened: Opened, plan: LoadPlan, planner: LoadPlanner, *, verify: bool) -> set[str]:
+    """Read every item of the plan, from the nearest source that has it whole; returns the labels of those that were used.
+
+    Raises SegmentCorrupt when no source has an item whole; by then some destinations hold its bytes already.
+    """
+    used: set[str] = set()
+    for file, wanted in _by_file(opened.metadata, plan).items():
+        for position, source in enumerate(opened.sources):
+            try:
+                _read_file(source, file, wanted, opened, planner, verify)
+                used.add(source.label)
+                break
+            except Failures as error:
+                if position + 1 == len(opened.sources):
+                    raise
+                log.warning("%s; going on with %s", error, opened.sources[position + 1].label)
+    return used
+
+
+def _by_file(metadata: Metadata, plan: LoadPlan) -> dict[str, list[_Wanted]]:
+    files: dict[str, list[_Wanted]] = {}
+    for request in plan.items:
+        info = metadata.storage_data[request.storage_index]
+        transforms = getattr(info, "transform_descriptors", None) or ()
+        wanted = _Wanted(request, info.relative_path, info.offset, info.length, transforms)
+        files.setdefault(info.relative_path, []).append(wanted)
+    for wanted_of_file in files.values():
+        wanted_of_file.sort(key=lambda wanted: wanted.offset)
+    return files
+
+
+def _read_file(
+    source: Source, file: str, wanted: Sequence[_Wanted], opened: Opened, planner: LoadPlanner, verify: bool
+) -> None:
+    table = source.table(file)
+    index = _TableIndex(table) if table is not None else None
+    if isinstance(source, MemorySource):
+        wanted = _read_straight(source, file, wanted, opened.metadata, planner, index)
+    _read_runs(source, file, wanted, opened, planner, index, verify)
+
+
+class _TableIndex:
+    """Finds an item's row by its offset."""
+
+    def __init__(self, table: ItemTable) -> None:
+        self.offsets = table.offsets.tolist()
+        self.payload_offsets = table.payload_offsets.tolist()
+        self.payload_nbytes = table.payload_nbytes.tolist()
+        self.crcs = table.crc32c.tolist()
+
+    def row(self, offset: int) -> int | None:
+        row = bisect_left(self.offsets, offset)
+        return row if row < len(self.offsets) and self.offsets[row] == offset else None
+
+
+# -- straight into the destination -----------------------------------------------------------------------------------
+
+
+def _read_straight(
+    source: Source,
+    file: str,
+    wanted: Sequence[_Wanted],
+    metadata: Metadata,
+    planner: LoadPlanner,
+    index: _TableIndex | None,
+) -> list[_Wanted]:
+    """Read what can go straight from the segment into a tensor's memory; returns the rest."""
+    rest: list[_Wanted] = []
+    moves: list[Move] = []
+    targets: list[tuple[ReadItem, torch.Tensor]] = []
+    waiting = 0
+    for item in wanted:
+        payload = _payload(item, metadata, index)
+        span = _span(payload, item.request) if payload is not None else None
+        if payload is None or span is None:
+            rest.append(item)
+            continue
+        target = planner.resolve_tensor(item.request).detach()
+        _check_shape(item.request, target)
+        if not _takes_bytes(target, payload.dtype):
+            buffer = _buffer(span[1] - span[0])
+            source.read(file, [(_address(buffer), payload.offset + span[0], span[1] - span[0])])
+            data = torch.frombuffer(buffer, dtype=payload.dtype) if len(buffer) else torch.empty(0, dtype=payload.dtype)
+            target.copy_(data.view(item.request.lengths))
+            planner.commit_tensor(item.request, target)
+            continue
+        moves.append((target.data_ptr(), payload.offset + span[0], span[1] - span[0]))
+        targets.append((item.request, target))
+        waiting += span[1] - span[0]
+        if waiting >= _BATCH:
+            _finish(source, file, moves, targets, planner)
+            moves, targets, waiting = [], [], 0
+    _finish(source, file, moves, targets, planner)
+    return rest
+
+
+def _finish(
+    source: Source, file: str, moves: Sequence[Move], targets: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner
+) -> None:
+    source.read(file, [move for move in moves if move[2]])
+    for request, target in targets:
+        planner.commit_tensor(request, target)
+
+
+def _payload(item: _Wanted, metadata: Metadata, index: _TableIndex | None) -> _Payload | None:
+    """The item's raw data, where the segment's table and the metadata agree that it has such; else None."""
+    if index is None or item.transforms or item.request.type != LoadItemType.TENSOR:
+        return None
+    row = index.row(item.offset)
+    known = metadata.state_dict_metadata.get(item.request.storage_index.fqn)
+    if row is None or index.payload_offsets[row] < 0 or not isinstance(known, TensorStorageMetadata):
+        return None
+    sizes = _chunk_sizes(known, item.request.storage_index)
+    nbytes = index.payload_nbytes[row]
+    if sizes is None or nbytes != math.prod(sizes) * known.properties.dtype.itemsize:
+        return None
+    return _Payload(index.payload_offsets[row], nbytes, known.properties.dtype, sizes)
+
+
+def _chunk_sizes(known: TensorStorageMetadata, index: MetadataIndex) -> torch.Size | None:
+    chunks, hint = known.chunks, index.index
+    if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
+        return chunks[hint].sizes
+    return next((chunk.sizes for chunk in chunks if chunk.offsets == index.offset), None)
+
+
+def _span(payload: _Payload, request: ReadItem) -> tuple[int, int] | None:
+    """Bytes [start, stop) of the payload that are the wanted box, where the box is contiguous in it; else None."""
+    shape, offsets, lengths = payload.shape, request.storage_offsets, request.lengths
+    itemsize = payload.dtype.itemsize
+    if lengths == shape:
+        return 0, payload.nbytes
+    if 0 in lengths:
+        return 0, 0
+    start, stride, whole = 0, itemsize, True
+    for dim in range(len(shape) - 1, -1, -1):
+        if not whole and lengths[dim] != 1:
+            return None
+        whole = whole and lengths[dim] == shape[dim]
+        start += offsets[dim] * stride
+        stride *= shape[dim]
+    return start, start + math.prod(lengths) * itemsize
+
+
+def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    return (
+        target.dtype is dtype
+        and target.is_cpu
+        and type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.layout is torch.strided
+        and target.is_contiguous()
+        and not target.is_neg()
+        and not target.is_conj()
+    )
+
+
+# -- in runs ---------------------------------------------------------------------------------------------------------
+
+
+def _read_runs(
+    source: Source,
+    file: str,
+    wanted: Sequence[_Wanted],
+    opened: Opened,
+    planner: LoadPlanner,
+    index: _TableIndex | None,
+    verify: bool,
+) -> None:
+    """Read items through buffers, several runs ahead; check each item's checksum before any of it is handed on."""
+    with ThreadPoolExecutor(_RUNS_AT_ONCE, thread_name_prefix="dcp_mem-read") as pool:
+        for run, buffer in _ahead(pool, source, file, list(_runs(wanted))):
+            for item in run:
+                data = memoryview(buffer)[item.offset - run[0].offset : item.stop - run[0].offset]
+                if verify and index is not None:
+                    _verify(source, opened.choice.name, item, data, index)
+                _hand_on(item, data, opened.metadata, planner, index)
+
+
+def _runs(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Neighbouring items that are better fetched together."""
+    run: list[_Wanted] = []
+    for item in wanted:
+        if run and (item.offset - run[-1].stop > _GAP or item.stop - run[0].offset > _RUN):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, source: Source, file: str, runs: Sequence[list[_Wanted]]
+) -> Iterator[tuple[list[_Wanted], bytearray]]:
+    """Each run with its bytes, in order, while the next ones are being read."""
+    reading: deque[Future[bytearray]] = deque()
+    ahead = waiting = 0
+    for run in runs:
+        while ahead < len(runs) and (not reading or (len(reading) < _RUNS_AT_ONCE and waiting < _RUNS_AT_ONCE * _RUN)):
+            reading.append(pool.submit(_fetch, source, file, runs[ahead]))
+            waiting += runs[ahead][-1].stop - runs[ahead][0].offset
+            ahead += 1
+        waiting -= run[-1].stop - run[0].offset
+        yield run, reading.popleft().result()
+
+
+def _fetch(source: Source, file: str, run: Sequence[_Wanted]) -> bytearray:
+    start = run[0].offset
+    buffer = _buffer(max(item.stop for item in run) - start)
+    if buffer:
+        source.read(file, [(_address(buffer), start, len(buffer))])
+    return buffer
+
+
+def _verify(source: Source, checkpoint: str, item: _Wanted, data: memoryview, index: _TableIndex) -> None:
+    row = index.row(item.offset)
+    if not index.crcs or row is None:
+        return
+    found = checksum(data)
+    if found != index.crcs[row]:
+        match = names.SEGMENT.fullmatch(item.file)
+        raise SegmentCorrupt(
+            checkpoint,
+            int(match[1]) if match else 0,
+            source.label,
+            f"{item.request.storage_index.fqn}: CRC32C {found:08x} where {index.crcs[row]:08x} was saved",
+        )
+
+
+def _hand_on(
+    item: _Wanted, data: memoryview, metadata: Metadata, planner: LoadPlanner, index: _TableIndex | None
+) -> None:
+    request = item.request
+    if request.type == LoadItemType.BYTE_IO:
+        planner.load_bytes(request, io.BytesIO(_plain_stream(item, data).read()))
+        return
+    payload = _payload(item, metadata, index)
+    if payload is not None:
+        start = payload.offset - item.offset
+        raw = data[start : start + payload.nbytes]
+        tensor = torch.frombuffer(raw, dtype=payload.dtype) if payload.nbytes else torch.empty(0, dtype=payload.dtype)
+        tensor = tensor.view(payload.shape)
+    else:
+        tensor = torch.load(_plain_stream(item, data), map_location="cpu", weights_only=True)
+    tensor = narrow_tensor_by_index(tensor, request.storage_offsets, request.lengths)
+    target = planner.resolve_tensor(request).detach()
+    _check_shape(request, target)
+    target.copy_(tensor)
+    planner.commit_tensor(request, target)
+
+
+def _plain_stream(item: _Wanted, data: memoryview) -> Any:
+    stream: Any = io.BytesIO(data)
+    if item.transforms:
+        stream = _StorageReaderTransforms().transform_load_stream(item.request, item.transforms, stream)
+        stream = io.BytesIO(stream.read(-1))
+    return stream
+
+
+def _check_shape(request: ReadItem, target: torch.Tensor) -> None:
+    if target.size() != request.lengths:
+        raise DcpMemError(f"{request.dest_index.fqn}: the planner gave a tensor of {target.size()} for {request.lengths}")
+
+
+def _buffer(nbytes: int) -> bytearray:
+    return bytearray(nbytes)
+
+
+def _address(buffer: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if buffer else 0

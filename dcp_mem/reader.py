@@ -1,0 +1,238 @@
+"""`MemoryStorageReader`: DCP's storage reader, which loads the newest checkpoint that can be proved whole."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_mem.config import checkpoint_name, settings
+from dcp_mem.dcp_call import dcp_call, is_called_by_dcp
+from dcp_mem.errors import ConfigError, DcpMemError, NoRecoverableCheckpoint, RankFailed, SegmentCorrupt, picklable
+from dcp_mem.events import log
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.read import read_items
+from dcp_mem.recover import Opened, Origin, Recovery, open_next, recover
+from dcp_mem.sources import Failures
+from dcp_mem.storage.routes import open_storage
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """What a load did. source: "memory", "storage" or "memory and storage"; passed_over: candidates not taken, and why."""
+
+    checkpoint_id: str
+    save_id: str
+    source: str
+    passed_over: tuple[str, ...]
+    seconds: float
+
+
+class MemoryStorageReader(StorageReader):
+    """Loads checkpoints from the nearest place that has them whole: this node's memory, else storage.
+
+    `dcp.load` without a checkpoint id loads the newest checkpoint that can be proved whole; with one, that checkpoint or
+    an error that lists what there is. The arguments are those of `MemoryStorageWriter`; verify=False skips the checksums
+    of what is read from storage. All ranks take the same checkpoint, or raise alike.
+
+    It also loads what torch's own FileSystemWriter or FsspecWriter wrote under `path`. Metadata is unpickled restrictedly:
+    a pickle that holds anything else is refused.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        memory: str | os.PathLike[str] | None = None,
+        job: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        verify: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = settings(path, memory=memory, job=job, storage_options=storage_options)
+        self._verify = verify
+        self._process_group = process_group
+        self._name: str | None = None
+        self._recovery: Recovery | None = None
+        self._opened: Opened | None = None
+        self._failure: DcpMemError | None = None
+        self._report: RecoveryReport | None = None
+        self._started = 0.0
+        self._is_coordinator = True
+
+    # -- DCP's contract, in the order of its calls -------------------------------------------------------------------
+
+    @picklable
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._name = None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
+
+    # No **kwargs here: torch would take that for an offer to try again with a rank, which `recover` does by itself.
+    @picklable
+    def read_metadata(self) -> Metadata:  # type: ignore[override]
+        self._started = time.monotonic()
+        self.close()
+        wanted, self._name = self._name, None
+        call = dcp_call(self._process_group, f"load {self.settings.job}")
+        try:
+            self._recovery = Recovery(self._origin(), call.ranks, call.rank, wanted)
+            self._opened = recover(self._recovery)
+        except DcpMemError as error:
+            if not is_called_by_dcp():
+                raise
+            # torch would bury it in an AssertionError's text; set_up_storage_reader, its next call, raises it as it is.
+            self._failure = error
+            return Metadata(state_dict_metadata={}, planner_data={}, storage_data={}, storage_meta=StorageMeta())
+        return self._opened.metadata
+
+    @picklable
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._is_coordinator = is_coordinator
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @picklable
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if self._recovery is None or self._opened is None:
+            raise ConfigError("DCP calls read_metadata before this: drive the reader through dcp.load")
+        recovery, opened, used = self._recovery, self._opened, set[str]()
+        try:
+            while True:
+                used, failure = self._read(opened, plan, planner)
+                failures = [(rank, text) for rank, text in enumerate(recovery.ranks.exchange(_text(failure))) if text]
+                if not failures:
+                    break
+                recovery.reasons.append(f"{opened.choice.name}: {failures[0][1]}")
+                opened, plan = self._older(recovery, opened, planner, failure, failures)
+        finally:
+            self.close()
+        self._report = self._reported(recovery, opened, used)
+        log.info("loaded %s from %s in %.2f s", opened.choice.name, self._report.source, self._report.seconds)
+        return _completed()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(os.fspath(checkpoint_id))
+
+    # -- around the load ---------------------------------------------------------------------------------------------
+
+    def report(self) -> RecoveryReport:
+        """What the last successful load took, from where, and what it passed over. Raises ConfigError before one."""
+        if self._report is None:
+            raise ConfigError("nothing has been loaded through this reader yet")
+        return self._report
+
+    def close(self) -> None:
+        """End the leases on what is open, so that memory may recycle it. Closing twice is fine."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
+    def __enter__(self) -> MemoryStorageReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _origin(self) -> Origin:
+        chosen = self.settings
+        has_memory = os.path.isdir(os.path.join(chosen.memory_root, chosen.job))
+        memory = JobMemory(chosen.memory_root, chosen.job) if has_memory else None
+        storage = open_storage(chosen.url, chosen.storage_options) if chosen.url is not None else None
+        return Origin(memory, storage, chosen.job)
+
+    def _read(self, opened: Opened, plan: LoadPlan, planner: LoadPlanner) -> tuple[set[str], Exception | None]:
+        try:
+            return read_items(opened, plan, planner, verify=self._verify), None
+        except Exception as error:  # it travels with the next exchange: the other ranks wait for one
+            return set(), error
+
+    def _older(
+        self,
+        recovery: Recovery,
+        opened: Opened,
+        planner: LoadPlanner,
+        failure: Exception | None,
+        failures: list[tuple[int, str]],
+    ) -> tuple[Opened, LoadPlan]:
+        """Go on with the next older checkpoint, where the newer one turned out to be damaged and none was asked for."""
+        damaged = all(text.startswith(_DAMAGE) for _, text in failures)
+        if not damaged or recovery.wanted is not None or not _plans_alone(planner):
+            if failure is not None:
+                raise failure
+            raise RankFailed(f"loading {opened.choice.name}", failures)
+        opened.close()
+        self._opened = older = open_next(recovery)
+        log.warning("%s is damaged (%s); loading %s", opened.choice.name, failures[0][1], older.choice.name)
+        plan, trouble = _plan_again(planner, older.metadata, self._is_coordinator)
+        troubles = [(rank, text) for rank, text in enumerate(recovery.ranks.exchange(_text(trouble))) if text]
+        if troubles or plan is None:
+            raise trouble if trouble is not None else RankFailed(f"planning the load of {older.choice.name}", troubles)
+        return older, plan
+
+    def _reported(self, recovery: Recovery, opened: Opened, used: set[str]) -> RecoveryReport:
+        everywhere = set().union(*recovery.ranks.exchange(used))
+        kinds = [kind for kind, found in (("memory", "memory" in everywhere), ("storage", everywhere - {"memory"})) if found]
+        source = " and ".join(kinds) or ("memory" if opened.choice.memory else "storage")
+        return RecoveryReport(
+            opened.choice.name, opened.choice.save_id, source, tuple(recovery.reasons), time.monotonic() - self._started
+        )
+
+
+_DAMAGE = "damaged: "
+
+
+def _text(failure: Exception | None) -> str:
+    if failure is None:
+        return ""
+    kind = _DAMAGE if isinstance(failure, Failures) else f"{type(failure).__name__}: "
+    return f"{kind}{failure}"
+
+
+def _plans_alone(planner: LoadPlanner) -> bool:
+    """Whether a rank may plan again by itself: torch's default planner exchanges nothing in its global plan."""
+    default: Callable[..., Any] = DefaultLoadPlanner.create_global_plan
+    return isinstance(planner, DefaultLoadPlanner) and type(planner).create_global_plan is default
+
+
+def _plan_again(
+    planner: LoadPlanner, metadata: Metadata, is_coordinator: bool
+) -> tuple[LoadPlan | None, Exception | None]:
+    assert isinstance(planner, DefaultLoadPlanner)
+    state = planner.original_state_dict
+    try:
+        if hasattr(planner, "keys"):  # torch's planner that fills an empty state dict from the metadata
+            state.clear()
+        planner.set_up_planner(state, metadata, is_coordinator)
+        plan = planner.create_global_plan([planner.create_local_plan()])[0]
+        return planner.finish_plan(plan), None
+    except Exception as error:
+        return None, error
+
+
+def _completed() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+__all__ = ["MemoryStorageReader", "NoRecoverableCheckpoint", "RecoveryReport", "SegmentCorrupt"]

@@ -1,0 +1,274 @@
+"""The stages of a load before any tensor moves: survey, elect, open. All ranks take the same decision, or raise alike."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_mem.errors import (
+    CheckpointNotFound,
+    DcpMemError,
+    ManifestInvalid,
+    NoRecoverableCheckpoint,
+    StorageKeyMissing,
+    StorageRefused,
+    StorageUnavailable,
+)
+from dcp_mem.events import log
+from dcp_mem.format import names
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.memory.job import Held, JobMemory
+from dcp_mem.policy.election import Choice, Finding, RecoveryPlan, elect, in_common
+from dcp_mem.ranks import Ranks
+from dcp_mem.sources import MemorySource, Source, StorageSource
+from dcp_mem.storage import Entry, Storage
+
+_AT_ONCE = 16
+_PATIENCE = 30.0
+"""Seconds that a load waits for storage to answer when memory has a checkpoint as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where to look. memory: None where the job has none on this node. storage: None for memory-only jobs."""
+
+    memory: JobMemory | None
+    storage: Storage | None
+    job: str
+
+    @property
+    def where(self) -> str:
+        places = [f"memory (job {self.job})", *([self.storage.url] if self.storage is not None else [])]
+        return " and ".join(places)
+
+
+@dataclass(slots=True)
+class Recovery:
+    """A load's way through its candidates. wanted: the checkpoint that was asked for, None for the newest."""
+
+    origin: Origin
+    ranks: Ranks
+    rank: int
+    wanted: str | None
+    scope: str = names.COLLECTIVE
+    plan: RecoveryPlan = field(default_factory=lambda: RecoveryPlan((), ()))
+    reasons: list[str] = field(default_factory=list)
+    tried: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opened:
+    """A checkpoint that every rank has opened. sources: nearest first."""
+
+    choice: Choice
+    metadata: Metadata
+    sources: tuple[Source, ...]
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+
+def recover(recovery: Recovery) -> Opened:
+    """Survey, elect and open the best checkpoint on all ranks.
+
+    Raises NoRecoverableCheckpoint or, where one was asked for by name, CheckpointNotFound; on all ranks alike.
+    """
+    for scope in (names.COLLECTIVE, names.rank_scope(recovery.rank)):
+        recovery.scope = scope
+        recovery.plan = survey(recovery)
+        recovery.reasons = list(recovery.plan.reasons)
+        recovery.tried = 0
+        if recovery.plan.choices:
+            break
+    return open_next(recovery)
+
+
+def survey(recovery: Recovery) -> RecoveryPlan:
+    """What can be loaded, by the findings of all ranks."""
+    findings = _in_memory(recovery)
+    inventories = recovery.ranks.exchange(findings)
+    if recovery.scope == names.COLLECTIVE:
+        plan = _elect(recovery, inventories) if recovery.ranks.rank == 0 else None
+        return recovery.ranks.broadcast(plan)  # type: ignore[return-value]
+    plans = recovery.ranks.exchange(_elect(recovery, [findings]))
+    return in_common(plans)
+
+
+def open_next(recovery: Recovery) -> Opened:
+    """Open the next candidate; falls through to older ones, noting why, until all ranks have one open."""
+    while recovery.tried < len(recovery.plan.choices):
+        choice = recovery.plan.choices[recovery.tried]
+        recovery.tried += 1
+        opened, trouble = _open(recovery, choice)
+        troubles = [text for text in recovery.ranks.exchange(trouble) if text]
+        if not troubles and opened is not None:
+            for reason in recovery.reasons:
+                log.info("passed over %s", reason)
+            return opened
+        if opened is not None:
+            opened.close()
+        recovery.reasons.append(f"{choice.name}: {troubles[0]}")
+    raise _nothing(recovery)
+
+
+def _nothing(recovery: Recovery) -> NoRecoverableCheckpoint:
+    if recovery.wanted is None:
+        return NoRecoverableCheckpoint(recovery.origin.where, recovery.reasons)
+    wanted = recovery.wanted
+    everything = survey(replace(recovery, wanted=None, scope=names.COLLECTIVE))
+    available = dict.fromkeys(choice.name for choice in everything.choices if choice.name != wanted)
+    return CheckpointNotFound(wanted, recovery.origin.where, list(available), recovery.reasons)
+
+
+def _open(recovery: Recovery, choice: Choice) -> tuple[Opened | None, str]:
+    """Open every source that has the checkpoint; the first that shows its metadata leads."""
+    sources: list[Source] = []
+    metadata: Metadata | None = None
+    troubles = []
+    for source in _sources(recovery, choice, troubles):
+        try:
+            metadata = metadata if metadata is not None else source.metadata()
+        except DcpMemError as error:
+            troubles.append(str(error))
+            source.close()
+            continue
+        sources.append(source)
+    if metadata is None:
+        return None, "; ".join(troubles) or "it is gone"
+    recovery.reasons.extend(f"{choice.name}: {text}" for text in troubles)
+    return Opened(choice, metadata, tuple(sources)), ""
+
+
+def _sources(recovery: Recovery, choice: Choice, troubles: list[str]) -> list[Source]:
+    found: list[Source] = []
+    held = _held(recovery, choice) if choice.memory else None
+    if held is not None:
+        try:
+            found.append(MemorySource(held))
+        except DcpMemError as error:
+            troubles.append(str(error))
+    if choice.storage and recovery.origin.storage is not None:
+        save_id = choice.save_id if recovery.scope == names.COLLECTIVE else _own_save_id(recovery, choice)
+        found.append(StorageSource(recovery.origin.storage, choice.name, save_id, recovery.scope))
+    return found
+
+
+def _held(recovery: Recovery, choice: Choice) -> Held | None:
+    if recovery.origin.memory is None:
+        return None
+    own = recovery.scope != names.COLLECTIVE  # a rank that saved alone has a save id of its own
+    return next(
+        (
+            held
+            for held in recovery.origin.memory.find(choice.name)
+            if held.manifest.scope == recovery.scope and (own or held.manifest.save_id == choice.save_id)
+        ),
+        None,
+    )
+
+
+def _own_save_id(recovery: Recovery, choice: Choice) -> str:
+    assert recovery.origin.storage is not None
+    found = [one for one in _stored_under(recovery.origin.storage, choice.name, recovery.scope) if not one.problem]
+    return max(found, key=lambda one: one.created).save_id if found else choice.save_id
+
+
+def _elect(recovery: Recovery, inventories: Sequence[Sequence[Finding]]) -> RecoveryPlan:
+    stored, trouble = _on_storage(recovery, patient=not any(inventories))
+    plan = elect(inventories, stored)
+    return RecoveryPlan(plan.choices, (*plan.reasons, *trouble))
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _in_memory(recovery: Recovery) -> list[Finding]:
+    memory = recovery.origin.memory
+    if memory is None:
+        return []
+    found = memory.held() if recovery.wanted is None else memory.find(recovery.wanted)
+    return [
+        Finding(held.name, held.manifest.save_id, held.manifest.created, _problem(held))
+        for held in found
+        if held.manifest.scope == recovery.scope
+    ]
+
+
+def _problem(held: Held) -> str:
+    """Why this node alone can't load it ("" if it can)."""
+    try:
+        MemorySource(held).close()
+    except DcpMemError as error:
+        return str(error)
+    return ""
+
+
+# -- storage ---------------------------------------------------------------------------------------------------------
+
+
+def _on_storage(recovery: Recovery, *, patient: bool) -> tuple[list[Finding], list[str]]:
+    """What storage has; where it doesn't answer, the reason. patient: wait for as long as it takes."""
+    storage = recovery.origin.storage
+    if storage is None:
+        return [], []
+    answer: list[tuple[list[Finding], list[str]]] = []
+    asking = threading.Thread(target=lambda: answer.append(_ask(storage, recovery)), name="dcp_mem-survey", daemon=True)
+    asking.start()
+    asking.join(None if patient else _PATIENCE)
+    if not answer:
+        return [], [f"storage {storage.url} did not answer within {_PATIENCE:.0f} s"]
+    return answer[0]
+
+
+def _ask(storage: Storage, recovery: Recovery) -> tuple[list[Finding], list[str]]:
+    try:
+        wanted = [recovery.wanted] if recovery.wanted is not None else _checkpoint_names(storage)
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="dcp_mem-survey") as pool:
+            found = pool.map(lambda name: _stored_under(storage, name, recovery.scope), wanted)
+            return [finding for findings in found for finding in findings], []
+    except (StorageUnavailable, StorageRefused) as error:
+        return [], [str(error)]
+
+
+def _checkpoint_names(storage: Storage) -> list[str]:
+    return [entry.name for entry in storage.ls("") if entry.is_directory and not entry.name.startswith(".")]
+
+
+def _stored_under(storage: Storage, name: str, scope: str) -> list[Finding]:
+    """The checkpoint that is committed under a name, if there is one."""
+    entries = {entry.name: entry for entry in storage.ls(name)}
+    metadata = entries.get(names.metadata_file(scope))
+    if metadata is None:
+        return []
+    manifests = [_manifest(storage, f"{name}/{names.OWN}/{entry.name}") for entry in _manifests(storage, name)]
+    ours = [manifest for manifest in manifests if isinstance(manifest, Manifest) and manifest.scope == scope]
+    if ours:
+        return [_finding(manifest, entries) for manifest in ours]
+    damaged = [manifest for manifest in manifests if isinstance(manifest, str)]
+    return [Finding(name, "", metadata.modified, damaged[0] if damaged else "")]
+
+
+def _manifests(storage: Storage, name: str) -> list[Entry]:
+    listed = storage.ls(f"{name}/{names.OWN}")
+    return [entry for entry in listed if entry.name.startswith("manifest-") and entry.name.endswith(".json")]
+
+
+def _manifest(storage: Storage, key: str) -> Manifest | str:
+    try:
+        return Manifest.from_json(storage.get(key))
+    except (ManifestInvalid, StorageKeyMissing) as error:
+        return str(error)
+
+
+def _finding(manifest: Manifest, entries: dict[str, Entry]) -> Finding:
+    for segment in manifest.segments:
+        entry = entries.get(segment.file)
+        if entry is None or entry.nbytes != segment.nbytes:
+            there = "missing" if entry is None else f"{entry.nbytes} of {segment.nbytes} bytes"
+            return Finding(manifest.name, manifest.save_id, manifest.created, f"segment of rank {segment.rank}: {there}")
+    return Finding(manifest.name, manifest.save_id, manifest.created)

@@ -1,0 +1,321 @@
+"""What one process keeps of a job between saves: its slots and mappings, layouts, metadata template and agent.
+
+Writers are light and may be pickled into another process for every save (`dcp.async_save`'s process executor); what is
+worth keeping lives here, once for each process, memory root and job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dcp_mem.agent import AgentHandle
+from dcp_mem.config import Settings, run_identity
+from dcp_mem.errors import DcpMemError
+from dcp_mem.events import log
+from dcp_mem.flusher import Flusher, Registration, credential_environment
+from dcp_mem.format import names
+from dcp_mem.format.frames import Spec, frame_pieces, lay_out
+from dcp_mem.format.layout import Layout
+from dcp_mem.format.metadata import MetadataTemplate
+from dcp_mem.memory import files, pinning
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import JobLock, RunIdentity
+from dcp_mem.memory.root import private_directory
+from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.ranks import Ranks
+
+_LAYOUTS_KEPT = 8
+_DRAIN_AT_EXIT = 60.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanLayout:
+    """A plan's layout. expected: dtypes and shapes as the plan has them. dense: as the tensors really have them, None for the slow road."""
+
+    expected: Sequence[Spec]
+    dense: Sequence[Spec | None]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Who shares a node with whom. nodes: node id of each rank."""
+
+    nodes: tuple[str, ...]
+    rank: int
+
+    @property
+    def is_leader(self) -> bool:
+        return self.nodes.index(self.nodes[self.rank]) == self.rank
+
+    def neighbours(self, node: str) -> list[int]:
+        return [rank for rank, other in enumerate(self.nodes) if other == node]
+
+
+@dataclass(slots=True)
+class PersistCounter:
+    """How long ago a save last went to storage."""
+
+    saves: int | None = None
+    at: float | None = None
+
+    def note(self, persisted: bool) -> None:
+        if persisted:
+            self.saves, self.at = 1, time.monotonic()
+        elif self.saves is not None:
+            self.saves += 1
+
+    def seconds(self) -> float | None:
+        return None if self.at is None else time.monotonic() - self.at
+
+
+@dataclass(slots=True)
+class SavedPlan:
+    """What the last complete save of a scope was made of; while it stays the same, the metadata template does."""
+
+    template: MetadataTemplate
+    fqns: Sequence[str]
+    offsets: Sequence[object]
+    layout: str
+    tail: tuple[tuple[int, int], ...]
+
+
+class Session:
+    """One process's part in saving one job. Not thread-safe but for the prefault thread that it runs itself."""
+
+    def __init__(self, root: str, job: str, token: str) -> None:
+        self.memory = JobMemory(root, job)
+        self.lock = JobLock(self.memory.directory, job, RunIdentity(run_identity(), token))
+        self.slots = SlotPool(self.memory.slots)
+        self.persisted = PersistCounter()
+        self.saved: dict[str, SavedPlan] = {}
+        self.swept = False
+        self._layouts: OrderedDict[int, PlanLayout] = OrderedDict()
+        self._layout_directory = private_directory(os.path.join(self.memory.directory, ".layouts"))
+        self._topologies: dict[int, tuple[Ranks, Topology]] = {}
+        self._prefaulting: threading.Thread | None = None
+        self._prefault_wanted = threading.Event()
+        self._agent = AgentHandle(root)
+        self._thread: _FlushThread | None = None
+
+    # -- layouts ------------------------------------------------------------------------------------------------
+
+    def plan_layout(self, expected: Sequence[Spec]) -> PlanLayout:
+        """The layout of a plan with these dtypes and shapes: the one used last time if there was one."""
+        for key, known in reversed(self._layouts.items()):
+            if known.expected == expected:
+                self._layouts.move_to_end(key)
+                return known
+        return self.learn_layout(expected, expected)
+
+    def learn_layout(self, expected: Sequence[Spec], dense: Sequence[Spec | None]) -> PlanLayout:
+        """Lay a plan out anew: its tensors turned out to have other dtypes or shapes than it says, or no dense form."""
+        layout = lay_out([spec for spec in dense if spec is not None])
+        as_planned = [spec == plan for spec, plan in zip(dense, expected, strict=True) if spec is not None]
+        described = layout.describing(as_planned)
+        layout = replace(layout, key=described.key)
+        if layout.key:
+            files.write_atomically(os.path.join(self._layout_directory, layout.key), described.to_bytes())
+        for key in [key for key, known in self._layouts.items() if known.expected == expected]:
+            del self._layouts[key]
+        plan_layout = PlanLayout(expected, dense, layout)
+        self._layouts[id(plan_layout)] = plan_layout
+        while len(self._layouts) > _LAYOUTS_KEPT:
+            self._layouts.popitem(last=False)
+        return plan_layout
+
+    def link_layout(self, layout: Layout, checkpoint_directory: str) -> None:
+        """Put the layout's columns beside the checkpoint's segments."""
+        if not layout.key:
+            return
+        path = os.path.join(checkpoint_directory, names.layout_file(layout.key))
+        try:
+            os.link(os.path.join(self._layout_directory, layout.key), path)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            raise DcpMemError(f"{self._layout_directory} was emptied while the job runs; restart the job") from None
+
+    def put_frames(self, slot: Slot, plan_layout: PlanLayout) -> None:
+        """Map the slot and write heads and tails into it, unless it holds this layout's already."""
+        layout = plan_layout.layout
+        slot.map(layout.nbytes)
+        if slot.frames != layout.key:
+            slot.frames = ""
+            view = memoryview(slot.mapping) if slot.mapping is not None else memoryview(b"")
+            with view:
+                for offset, piece in frame_pieces(layout, [spec for spec in plan_layout.dense if spec is not None]):
+                    view[offset : offset + len(piece)] = piece
+            slot.frames = layout.key
+        pinning.pin(slot)
+
+    # -- prefaulting --------------------------------------------------------------------------------------------
+
+    def prefault(self, plan_layout: PlanLayout, slots: int) -> threading.Thread:
+        """Make up to `slots` free slots of this layout in the background, ready to be copied into."""
+        self.stop_prefaulting()
+        self._prefault_wanted.set()
+
+        def work() -> None:
+            try:
+                self.slots.prefault(
+                    slots,
+                    plan_layout.layout.nbytes,
+                    lambda slot: self.put_frames(slot, plan_layout),
+                    self._prefault_wanted.is_set,
+                )
+            except Exception:
+                log.warning("prefaulting failed; saves will fault their pages in themselves", exc_info=True)
+
+        self._prefaulting = threading.Thread(target=work, name="dcp_mem-prefault", daemon=True)
+        self._prefaulting.start()
+        return self._prefaulting
+
+    def stop_prefaulting(self) -> None:
+        """End the background work after the slot that it is at: finishing it is cheaper than doing it twice."""
+        self._prefault_wanted.clear()
+        if self._prefaulting is not None:
+            self._prefaulting.join()
+            self._prefaulting = None
+
+    def prefault_spares(self, settings: Settings, plan_layout: PlanLayout, held: int, node_nbytes: int) -> None:
+        """Bring the slots of this layout up to `keep` + 1 in the background, as far as the memory budget goes.
+
+        held: checkpoints in memory. node_nbytes: what one takes on this node.
+        """
+        wanted = settings.keep + 1 - held
+        room = self.memory.free_bytes() // max(node_nbytes, 1) - 1
+        if settings.memory_limit is not None:
+            room = min(room, (settings.memory_limit - self.memory.allocated_bytes()) // max(node_nbytes, 1))
+        wanted = min(wanted, self.slots.free_count() + max(room, 0))
+        if wanted > self.slots.free_count():
+            self.prefault(plan_layout, wanted)
+
+    # -- neighbours and agent -----------------------------------------------------------------------------------
+
+    def topology(self, ranks: Ranks) -> Topology:
+        """Who shares a node; asked once for each group of ranks."""
+        if ranks.size == 1:
+            return Topology((self.memory.node,), 0)
+        known = self._topologies.get(id(ranks))
+        if known is None or known[0] is not ranks:
+            known = (ranks, Topology(tuple(ranks.exchange(self.memory.node)), ranks.rank))
+            self._topologies[id(ranks)] = known
+        return known[1]
+
+    def wake_agent(self, settings: Settings) -> None:
+        """Have pending checkpoints flushed, by the agent or by this process's own thread."""
+        if settings.url is None:
+            return
+        registration = Registration(
+            settings.job, settings.url, settings.overwrite, settings.storage_options, credential_environment()
+        )
+        if settings.agent == "process":
+            try:
+                self._agent.wake(registration)
+            except OSError as error:
+                log.error("the agent can't be started, so nothing reaches storage (agent='thread' needs none): %s", error)
+            return
+        if self._thread is None:
+            self._thread = _FlushThread(self.memory.root)
+        self._thread.wake(registration)
+
+    def close(self, *, drop_free: bool) -> None:
+        """Give back slots, mappings and the job's lock. drop_free: and the memory of free slots."""
+        self.stop_prefaulting()
+        if self._thread is not None:
+            self._thread.stop()
+        self.slots.close(keep_free=not drop_free)
+        if drop_free:
+            self.memory.sweep()
+            self.memory.drop_free_slots()
+            self._drop_layouts()
+        self.lock.close()
+
+    def drain(self) -> None:
+        """Let a flush thread finish what is pending; an agent needs no such thing."""
+        if self._thread is not None:
+            self._thread.drain()
+
+    def _drop_layouts(self) -> None:
+        # Layouts that a checkpoint needs are linked beside it.
+        for entry in os.listdir(self._layout_directory):
+            files.remove(os.path.join(self._layout_directory, entry))
+
+
+class _FlushThread:
+    """The flusher inside the trainer, for platforms that allow no second process."""
+
+    def __init__(self, root: str) -> None:
+        self._flusher = Flusher(root)
+        self._woken, self._stopping = threading.Event(), False
+        self._thread = threading.Thread(target=self._work, name="dcp_mem-flush", daemon=True)
+        self._thread.start()
+
+    def wake(self, registration: Registration) -> None:
+        self._flusher.register(registration)
+        self._woken.set()
+
+    def stop(self) -> None:
+        """End it after the checkpoint that it is at."""
+        self._stopping = True
+        self._woken.set()
+        self._thread.join(timeout=_DRAIN_AT_EXIT)
+
+    def drain(self) -> None:
+        """Give what is pending a last chance as the process ends; what stays is flushed by the job's next start."""
+        deadline = time.monotonic() + _DRAIN_AT_EXIT
+        while time.monotonic() < deadline and self._flusher.seconds_until_next() is not None:
+            time.sleep(0.05)
+
+    def _work(self) -> None:
+        while not self._stopping:
+            self._woken.clear()
+            if self._flusher.flush_next():
+                continue
+            due = self._flusher.seconds_until_next()
+            self._woken.wait(1.0 if due is None else min(due, 1.0))
+
+
+_sessions: dict[tuple[int, str, str], Session] = {}
+_guard = threading.Lock()
+
+
+def session_for(settings: Settings, token: str) -> Session:
+    """This process's session of the job, opened now if need be. Raises JobInUse, MemoryRootRefused, MemoryUnavailable."""
+    key = (os.getpid(), settings.memory_root, settings.job)
+    with _guard:
+        session = _sessions.get(key)
+        if session is None or not os.path.isdir(session.memory.directory):
+            if session is not None:
+                session.lock.close()
+            session = _sessions[key] = Session(settings.memory_root, settings.job, token)
+        return session
+
+
+def open_session(settings: Settings) -> Session | None:
+    """This process's session of the job if it has one."""
+    return _sessions.get((os.getpid(), settings.memory_root, settings.job))
+
+
+def close_session(settings: Settings, *, drop_free: bool) -> None:
+    with _guard:
+        session = _sessions.pop((os.getpid(), settings.memory_root, settings.job), None)
+    if session is not None:
+        session.close(drop_free=drop_free)
+
+
+def _drain_flush_threads() -> None:
+    for (pid, _, _), session in list(_sessions.items()):
+        if pid == os.getpid():
+            session.drain()
+
+
+# Before concurrent.futures ends its pools, which plain atexit functions come too late for.
+getattr(threading, "_register_atexit", atexit.register)(_drain_flush_threads)

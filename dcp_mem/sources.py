@@ -1,0 +1,177 @@
+"""Where an opened checkpoint's bytes come from: this node's memory, or storage. Both answer in the same terms."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, StorageKeyMissing, UntrustedMetadata
+from dcp_mem.format import names
+from dcp_mem.format.checksums import checksum
+from dcp_mem.format.layout import Layout
+from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
+from dcp_mem.format.metadata import read_metadata
+from dcp_mem.memory.copying import Move, read
+from dcp_mem.memory.files import read_bytes
+from dcp_mem.memory.job import Held
+from dcp_mem.memory.locks import end_lease, share
+from dcp_mem.storage import Storage
+
+
+class Source(Protocol):
+    """One place that has the whole checkpoint. Every method raises SegmentCorrupt where bytes are missing or wrong."""
+
+    label: str
+
+    def metadata(self) -> Metadata:
+        """The checkpoint's DCP metadata."""
+
+    def table(self, file: str) -> ItemTable | None:
+        """Extents, payloads and checksums of a segment's items; None where nothing of ours describes it."""
+
+    def read(self, file: str, moves: Sequence[Move]) -> None:
+        """Read ranges of a segment (address, offset, bytes) straight into memory."""
+
+    def close(self) -> None:
+        """End leases and give back descriptors."""
+
+
+class MemorySource:
+    """A complete checkpoint in this node's memory, protected by leases from being recycled until it is closed."""
+
+    label = "memory"
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._resources = ExitStack()
+        self._descriptors: dict[str, int] = {}
+        self._ranks = {segment.file: segment.rank for segment in held.manifest.segments}
+        self._open(held.manifest_path, 0)
+        if Manifest.from_json(read_bytes(held.manifest_path)).save_id != held.manifest.save_id:
+            raise self._corrupt(0, "it was replaced by a newer save")
+        for segment in held.manifest.segments:
+            descriptor = self._open(held.segment_path(segment.file), segment.rank)
+            self._descriptors[segment.file] = descriptor
+            if os.fstat(descriptor).st_size < segment.nbytes:
+                raise self._corrupt(segment.rank, f"{os.fstat(descriptor).st_size} of {segment.nbytes} bytes")
+
+    def metadata(self) -> Metadata:
+        data = self._read_file(self._held.metadata_path)
+        if checksum(data) != self._held.manifest.metadata_crc:
+            raise self._corrupt(0, "its metadata is damaged (checksum)")
+        return read_metadata(data)
+
+    def table(self, file: str) -> ItemTable | None:
+        segment = next((one for one in self._held.manifest.segments if one.file == file), None)
+        if segment is None or not segment.layout:
+            return None
+        path = os.path.join(self._held.directory, names.layout_file(segment.layout))
+        try:
+            layout = Layout.from_bytes(self._read_file(path))
+        except ManifestInvalid as error:
+            raise self._corrupt(segment.rank, str(error)) from None
+        if layout.key != segment.layout:
+            raise self._corrupt(segment.rank, "its layout is damaged")
+        return ItemTable(layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes, np.zeros(0, "<u4"))
+
+    def read(self, file: str, moves: Sequence[Move]) -> None:
+        if file not in self._descriptors:
+            raise self._corrupt(0, f"{file} is not part of it")
+        try:
+            read(self._descriptors[file], moves)
+        except (OSError, EOFError) as error:
+            raise self._corrupt(self._ranks[file], str(error)) from None
+
+    def close(self) -> None:
+        self._resources.close()
+
+    def _open(self, path: str, rank: int) -> int:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self.close()
+            raise self._corrupt(rank, f"{os.path.basename(path)}: {os.strerror(error.errno or 0)}") from None
+        self._resources.callback(os.close, descriptor)
+        if not share(descriptor):
+            self.close()
+            raise self._corrupt(rank, "it is being evicted")
+        self._resources.callback(end_lease, descriptor)
+        return descriptor
+
+    def _read_file(self, path: str) -> bytes:
+        try:
+            return read_bytes(path)
+        except OSError as error:
+            raise self._corrupt(0, f"{os.path.basename(path)}: {os.strerror(error.errno or 0)}") from None
+
+    def _corrupt(self, rank: int, detail: str) -> SegmentCorrupt:
+        return SegmentCorrupt(self._held.name, rank, self.label, detail)
+
+
+class StorageSource:
+    """A committed checkpoint on storage."""
+
+    def __init__(self, storage: Storage, name: str, save_id: str, scope: str) -> None:
+        self.label = storage.url
+        self._storage, self._name, self._save_id, self._scope = storage, name, save_id, scope
+        self._tables: dict[str, ItemTable] | None = None
+
+    def metadata(self) -> Metadata:
+        metadata = read_metadata(self._get(names.metadata_file(self._scope)))
+        if self._save_id and getattr(metadata.storage_meta, "save_id", None) != self._save_id:
+            raise self._corrupt(0, f"what is committed there isn't save {self._save_id}")
+        return metadata
+
+    def table(self, file: str) -> ItemTable | None:
+        if self._tables is None:
+            self._tables = self._read_tables()
+        return self._tables.get(file)
+
+    def read(self, file: str, moves: Sequence[Move]) -> None:
+        for address, offset, nbytes in moves:
+            buffer = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+            try:
+                count = self._storage.read_into(f"{self._name}/{file}", offset, buffer)
+            except StorageKeyMissing as error:
+                raise self._corrupt(_rank_of(file), str(error)) from None
+            if count < nbytes:
+                raise self._corrupt(_rank_of(file), f"{file} ends at {offset + count}, {nbytes - count} bytes short")
+
+    def close(self) -> None:
+        return
+
+    def _read_tables(self) -> dict[str, ItemTable]:
+        if not self._save_id:
+            return {}
+        try:
+            manifest = Manifest.from_json(self._get(names.stored_manifest(self._save_id)))
+            nodes = [
+                NodeManifest.from_json(self._get(names.stored_node_manifest(self._save_id, node))) for node in manifest.nodes
+            ]
+        except ManifestInvalid as error:
+            raise self._corrupt(0, str(error)) from None
+        return {file: table for node in nodes for file, table in node.tables.items()}
+
+    def _get(self, file: str) -> bytes:
+        try:
+            return self._storage.get(f"{self._name}/{file}")
+        except StorageKeyMissing as error:
+            raise self._corrupt(0, str(error)) from None
+
+    def _corrupt(self, rank: int, detail: str) -> SegmentCorrupt:
+        return SegmentCorrupt(self._name, rank, self.label, detail)
+
+
+def _rank_of(file: str) -> int:
+    match = names.SEGMENT.fullmatch(file)
+    return int(match[1]) if match else 0
+
+
+Failures = (SegmentCorrupt, UntrustedMetadata, ManifestInvalid)
+"""What makes a source unusable without saying anything about the others."""

@@ -1,0 +1,200 @@
+"""Storage behind any fsspec URL, through fsspec itself, with bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+import fsspec
+import fsspec.core
+
+from dcp_mem.errors import CheckpointExists, DcpMemError, StorageKeyMissing, StorageRefused, StorageUnavailable
+
+from dcp_mem.storage import Entry
+
+_BLOCK = 8 << 20
+_MOST_PARTS = 9000
+# There, a directory is only a part of a name, and asking for one may create the bucket that a typing error named.
+_WITHOUT_DIRECTORIES = {"s3", "s3a", "abfs", "abfss", "az", "adl", "gs", "gcs", "oci", "oss", "r2", "http", "https"}
+_REFUSED_STATUS = {400, 401, 403, 404, 405, 409, 411, 413}
+_REFUSED_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
+_REFUSED_NAMES = (
+    "NoCredentialsError PartialCredentialsError CredentialRetrievalError ClientAuthenticationError NoSuchBucket "
+    "ResourceNotFoundError InvalidAccessKeyId ParamValidationError UnknownServiceError"
+).split()
+
+
+class FsspecStorage:
+    """The file system that fsspec finds for a URL. Its instance belongs to this object alone; listings aren't cached."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        self.url = url
+        self._secrets = tuple(_texts(storage_options))
+        options = {"skip_instance_cache": True, "use_listings_cache": False, **storage_options}
+        with self._translated():
+            self._fs, self._root = fsspec.core.url_to_fs(url, **options)
+        protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
+        self._directories = protocol not in _WITHOUT_DIRECTORIES
+
+    def put_stream(self, key: str, pieces: Iterable[memoryview], nbytes: int) -> None:
+        path = self._path(key)
+        with self._translated():
+            self._make_parent(path)
+            stream = self._fs.open(path, "wb", block_size=max(_BLOCK, -(-nbytes // _MOST_PARTS)))
+            try:
+                for piece in pieces:
+                    stream.write(piece)
+            except BaseException:
+                _discard(stream)
+                raise
+            stream.close()
+            stored = int(self._fs.info(path)["size"])
+        if stored != nbytes:
+            raise StorageUnavailable(self.url, f"{key} has {stored} bytes after an upload of {nbytes}")
+
+    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
+        path = self._path(key)
+        with self._translated():
+            self._make_parent(path)
+            try:
+                if create:
+                    self._fs.pipe_file(path, data, mode="create")
+                else:
+                    self._fs.pipe_file(path, data)
+            except FileExistsError:
+                raise CheckpointExists(key.rpartition("/")[0], self.url) from None
+            except Exception as error:
+                if create and _status(error) in (409, 412):
+                    raise CheckpointExists(key.rpartition("/")[0], self.url) from None
+                raise
+
+    def get(self, key: str) -> bytes:
+        with self._translated(key):
+            return bytes(self._fs.cat_file(self._path(key)))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        done = 0
+        while done < len(buffer):
+            stop = min(done + 4 * _BLOCK, len(buffer))
+            with self._translated(key):
+                piece = self._fs.cat_file(self._path(key), start=offset + done, end=offset + stop)
+            buffer[done : done + len(piece)] = piece
+            done += len(piece)
+            if len(piece) == 0:
+                break
+        return done
+
+    def ls(self, prefix: str) -> list[Entry]:
+        path = self._path(prefix)
+        try:
+            with self._translated(prefix):
+                self._fs.invalidate_cache()
+                listed = self._fs.ls(path, detail=True)
+        except StorageKeyMissing:
+            return []
+        return [_entry(facts) for facts in listed if facts["name"].rstrip("/") != path.rstrip("/")]
+
+    def delete(self, key: str) -> None:
+        try:
+            with self._translated(key):
+                self._fs.rm_file(self._path(key))
+        except StorageKeyMissing:
+            return
+
+    def _path(self, key: str) -> str:
+        return f"{self._root.rstrip('/')}/{key}" if key else self._root
+
+    def _make_parent(self, path: str) -> None:
+        if self._directories:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    @contextmanager
+    def _translated(self, key: str | None = None) -> Iterator[None]:
+        try:
+            yield
+        except DcpMemError:
+            raise
+        except Exception as error:
+            raise self._translation(error, key) from None
+
+    def _translation(self, error: Exception, key: str | None) -> DcpMemError:
+        if key is not None and (isinstance(error, FileNotFoundError) or _status(error) == 404):
+            return StorageKeyMissing(self.url, key)
+        text = self._redacted(f"{type(error).__name__}: {str(error).strip()}")[:600]
+        if isinstance(error, ImportError):
+            return StorageRefused(self.url, f"{text}. Install the package that fsspec needs for this protocol.")
+        if _is_refusal(error):
+            return StorageRefused(self.url, f"{text}. Check the URL, that the bucket or container exists, and the credentials.")
+        return StorageUnavailable(self.url, text)
+
+    def _redacted(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+
+def _is_refusal(error: Exception) -> bool:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & set(_REFUSED_NAMES) or isinstance(error, (PermissionError, FileNotFoundError, ValueError, TypeError)):
+        return True
+    if isinstance(error, OSError) and error.errno in _REFUSED_ERRNO:
+        return True
+    return _status(error) in _REFUSED_STATUS or any(name in str(error) for name in ("NoSuchBucket", "InvalidAccessKeyId"))
+
+
+def _status(error: BaseException | None) -> int:
+    """HTTP status behind an exception of botocore's, azure-core's or aiohttp's, 0 where there is none."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        for name in ("status_code", "status"):
+            value = getattr(error, name, None)
+            if isinstance(value, int):
+                return value
+        error = error.__cause__
+    return 0
+
+
+def _discard(stream: Any) -> None:
+    """Drop an upload without publishing it: closing a half-written fsspec stream would publish what there is."""
+    abort: Callable[[], None] | None = getattr(stream, "discard", None)
+    with contextlib.suppress(Exception):  # the upload failed already, and that error is the one to report
+        if abort is not None:
+            abort()
+    stream.closed = True
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in the options that is long enough to be a secret, and the parts of connection strings and SAS tokens."""
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)
+    elif isinstance(value, str) and len(value) >= 6 and not value.startswith("http"):
+        yield value
+        for part in value.replace("&", ";").split(";"):
+            name, separator, secret = part.partition("=")
+            if separator and len(secret) >= 6 and ("key" in name.lower() or "sig" in name.lower() or "token" in name.lower()):
+                yield secret
+
+
+def _entry(facts: Mapping[str, Any]) -> Entry:
+    name = str(facts["name"]).rstrip("/").rpartition("/")[2]
+    return Entry(name, int(facts.get("size") or 0), facts.get("type") == "directory", _modified(facts))
+
+
+def _modified(facts: Mapping[str, Any]) -> float:
+    for field in ("LastModified", "last_modified", "mtime", "modified", "updated", "created"):
+        value = facts.get(field)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0

@@ -1,0 +1,17 @@
+"""Which route serves which URL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dcp_mem.storage import Storage
+from dcp_mem.storage.fsspec_route import FsspecStorage
+from dcp_mem.storage.posix import PosixStorage
+
+
+def open_storage(url: str, storage_options: Mapping[str, Any]) -> Storage:
+    """The storage under a root URL or absolute path. Raises StorageRefused, StorageUnavailable."""
+    if url.startswith("/"):
+        return PosixStorage(url)
+    return FsspecStorage(url, storage_options)

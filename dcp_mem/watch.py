@@ -1,0 +1,135 @@
+"""Following checkpoints from outside of the save: their status, and waiting for a state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dcp_mem import agent
+from dcp_mem.config import Settings
+from dcp_mem.errors import CheckpointNotFound, ConfigError, FlushFailed, WaitTimeout
+from dcp_mem.memory.job import Held, JobMemory
+from dcp_mem.save import Caller
+from dcp_mem.values import CheckpointStatus, State
+
+_LONGEST_PAUSE = 0.2
+_WAKE_EVERY = 2.0
+
+
+def status(settings: Settings) -> list[CheckpointStatus]:
+    """Every known checkpoint of the job on this node, newest first."""
+    memory = JobMemory(settings.memory_root, settings.job)
+    present = [_of_held(held) for held in memory.held()]
+    known = {entry.save_id for entry in present}
+    past = [_of_history(line) for line in memory.history() if line["save_id"] not in known]
+    return sorted([*present, *past], key=lambda entry: entry.created, reverse=True)
+
+
+def agent_log(settings: Settings) -> str:
+    return agent.log_path(settings.memory_root)
+
+
+def record_skipped(caller: Caller, why: str) -> None:
+    """Write down a save that never began."""
+    if caller.ranks.rank == 0:
+        line = {"name": caller.name, "save_id": "", "created": time.time(), "outcome": "skipped", "error": why}
+        caller.session.memory.append_history(line)
+
+
+def wait(settings: Settings, name: str | None, state: str, timeout: float | None, wake: Callable[[], None]) -> None:
+    """Wait until a checkpoint (None: the newest that is meant for it) has the state. See `MemoryStorageWriter.wait`."""
+    if state not in ("complete", "durable"):
+        raise ConfigError(f"state={state!r}: wait for 'complete' or 'durable'")
+    if state == "durable" and (settings.url is None or (name is None and settings.persist.wants(None, None) is False)):
+        raise ConfigError("nothing becomes durable: the writer has no path, or persist=False")
+    _poll(lambda: _reached(settings, name, state), timeout, wake, f"{name or 'the newest checkpoint'} is not {state} yet", settings)
+
+
+def wait_for_all(settings: Settings, wake: Callable[[], None]) -> None:
+    """Wait until nothing in memory awaits its flush. Raises FlushFailed for the newest one that storage refused."""
+
+    def done() -> bool:
+        pending = [held for held in JobMemory(settings.memory_root, settings.job).held() if held.pending]
+        refused = [held for held in pending if held.flush.outcome == "refused"]
+        if refused and len(refused) == len(pending):
+            raise FlushFailed(refused[0].name, refused[0].flush.error)
+        return not pending
+
+    _poll(done, None, wake, "flushing", settings)
+
+
+def _reached(settings: Settings, name: str | None, state: str) -> bool:
+    candidates = [one for one in status(settings) if one.name == name or (name is None and (one.persist or state == "complete"))]
+    if not candidates:
+        if name is None:
+            return True  # nothing was saved that would get there
+        raise CheckpointNotFound(name, f"job {settings.job}", [one.name for one in status(settings)], [])
+    newest = candidates[0]
+    if state == "complete" or newest.state is State.DURABLE:
+        return newest.state is not State.SKIPPED or newest.in_memory or _raise(newest)
+    if not newest.persist:
+        raise FlushFailed(newest.name, "it is not meant for storage (persist)")
+    if not newest.in_memory:
+        _raise(newest)
+    return False
+
+
+def _raise(entry: CheckpointStatus) -> bool:
+    raise FlushFailed(entry.name, entry.error or "it left memory before it was durable")
+
+
+def _poll(done: Callable[[], bool], timeout: float | None, wake: Callable[[], None], what: str, settings: Settings) -> None:
+    started = woken = time.monotonic()
+    pause = 0.005
+    while not done():
+        now = time.monotonic()
+        if timeout is not None and now - started > timeout:
+            raise WaitTimeout(f"{what} after {timeout:g} s; {_trouble(settings)}")
+        if now - woken > _WAKE_EVERY:
+            wake()  # should the agent have died
+            woken = now
+        time.sleep(pause)
+        pause = min(pause * 1.3, _LONGEST_PAUSE)
+
+
+def _trouble(settings: Settings) -> str:
+    errors = [f"{one.name}: {one.error}" for one in status(settings) if one.error and one.in_memory]
+    return (errors[0] if errors else "no error so far") + f" (the agent's log: {agent_log(settings)})"
+
+
+def _of_held(held: Held) -> CheckpointStatus:
+    manifest, flush = held.manifest, held.flush
+    states = {"durable": State.DURABLE, "failed": State.FAILED, "refused": State.FAILED, "skipped": State.SKIPPED}
+    return CheckpointStatus(
+        name=manifest.name,
+        save_id=manifest.save_id,
+        state=states.get(flush.outcome, State.COMPLETE),
+        in_memory=True,
+        persist=manifest.persist,
+        nbytes=manifest.nbytes,
+        created=manifest.created,
+        durable=flush.durable,
+        stage_seconds=manifest.stage_seconds,
+        flush_seconds=flush.seconds,
+        flush_attempts=flush.attempts,
+        error=flush.error,
+    )
+
+
+def _of_history(line: dict[str, Any]) -> CheckpointStatus:
+    states = {"durable": State.DURABLE, "skipped": State.SKIPPED}
+    return CheckpointStatus(
+        name=str(line["name"]),
+        save_id=str(line["save_id"]),
+        state=states.get(line["outcome"], State.EVICTED),
+        in_memory=False,
+        persist=bool(line.get("persist", False)),
+        nbytes=int(line.get("nbytes", 0)),
+        created=float(line["created"]),
+        durable=float(line.get("durable", 0.0)),
+        stage_seconds=float(line.get("stage_seconds", 0.0)),
+        flush_seconds=float(line.get("flush_seconds", 0.0)),
+        flush_attempts=int(line.get("attempts", 0)),
+        error=str(line.get("error", "")),
+    )

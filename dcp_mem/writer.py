@@ -1,0 +1,362 @@
+"""`MemoryStorageWriter`: DCP's storage writer, whose `write_data` returns when the checkpoint is complete in memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_mem import faults, watch
+from dcp_mem.config import Settings, checkpoint_name, settings
+from dcp_mem.dcp_call import DcpCall, dcp_call
+from dcp_mem.errors import ConfigError, picklable
+from dcp_mem.format import names
+from dcp_mem.format.checksums import checksum
+from dcp_mem.format.manifest import FlushRecord, Manifest
+from dcp_mem.format.metadata import with_storage
+from dcp_mem.memory.locks import new_token
+from dcp_mem.policy.persistence import Persist
+from dcp_mem.prepare import Preparation, prepare
+from dcp_mem.ranks import Alone
+from dcp_mem.save import Attempt, Caller, Staged, agree, complete, plan_segment, stage, write_results
+from dcp_mem.session import Session, close_session, open_session, session_for
+from dcp_mem.values import CheckpointStatus
+
+T = TypeVar("T")
+
+
+class MemoryStorageWriter(StorageWriter):
+    """Saves checkpoints into node memory (tmpfs) and has them flushed to storage behind the training loop.
+
+    `dcp.save` returns when every rank's segment and the metadata lie in the memory of every node: from then on the
+    checkpoint survives the death of every trainer process. An agent, a process of its own, takes it to storage.
+
+    path: the job's root on storage, an fsspec URL or a plain path; None keeps checkpoints in memory only.
+    memory: the memory root (default $DCP_MEM_ROOT, else /dev/shm/dcp_mem-<uid>).
+    job: name of the job's memory directory; by default from path, else from TORCHELASTIC_RUN_ID or SLURM_JOB_ID.
+    persist: True, False, every(n) or interval(seconds): which saves go to storage; the coordinator decides.
+    keep: complete checkpoints that stay in memory. One more is staged beside them.
+    memory_limit: bytes (or "64GiB") that the job may occupy on a node; default DCP_MEM_MEMORY_LIMIT, else keep + 1 checkpoints.
+    on_full: "wait" for the flush to free a slot, "skip" the save, or "raise" MemoryBudgetExceeded; the same on all ranks.
+    storage_options: passed to fsspec as they are. They reach the agent over a pipe, and are never written down.
+    overwrite: False refuses a checkpoint id that is there already.
+    agent: "process", or "thread" for platforms that allow no second process and for file systems that live in one.
+    process_group: the ranks that save together; by default those of the dcp.save call.
+
+    Raises ConfigError for arguments that can't work, before anything is saved.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        memory: str | os.PathLike[str] | None = None,
+        job: str | None = None,
+        persist: bool | Persist = True,
+        replicas: int = 0,
+        keep: int = 2,
+        memory_limit: int | str | None = None,
+        on_full: str = "wait",
+        storage_options: Mapping[str, Any] | None = None,
+        overwrite: bool = True,
+        agent: str = "process",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if replicas:
+            raise NotImplementedError(f"replicas={replicas}: copies in other nodes' memory come in a later release; use 0")
+        self.settings = settings(
+            path,
+            memory=memory,
+            job=job,
+            persist=persist,
+            keep=keep,
+            memory_limit=memory_limit,
+            on_full=on_full,
+            storage_options=storage_options,
+            overwrite=overwrite,
+            agent=agent,
+        )
+        self._process_group = process_group
+        self._token = new_token()
+        self._name: str | None = None
+        self._last: str | None = None
+        self._save: _Save | None = None
+        self._structures = _Structures()
+
+    # -- DCP's contract, in the order of its calls -------------------------------------------------------------------
+
+    @picklable
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._name = None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self._name)
+
+    @picklable
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._name is None:
+            raise ConfigError("pass checkpoint_id= to dcp.save: path= of the writer is the root of all checkpoints of a job")
+        call = dcp_call(self._process_group, f"save {self.settings.job}")
+        session = session_for(self.settings, self._token)
+        self._save = _begin(self.settings, session, call, self._name, kwargs.get("use_collectives", True))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    @picklable
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        size = self._begun().caller.ranks.size
+        if len(plans) != size:
+            raise ConfigError(f"DCP plans for {len(plans)} ranks, the writer for {size}: pass the same process_group to both")
+        self._structures.see(plans)
+        return plans
+
+    @picklable
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        save = self._begun()
+        planned = _result_or_error(lambda: plan_segment(save.caller, plan))
+        attempt = agree(save.caller, planned)
+        if attempt is None:
+            watch.record_skipped(save.caller, "memory was full")
+            return _completed([])
+        staged = _result_or_error(lambda: stage(save.caller, attempt, planned, planner))
+        structures = self._structures
+        manifest, staged = complete(
+            save.caller, attempt, staged, lambda: structures.metadata(planner), structures.changed(planner)
+        )
+        self._structures.settle(planner)
+        self._last, save.manifest = manifest.name, manifest
+        _after(save.caller, attempt, staged, manifest)
+        return _completed(write_results(staged))
+
+    @picklable
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        save, self._save, self._name = self._begun(), None, None
+        if save.manifest is None:
+            return  # the save was skipped
+        storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        finished = with_storage(metadata, storage_data, save.manifest.save_id)
+        if not self._structures.is_published(metadata):
+            _publish_again(save.caller, save.manifest, finished)
+        metadata.storage_data, metadata.storage_meta = finished.storage_data, finished.storage_meta
+        if hasattr(metadata, "version"):
+            metadata.version = finished.version
+        faults.point("save.finished")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(os.fspath(checkpoint_id))
+
+    # -- around the saves --------------------------------------------------------------------------------------------
+
+    def prepare(self, state_dict: dict[str, Any], planner: SavePlanner | None = None) -> Preparation:
+        """Lay out and prefault slots for this state in the background, so that the first save costs what later ones do.
+
+        Call it on all ranks, with the state (and the planner, if it is not torch's default) that dcp.save will get.
+        Returns at once; `.wait()` on the result waits until the slots are ready.
+        """
+        call = dcp_call(self._process_group, f"save {self.settings.job}")
+        session = session_for(self.settings, self._token)
+        caller = Caller(self.settings, session, call.ranks, call.rank, names.COLLECTIVE, "")
+        return prepare(caller, state_dict, planner or DefaultSavePlanner())
+
+    def wait(self, checkpoint_id: str | os.PathLike[str] | None = None, state: str = "durable", timeout: float | None = None) -> None:
+        """Wait until a checkpoint reaches a state: "complete" or "durable".
+
+        checkpoint_id: by default the newest one that is meant for storage. timeout: seconds; None waits for as long as
+        there is hope. Raises WaitTimeout; FlushFailed where storage refused it, or it left memory before it was durable;
+        CheckpointNotFound where nobody knows it.
+        """
+        name = None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
+        watch.wait(self.settings, name, state, timeout, self._wake)
+
+    def status(self) -> list[CheckpointStatus]:
+        """Every known checkpoint of this job on this node, newest first: state, sizes, times and the last error."""
+        return watch.status(self.settings)
+
+    @property
+    def agent_log(self) -> str:
+        """Where this node's agent writes what it does."""
+        return watch.agent_log(self.settings)
+
+    def close(self, flush: bool = True) -> None:
+        """Wait until everything that is meant for storage is durable (flush=True), then give back slots and mappings.
+
+        What `keep` keeps stays in memory, for a restart. Without flush, the agent goes on flushing by itself. Raises
+        FlushFailed where storage refuses; the checkpoints then stay in memory. Closing twice is fine.
+        """
+        try:
+            if flush and open_session(self.settings) is not None:
+                watch.wait_for_all(self.settings, self._wake)
+        finally:
+            close_session(self.settings, drop_free=True)
+
+    def __enter__(self) -> MemoryStorageWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(flush=kind is None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For async_save's process executor: the copy opens a session of its own, and finds its group by itself.
+        return {**self.__dict__, "_save": None, "_process_group": None, "_structures": _Structures()}
+
+    def _begun(self) -> _Save:
+        if self._save is None:
+            raise ConfigError("DCP calls set_up_storage_writer before this: drive the writer through dcp.save")
+        return self._save
+
+    def _wake(self) -> None:
+        session = open_session(self.settings)
+        if session is not None:
+            session.wake_agent(self.settings)
+
+
+class _Save:
+    """The save that DCP is in the middle of."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
+        self.manifest: Manifest | None = None
+
+
+class _Structures:
+    """What the coordinator knows of the global plan: the metadata that goes with it, and whether it has changed.
+
+    The metadata that DCP will hand to `finish` is built before `write_data`, but not shown to the writer. Planners derived
+    from torch's default keep it; for others it is made again from the global plans.
+    """
+
+    def __init__(self) -> None:
+        self._plans: Sequence[SavePlan] = ()
+        self._seen: object = None
+        self._settled: object = None
+        self._published: Metadata | None = None
+
+    def see(self, plans: Sequence[SavePlan]) -> None:
+        """The global plan of the save that begins. A plan that isn't usable stands for "as before" (torch's plan caching)."""
+        self._plans = plans
+        self._seen = None if any(not plan.usable for plan in plans) else [_structure(plan) for plan in plans]
+
+    def changed(self, planner: SavePlanner) -> bool:
+        """Whether the metadata must be described anew. Always False on ranks that aren't the coordinator."""
+        if not self._plans:
+            return False
+        hooks = ("create_global_plan", "_create_global_plan")
+        custom = any(getattr(type(planner), hook, None) is not getattr(DefaultSavePlanner, hook, None) for hook in hooks)
+        return custom or self._settled is None or self._key(planner) != self._settled
+
+    def metadata(self, planner: SavePlanner) -> Metadata:
+        """The metadata of the global plan, without storage data."""
+        kept = _kept_metadata(planner)
+        if kept is not None:
+            return kept
+        _, metadata = create_default_global_save_plan(list(self._plans), rewrite_index_hints=False)
+        mappings = [plan.planner_data for plan in self._plans if plan.planner_data]
+        metadata.planner_data = {key: value for mapping in reversed(mappings) for key, value in mapping.items()} or None
+        return metadata
+
+    def settle(self, planner: SavePlanner) -> None:
+        """The checkpoint is complete with this structure."""
+        self._published = _kept_metadata(planner) if self._plans else None
+        self._settled, self._seen, self._plans = self._key(planner) if self._plans else None, None, ()
+
+    def is_published(self, metadata: Metadata) -> bool:
+        """Whether this is the very metadata that went with the checkpoint."""
+        return metadata is self._published
+
+    def _key(self, planner: SavePlanner) -> object:
+        # Kept by plan caching: the same object for as long as nothing changes. Else compare what was seen.
+        return self._seen if self._seen is not None else _Same(_kept_metadata(planner))
+
+
+class _Same:
+    """Equal to another one of the same object only."""
+
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.thing is not None and other.thing is self.thing
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _structure(plan: SavePlan) -> object:
+    items = [
+        (item.index.fqn, item.index.offset, item.type)
+        if item.tensor_data is None
+        else (
+            item.index.fqn,
+            item.index.offset,
+            item.type,
+            item.tensor_data.size,
+            item.tensor_data.chunk.sizes,
+            item.tensor_data.properties.dtype,
+            item.tensor_data.properties.requires_grad,
+        )
+        for item in plan.items
+    ]
+    return items, plan.planner_data
+
+
+def _kept_metadata(planner: SavePlanner) -> Metadata | None:
+    kept = getattr(planner, "metadata", None) if isinstance(planner, DefaultSavePlanner) else None
+    return kept if isinstance(kept, Metadata) else None
+
+
+def _begin(chosen: Settings, session: Session, call: DcpCall, name: str, use_collectives: bool) -> _Save:
+    if use_collectives:
+        return _Save(Caller(chosen, session, call.ranks, call.rank, names.COLLECTIVE, name))
+    return _Save(Caller(chosen, session, Alone(), call.rank, names.rank_scope(call.rank), name))
+
+
+def _result_or_error(act: Callable[[], T]) -> T | Exception:
+    """What `act` returns, or raises: an error travels with the next exchange, since the other ranks wait for one."""
+    try:
+        return act()
+    except Exception as error:
+        return error
+
+
+def _after(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest) -> None:
+    """Start what goes on behind the training loop: the flush, and the slots of the next saves."""
+    if attempt.persist and attempt.topology.is_leader:
+        caller.session.wake_agent(caller.settings)
+    held = [held for held in caller.session.memory.held() if held.manifest.scope == caller.scope]
+    node_nbytes = sum(segment.nbytes for segment in manifest.of_node(staged.segment.node))
+    caller.session.prefault_spares(caller.settings, staged.layout, len(held), node_nbytes)
+
+
+def _publish_again(caller: Caller, manifest: Manifest, metadata: Metadata) -> None:
+    """Replace the metadata of a complete checkpoint: its planner handed it over only now."""
+    memory = caller.session.memory
+    data = pickle.dumps(metadata, protocol=4)
+    manifest = replace(manifest, metadata_crc=checksum(data))
+    memory.publish_metadata(manifest, data)
+    memory.publish(manifest)
+    memory.show_to_stock_readers(manifest)
+    for held in memory.find(manifest.name):
+        if held.manifest.save_id == manifest.save_id and held.flush.outcome == "durable":
+            memory.record_flush(held, FlushRecord(manifest.save_id))  # it was quick, and committed the other one
+    if manifest.persist:
+        caller.session.wake_agent(caller.settings)
+
+
+def _completed(results: list[WriteResult]) -> Future[list[WriteResult]]:
+    future: Future[list[WriteResult]] = Future()
+    future.set_result(results)
+    return future
