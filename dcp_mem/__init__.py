@@ -1,7 +1,7 @@
 """Checkpoints of large training jobs, in node memory first: a storage layer for `torch.distributed.checkpoint`.
 
-    dcp.save(state, checkpoint_id="step-100", storage_writer=MemoryStorageWriter("abfs://ckpts/run-42"))
-    dcp.load(state, storage_reader=MemoryStorageReader("abfs://ckpts/run-42"))
+dcp.save(state, checkpoint_id="step-100", storage_writer=MemoryStorageWriter("abfs://ckpts/run-42"))
+dcp.load(state, storage_reader=MemoryStorageReader("abfs://ckpts/run-42"))
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def settings(
         raise ConfigError(f"on_full={on_full!r}: choose 'wait', 'skip' or 'raise'")
     if agent not in ("process", "thread"):
         raise ConfigError(f"agent={agent!r}: choose 'process' or 'thread'")
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+    if type(keep) is not int or keep < 1:
         raise ConfigError(f"keep={keep!r}: at least 1 complete checkpoint must stay in memory")
     url = root_url(path)
     limit = memory_limit if memory_limit is not None else os.environ.get("DCP_MEM_MEMORY_LIMIT") or None
@@ -86,7 +86,7 @@ def parse_bytes(size: int | str) -> int:
 def memory_root(memory: str | os.PathLike[str] | None) -> str:
     """The memory root: the argument, else $DCP_MEM_ROOT, else /dev/shm/dcp_mem-<uid>."""
     root = os.fspath(memory) if memory is not None else os.environ.get("DCP_MEM_ROOT", "")
-    return os.path.abspath(root or f"/dev/shm/dcp_mem-{os.getuid()}")
+    return os.path.abspath(root or f"/dev/shm/dcp_mem-{os.getuid()}")  # noqa: S108 (made private, or refused)
 
 
 def root_url(path: str | os.PathLike[str] | None) -> str | None:
@@ -94,7 +94,7 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
     if path is None:
         return None
     text = os.fspath(path)
-    if not isinstance(text, str) or not text.strip():
+    if not text.strip():
         raise ConfigError(f"path={path!r}: give a directory, an fsspec URL such as 'abfs://container/run', or None")
     protocol, separator, rest = text.partition("://")
     if not separator:

@@ -16,11 +16,11 @@ import numpy as np
 
 from dcp_mem import faults
 from dcp_mem.errors import CheckpointExists, SegmentCorrupt, StorageKeyMissing, StorageUnavailable
+from dcp_mem.files import read_bytes
 from dcp_mem.format import names
 from dcp_mem.format.checksums import ItemChecksums
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
-from dcp_mem.memory.files import read_bytes
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, share
 from dcp_mem.storage import Storage
@@ -202,7 +202,9 @@ def collect_older_attempts(job: FlushJob) -> None:
     manifest = job.held.manifest
     for entry in job.storage.ls(job.held.name):
         match = names.SEGMENT.fullmatch(entry.name.removesuffix(".part"))
-        ours = manifest.scope == names.COLLECTIVE or (match is not None and names.rank_scope(int(match[1])) == manifest.scope)
+        ours = manifest.scope == names.COLLECTIVE or (
+            match is not None and names.rank_scope(int(match[1])) == manifest.scope
+        )
         if match is not None and match[3] != manifest.save_id and ours:
             job.storage.delete(job.key(entry.name))
     if manifest.scope == names.COLLECTIVE:

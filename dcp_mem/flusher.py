@@ -21,7 +21,18 @@ from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.storage.routes import open_storage
 
-_CREDENTIAL_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "FSSPEC_", "IDENTITY_", "MSI_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+_CREDENTIAL_PREFIXES = (
+    "AWS_",
+    "AZURE_",
+    "GOOGLE_",
+    "GCS_",
+    "FSSPEC_",
+    "IDENTITY_",
+    "MSI_",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+)
 _LONGEST_PAUSE = 60.0
 _ORPHAN_PATIENCE = 3600.0  # how long an unreachable storage is tried for a job whose trainers are gone
 _ORPHAN_REFUSALS = 3

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dcp_mem.config import memory_root
 from dcp_mem.events import log
-from dcp_mem.memory.files import allocated_bytes
+from dcp_mem.files import allocated_bytes
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased, job_is_live
 from dcp_mem.memory.root import open_root
@@ -42,11 +42,17 @@ def reclaim(
         return []
     open_root(root)
     with os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."))
+        names = sorted(
+            entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+        )
     found = []
     for name in names:
         directory = os.path.join(root, name)
-        if (job is not None and name != job) or job_is_live(directory) or time.time() - _last_use(directory) < older_than:
+        if (
+            (job is not None and name != job)
+            or job_is_live(directory)
+            or time.time() - _last_use(directory) < older_than
+        ):
             continue
         found.append(_reclaim_one(root, name, force=force, dry_run=dry_run))
     return found
@@ -72,6 +78,8 @@ def _reclaim_one(root: str, name: str, *, force: bool, dry_run: bool) -> Reclaim
 def _last_use(directory: str) -> float:
     try:
         with os.scandir(directory) as entries:
-            return max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=os.stat(directory).st_mtime)
+            return max(
+                (entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=os.stat(directory).st_mtime
+            )
     except FileNotFoundError:
         return 0.0

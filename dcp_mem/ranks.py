@@ -11,6 +11,7 @@ import hashlib
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -29,8 +30,13 @@ class Ranks(Protocol):
     A call raises RankFailed where a rank is gone or stays away for longer than the time-out.
     """
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int:
+        """This rank's number in the set."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
 
     def exchange(self, value: T) -> list[T]:
         """Every rank gets every rank's value, by rank."""
@@ -79,7 +85,8 @@ class GlooRanks:
         return self._guarded("gather", lambda group: self._gather(group, value))
 
     def broadcast(self, value: T) -> T:
-        return self._guarded("broadcast", lambda group: self._broadcast(group, value))
+        result: T = self._guarded("broadcast", lambda group: self._broadcast(group, value))
+        return result
 
     def refresh(self) -> None:
         """Called as a save or load begins: leave a group that broke in an earlier one.
@@ -94,7 +101,7 @@ class GlooRanks:
     def _broken_key(self) -> str:
         return f"{self._name}/{self._generation}/broken"
 
-    def _guarded(self, what: str, act: Any) -> Any:
+    def _guarded(self, what: str, act: Callable[[Any], T]) -> T:
         try:
             if self._group is None:
                 self._group = self._build()
@@ -120,13 +127,14 @@ class GlooRanks:
         prefix = dist.PrefixStore(f"{self._name}/{self._generation}", self._store)
         return dist.ProcessGroupGloo(prefix, self.rank, self.size, self._timeout)
 
-    def _all_gather(self, group: dist.ProcessGroupGloo, value: Any) -> list[Any]:
+    # torch declares no methods for a gloo group that isn't registered, hence Any.
+    def _all_gather(self, group: Any, value: Any) -> list[Any]:
         mine, sizes = self._sizes(group, value)
         outputs = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
         group.allgather([outputs], [_padded(mine, max(sizes))]).wait()
         return [_load(output, size) for output, size in zip(outputs, sizes, strict=True)]
 
-    def _gather(self, group: dist.ProcessGroupGloo, value: Any) -> list[Any]:
+    def _gather(self, group: Any, value: Any) -> list[Any]:
         mine, sizes = self._sizes(group, value)
         root = self.rank == 0
         outputs = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if root else []
@@ -135,7 +143,7 @@ class GlooRanks:
         group.gather([outputs] if root else [], [_padded(mine, max(sizes))], options).wait()
         return [_load(output, size) for output, size in zip(outputs, sizes, strict=True)] if root else []
 
-    def _broadcast(self, group: dist.ProcessGroupGloo, value: Any) -> Any:
+    def _broadcast(self, group: Any, value: Any) -> Any:
         mine = _dump(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(mine)])
         options = dist.BroadcastOptions()
@@ -145,7 +153,7 @@ class GlooRanks:
         group.broadcast([data], options).wait()
         return value if self.rank == 0 else _load(data, len(data))
 
-    def _sizes(self, group: dist.ProcessGroupGloo, value: Any) -> tuple[torch.Tensor, list[int]]:
+    def _sizes(self, group: Any, value: Any) -> tuple[torch.Tensor, list[int]]:
         mine = _dump(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         group.allgather([sizes], [torch.tensor([len(mine)])]).wait()
@@ -170,7 +178,7 @@ def _dump(value: Any) -> torch.Tensor:
 
 
 def _load(data: torch.Tensor, size: int) -> Any:
-    return pickle.loads(memoryview(data.numpy())[:size])
+    return pickle.loads(data[:size].numpy().tobytes())
 
 
 def _padded(data: torch.Tensor, size: int) -> torch.Tensor:

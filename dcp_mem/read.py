@@ -159,7 +159,11 @@ def _read_straight(
 
 
 def _finish(
-    source: Source, file: str, moves: Sequence[Move], targets: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner
+    source: Source,
+    file: str,
+    moves: Sequence[Move],
+    targets: Sequence[tuple[ReadItem, torch.Tensor]],
+    planner: LoadPlanner,
 ) -> None:
     source.read(file, [move for move in moves if move[2]])
     for request, target in targets:
@@ -322,7 +326,9 @@ def _plain_stream(item: _Wanted, data: memoryview) -> Any:
 
 def _check_shape(request: ReadItem, target: torch.Tensor) -> None:
     if target.size() != request.lengths:
-        raise DcpMemError(f"{request.dest_index.fqn}: the planner gave a tensor of {target.size()} for {request.lengths}")
+        raise DcpMemError(
+            f"{request.dest_index.fqn}: the planner gave a tensor of {target.size()} for {request.lengths}"
+        )
 
 
 def _buffer(nbytes: int) -> bytearray:

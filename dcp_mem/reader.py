@@ -79,7 +79,7 @@ class MemoryStorageReader(StorageReader):
 
     # No **kwargs here: torch would take that for an offer to try again with a rank, which `recover` does by itself.
     @picklable
-    def read_metadata(self) -> Metadata:  # type: ignore[override]
+    def read_metadata(self) -> Metadata:
         self._started = time.monotonic()
         self.close()
         wanted, self._name = self._name, None
@@ -191,7 +191,9 @@ class MemoryStorageReader(StorageReader):
 
     def _reported(self, recovery: Recovery, opened: Opened, used: set[str]) -> RecoveryReport:
         everywhere = set().union(*recovery.ranks.exchange(used))
-        kinds = [kind for kind, found in (("memory", "memory" in everywhere), ("storage", everywhere - {"memory"})) if found]
+        kinds = [
+            kind for kind, found in (("memory", "memory" in everywhere), ("storage", everywhere - {"memory"})) if found
+        ]
         source = " and ".join(kinds) or ("memory" if opened.choice.memory else "storage")
         return RecoveryReport(
             opened.choice.name, opened.choice.save_id, source, tuple(recovery.reasons), time.monotonic() - self._started

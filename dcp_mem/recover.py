@@ -129,7 +129,7 @@ def _open(recovery: Recovery, choice: Choice) -> tuple[Opened | None, str]:
     """Open every source that has the checkpoint; the first that shows its metadata leads."""
     sources: list[Source] = []
     metadata: Metadata | None = None
-    troubles = []
+    troubles: list[str] = []
     for source in _sources(recovery, choice, troubles):
         try:
             metadata = metadata if metadata is not None else source.metadata()
@@ -270,5 +270,7 @@ def _finding(manifest: Manifest, entries: dict[str, Entry]) -> Finding:
         entry = entries.get(segment.file)
         if entry is None or entry.nbytes != segment.nbytes:
             there = "missing" if entry is None else f"{entry.nbytes} of {segment.nbytes} bytes"
-            return Finding(manifest.name, manifest.save_id, manifest.created, f"segment of rank {segment.rank}: {there}")
+            return Finding(
+                manifest.name, manifest.save_id, manifest.created, f"segment of rank {segment.rank}: {there}"
+            )
     return Finding(manifest.name, manifest.save_id, manifest.created)

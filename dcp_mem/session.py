@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dcp_mem import files
 from dcp_mem.agent import AgentHandle
 from dcp_mem.config import Settings, run_identity
 from dcp_mem.errors import DcpMemError
@@ -23,7 +24,7 @@ from dcp_mem.format import names
 from dcp_mem.format.frames import Spec, frame_pieces, lay_out
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.metadata import MetadataTemplate
-from dcp_mem.memory import files, pinning
+from dcp_mem.memory import pinning
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import JobLock, RunIdentity
 from dcp_mem.memory.root import private_directory
@@ -36,7 +37,10 @@ _DRAIN_AT_EXIT = 60.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanLayout:
-    """A plan's layout. expected: dtypes and shapes as the plan has them. dense: as the tensors really have them, None for the slow road."""
+    """A plan's layout.
+
+    expected: dtypes and shapes as the plan has them. dense: as the tensors really have them, None for the slow road.
+    """
 
     expected: Sequence[Spec]
     dense: Sequence[Spec | None]
@@ -220,7 +224,9 @@ class Session:
             try:
                 self._agent.wake(registration)
             except OSError as error:
-                log.error("the agent can't be started, so nothing reaches storage (agent='thread' needs none): %s", error)
+                log.error(
+                    "the agent can't be started, so nothing reaches storage (agent='thread' needs none): %s", error
+                )
             return
         if self._thread is None:
             self._thread = _FlushThread(self.memory.root)

@@ -12,13 +12,13 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, StorageKeyMissing, UntrustedMetadata
+from dcp_mem.files import read_bytes
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.metadata import read_metadata
 from dcp_mem.memory.copying import Move, read
-from dcp_mem.memory.files import read_bytes
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, share
 from dcp_mem.storage import Storage
@@ -78,7 +78,9 @@ class MemorySource:
             raise self._corrupt(segment.rank, str(error)) from None
         if layout.key != segment.layout:
             raise self._corrupt(segment.rank, "its layout is damaged")
-        return ItemTable(layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes, np.zeros(0, "<u4"))
+        return ItemTable(
+            layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes, np.zeros(0, "<u4")
+        )
 
     def read(self, file: str, moves: Sequence[Move]) -> None:
         if file not in self._descriptors:
@@ -152,7 +154,8 @@ class StorageSource:
         try:
             manifest = Manifest.from_json(self._get(names.stored_manifest(self._save_id)))
             nodes = [
-                NodeManifest.from_json(self._get(names.stored_node_manifest(self._save_id, node))) for node in manifest.nodes
+                NodeManifest.from_json(self._get(names.stored_node_manifest(self._save_id, node)))
+                for node in manifest.nodes
             ]
         except ManifestInvalid as error:
             raise self._corrupt(0, str(error)) from None

@@ -43,7 +43,13 @@ def wait(settings: Settings, name: str | None, state: str, timeout: float | None
         raise ConfigError(f"state={state!r}: wait for 'complete' or 'durable'")
     if state == "durable" and (settings.url is None or (name is None and settings.persist.wants(None, None) is False)):
         raise ConfigError("nothing becomes durable: the writer has no path, or persist=False")
-    _poll(lambda: _reached(settings, name, state), timeout, wake, f"{name or 'the newest checkpoint'} is not {state} yet", settings)
+    _poll(
+        lambda: _reached(settings, name, state),
+        timeout,
+        wake,
+        f"{name or 'the newest checkpoint'} is not {state} yet",
+        settings,
+    )
 
 
 def wait_for_all(settings: Settings, wake: Callable[[], None]) -> None:
@@ -60,7 +66,9 @@ def wait_for_all(settings: Settings, wake: Callable[[], None]) -> None:
 
 
 def _reached(settings: Settings, name: str | None, state: str) -> bool:
-    candidates = [one for one in status(settings) if one.name == name or (name is None and (one.persist or state == "complete"))]
+    candidates = [
+        one for one in status(settings) if one.name == name or (name is None and (one.persist or state == "complete"))
+    ]
     if not candidates:
         if name is None:
             return True  # nothing was saved that would get there
@@ -79,7 +87,9 @@ def _raise(entry: CheckpointStatus) -> bool:
     raise FlushFailed(entry.name, entry.error or "it left memory before it was durable")
 
 
-def _poll(done: Callable[[], bool], timeout: float | None, wake: Callable[[], None], what: str, settings: Settings) -> None:
+def _poll(
+    done: Callable[[], bool], timeout: float | None, wake: Callable[[], None], what: str, settings: Settings
+) -> None:
     started = woken = time.monotonic()
     pause = 0.005
     while not done():

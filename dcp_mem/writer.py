@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -74,7 +76,9 @@ class MemoryStorageWriter(StorageWriter):
     ) -> None:
         super().__init__()
         if replicas:
-            raise NotImplementedError(f"replicas={replicas}: copies in other nodes' memory come in a later release; use 0")
+            raise NotImplementedError(
+                f"replicas={replicas}: copies in other nodes' memory come in a later release; use 0"
+            )
         self.settings = settings(
             path,
             memory=memory,
@@ -106,7 +110,9 @@ class MemoryStorageWriter(StorageWriter):
     @picklable
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._name is None:
-            raise ConfigError("pass checkpoint_id= to dcp.save: path= of the writer is the root of all checkpoints of a job")
+            raise ConfigError(
+                "pass checkpoint_id= to dcp.save: path= of the writer is the root of all checkpoints of a job"
+            )
         call = dcp_call(self._process_group, f"save {self.settings.job}")
         session = session_for(self.settings, self._token)
         self._save = _begin(self.settings, session, call, self._name, kwargs.get("use_collectives", True))
@@ -118,18 +124,25 @@ class MemoryStorageWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         size = self._begun().caller.ranks.size
         if len(plans) != size:
-            raise ConfigError(f"DCP plans for {len(plans)} ranks, the writer for {size}: pass the same process_group to both")
+            raise ConfigError(
+                f"DCP plans for {len(plans)} ranks, the writer for {size}: pass the same process_group to both"
+            )
         self._structures.see(plans)
         return plans
 
     @picklable
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with collector_paused():
+            return _completed(self._write(plan, planner))
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         save = self._begun()
         planned = _result_or_error(lambda: plan_segment(save.caller, plan))
         attempt = agree(save.caller, planned)
         if attempt is None:
             watch.record_skipped(save.caller, "memory was full")
-            return _completed([])
+            return []
+        assert not isinstance(planned, Exception)  # agree has raised it
         staged = _result_or_error(lambda: stage(save.caller, attempt, planned, planner))
         structures = self._structures
         manifest, staged = complete(
@@ -138,11 +151,12 @@ class MemoryStorageWriter(StorageWriter):
         self._structures.settle(planner)
         self._last, save.manifest = manifest.name, manifest
         _after(save.caller, attempt, staged, manifest)
-        return _completed(write_results(staged))
+        return write_results(staged)
 
     @picklable
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save, self._save, self._name = self._begun(), None, None
+        self._structures.release()
         if save.manifest is None:
             return  # the save was skipped
         storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -171,7 +185,9 @@ class MemoryStorageWriter(StorageWriter):
         caller = Caller(self.settings, session, call.ranks, call.rank, names.COLLECTIVE, "")
         return prepare(caller, state_dict, planner or DefaultSavePlanner())
 
-    def wait(self, checkpoint_id: str | os.PathLike[str] | None = None, state: str = "durable", timeout: float | None = None) -> None:
+    def wait(
+        self, checkpoint_id: str | os.PathLike[str] | None = None, state: str = "durable", timeout: float | None = None
+    ) -> None:
         """Wait until a checkpoint reaches a state: "complete" or "durable".
 
         checkpoint_id: by default the newest one that is meant for storage. timeout: seconds; None waits for as long as
@@ -243,21 +259,27 @@ class _Structures:
     def __init__(self) -> None:
         self._plans: Sequence[SavePlan] = ()
         self._seen: object = None
-        self._settled: object = None
-        self._published: Metadata | None = None
+        self._kept: Metadata | None = None
+        self._changed = True
 
     def see(self, plans: Sequence[SavePlan]) -> None:
         """The global plan of the save that begins. A plan that isn't usable stands for "as before" (torch's plan caching)."""
         self._plans = plans
-        self._seen = None if any(not plan.usable for plan in plans) else [_structure(plan) for plan in plans]
+        seen = [_structure(plan) for plan in plans] if all(plan.usable for plan in plans) else None
+        self._changed = self._changed or seen != self._seen
+        self._seen = seen
 
     def changed(self, planner: SavePlanner) -> bool:
         """Whether the metadata must be described anew. Always False on ranks that aren't the coordinator."""
         if not self._plans:
             return False
         hooks = ("create_global_plan", "_create_global_plan")
-        custom = any(getattr(type(planner), hook, None) is not getattr(DefaultSavePlanner, hook, None) for hook in hooks)
-        return custom or self._settled is None or self._key(planner) != self._settled
+        custom = any(
+            getattr(type(planner), hook, None) is not getattr(DefaultSavePlanner, hook, None) for hook in hooks
+        )
+        # Plan caching keeps the very same metadata for as long as nothing changes.
+        cached_anew = self._seen is None and _kept_metadata(planner) is not self._kept
+        return custom or self._changed or cached_anew
 
     def metadata(self, planner: SavePlanner) -> Metadata:
         """The metadata of the global plan, without storage data."""
@@ -271,28 +293,16 @@ class _Structures:
 
     def settle(self, planner: SavePlanner) -> None:
         """The checkpoint is complete with this structure."""
-        self._published = _kept_metadata(planner) if self._plans else None
-        self._settled, self._seen, self._plans = self._key(planner) if self._plans else None, None, ()
+        if self._plans:
+            self._kept, self._changed = _kept_metadata(planner), False
+
+    def release(self) -> None:
+        """Let go of the plans, outside of what the save waits for."""
+        self._plans = ()
 
     def is_published(self, metadata: Metadata) -> bool:
         """Whether this is the very metadata that went with the checkpoint."""
-        return metadata is self._published
-
-    def _key(self, planner: SavePlanner) -> object:
-        # Kept by plan caching: the same object for as long as nothing changes. Else compare what was seen.
-        return self._seen if self._seen is not None else _Same(_kept_metadata(planner))
-
-
-class _Same:
-    """Equal to another one of the same object only."""
-
-    def __init__(self, thing: object) -> None:
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.thing is not None and other.thing is self.thing
-
-    __hash__ = None  # type: ignore[assignment]
+        return metadata is self._kept
 
 
 def _structure(plan: SavePlan) -> object:
@@ -354,6 +364,18 @@ def _publish_again(caller: Caller, manifest: Manifest, metadata: Metadata) -> No
             memory.record_flush(held, FlushRecord(manifest.save_id))  # it was quick, and committed the other one
     if manifest.persist:
         caller.session.wake_agent(caller.settings)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep Python's cycle collector from walking a large plan again and again while its items are handled."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _completed(results: list[WriteResult]) -> Future[list[WriteResult]]:

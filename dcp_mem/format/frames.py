@@ -77,13 +77,17 @@ def _split(sink: _SparseSink, payload_nbytes: int) -> Frame:
     head, tail, position = bytearray(), bytearray(), 0
     for offset, piece in sorted(sink.parts):
         if offset < position:
-            raise RuntimeError("torch.save rewrote part of its stream: this torch version needs a look at format/frames.py")
+            raise RuntimeError(
+                "torch.save rewrote part of its stream: this torch version needs a look at format/frames.py"
+            )
         if offset > position:
             if tail or offset - position != payload_nbytes:
-                raise RuntimeError("torch.save left an unexpected hole: this torch version needs a look at format/frames.py")
+                raise RuntimeError(
+                    "torch.save left an unexpected hole: this torch version needs a look at format/frames.py"
+                )
             tail += piece
         else:
-            (tail if tail else head).extend(piece)
+            (tail or head).extend(piece)
         position = offset + len(piece)
     if payload_nbytes and not tail:
         raise RuntimeError("torch.save wrote data under skip_data: this torch version needs a look at format/frames.py")

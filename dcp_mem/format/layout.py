@@ -44,8 +44,11 @@ class Layout:
 
     def describing(self, plain: Sequence[bool]) -> Layout:
         """The same layout with a payload offset of -1 where a reader can't go by the plan's dtype and shape, but must
-        ask the item's own head (a planner transformed the tensor)."""
-        return layout_of(np.stack([self.offsets, self.lengths, np.where(plain, self.payload_offsets, -1), self.payload_nbytes]))
+        ask the item's own head (a planner transformed the tensor).
+        """
+        return layout_of(
+            np.stack([self.offsets, self.lengths, np.where(plain, self.payload_offsets, -1), self.payload_nbytes])
+        )
 
     def to_bytes(self) -> bytes:
         """The columns as they lie beside the segment: a magic word and four rows of little-endian 64-bit integers."""

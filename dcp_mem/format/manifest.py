@@ -160,7 +160,9 @@ def _parse(kind: str, data: bytes) -> dict[str, Any]:
         raise ManifestInvalid(f"not a {kind} manifest of dcp_mem: {error}") from None
     if form != f"dcp_mem/{kind}" or version != VERSION:
         raise ManifestInvalid(f"{form} version {version} is not {kind} version {VERSION}: use a newer dcp_mem")
-    if zlib.crc32(json.dumps(body, separators=(",", ":"), sort_keys=True).encode()) != crc or not isinstance(body, dict):
+    if zlib.crc32(json.dumps(body, separators=(",", ":"), sort_keys=True).encode()) != crc or not isinstance(
+        body, dict
+    ):
         raise ManifestInvalid(f"a {kind} manifest is damaged (checksum)")
     return body
 

@@ -96,7 +96,7 @@ def read_metadata(data: bytes) -> Metadata:
     return metadata
 
 
-def _member_of_enum(kind: type[enum.Enum], name: str) -> enum.Enum:
+def _member_of_enum(kind: Any, name: str) -> enum.Enum:
     """Stands in for the `getattr` by which some Python versions pickle enum members."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind.__members__[name]
@@ -112,10 +112,16 @@ def _layout_named(name: str) -> torch.layout:
 
 def _admitted() -> Mapping[tuple[str, str], Any]:
     module = dcp_metadata.__name__
-    names = (
-        "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex "
-        "StorageMeta _MEM_FORMAT_ENCODING"
-    ).split()
+    names = [
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    ]
     admitted: dict[tuple[str, str], Any] = {(module, name): getattr(dcp_metadata, name) for name in names}
     admitted |= {
         ("torch", "Size"): torch.Size,

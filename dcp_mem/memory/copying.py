@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -68,21 +70,23 @@ def _in_shares(moves: Sequence[Move], act: Callable[[Sequence[Move]], None]) -> 
 
 
 def shares(moves: Sequence[Move], count: int) -> list[list[Move]]:
-    """Cut moves into at most `count` shares of nearly equal bytes, splitting large moves; nothing is lost or doubled."""
-    target = -(-sum(nbytes for _, _, nbytes in moves) // count)
-    result: list[list[Move]] = [[]]
-    room = target
-    for destination, source, nbytes in moves:
-        while nbytes > room and len(result) < count:
-            if room:
-                result[-1].append((destination, source, room))
-            destination, source, nbytes = destination + room, source + room, nbytes - room
-            result.append([])
-            room = target
-        if nbytes:
-            result[-1].append((destination, source, nbytes))
-            room -= nbytes
-    return [share for share in result if share] or [[]]
+    """Cut moves into at most `count` shares of nearly equal bytes, splitting moves; nothing is lost or doubled."""
+    ends = list(accumulate(nbytes for _, _, nbytes in moves))
+    total = ends[-1] if ends else 0
+    cuts = [total * share // count for share in range(count + 1)]
+    return [_between(moves, ends, start, stop) for start, stop in pairwise(cuts) if start < stop]
+
+
+def _between(moves: Sequence[Move], ends: Sequence[int], start: int, stop: int) -> list[Move]:
+    """The part of the moves that covers bytes [start, stop) of them all, laid end to end."""
+    first, last = bisect_right(ends, start), bisect_left(ends, stop)
+    part = list(moves[first : last + 1])
+    destination, source, nbytes = part[-1]
+    part[-1] = (destination, source, nbytes - (ends[last] - stop))
+    destination, source, nbytes = part[0]
+    skipped = start - (ends[first] - moves[first][2])
+    part[0] = (destination + skipped, source + skipped, nbytes - skipped)
+    return part
 
 
 @lru_cache(maxsize=4)

@@ -12,11 +12,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from dcp_mem import files
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.manifest import FlushRecord, Manifest
-from dcp_mem.memory import files
 from dcp_mem.memory.locks import end_lease, is_leased, try_lease
 from dcp_mem.memory.root import node_id, open_root, private_directory
 
@@ -257,7 +257,9 @@ class JobMemory:
             stream.write(json.dumps(line).encode() + b"\n")
             long = stream.tell() > 400 * _HISTORY_LINES
         if long:
-            files.write_atomically(path, b"".join(files.read_bytes(path).splitlines(keepends=True)[-_HISTORY_LINES // 2 :]))
+            files.write_atomically(
+                path, b"".join(files.read_bytes(path).splitlines(keepends=True)[-_HISTORY_LINES // 2 :])
+            )
 
     def history(self) -> list[dict[str, object]]:
         """What became of checkpoints that have left memory, oldest first."""
@@ -270,7 +272,11 @@ class JobMemory:
 
 def _own_files(manifest: Manifest) -> set[str]:
     """Names, under `.dcp_mem`, of what belongs to a complete checkpoint."""
-    paths = [names.manifest_file(manifest.scope), names.flush_file(manifest.scope), names.own_metadata_file(manifest.save_id)]
+    paths = [
+        names.manifest_file(manifest.scope),
+        names.flush_file(manifest.scope),
+        names.own_metadata_file(manifest.save_id),
+    ]
     paths += [names.layout_file(segment.layout) for segment in manifest.segments]
     return {path.rpartition("/")[2] for path in paths}
 

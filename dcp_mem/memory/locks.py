@@ -16,8 +16,7 @@ import uuid
 from dataclasses import dataclass
 
 from dcp_mem.errors import JobInUse
-from dcp_mem.memory.files import read_bytes, write_atomically
-
+from dcp_mem.files import read_bytes, write_atomically
 
 _PROBES_LAST = 0.2
 

@@ -15,9 +15,11 @@ def pin(slot: Slot) -> None:
     key = (slot.address, slot.mapped_nbytes)
     if key in _pinned or not torch.cuda.is_available():
         return
-    error = int(torch.cuda.cudart().cudaHostRegister(slot.address, slot.mapped_nbytes, 0))  # type: ignore[attr-defined]
+    error = int(torch.cuda.cudart().cudaHostRegister(slot.address, slot.mapped_nbytes, 0))
     if error:
-        log.warning("cudaHostRegister of %d bytes failed (error %d): copies go through CUDA's own buffer", key[1], error)
+        log.warning(
+            "cudaHostRegister of %d bytes failed (error %d): copies go through CUDA's own buffer", key[1], error
+        )
         return
     _pinned.add(key)
     slot.on_unmap.append(lambda: _unpin(key))
@@ -25,7 +27,7 @@ def pin(slot: Slot) -> None:
 
 def _unpin(key: tuple[int, int]) -> None:
     _pinned.discard(key)
-    torch.cuda.cudart().cudaHostUnregister(key[0])  # type: ignore[attr-defined]
+    torch.cuda.cudart().cudaHostUnregister(key[0])
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:

@@ -8,7 +8,7 @@ import uuid
 
 from dcp_mem.errors import MemoryRootRefused, MemoryUnavailable
 from dcp_mem.events import log
-from dcp_mem.memory.files import read_bytes, remove
+from dcp_mem.files import read_bytes, remove
 
 
 def open_root(path: str) -> str:

@@ -15,8 +15,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from dcp_mem import files
 from dcp_mem.errors import MemoryBudgetExceeded
-from dcp_mem.memory import files
 from dcp_mem.memory.locks import end_lease, try_lease
 
 _PAGE = 2 << 20  # room for huge pages where the mount has them

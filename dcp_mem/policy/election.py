@@ -55,7 +55,12 @@ def elect(inventories: Sequence[Sequence[Finding]], stored: Sequence[Finding]) -
         if memory or storage:
             choices.append(Choice(*key, created, memory, storage))
         else:
-            reasons.append((created, f"{key[0]}{key[1] and f' (save {key[1]})'}: {_why(everyone, len(in_memory), on_storage.get(key))}"))
+            reasons.append(
+                (
+                    created,
+                    f"{key[0]}{key[1] and f' (save {key[1]})'}: {_why(everyone, len(in_memory), on_storage.get(key))}",
+                )
+            )
     choices.sort(key=lambda choice: (choice.created, choice.name, choice.save_id), reverse=True)
     return RecoveryPlan(tuple(choices), tuple(text for _, text in sorted(reasons, reverse=True)))
 
@@ -63,11 +68,12 @@ def elect(inventories: Sequence[Sequence[Finding]], stored: Sequence[Finding]) -
 def in_common(plans: Sequence[RecoveryPlan]) -> RecoveryPlan:
     """What every rank can load, where each rank saved its own part alone (so save ids differ): matched by name."""
     everywhere = set.intersection(*({choice.name for choice in plan.choices} for plan in plans))
-    first = plans[0]
-    seen: set[str] = set()
-    choices = [choice for choice in first.choices if choice.name in everywhere and not (choice.name in seen or seen.add(choice.name))]  # type: ignore[func-returns-value]
-    reasons = [*first.reasons, *(f"{one.name}: not every rank has its part" for one in first.choices if one.name not in everywhere)]
-    return RecoveryPlan(tuple(choices), tuple(reasons))
+    newest: dict[str, Choice] = {}
+    for choice in plans[0].choices:
+        newest.setdefault(choice.name, choice)
+    missing = [f"{name}: not every rank has its part" for name in newest if name not in everywhere]
+    choices = [choice for name, choice in newest.items() if name in everywhere]
+    return RecoveryPlan(tuple(choices), (*plans[0].reasons, *missing))
 
 
 def _why(in_memory: Sequence[Finding], ranks: int, stored: Finding | None) -> str:

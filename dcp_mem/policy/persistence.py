@@ -30,7 +30,7 @@ class Persist:
 
 def every(n: int) -> Persist:
     """Persist the first save and every n-th after it. Raises ConfigError unless n is at least 1."""
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+    if type(n) is not int or n < 1:
         raise ConfigError(f"every({n!r}): give a whole number of saves, at least 1")
     return Persist(saves=n)
 

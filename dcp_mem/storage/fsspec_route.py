@@ -13,7 +13,6 @@ import fsspec
 import fsspec.core
 
 from dcp_mem.errors import CheckpointExists, DcpMemError, StorageKeyMissing, StorageRefused, StorageUnavailable
-
 from dcp_mem.storage import Entry
 
 _BLOCK = 8 << 20
@@ -22,10 +21,17 @@ _MOST_PARTS = 9000
 _WITHOUT_DIRECTORIES = {"s3", "s3a", "abfs", "abfss", "az", "adl", "gs", "gcs", "oci", "oss", "r2", "http", "https"}
 _REFUSED_STATUS = {400, 401, 403, 404, 405, 409, 411, 413}
 _REFUSED_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
-_REFUSED_NAMES = (
-    "NoCredentialsError PartialCredentialsError CredentialRetrievalError ClientAuthenticationError NoSuchBucket "
-    "ResourceNotFoundError InvalidAccessKeyId ParamValidationError UnknownServiceError"
-).split()
+_REFUSED_NAMES = [
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ClientAuthenticationError",
+    "NoSuchBucket",
+    "ResourceNotFoundError",
+    "InvalidAccessKeyId",
+    "ParamValidationError",
+    "UnknownServiceError",
+]
 
 
 class FsspecStorage:
@@ -128,7 +134,9 @@ class FsspecStorage:
         if isinstance(error, ImportError):
             return StorageRefused(self.url, f"{text}. Install the package that fsspec needs for this protocol.")
         if _is_refusal(error):
-            return StorageRefused(self.url, f"{text}. Check the URL, that the bucket or container exists, and the credentials.")
+            return StorageRefused(
+                self.url, f"{text}. Check the URL, that the bucket or container exists, and the credentials."
+            )
         return StorageUnavailable(self.url, text)
 
     def _redacted(self, text: str) -> str:
@@ -143,7 +151,9 @@ def _is_refusal(error: Exception) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in _REFUSED_ERRNO:
         return True
-    return _status(error) in _REFUSED_STATUS or any(name in str(error) for name in ("NoSuchBucket", "InvalidAccessKeyId"))
+    return _status(error) in _REFUSED_STATUS or any(
+        name in str(error) for name in ("NoSuchBucket", "InvalidAccessKeyId")
+    )
 
 
 def _status(error: BaseException | None) -> int:
@@ -181,7 +191,11 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
         for part in value.replace("&", ";").split(";"):
             name, separator, secret = part.partition("=")
-            if separator and len(secret) >= 6 and ("key" in name.lower() or "sig" in name.lower() or "token" in name.lower()):
+            if (
+                separator
+                and len(secret) >= 6
+                and ("key" in name.lower() or "sig" in name.lower() or "token" in name.lower())
+            ):
                 yield secret
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageRefused, StorageUnavailable
-from dcp_mem.memory.files import remove, remove_directory_if_empty, sync_directory, write_atomically
+from dcp_mem.files import remove, remove_directory_if_empty, sync_directory, write_atomically
 from dcp_mem.storage import Entry
 
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
@@ -26,7 +26,9 @@ class PosixStorage:
         part = path + ".part"
         with self._translated():
             self._make_parent(path)
-            with open(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb", buffering=0) as stream:
+            with open(
+                os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb", buffering=0
+            ) as stream:
                 for piece in pieces:
                     _write(stream.fileno(), piece)
                 os.fsync(stream.fileno())
@@ -51,9 +53,8 @@ class PosixStorage:
             sync_directory(os.path.dirname(path))
 
     def get(self, key: str) -> bytes:
-        with self._translated(key):
-            with open(self._path(key), "rb") as stream:
-                return stream.read()
+        with self._translated(key), open(self._path(key), "rb") as stream:
+            return stream.read()
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         with self._translated(key):
@@ -66,11 +67,7 @@ class PosixStorage:
     def ls(self, prefix: str) -> list[Entry]:
         try:
             with self._translated(), os.scandir(self._path(prefix)) as entries:
-                return [
-                    Entry(entry.name, facts.st_size, entry.is_dir(), facts.st_mtime)
-                    for entry in entries
-                    if (facts := entry.stat()) is not None
-                ]
+                return [_entry(entry) for entry in entries]
         except FileNotFoundError:
             return []
 
@@ -100,7 +97,9 @@ class PosixStorage:
             if error.errno in _REFUSED:
                 raise StorageRefused(self.url, f"{reason}: check the path and its permissions") from None
             if error.errno in _FULL:
-                raise StorageUnavailable(self.url, f"{reason}: free some space; the flush will be tried again") from None
+                raise StorageUnavailable(
+                    self.url, f"{reason}: free some space; the flush will be tried again"
+                ) from None
             raise StorageUnavailable(self.url, reason) from None
 
 
@@ -117,3 +116,8 @@ def _read(descriptor: int, offset: int, buffer: memoryview) -> int:
             break
         done += count
     return done
+
+
+def _entry(entry: os.DirEntry[str]) -> Entry:
+    facts = entry.stat()
+    return Entry(entry.name, facts.st_size, entry.is_dir(), facts.st_mtime)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import uuid
@@ -46,10 +47,8 @@ def read_bytes(path: str) -> bytes:
 
 def remove(path: str) -> None:
     """Delete a file; that it is gone already is fine."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    except FileNotFoundError:
-        pass
 
 
 def remove_directory_if_empty(path: str) -> None:
@@ -72,8 +71,6 @@ def allocated_bytes(path: str) -> int:
     total = 0
     for directory, _, names in os.walk(path):
         for name in names:
-            try:
+            with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
                 total += os.lstat(os.path.join(directory, name)).st_blocks * 512
-            except FileNotFoundError:
-                continue
     return total
