@@ -217,9 +217,7 @@ class Session:
         """Have pending checkpoints flushed, by the agent or by this process's own thread."""
         if settings.url is None:
             return
-        registration = Registration(
-            settings.job, settings.url, settings.overwrite, settings.storage_options, credential_environment()
-        )
+        registration = registration_of(settings)
         if settings.agent == "process":
             try:
                 self._agent.wake(registration)
@@ -287,6 +285,14 @@ class _FlushThread:
                 continue
             due = self._flusher.seconds_until_next()
             self._woken.wait(1.0 if due is None else min(due, 1.0))
+
+
+def registration_of(settings: Settings) -> Registration:
+    """What the agent must know of this job."""
+    assert settings.url is not None
+    return Registration(
+        settings.job, settings.url, settings.overwrite, settings.storage_options, credential_environment()
+    )
 
 
 _sessions: dict[tuple[int, str, str], Session] = {}

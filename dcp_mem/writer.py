@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_mem import faults, watch
+from dcp_mem.agent import AgentHandle
 from dcp_mem.config import Settings, checkpoint_name, settings
 from dcp_mem.dcp_call import DcpCall, dcp_call
 from dcp_mem.errors import ConfigError, picklable
@@ -31,7 +32,7 @@ from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
 from dcp_mem.ranks import Alone
 from dcp_mem.save import Attempt, Caller, Staged, agree, complete, plan_segment, stage, write_results
-from dcp_mem.session import Session, close_session, open_session, session_for
+from dcp_mem.session import Session, close_session, open_session, registration_of, session_for
 from dcp_mem.values import CheckpointStatus
 
 T = TypeVar("T")
@@ -97,6 +98,7 @@ class MemoryStorageWriter(StorageWriter):
         self._last: str | None = None
         self._save: _Save | None = None
         self._structures = _Structures()
+        self._agent = AgentHandle(self.settings.memory_root)
 
     # -- DCP's contract, in the order of its calls -------------------------------------------------------------------
 
@@ -213,7 +215,8 @@ class MemoryStorageWriter(StorageWriter):
         FlushFailed where storage refuses; the checkpoints then stay in memory. Closing twice is fine.
         """
         try:
-            if flush and open_session(self.settings) is not None:
+            own_thread = self.settings.agent == "thread" and open_session(self.settings) is None
+            if flush and self.settings.url is not None and not own_thread:
                 watch.wait_for_all(self.settings, self._wake)
         finally:
             close_session(self.settings, drop_free=True)
@@ -239,6 +242,8 @@ class MemoryStorageWriter(StorageWriter):
         session = open_session(self.settings)
         if session is not None:
             session.wake_agent(self.settings)
+        elif self.settings.agent == "process":  # the saves are made elsewhere: async_save's process executor
+            self._agent.wake(registration_of(self.settings))
 
 
 class _Save:
