@@ -89,13 +89,21 @@ def with_lease(held: Held, act: Callable[[], None]) -> None:
         if Manifest.from_json(read_bytes(held.manifest_path)).save_id != held.manifest.save_id:
             raise Evicted(held.name)
         act()
-    except FileNotFoundError as error:
-        if isinstance(error, StorageKeyMissing) or os.path.exists(held.manifest_path):
+    except Exception:
+        if _is_there(held):
             raise
-        raise Evicted(held.name) from None
+        raise Evicted(held.name) from None  # whatever it was that failed, it is of no use any more
     finally:
         end_lease(descriptor)
         os.close(descriptor)
+
+
+def _is_there(held: Held) -> bool:
+    """Whether this very attempt, and not a newer save of the same name, lies in memory."""
+    try:
+        return Manifest.from_json(read_bytes(held.manifest_path)).save_id == held.manifest.save_id
+    except FileNotFoundError:
+        return False
 
 
 def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTable]:

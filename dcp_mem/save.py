@@ -596,8 +596,8 @@ def _publish(caller: Caller, manifest: Manifest, template: MetadataTemplate) -> 
     memory.publish(manifest)
     faults.point("complete.manifest")
     memory.show_to_stock_readers(manifest)
-    if replaced:
-        memory.tidy(memory.checkpoint_directory(caller.name))
+    for held in replaced:
+        memory.retire_replaced(held)
     return manifest
 
 

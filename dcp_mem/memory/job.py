@@ -176,6 +176,16 @@ class JobMemory:
             os.close(descriptor)
         return True
 
+    def retire_replaced(self, held: Held) -> None:
+        """Make free slots of a checkpoint's segments, now that a newer save's manifest has taken the place of its own.
+
+        Whoever still reads or flushes it has leases on them, under which they aren't claimed.
+        """
+        self._remember(held, "replaced by a newer save of the same name")
+        for segment in held.manifest.of_node(self.node):
+            self._retire(held.segment_path(segment.file))
+        self.tidy(held.directory)
+
     def sweep(self) -> None:
         """Make free slots of segments that no manifest lists: remains of saves that didn't complete.
 
