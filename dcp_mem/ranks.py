@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -38,6 +38,14 @@ class Ranks(Protocol):
     def size(self) -> int:
         """How many ranks there are."""
 
+    @property
+    def key(self) -> str:
+        """Tells this set of ranks from others that this process is in."""
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What its ranks have found out about each other; kept for as long as the set is."""
+
     def exchange(self, value: T) -> list[T]:
         """Every rank gets every rank's value, by rank."""
 
@@ -54,6 +62,8 @@ class Alone:
 
     rank: int = 0
     size: int = 1
+    key: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
 
     def exchange(self, value: T) -> list[T]:
         return [value]
@@ -72,7 +82,8 @@ class GlooRanks:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank = dist.get_rank(group)
         self.size = len(members)
-        self._name = "dcp_mem/" + hashlib.sha256(repr((purpose, members)).encode()).hexdigest()[:16]
+        self.notes: dict[str, Any] = {}
+        self.key = self._name = "dcp_mem/" + hashlib.sha256(repr((purpose, members)).encode()).hexdigest()[:16]
         self._store = dist.distributed_c10d._get_default_store()
         self._timeout = timedelta(seconds=exchange_timeout())
         self._generation = 0

@@ -28,7 +28,7 @@ from dcp_mem.sources import MemorySource, Source, StorageSource
 from dcp_mem.storage import Entry, Storage
 
 _AT_ONCE = 16
-_PATIENCE = 30.0
+_PATIENCE = 10.0
 """Seconds that a load waits for storage to answer when memory has a checkpoint as well."""
 
 

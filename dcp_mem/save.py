@@ -60,6 +60,11 @@ class Caller:
     scope: str
     name: str
 
+    @property
+    def plan_key(self) -> tuple[str, str]:
+        """Saves with the same key follow each other with the same plan, as a rule."""
+        return self.scope, self.ranks.key
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -102,7 +107,7 @@ def plan_segment(caller: Caller, plan: SavePlan) -> Planned:
     tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
     objects = [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
     layout = caller.session.plan_layout(expected_specs(tensors))
-    saved = caller.session.saved.get(caller.scope)
+    saved = caller.session.saved.get(caller.plan_key)
     tail = sum(align(nbytes) for _, nbytes in saved.tail) if saved is not None else 0
     return Planned(tensors, objects, layout, layout.layout.nbytes + tail)
 
@@ -505,7 +510,7 @@ def complete(
     receipts = _exchange_receipts(caller, staged, structure_changed)
     assert isinstance(staged, Staged)
     faults.point("complete.receipts")
-    saved = caller.session.saved.get(caller.scope)
+    saved = caller.session.saved.get(caller.plan_key)
     if saved is None or any(receipt.changed for receipt in receipts):
         saved = _new_saved_plan(caller, staged, metadata)
     manifest = _manifest(caller, attempt, [receipt.segment for receipt in receipts])
@@ -515,14 +520,14 @@ def complete(
         _evict(caller, retire(kept, caller.settings.keep), "superseded by a newer checkpoint")
         faults.point("complete.evicted")
     caller.session.slots.share(staged.slot)
-    caller.session.saved[caller.scope] = saved
+    caller.session.saved[caller.plan_key] = saved
     caller.session.persisted.note(attempt.persist)
     return manifest, staged
 
 
 def _exchange_receipts(caller: Caller, staged: Staged | Exception, structure_changed: bool) -> list[_Receipt]:
     if isinstance(staged, Staged):
-        changed = structure_changed or _differs(caller.session.saved.get(caller.scope), staged)
+        changed = structure_changed or _differs(caller.session.saved.get(caller.plan_key), staged)
         mine = Outcome(_Receipt(staged.segment, changed))
     else:
         mine = Outcome(error=f"{type(staged).__name__}: {staged}")

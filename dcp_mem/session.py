@@ -98,11 +98,10 @@ class Session:
         self.lock = JobLock(self.memory.directory, job, RunIdentity(run_identity(), token))
         self.slots = SlotPool(self.memory.slots)
         self.persisted = PersistCounter()
-        self.saved: dict[str, SavedPlan] = {}
+        self.saved: dict[tuple[str, str], SavedPlan] = {}
         self.swept = False
         self._layouts: OrderedDict[int, PlanLayout] = OrderedDict()
         self._layout_directory = private_directory(os.path.join(self.memory.directory, ".layouts"))
-        self._topologies: dict[int, tuple[Ranks, Topology]] = {}
         self._prefaulting: threading.Thread | None = None
         self._prefault_wanted = threading.Event()
         self._agent = AgentHandle(root)
@@ -188,30 +187,29 @@ class Session:
             self._prefaulting.join()
             self._prefaulting = None
 
-    def prefault_spares(self, settings: Settings, plan_layout: PlanLayout, held: int, node_nbytes: int) -> None:
-        """Bring the slots of this layout up to `keep` + 1 in the background, as far as the memory budget goes.
+    def prefault_spares(self, settings: Settings, plan_layout: PlanLayout, rank: int, node_nbytes: int) -> None:
+        """Bring this rank's slots up to `keep` + 1 in the background, as far as the memory budget goes.
 
-        held: checkpoints in memory. node_nbytes: what one takes on this node.
+        node_nbytes: what one checkpoint takes on this node.
         """
-        wanted = settings.keep + 1 - held
+        # In this order: a segment that retires in between is counted twice, and never overlooked.
+        in_use = self.memory.count_segments(rank)
+        free = self.slots.free_count()
         room = self.memory.free_bytes() // max(node_nbytes, 1) - 1
         if settings.memory_limit is not None:
             room = min(room, (settings.memory_limit - self.memory.allocated_bytes()) // max(node_nbytes, 1))
-        wanted = min(wanted, self.slots.free_count() + max(room, 0))
-        if wanted > self.slots.free_count():
+        wanted = min(settings.keep + 1 - in_use, free + max(room, 0))
+        if wanted > free:
             self.prefault(plan_layout, wanted)
 
     # -- neighbours and agent -----------------------------------------------------------------------------------
 
     def topology(self, ranks: Ranks) -> Topology:
         """Who shares a node; asked once for each group of ranks."""
-        if ranks.size == 1:
-            return Topology((self.memory.node,), 0)
-        known = self._topologies.get(id(ranks))
-        if known is None or known[0] is not ranks:
-            known = (ranks, Topology(tuple(ranks.exchange(self.memory.node)), ranks.rank))
-            self._topologies[id(ranks)] = known
-        return known[1]
+        nodes = ranks.notes.get(self.memory.node)
+        if nodes is None:
+            nodes = ranks.notes[self.memory.node] = tuple(ranks.exchange(self.memory.node))
+        return Topology(nodes, ranks.rank)
 
     def wake_agent(self, settings: Settings) -> None:
         """Have pending checkpoints flushed, by the agent or by this process's own thread."""

@@ -351,9 +351,10 @@ def _after(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest)
     """Start what goes on behind the training loop: the flush, and the slots of the next saves."""
     if attempt.persist and attempt.topology.is_leader:
         caller.session.wake_agent(caller.settings)
-    held = [held for held in caller.session.memory.held() if held.manifest.scope == caller.scope]
     node_nbytes = sum(segment.nbytes for segment in manifest.of_node(staged.segment.node))
-    caller.session.prefault_spares(caller.settings, staged.layout, len(held), node_nbytes)
+    if attempt.topology.is_leader:
+        caller.session.memory.trim((caller.settings.keep + 1) * node_nbytes)
+    caller.session.prefault_spares(caller.settings, staged.layout, caller.rank, node_nbytes)
 
 
 def _publish_again(caller: Caller, manifest: Manifest, metadata: Metadata) -> None:

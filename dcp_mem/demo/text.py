@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-FILE: Final = "as_you_like_it.txt"  # public domain; its source is told in README.md
+FILE: Final = "as_you_like_it.txt"  # Shakespeare, about 1599: public domain; its source is told in README.md
 RANK_STRIDE: Final = 1_000_003
 
 

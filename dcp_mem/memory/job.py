@@ -21,6 +21,7 @@ from dcp_mem.memory.locks import end_lease, is_leased, try_lease
 from dcp_mem.memory.root import node_id, open_root, private_directory
 
 _HISTORY_LINES = 1000
+_SLACK = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,13 @@ class JobMemory:
 
     def checkpoint_directory(self, name: str) -> str:
         return os.path.join(self.directory, name)
+
+    def count_segments(self, rank: int) -> int:
+        """How many segments of a rank lie in checkpoints here, complete or not."""
+        prefix = names.segment_file(rank, "").partition("-")[0] + "-"
+        return sum(
+            entry.startswith(prefix) for directory in self._checkpoint_directories() for entry in _listdir(directory)
+        )
 
     def allocated_bytes(self) -> int:
         return files.allocated_bytes(self.directory)
@@ -224,6 +232,11 @@ class JobMemory:
             os.rename(path, os.path.join(self.slots, f"{uuid.uuid4().hex[:12]}.slot"))
         except FileNotFoundError:
             return
+
+    def trim(self, nbytes: int) -> None:
+        """Drop free slots that nobody holds while the job occupies much more than `nbytes`: a larger world left them."""
+        if self.allocated_bytes() > nbytes + nbytes // 8 + _SLACK:
+            self.drop_free_slots()
 
     def drop_free_slots(self) -> None:
         """Give the memory of free slots back to the system, but for those that a live process holds."""
