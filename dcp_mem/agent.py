@@ -234,6 +234,7 @@ def _hand_over(root: str, registration: Registration | None) -> None:
 def main() -> None:
     """Entry of `python -m dcp_mem.agent MEMORY_ROOT`, with a registration on stdin."""
     root = sys.argv[1]
+    os.umask(0o077)
     handler = RotatingFileHandler(log_path(root), maxBytes=1 << 20, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)

@@ -11,6 +11,7 @@ import hashlib
 import os
 import pickle
 import sys
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -194,6 +195,18 @@ def _load(data: torch.Tensor, size: int) -> Any:
 
 def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
     return data if len(data) == size else torch.cat([data, torch.zeros(size - len(data), dtype=torch.uint8)])
+
+
+def run_token() -> str:
+    """What the processes of this run's default process group have in common ("" where there is no group).
+
+    Any one may ask at any time: nobody waits for the others.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    store = dist.distributed_c10d._get_default_store()
+    token: bytes = store.compare_set("dcp_mem/run", "", uuid.uuid4().hex)
+    return token.decode()
 
 
 _ranks: dict[tuple[object, ...], GlooRanks] = {}

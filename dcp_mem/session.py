@@ -29,7 +29,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import JobLock, RunIdentity
 from dcp_mem.memory.root import private_directory
 from dcp_mem.memory.slots import Slot, SlotPool
-from dcp_mem.ranks import Ranks
+from dcp_mem.ranks import Ranks, run_token
 
 _LAYOUTS_KEPT = 8
 _DRAIN_AT_EXIT = 60.0
@@ -95,7 +95,7 @@ class Session:
 
     def __init__(self, root: str, job: str, token: str) -> None:
         self.memory = JobMemory(root, job)
-        self.lock = JobLock(self.memory.directory, job, RunIdentity(run_identity(), token))
+        self.lock = JobLock(self.memory.directory, job, RunIdentity(run_identity() or run_token(), token))
         self.slots = SlotPool(self.memory.slots)
         self.persisted = PersistCounter()
         self.saved: dict[tuple[str, str], SavedPlan] = {}
