@@ -154,8 +154,9 @@ def run(root: str, first: Registration | None) -> None:
         server.listen(64)
         threading.Thread(target=_listen, args=(server, flusher, door), daemon=True).start()
         log.info("agent %d serves %s", os.getpid(), root)
-        _work(root, flusher, door)
-        os.unlink(path)
+        _work(root, lock, flusher, door)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
     log.info("agent %d ends: nothing is left to flush and no trainer lives", os.getpid())
 
 
@@ -180,9 +181,9 @@ class _Door:
             return self._closed
 
 
-def _work(root: str, flusher: Flusher, door: _Door) -> None:
+def _work(root: str, lock: int, flusher: Flusher, door: _Door) -> None:
     idle_since = time.monotonic()
-    while os.path.isdir(root):
+    while _is_ours(root, lock):
         door.woken.clear()
         if flusher.flush_next():
             idle_since = time.monotonic()
@@ -193,6 +194,14 @@ def _work(root: str, flusher: Flusher, door: _Door) -> None:
             return
         due = flusher.seconds_until_next()
         door.woken.wait(_LOOK if due is None else min(due, _LOOK))
+
+
+def _is_ours(root: str, lock: int) -> bool:
+    """Whether the memory root is still the one that was locked: it may be deleted, and made anew, at any time."""
+    try:
+        return os.stat(os.path.join(root, ".agent", "lock")).st_ino == os.fstat(lock).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def _listen(server: socket.socket, flusher: Flusher, door: _Door) -> None:

@@ -7,6 +7,7 @@ a background thread (`dcp.async_save`) can't disturb the order in which the trai
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import pickle
@@ -81,10 +82,12 @@ class GlooRanks:
 
     def __init__(self, group: dist.ProcessGroup | None, purpose: str) -> None:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         self.rank = dist.get_rank(group)
         self.size = len(members)
         self.notes: dict[str, Any] = {}
-        self.key = self._name = "dcp_mem/" + hashlib.sha256(repr((purpose, members)).encode()).hexdigest()[:16]
+        self.key = self._name = "dcp_mem/" + hashlib.sha256(repr((purpose, attempt, members)).encode()).hexdigest()[:16]
+        # torchrun's workers may get the same store again after a restart, with the addresses of the dead in it.
         self._store = dist.distributed_c10d._get_default_store()
         self._timeout = timedelta(seconds=exchange_timeout())
         self._generation = 0
@@ -109,6 +112,10 @@ class GlooRanks:
         while self._store.check([self._broken_key()]):
             self._generation += 1
             self._group = None
+
+    def close(self) -> None:
+        """Leave the group. Its threads must end while the interpreter still runs, or they may abort the process."""
+        self._group = None
 
     def _broken_key(self) -> str:
         return f"{self._name}/{self._generation}/broken"
@@ -228,3 +235,11 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
         ranks = _ranks[key] = GlooRanks(group, purpose)
     ranks.refresh()
     return ranks
+
+
+def _leave_groups() -> None:
+    for ranks in _ranks.values():
+        ranks.close()
+
+
+atexit.register(_leave_groups)

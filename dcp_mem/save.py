@@ -283,7 +283,7 @@ def stage(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlann
 
 def _stage_into_slot(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlanner) -> Staged:
     session, layout = caller.session, planned.layout.layout
-    slot = session.slots.claim(max(planned.nbytes, layout.nbytes) + _TAIL_ROOM, layout.key)
+    slot = session.slots.claim(max(planned.nbytes, layout.nbytes) + _TAIL_ROOM, planned.layout.frames)
     faults.point("stage.claimed")
     try:
         session.put_frames(slot, planned.layout)

@@ -21,7 +21,7 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.events import log
 from dcp_mem.flusher import Flusher, Registration, credential_environment
 from dcp_mem.format import names
-from dcp_mem.format.frames import Spec, frame_pieces, lay_out
+from dcp_mem.format.frames import QUANTISED, Spec, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.metadata import MetadataTemplate
 from dcp_mem.memory import pinning
@@ -40,11 +40,13 @@ class PlanLayout:
     """A plan's layout.
 
     expected: dtypes and shapes as the plan has them. dense: as the tensors really have them, None for the slow road.
+    frames: names the heads and tails; other shapes or dtypes may well lie at the same offsets.
     """
 
     expected: Sequence[Spec]
     dense: Sequence[Spec | None]
     layout: Layout
+    frames: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class Session:
             if known.expected == expected:
                 self._layouts.move_to_end(key)
                 return known
-        return self.learn_layout(expected, expected)
+        return self.learn_layout(expected, [spec if spec[0] not in QUANTISED else None for spec in expected])
 
     def learn_layout(self, expected: Sequence[Spec], dense: Sequence[Spec | None]) -> PlanLayout:
         """Lay a plan out anew: its tensors turned out to have other dtypes or shapes than it says, or no dense form."""
@@ -127,7 +129,7 @@ class Session:
             files.write_atomically(os.path.join(self._layout_directory, layout.key), described.to_bytes())
         for key in [key for key, known in self._layouts.items() if known.expected == expected]:
             del self._layouts[key]
-        plan_layout = PlanLayout(expected, dense, layout)
+        plan_layout = PlanLayout(expected, dense, layout, frames_key([spec for spec in dense if spec is not None]))
         self._layouts[id(plan_layout)] = plan_layout
         while len(self._layouts) > _LAYOUTS_KEPT:
             self._layouts.popitem(last=False)
@@ -149,13 +151,13 @@ class Session:
         """Map the slot and write heads and tails into it, unless it holds this layout's already."""
         layout = plan_layout.layout
         slot.map(layout.nbytes)
-        if slot.frames != layout.key:
+        if slot.frames != plan_layout.frames:
             slot.frames = ""
             view = memoryview(slot.mapping) if slot.mapping is not None else memoryview(b"")
             with view:
                 for offset, piece in frame_pieces(layout, [spec for spec in plan_layout.dense if spec is not None]):
                     view[offset : offset + len(piece)] = piece
-            slot.frames = layout.key
+            slot.frames = plan_layout.frames
         pinning.pin(slot)
 
     # -- prefaulting --------------------------------------------------------------------------------------------

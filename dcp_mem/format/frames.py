@@ -7,6 +7,7 @@ depend on dtype and shape alone, so they are made once, from a tensor whose data
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ import torch
 from dcp_mem.format.layout import Layout, align, layout_of
 
 Spec = tuple[torch.dtype, torch.Size]
+
+QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+"""Dtypes without a frame: their scales, which are values, are part of the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,11 @@ def lay_out(specs: Sequence[Spec]) -> Layout:
         columns[:, index] = offset, item.nbytes, offset + len(item.head), item.payload_nbytes
         offset = align(offset + item.nbytes)
     return layout_of(columns)
+
+
+def frames_key(specs: Sequence[Spec]) -> str:
+    """A name for the heads and tails of these tensors, the same only for the same ones; "" where there are none."""
+    return hashlib.sha256(repr(specs).encode()).hexdigest()[:16] if specs else ""
 
 
 def frame_pieces(layout: Layout, specs: Sequence[Spec]) -> Iterator[tuple[int, bytes]]:

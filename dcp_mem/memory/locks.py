@@ -88,15 +88,23 @@ class JobLock:
             raise
 
     def _take(self, job: str, identity: RunIdentity) -> None:
+        if not self._alone(identity):
+            # Someone else is there. Whoever holds it exclusively is only writing down who he is.
+            fcntl.lockf(self._descriptor, fcntl.LOCK_SH)
+            held_by, text = _read_owner(self._owner_path)
+            if not identity.admits(held_by) and not self._alone(identity):
+                raise JobInUse(job, text)
+        _held_here.add(self._directory)
+
+    def _alone(self, identity: RunIdentity) -> bool:
+        """Take the job over if nobody holds it, and let the others of this run in."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write_atomically(self._owner_path, _owner(identity))
         except (BlockingIOError, PermissionError):
-            held_by, text = _read_owner(self._owner_path)
-            if not identity.admits(held_by):
-                raise JobInUse(job, text) from None
+            return False
+        write_atomically(self._owner_path, _owner(identity))
         fcntl.lockf(self._descriptor, fcntl.LOCK_SH)
-        _held_here.add(self._directory)
+        return True
 
     def close(self) -> None:
         if self._descriptor >= 0:

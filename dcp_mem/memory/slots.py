@@ -28,7 +28,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(eq=False)
 class Slot:
-    """One slot that this process has open. capacity: bytes reserved. frames: key of the layout whose heads and tails it holds.
+    """One slot that this process has open. capacity: bytes reserved. frames: key of the heads and tails that it holds.
 
     Its descriptor carries a lease for as long as it is open: exclusive while staging, shared afterwards.
     """
@@ -65,6 +65,7 @@ class Slot:
         """Give back what is far beyond `nbytes`: the plan has become much smaller."""
         if self.capacity > 2 * nbytes + (64 << 20):
             self.unmap()
+            self.frames = ""
             self.capacity = -(-nbytes // _PAGE) * _PAGE
             os.ftruncate(self.descriptor, self.capacity)
 
@@ -122,13 +123,13 @@ class SlotPool:
         self._directory = directory
         self._open: dict[int, Slot] = {}
 
-    def claim(self, nbytes: int, layout: str) -> Slot:
+    def claim(self, nbytes: int, frames: str) -> Slot:
         """A slot that nobody else uses, with room for `nbytes`: a free one where there is one, else a new one.
 
-        Prefers one that holds this layout's frames already, then one that is mapped, then the one of nearest size.
+        Prefers one that holds these frames already, then one that is mapped, then the one of nearest size.
         Raises MemoryBudgetExceeded.
         """
-        slot = self._claim_free(nbytes, layout) or self._create()
+        slot = self._claim_free(nbytes, frames) or self._create()
         try:
             slot.shrink(nbytes)
             slot.reserve(nbytes)
@@ -184,11 +185,11 @@ class SlotPool:
             if free and not keep_free:
                 files.remove(os.path.join(self._directory, self._name_of(slot.inode)))
 
-    def _claim_free(self, nbytes: int, layout: str) -> Slot | None:
+    def _claim_free(self, nbytes: int, frames: str) -> Slot | None:
         def preference(entry: tuple[str, int, int]) -> tuple[bool, bool, bool, int]:
             _, inode, size = entry
             slot = self._open.get(inode)
-            framed = slot is not None and layout != "" and slot.frames == layout
+            framed = slot is not None and frames != "" and slot.frames == frames
             return (not framed, slot is None, size < nbytes, abs(size - nbytes))
 
         for name, inode, _ in sorted(self._free(), key=preference):
