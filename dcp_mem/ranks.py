@@ -24,6 +24,8 @@ import torch.distributed as dist
 from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
 
 T = TypeVar("T")
+_LETTER = 4096
+_HEAD = 8
 
 
 class Ranks(Protocol):
@@ -148,19 +150,29 @@ class GlooRanks:
 
     # torch declares no methods for a gloo group that isn't registered, hence Any.
     def _all_gather(self, group: Any, value: Any) -> list[Any]:
-        mine, sizes = self._sizes(group, value)
-        outputs = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
-        group.allgather([outputs], [_padded(mine, max(sizes))]).wait()
+        """One collective for values that fit into a small letter, as almost all do; a second one where some don't."""
+        mine = _dump(value)
+        letters = [torch.empty(_LETTER, dtype=torch.uint8) for _ in range(self.size)]
+        group.allgather([letters], [_letter(mine)]).wait()
+        sizes = [_size(letter) for letter in letters]
+        longest = max(sizes)
+        if longest <= _LETTER - _HEAD:
+            return [_load(letter[_HEAD:], size) for letter, size in zip(letters, sizes, strict=True)]
+        outputs = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        group.allgather([outputs], [_padded(mine, longest)]).wait()
         return [_load(output, size) for output, size in zip(outputs, sizes, strict=True)]
 
     def _gather(self, group: Any, value: Any) -> list[Any]:
-        mine, sizes = self._sizes(group, value)
+        mine = _dump(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        group.allgather([sizes], [torch.tensor([len(mine)])]).wait()
+        longest = max(int(size) for size in sizes)
         root = self.rank == 0
-        outputs = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if root else []
+        outputs = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if root else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        group.gather([outputs] if root else [], [_padded(mine, max(sizes))], options).wait()
-        return [_load(output, size) for output, size in zip(outputs, sizes, strict=True)] if root else []
+        group.gather([outputs] if root else [], [_padded(mine, longest)], options).wait()
+        return [_load(output, int(size)) for output, size in zip(outputs, sizes, strict=True)] if root else []
 
     def _broadcast(self, group: Any, value: Any) -> Any:
         mine = _dump(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
@@ -171,12 +183,6 @@ class GlooRanks:
         data = mine if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
         group.broadcast([data], options).wait()
         return value if self.rank == 0 else _load(data, len(data))
-
-    def _sizes(self, group: Any, value: Any) -> tuple[torch.Tensor, list[int]]:
-        mine = _dump(value)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        group.allgather([sizes], [torch.tensor([len(mine)])]).wait()
-        return mine, [int(size) for size in sizes]
 
 
 def exchange_timeout() -> float:
@@ -194,6 +200,15 @@ def exchange_timeout() -> float:
 def _dump(value: Any) -> torch.Tensor:
     # Peers are the ranks of this very job; DCP pickles between them as well.
     return torch.frombuffer(bytearray(pickle.dumps(value, protocol=4)), dtype=torch.uint8)
+
+
+def _letter(data: torch.Tensor) -> torch.Tensor:
+    head = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
+    return _padded(torch.cat([head, data[: _LETTER - _HEAD]]), _LETTER)
+
+
+def _size(letter: torch.Tensor) -> int:
+    return int(letter[:_HEAD].view(torch.int64))
 
 
 def _load(data: torch.Tensor, size: int) -> Any:

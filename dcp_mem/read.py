@@ -310,9 +310,12 @@ def _hand_on(
     else:
         tensor = torch.load(_plain_stream(item, data), map_location="cpu", weights_only=True)
     tensor = narrow_tensor_by_index(tensor, request.storage_offsets, request.lengths)
-    target = planner.resolve_tensor(request).detach()
+    target = planner.resolve_tensor(request)
+    if target.layout is torch.strided:
+        target = target.detach()  # values copied into a detached sparse tensor would stay there
     _check_shape(request, target)
-    target.copy_(tensor)
+    with torch.no_grad():
+        target.copy_(tensor)
     planner.commit_tensor(request, target)
 
 

@@ -33,6 +33,7 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.metadata import MetadataTemplate, RankItems, make_template
 from dcp_mem.memory import pinning
 from dcp_mem.memory.copying import Move, copy
+from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.memory.slots import Slot
 from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, retire
@@ -119,9 +120,15 @@ def expected_specs(tensors: Sequence[WriteItem]) -> list[Spec]:
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What a rank brings to the agreement; what concerns its node comes from the node's leader."""
+    """What a rank brings to the agreement; what concerns its node comes from the node's leader.
+
+    save_id, persist, now: what this rank would choose as the coordinator. exists, newest: of its node's checkpoints.
+    """
 
     name: str
+    save_id: str = ""
+    persist: bool = False
+    now: float = 0.0
     needed: int = 0
     spare: int = 0
     node: NodeMemory | None = None
@@ -145,7 +152,7 @@ def agree(caller: Caller, planned: Planned | Exception) -> Attempt | None:
             raise planned
         verdict = _verdict(caller, topology, surveys)
         if topology.is_leader:
-            _evict(caller, verdict.evict, "to make room for a newer checkpoint")
+            _evict(session.memory, verdict.evict, "to make room for a newer checkpoint")
         if verdict.action == "stage":
             break
         if caller.settings.on_full == "raise":
@@ -156,17 +163,10 @@ def agree(caller: Caller, planned: Planned | Exception) -> Attempt | None:
         complained = _complain(caller, verdict, started, complained)
         session.wake_agent(caller.settings)
         time.sleep(0.02)
-    attempt = caller.ranks.broadcast(
-        Attempt(
-            save_id=names.new_save_id(),
-            created=max(time.time(), max(survey.newest for survey in surveys) + 1e-3),
-            persist=caller.settings.persist.wants(session.persisted.saves, session.persisted.seconds()),
-            topology=topology,
-            started=started,
-        )
-    )
     faults.point("save.agreed")
-    return replace(attempt, topology=topology, started=started)
+    proposal = surveys[0]  # the coordinator's
+    created = max(proposal.now, max(survey.newest for survey in surveys) + 1e-3)
+    return Attempt(proposal.save_id, created, proposal.persist, topology, started)
 
 
 def _survey_or_error(caller: Caller, topology: Topology, planned: Planned | Exception) -> _Survey:
@@ -183,11 +183,19 @@ def _survey_or_error(caller: Caller, topology: Topology, planned: Planned | Exce
 
 
 def _survey(caller: Caller, topology: Topology, nbytes: int) -> _Survey:
-    spare = min(caller.session.slots.spare_bytes(), nbytes)
+    session = caller.session
+    mine = _Survey(
+        name=caller.name,
+        save_id=names.new_save_id(),
+        persist=caller.settings.persist.wants(session.persisted.saves, session.persisted.seconds()),
+        now=time.time(),
+        needed=nbytes,
+        spare=min(session.slots.spare_bytes(), nbytes),
+    )
     if not topology.is_leader:
-        return _Survey(caller.name, nbytes, spare)
+        return mine
     memory = caller.session.memory
-    kept = _kept(caller)
+    kept = _kept(memory, caller.scope)
     node = NodeMemory(
         kept=kept,
         used=memory.allocated_bytes(),
@@ -199,14 +207,18 @@ def _survey(caller: Caller, topology: Topology, nbytes: int) -> _Survey:
     exists = not caller.settings.overwrite and any(
         held.manifest.scope == caller.scope for held in memory.find(caller.name)
     )
-    return _Survey(caller.name, nbytes, spare, node, exists, max((one.created for one in kept), default=0.0))
+    return replace(mine, node=node, exists=exists, newest=max((one.created for one in kept), default=0.0))
 
 
-def _kept(caller: Caller) -> tuple[Kept, ...]:
-    memory = caller.session.memory
+def keep_no_more(memory: JobMemory, scope: str, keep: int) -> None:
+    """Evict what a newer checkpoint has superseded, but for what is being read or flushed at this moment."""
+    _evict(memory, retire(_kept(memory, scope), keep), "superseded by a newer checkpoint")
+
+
+def _kept(memory: JobMemory, scope: str) -> tuple[Kept, ...]:
     result = []
     for held in memory.held():
-        if held.manifest.scope != caller.scope:
+        if held.manifest.scope != scope:
             continue
         try:
             busy = is_leased(held.manifest_path)
@@ -243,11 +255,11 @@ def _verdict(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> 
     return admit(nodes, caller.settings.keep)
 
 
-def _evict(caller: Caller, save_ids: frozenset[str], why: str) -> None:
-    for held in caller.session.memory.held() if save_ids else ():
+def _evict(memory: JobMemory, save_ids: frozenset[str], why: str) -> None:
+    for held in memory.held() if save_ids else ():
         if held.manifest.save_id in save_ids:
             try:
-                caller.session.memory.evict(held, why)
+                memory.evict(held, why)
             except OSError as error:  # the others go on to the next exchange, and so must this rank
                 log.warning("%s could not be evicted: %s", held.name, error)
 
@@ -516,8 +528,7 @@ def complete(
     manifest = _manifest(caller, attempt, [receipt.segment for receipt in receipts])
     if attempt.topology.is_leader:
         manifest = _publish(caller, manifest, saved.template)
-        kept = _kept(caller)
-        _evict(caller, retire(kept, caller.settings.keep), "superseded by a newer checkpoint")
+        keep_no_more(caller.session.memory, caller.scope, caller.settings.keep)
         faults.point("complete.evicted")
     caller.session.slots.share(staged.slot)
     caller.session.saved[caller.plan_key] = saved

@@ -31,8 +31,8 @@ from dcp_mem.memory.locks import new_token
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
 from dcp_mem.ranks import Alone
-from dcp_mem.save import Attempt, Caller, Staged, agree, complete, plan_segment, stage, write_results
-from dcp_mem.session import Session, close_session, open_session, registration_of, session_for
+from dcp_mem.save import Attempt, Caller, Staged, agree, complete, keep_no_more, plan_segment, stage, write_results
+from dcp_mem.session import SavedPlan, Session, close_session, open_session, registration_of, session_for
 from dcp_mem.values import CheckpointStatus
 
 T = TypeVar("T")
@@ -146,11 +146,10 @@ class MemoryStorageWriter(StorageWriter):
             return []
         assert not isinstance(planned, Exception)  # agree has raised it
         staged = _result_or_error(lambda: stage(save.caller, attempt, planned, planner))
-        structures = self._structures
-        manifest, staged = complete(
-            save.caller, attempt, staged, lambda: structures.metadata(planner), structures.changed(planner)
-        )
-        self._structures.settle(planner)
+        structures, saved, key = self._structures, save.caller.session.saved, save.caller.plan_key
+        changed = structures.changed(planner, saved.get(key))
+        manifest, staged = complete(save.caller, attempt, staged, lambda: structures.metadata(planner), changed)
+        structures.settle(planner, saved[key])
         self._last, save.manifest = manifest.name, manifest
         _after(save.caller, attempt, staged, manifest)
         return write_results(staged)
@@ -218,8 +217,15 @@ class MemoryStorageWriter(StorageWriter):
             own_thread = self.settings.agent == "thread" and open_session(self.settings) is None
             if flush and self.settings.url is not None and not own_thread:
                 watch.wait_for_all(self.settings, self._wake)
+            self._apply_retention()
         finally:
             close_session(self.settings, drop_free=True)
+
+    def _apply_retention(self) -> None:
+        session = open_session(self.settings)
+        if session is not None:  # the last save left alone what was being flushed
+            for scope in {held.manifest.scope for held in session.memory.held()}:
+                keep_no_more(session.memory, scope, self.settings.keep)
 
     def __enter__(self) -> MemoryStorageWriter:
         return self
@@ -265,6 +271,7 @@ class _Structures:
         self._plans: Sequence[SavePlan] = ()
         self._seen: object = None
         self._kept: Metadata | None = None
+        self._saved: SavedPlan | None = None
         self._changed = True
 
     def see(self, plans: Sequence[SavePlan]) -> None:
@@ -274,10 +281,15 @@ class _Structures:
         self._changed = self._changed or seen != self._seen
         self._seen = seen
 
-    def changed(self, planner: SavePlanner) -> bool:
-        """Whether the metadata must be described anew. Always False on ranks that aren't the coordinator."""
+    def changed(self, planner: SavePlanner, saved: SavedPlan | None) -> bool:
+        """Whether the metadata must be described anew. Always False on ranks that aren't the coordinator.
+
+        saved: what was saved last, perhaps by another writer of the same job.
+        """
         if not self._plans:
             return False
+        if saved is not self._saved:
+            return True
         hooks = ("create_global_plan", "_create_global_plan")
         custom = any(
             getattr(type(planner), hook, None) is not getattr(DefaultSavePlanner, hook, None) for hook in hooks
@@ -296,10 +308,10 @@ class _Structures:
         metadata.planner_data = {key: value for mapping in reversed(mappings) for key, value in mapping.items()} or None
         return metadata
 
-    def settle(self, planner: SavePlanner) -> None:
+    def settle(self, planner: SavePlanner, saved: SavedPlan) -> None:
         """The checkpoint is complete with this structure."""
         if self._plans:
-            self._kept, self._changed = _kept_metadata(planner), False
+            self._kept, self._saved, self._changed = _kept_metadata(planner), saved, False
 
     def release(self) -> None:
         """Let go of the plans, outside of what the save waits for."""

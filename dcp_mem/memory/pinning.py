@@ -7,15 +7,16 @@ import torch
 from dcp_mem.events import log
 from dcp_mem.memory.slots import Slot
 
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _pinned: set[tuple[int, int]] = set()
 
 
 def pin(slot: Slot) -> None:
     """Register the slot's mapping with CUDA, once; where that fails copies still work, only slower."""
     key = (slot.address, slot.mapped_nbytes)
-    if key in _pinned or not torch.cuda.is_available():
+    if key in _pinned or not torch.cuda.is_initialized():
         return
-    error = int(torch.cuda.cudart().cudaHostRegister(slot.address, slot.mapped_nbytes, 0))
+    error = int(torch.cuda.cudart().cudaHostRegister(slot.address, slot.mapped_nbytes, _PORTABLE))
     if error:
         log.warning(
             "cudaHostRegister of %d bytes failed (error %d): copies go through CUDA's own buffer", key[1], error

@@ -19,8 +19,9 @@ _BLOCK = 8 << 20
 _MOST_PARTS = 9000
 # There, a directory is only a part of a name, and asking for one may create the bucket that a typing error named.
 _WITHOUT_DIRECTORIES = {"s3", "s3a", "abfs", "abfss", "az", "adl", "gs", "gcs", "oci", "oss", "r2", "http", "https"}
-_REFUSED_STATUS = {400, 401, 403, 404, 405, 409, 411, 413}
+_REFUSED_STATUS = {400, 401, 403, 404, 405, 411, 413}
 _REFUSED_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_CONTAINER = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist", "container does not exist")
 _REFUSED_NAMES = [
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -51,13 +52,20 @@ class FsspecStorage:
         with self._translated():
             self._make_parent(path)
             stream = self._fs.open(path, "wb", block_size=max(_BLOCK, -(-nbytes // _MOST_PARTS)))
-            try:
-                for piece in pieces:
+        written = 0
+        try:
+            for piece in pieces:  # not translated: its errors are the caller's own
+                with self._translated():
                     stream.write(piece)
-            except BaseException:
-                _discard(stream)
-                raise
-            stream.close()
+                written += len(piece)
+            if written != nbytes:
+                raise ValueError(f"{key}: {written} bytes came in pieces, {nbytes} were announced")
+            with self._translated():
+                stream.close()
+        except BaseException:
+            _discard(stream)
+            raise
+        with self._translated():
             stored = int(self._fs.info(path)["size"])
         if stored != nbytes:
             raise StorageUnavailable(self.url, f"{key} has {stored} bytes after an upload of {nbytes}")
@@ -74,7 +82,7 @@ class FsspecStorage:
             except FileExistsError:
                 raise CheckpointExists(key.rpartition("/")[0], self.url) from None
             except Exception as error:
-                if create and _status(error) in (409, 412):
+                if create and (_status(error) == 412 or _says(error, "AlreadyExists")):
                     raise CheckpointExists(key.rpartition("/")[0], self.url) from None
                 raise
 
@@ -87,12 +95,20 @@ class FsspecStorage:
         while done < len(buffer):
             stop = min(done + 4 * _BLOCK, len(buffer))
             with self._translated(key):
-                piece = self._fs.cat_file(self._path(key), start=offset + done, end=offset + stop)
+                piece = self._range(self._path(key), offset + done, offset + stop)
             buffer[done : done + len(piece)] = piece
             done += len(piece)
-            if len(piece) == 0:
+            if done < stop:
                 break
         return done
+
+    def _range(self, path: str, start: int, stop: int) -> bytes:
+        try:
+            return bytes(self._fs.cat_file(path, start=start, end=stop))
+        except Exception as error:
+            if _status(error) == 416:  # the object ends before `start`
+                return b""
+            raise
 
     def ls(self, prefix: str) -> list[Entry]:
         path = self._path(prefix)
@@ -128,15 +144,15 @@ class FsspecStorage:
             raise self._translation(error, key) from None
 
     def _translation(self, error: Exception, key: str | None) -> DcpMemError:
+        if _says(error, *_NO_CONTAINER):
+            return StorageRefused(self.url, "there is no such bucket or container. Create it, or correct the URL.")
         if key is not None and (isinstance(error, FileNotFoundError) or _status(error) == 404):
             return StorageKeyMissing(self.url, key)
-        text = self._redacted(f"{type(error).__name__}: {str(error).strip()}")[:600]
+        text = self._redacted(f"{type(error).__name__}: {_first_line(error)}")[:600].rstrip(". ")
         if isinstance(error, ImportError):
             return StorageRefused(self.url, f"{text}. Install the package that fsspec needs for this protocol.")
         if _is_refusal(error):
-            return StorageRefused(
-                self.url, f"{text}. Check the URL, that the bucket or container exists, and the credentials."
-            )
+            return StorageRefused(self.url, f"{text}. Check the URL, and that the credentials may read and write there.")
         return StorageUnavailable(self.url, text)
 
     def _redacted(self, text: str) -> str:
@@ -154,6 +170,22 @@ def _is_refusal(error: Exception) -> bool:
     return _status(error) in _REFUSED_STATUS or any(
         name in str(error) for name in ("NoSuchBucket", "InvalidAccessKeyId")
     )
+
+
+def _says(error: BaseException | None, *words: str) -> bool:
+    """Whether one of the words occurs in the error, or in what led to it."""
+    while error is not None:
+        if any(word in str(error) for word in words):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _first_line(error: Exception) -> str:
+    """What the error says, without the request ids and the XML that Azure's bring along."""
+    lines = str(error).strip().splitlines()
+    code = next((line.partition(":")[2] for line in lines[1:] if line.startswith("ErrorCode:")), "")
+    return (lines[0] if lines else "no reason given") + (f" ({code})" if code else "")
 
 
 def _status(error: BaseException | None) -> int:
@@ -176,7 +208,8 @@ def _discard(stream: Any) -> None:
     with contextlib.suppress(Exception):  # the upload failed already, and that error is the one to report
         if abort is not None:
             abort()
-    stream.closed = True
+    with contextlib.suppress(AttributeError):  # fsspec's own memory file publishes at once, and can't be told
+        stream.closed = True
 
 
 def _texts(value: Any) -> Iterator[str]:

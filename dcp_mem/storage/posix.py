@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageRefused, StorageUnavailable
+from dcp_mem.errors import (
+    CheckpointExists,
+    DcpMemError,
+    MemoryBudgetExceeded,
+    StorageKeyMissing,
+    StorageRefused,
+    StorageUnavailable,
+)
 from dcp_mem.files import remove, remove_directory_if_empty, sync_directory, write_atomically
 from dcp_mem.storage import Entry
 
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_REFUSED = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_FULL_TEXT = "no space is left there. Free some, or raise the quota; the flush is tried again."
+_GONE = {errno.ENOENT, errno.ESTALE, errno.ELOOP}
 
 
 class PosixStorage:
@@ -26,12 +46,23 @@ class PosixStorage:
         part = path + ".part"
         with self._translated():
             self._make_parent(path)
-            with open(
-                os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb", buffering=0
-            ) as stream:
-                for piece in pieces:
-                    _write(stream.fileno(), piece)
-                os.fsync(stream.fileno())
+            descriptor = os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            written = 0
+            for piece in pieces:  # not translated: its errors are the caller's own
+                with self._translated():
+                    _write(descriptor, piece)
+                written += len(piece)
+            if written != nbytes:
+                raise ValueError(f"{key}: {written} bytes came in pieces, {nbytes} were announced")
+            with self._translated():
+                os.fsync(descriptor)
+        except BaseException:
+            remove(part)
+            raise
+        finally:
+            os.close(descriptor)
+        with self._translated():
             os.rename(part, path)
             sync_directory(os.path.dirname(path))
 
@@ -42,7 +73,7 @@ class PosixStorage:
             if not create:
                 write_atomically(path, data, sync=True)
                 return
-            staged = f"{path}.{os.getpid()}.new"
+            staged = f"{path}.{uuid.uuid4().hex[:8]}.new"
             write_atomically(staged, data, sync=True)
             try:
                 os.link(staged, path)
@@ -66,9 +97,9 @@ class PosixStorage:
 
     def ls(self, prefix: str) -> list[Entry]:
         try:
-            with self._translated(), os.scandir(self._path(prefix)) as entries:
-                return [_entry(entry) for entry in entries]
-        except FileNotFoundError:
+            with self._translated(prefix), os.scandir(self._path(prefix)) as entries:
+                return [found for entry in entries if (found := _entry(entry)) is not None]
+        except StorageKeyMissing:
             return []
 
     def delete(self, key: str) -> None:
@@ -80,27 +111,32 @@ class PosixStorage:
         return os.path.join(self.url, key) if key else self.url
 
     def _make_parent(self, path: str) -> None:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        """Make the directories above `path` where they are missing, all of them private, and durable like what is in them."""
+        directory, missing = os.path.dirname(path), []
+        while not os.path.isdir(directory):
+            missing.append(directory)
+            directory = os.path.dirname(directory)
+        for directory in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory, 0o700)
+            with contextlib.suppress(PermissionError):  # one that may be written but not read can't be synced
+                sync_directory(os.path.dirname(directory))
 
     @contextmanager
     def _translated(self, key: str | None = None) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError:
-            if key is None:
-                raise
-            raise StorageKeyMissing(self.url, key) from None
+        except MemoryBudgetExceeded:
+            raise StorageUnavailable(self.url, _FULL_TEXT) from None
         except OSError as error:
-            if isinstance(error, (StorageRefused, StorageUnavailable, CheckpointExists)):
+            if isinstance(error, DcpMemError):
                 raise
+            if isinstance(error, FileNotFoundError) and key is not None:
+                raise StorageKeyMissing(self.url, key) from None
             reason = f"{os.strerror(error.errno or 0)} ({error.filename or self.url})"
             if error.errno in _REFUSED:
-                raise StorageRefused(self.url, f"{reason}: check the path and its permissions") from None
-            if error.errno in _FULL:
-                raise StorageUnavailable(
-                    self.url, f"{reason}: free some space; the flush will be tried again"
-                ) from None
-            raise StorageUnavailable(self.url, reason) from None
+                raise StorageRefused(self.url, f"{reason}. Check the path, and that you may write there.") from None
+            raise StorageUnavailable(self.url, _FULL_TEXT if error.errno in _FULL else reason) from None
 
 
 def _write(descriptor: int, piece: memoryview) -> None:
@@ -118,6 +154,12 @@ def _read(descriptor: int, offset: int, buffer: memoryview) -> int:
     return done
 
 
-def _entry(entry: os.DirEntry[str]) -> Entry:
-    facts = entry.stat()
+def _entry(entry: os.DirEntry[str]) -> Entry | None:
+    """What lies there; None where it is gone by now, or a symlink to nowhere."""
+    try:
+        facts = entry.stat()
+    except OSError as error:
+        if error.errno in _GONE:
+            return None
+        raise
     return Entry(entry.name, facts.st_size, entry.is_dir(), facts.st_mtime)
