@@ -18,6 +18,7 @@ AgentKind = Literal["process", "thread"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SECRET_IN_URL = re.compile(r"^[^/@]*:[^/@]*@|[?&](sig|token|[\w-]*signature)=", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9_=+,@%~][A-Za-z0-9_.=+,@%~:-]*")
 
 
@@ -101,6 +102,11 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
         return os.path.abspath(os.path.expanduser(text))
     if protocol in ("file", "local"):
         return os.path.abspath(rest)
+    if _SECRET_IN_URL.search(rest):
+        raise ConfigError(
+            f"path={protocol}://… holds a password or a signature, which would end up in logs and file names: give it as "
+            f"storage_options= or in the environment"
+        )
     if not rest.strip("/"):
         raise ConfigError(f"path={text!r}: a bucket, container or directory is missing after {protocol}://")
     _check_protocol(protocol, text)
@@ -108,12 +114,12 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
 
 
 def _check_protocol(protocol: str, text: str) -> None:
-    import fsspec.registry as registry
+    from fsspec.registry import known_implementations, registry
 
     outermost = protocol.split("::")[-1]
-    if outermost in registry.registry:
+    if outermost in registry:
         return
-    known = registry.known_implementations.get(outermost)
+    known = known_implementations.get(outermost)
     if known is None:
         raise ConfigError(f"path={text!r}: fsspec knows no protocol {outermost!r} (is it a typing error?)")
     package = str(known["class"]).split(".")[0]

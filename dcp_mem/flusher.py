@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dcp_mem import faults
 from dcp_mem.errors import DcpMemError, StorageUnavailable
 from dcp_mem.events import log
 from dcp_mem.flush import Evicted, FlushJob, flush
@@ -134,6 +135,7 @@ class Flusher:
             return
         seconds = time.monotonic() - started
         memory.record_flush(held, replace(record, outcome="durable", error="", durable=time.time(), seconds=seconds))
+        faults.point("flush.recorded")
         self._trouble.pop(held.manifest.save_id, None)
         log.info("%s is durable in %s (%.1f s)", held.name, registration.url, seconds)
 

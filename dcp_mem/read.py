@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
@@ -322,7 +322,10 @@ def _hand_on(
 def _plain_stream(item: _Wanted, data: memoryview) -> Any:
     stream: Any = io.BytesIO(data)
     if item.transforms:
-        stream = _StorageReaderTransforms().transform_load_stream(item.request, item.transforms, stream)
+        transforms = getattr(filesystem, "_StorageReaderTransforms", None)
+        if transforms is None:
+            raise DcpMemError(f"{item.file} was written with stream extensions, which need torch 2.7 or newer")
+        stream = transforms().transform_load_stream(item.request, item.transforms, stream)
         stream = io.BytesIO(stream.read(-1))
     return stream
 

@@ -277,7 +277,7 @@ class _Structures:
     def see(self, plans: Sequence[SavePlan]) -> None:
         """The global plan of the save that begins. A plan that isn't usable stands for "as before" (torch's plan caching)."""
         self._plans = plans
-        seen = [_structure(plan) for plan in plans] if all(plan.usable for plan in plans) else None
+        seen = [_structure(plan) for plan in plans] if all(map(_is_usable, plans)) else None
         self._changed = self._changed or seen != self._seen
         self._seen = seen
 
@@ -320,6 +320,11 @@ class _Structures:
     def is_published(self, metadata: Metadata) -> bool:
         """Whether this is the very metadata that went with the checkpoint."""
         return metadata is self._kept
+
+
+def _is_usable(plan: SavePlan) -> bool:
+    """Whether this is a plan, and not one that stands for the last one (torch's plan caching, 2.7 and later)."""
+    return bool(getattr(plan, "usable", True))
 
 
 def _structure(plan: SavePlan) -> object:

@@ -34,6 +34,7 @@ class Storage(Protocol):
 
         A piece is only valid until the next one is asked for. After an error or a kill a shorter object may be left
         under the key (so keys of streams are unique to an attempt, and nothing refers to them before they are whole).
+        What `pieces` raises leaves as it is. Raises ValueError where they add up to another length.
         """
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
@@ -46,10 +47,13 @@ class Storage(Protocol):
         """All bytes under the key. Raises StorageKeyMissing."""
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """Fill the buffer from `offset` on and return how much there was. Raises StorageKeyMissing."""
+        """Fill the buffer from `offset` on and return how much there was, 0 behind the end. Raises StorageKeyMissing."""
 
     def ls(self, prefix: str) -> list[Entry]:
-        """What lies directly under the prefix ("" for the root); nothing if there is nothing. Never from a cache."""
+        """What lies directly under the prefix ("" for the root); nothing if there is nothing. Never from a cache.
+
+        Raises StorageRefused where not even the bucket or container is there.
+        """
 
     def delete(self, key: str) -> None:
         """Delete an object; that it is gone already is fine."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
+from urllib.parse import quote, unquote
 
 import fsspec
 import fsspec.core
@@ -21,6 +22,7 @@ _MOST_PARTS = 9000
 _WITHOUT_DIRECTORIES = {"s3", "s3a", "abfs", "abfss", "az", "adl", "gs", "gcs", "oci", "oss", "r2", "http", "https"}
 _REFUSED_STATUS = {400, 401, 403, 404, 405, 411, 413}
 _REFUSED_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
+_HARMLESS = {"account_name", "endpoint_url", "region_name", "project"}
 _NO_CONTAINER = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist", "container does not exist")
 _REFUSED_NAMES = [
     "NoCredentialsError",
@@ -40,7 +42,7 @@ class FsspecStorage:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.url = url
-        self._secrets = tuple(_texts(storage_options))
+        self._secrets = sorted(set(_secrets(storage_options)), key=len, reverse=True)
         options = {"skip_instance_cache": True, "use_listings_cache": False, **storage_options}
         with self._translated():
             self._fs, self._root = fsspec.core.url_to_fs(url, **options)
@@ -212,24 +214,21 @@ def _discard(stream: Any) -> None:
         stream.closed = True
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in the options that is long enough to be a secret, and the parts of connection strings and SAS tokens."""
+def _secrets(value: Any, name: str = "") -> Iterator[str]:
+    """Every text in the options that may be a secret, the parts of connection strings and SAS tokens, and how URLs have them."""
     if isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
+        for key, inner in value.items():
+            if str(key) not in _HARMLESS:
+                yield from _secrets(inner, str(key).lower())
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _texts(inner)
-    elif isinstance(value, str) and len(value) >= 6 and not value.startswith("http"):
-        yield value
-        for part in value.replace("&", ";").split(";"):
-            name, separator, secret = part.partition("=")
-            if (
-                separator
-                and len(secret) >= 6
-                and ("key" in name.lower() or "sig" in name.lower() or "token" in name.lower())
-            ):
-                yield secret
+            yield from _secrets(inner, name)
+    elif isinstance(value, str) and not value.startswith("http") and len(value) >= (3 if "pass" in name else 6):
+        yield from {value, unquote(value), quote(value, safe="")}
+        for part in value.lstrip("?").replace("&", ";").split(";"):
+            name, _, secret = part.partition("=")
+            if any(word in name.lower() for word in ("key", "sig", "token")):
+                yield from _secrets(secret)
 
 
 def _entry(facts: Mapping[str, Any]) -> Entry:
