@@ -114,7 +114,7 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
 
 
 def _check_protocol(protocol: str, text: str) -> None:
-    from fsspec.registry import known_implementations, registry
+    from fsspec.registry import get_filesystem_class, known_implementations, registry
 
     outermost = protocol.split("::")[-1]
     if outermost in registry:
@@ -125,6 +125,11 @@ def _check_protocol(protocol: str, text: str) -> None:
     package = str(known["class"]).split(".")[0]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"path={text!r}: {outermost}:// needs the Python package {package!r}: pip install {package}")
+    if package == "fsspec":  # cheap to import, and has needs of its own
+        try:
+            get_filesystem_class(outermost)
+        except ImportError as error:
+            raise ConfigError(f"path={text!r}: {outermost}:// can't be used here: {error}") from None
 
 
 def job_name(job: str | None, url: str | None) -> str:

@@ -9,9 +9,12 @@ none; for them the group given to the constructor counts.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_mem.errors import ConfigError
@@ -49,17 +52,34 @@ def is_called_by_dcp() -> bool:
     return _calling_wrapper() is not None
 
 
+def global_metadata() -> Metadata | None:
+    """The metadata that goes with the global plan that `dcp.save` is at, on the coordinator; None under another driver.
+
+    DCP hands it to `finish` only, on the coordinator only, and after the checkpoint has to be complete on every node.
+    """
+    for frame in _calling_frames():
+        if frame.f_code.co_name == "global_step" and "global_metadata" in frame.f_code.co_freevars:
+            found = frame.f_locals.get("global_metadata")
+            return found if isinstance(found, Metadata) else None
+    return None
+
+
 def _calling_wrapper() -> _DistWrapper | None:
-    frame = sys._getframe(1)
-    for _ in range(_DEPTH):
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
+    for frame in _calling_frames():
         if "distW" in frame.f_code.co_freevars or "distW" in frame.f_code.co_cellvars:
             wrapper = frame.f_locals.get("distW")
             if isinstance(wrapper, _DistWrapper):
                 return wrapper
     return None
+
+
+def _calling_frames() -> Iterator[FrameType]:
+    frame = sys._getframe(2).f_back
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def _members(group: dist.ProcessGroup | None) -> list[int]:

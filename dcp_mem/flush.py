@@ -61,6 +61,8 @@ def _flush(job: FlushJob) -> None:
     manifest = job.held.manifest
     faults.point("flush.started")
     if committed_save_id(job.storage, manifest) == manifest.save_id and not _metadata_changed(job):
+        if manifest.committer == job.node:
+            collect_older_attempts(job)  # whoever committed it may have been killed before it came to that
         return
     tables = put_segments(job, manifest.of_node(job.node))
     faults.point("flush.segments")

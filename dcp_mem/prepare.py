@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ class Preparation:
 def prepare(caller: Caller, state_dict: dict[str, Any], planner: SavePlanner) -> Preparation:
     """Plan a save of this state on all ranks, without saving, and prefault slots of its layout. Raises RankFailed."""
     coordinator = caller.ranks.rank == 0
+    if getattr(planner, "_enable_plan_caching", False):
+        planner = copy.copy(planner)  # torch would take what is planned here for the plan of a save
+        planner._enable_plan_caching = False  # type: ignore[attr-defined]
     planner.set_up_planner(state_dict=state_dict, storage_meta=None, is_coordinator=coordinator)
     plans = caller.ranks.gather(planner.create_local_plan())
     outcome: Outcome[list[list[Spec]]] = Outcome()

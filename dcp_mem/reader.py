@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dcp_mem.collector import collector_paused
 from dcp_mem.config import checkpoint_name, settings
 from dcp_mem.dcp_call import dcp_call, is_called_by_dcp
 from dcp_mem.errors import ConfigError, DcpMemError, NoRecoverableCheckpoint, RankFailed, SegmentCorrupt, picklable
@@ -86,7 +87,8 @@ class MemoryStorageReader(StorageReader):
         call = dcp_call(self._process_group, f"load {self.settings.job}")
         try:
             self._recovery = Recovery(self._origin(), call.ranks, call.rank, wanted)
-            self._opened = recover(self._recovery)
+            with collector_paused():
+                self._opened = recover(self._recovery)
         except DcpMemError as error:
             if not is_called_by_dcp():
                 raise
@@ -162,7 +164,8 @@ class MemoryStorageReader(StorageReader):
 
     def _read(self, opened: Opened, plan: LoadPlan, planner: LoadPlanner) -> tuple[set[str], Exception | None]:
         try:
-            return read_items(opened, plan, planner, verify=self._verify), None
+            with collector_paused():
+                return read_items(opened, plan, planner, verify=self._verify), None
         except Exception as error:  # it travels with the next exchange: the other ranks wait for one
             return set(), error
 

@@ -153,6 +153,8 @@ def agree(caller: Caller, planned: Planned | Exception) -> Attempt | None:
         verdict = _verdict(caller, topology, surveys)
         if topology.is_leader:
             _evict(session.memory, verdict.evict, "to make room for a newer checkpoint")
+        if verdict.evict:
+            caller.ranks.exchange(None)  # nobody stages before the room that is counted on is there
         if verdict.action == "stage":
             break
         if caller.settings.on_full == "raise":

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,8 +18,9 @@ from torch.futures import Future
 
 from dcp_mem import faults, watch
 from dcp_mem.agent import AgentHandle
+from dcp_mem.collector import collector_paused
 from dcp_mem.config import Settings, checkpoint_name, settings
-from dcp_mem.dcp_call import DcpCall, dcp_call
+from dcp_mem.dcp_call import DcpCall, dcp_call, global_metadata
 from dcp_mem.errors import ConfigError, picklable
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
@@ -129,7 +128,7 @@ class MemoryStorageWriter(StorageWriter):
             raise ConfigError(
                 f"DCP plans for {len(plans)} ranks, the writer for {size}: pass the same process_group to both"
             )
-        self._structures.see(plans)
+        self._structures.see(plans, global_metadata())
         return plans
 
     @picklable
@@ -263,20 +262,22 @@ class _Save:
 class _Structures:
     """What the coordinator knows of the global plan: the metadata that goes with it, and whether it has changed.
 
-    The metadata that DCP will hand to `finish` is built before `write_data`, but not shown to the writer. Planners derived
-    from torch's default keep it; for others it is made again from the global plans.
+    The metadata that DCP will hand to `finish` is built before `write_data`, but not shown to the writer: it is looked up
+    in DCP's own frame. Under other drivers of the contract, planners derived from torch's default keep it, and for others
+    it is made again from the global plans; `finish` then puts right what differs.
     """
 
     def __init__(self) -> None:
         self._plans: Sequence[SavePlan] = ()
         self._seen: object = None
+        self._given: Metadata | None = None
         self._kept: Metadata | None = None
         self._saved: SavedPlan | None = None
         self._changed = True
 
-    def see(self, plans: Sequence[SavePlan]) -> None:
+    def see(self, plans: Sequence[SavePlan], metadata: Metadata | None) -> None:
         """The global plan of the save that begins. A plan that isn't usable stands for "as before" (torch's plan caching)."""
-        self._plans = plans
+        self._plans, self._given = plans, metadata
         seen = [_structure(plan) for plan in plans] if all(map(_is_usable, plans)) else None
         self._changed = self._changed or seen != self._seen
         self._seen = seen
@@ -290,36 +291,44 @@ class _Structures:
             return False
         if saved is not self._saved:
             return True
-        hooks = ("create_global_plan", "_create_global_plan")
-        custom = any(
-            getattr(type(planner), hook, None) is not getattr(DefaultSavePlanner, hook, None) for hook in hooks
-        )
         # Plan caching keeps the very same metadata for as long as nothing changes.
-        cached_anew = self._seen is None and _kept_metadata(planner) is not self._kept
-        return custom or self._changed or cached_anew
+        cached_anew = self._seen is None and self._known(planner) is not self._kept
+        return self._changed or cached_anew or _describes_by_itself(planner)
 
     def metadata(self, planner: SavePlanner) -> Metadata:
         """The metadata of the global plan, without storage data."""
-        kept = _kept_metadata(planner)
-        if kept is not None:
-            return kept
+        known = self._known(planner)
+        if known is not None:
+            return known
         _, metadata = create_default_global_save_plan(list(self._plans), rewrite_index_hints=False)
-        mappings = [plan.planner_data for plan in self._plans if plan.planner_data]
+        mappings = [plan.planner_data for plan in self._plans if isinstance(plan.planner_data, dict)]
         metadata.planner_data = {key: value for mapping in reversed(mappings) for key, value in mapping.items()} or None
         return metadata
 
     def settle(self, planner: SavePlanner, saved: SavedPlan) -> None:
         """The checkpoint is complete with this structure."""
         if self._plans:
-            self._kept, self._saved, self._changed = _kept_metadata(planner), saved, False
+            self._kept, self._saved, self._changed = self._known(planner), saved, _describes_by_itself(planner)
 
     def release(self) -> None:
         """Let go of the plans, outside of what the save waits for."""
-        self._plans = ()
+        self._plans, self._given = (), None
 
     def is_published(self, metadata: Metadata) -> bool:
         """Whether this is the very metadata that went with the checkpoint."""
         return metadata is self._kept
+
+    def _known(self, planner: SavePlanner) -> Metadata | None:
+        if self._given is not None:
+            return self._given
+        kept = getattr(planner, "metadata", None) if isinstance(planner, DefaultSavePlanner) else None
+        return kept if isinstance(kept, Metadata) else None
+
+
+def _describes_by_itself(planner: SavePlanner) -> bool:
+    """Whether the planner's metadata may change while its plan doesn't."""
+    hooks = ("create_global_plan", "_create_global_plan")
+    return any(getattr(type(planner), hook, None) is not getattr(DefaultSavePlanner, hook, None) for hook in hooks)
 
 
 def _is_usable(plan: SavePlan) -> bool:
@@ -343,11 +352,6 @@ def _structure(plan: SavePlan) -> object:
         for item in plan.items
     ]
     return items, plan.planner_data
-
-
-def _kept_metadata(planner: SavePlanner) -> Metadata | None:
-    kept = getattr(planner, "metadata", None) if isinstance(planner, DefaultSavePlanner) else None
-    return kept if isinstance(kept, Metadata) else None
 
 
 def _begin(chosen: Settings, session: Session, call: DcpCall, name: str, use_collectives: bool) -> _Save:
@@ -387,18 +391,6 @@ def _publish_again(caller: Caller, manifest: Manifest, metadata: Metadata) -> No
             memory.record_flush(held, FlushRecord(manifest.save_id))  # it was quick, and committed the other one
     if manifest.persist:
         caller.session.wake_agent(caller.settings)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep Python's cycle collector from walking a large plan again and again while its items are handled."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _completed(results: list[WriteResult]) -> Future[list[WriteResult]]:
