@@ -7,7 +7,6 @@ put, `.metadata`: that put is the commit. Every step can be repeated, by this pr
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from dcp_mem.format.checksums import ItemChecksums
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.memory.job import Held
-from dcp_mem.memory.locks import end_lease, share
+from dcp_mem.memory.locks import end_lease, open_leased, share
 from dcp_mem.storage import Storage
 from dcp_mem.values import Segment
 
@@ -34,15 +33,21 @@ class Evicted(Exception):
     """The checkpoint left memory before, or while, it was flushed."""
 
 
+class NotYet(Exception):
+    """This node has done its part, and another one hasn't: repeat the flush in a while, it costs little by now.
+
+    Nobody waits for other nodes here: what they wait for may come behind what this node has in hand.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class FlushJob:
-    """What a flush works on. stop: asked between steps; True ends the flush with `Evicted` or leaves it for later."""
+    """What a flush works on."""
 
     held: Held
     node: str
     storage: Storage
     overwrite: bool
-    patience: float = 600.0
 
     def key(self, file: str) -> str:
         return f"{self.held.name}/{file}"
@@ -51,7 +56,7 @@ class FlushJob:
 def flush(job: FlushJob) -> None:
     """Make a complete checkpoint durable; on return it is committed, by this node or the one whose part that is.
 
-    Raises StorageUnavailable or StorageRefused (nothing is committed; repeat it), CheckpointExists
+    Raises StorageUnavailable or StorageRefused (nothing is committed; repeat it), NotYet, CheckpointExists
     (overwrite=False and storage has one of that name), Evicted, SegmentCorrupt (memory lacks bytes).
     """
     with_lease(job.held, lambda: _flush(job))
@@ -64,19 +69,18 @@ def _flush(job: FlushJob) -> None:
         if manifest.committer == job.node:
             collect_older_attempts(job)  # whoever committed it may have been killed before it came to that
         return
-    tables = put_segments(job, manifest.of_node(job.node))
-    faults.point("flush.segments")
-    job.storage.put(
-        job.key(names.stored_node_manifest(manifest.save_id, job.node)),
-        NodeManifest(manifest.save_id, job.node, tables).to_json(),
-    )
-    faults.point("flush.node_manifest")
-    if manifest.committer == job.node:
-        wait_for_nodes(job)
-        commit(job)
-        collect_older_attempts(job)
-    else:
-        wait_for_commit(job)
+    refuse_to_overwrite(job)
+    nodes = nodes_done(job)
+    if job.node not in nodes:
+        put_part(job)
+        nodes = nodes_done(job)
+    missing = [node for node in manifest.nodes if node not in nodes]
+    if manifest.committer != job.node:
+        raise NotYet(f"node {manifest.committer} has not committed it yet")
+    if missing:
+        raise NotYet(f"{', '.join(missing)} of {len(manifest.nodes)} nodes have not put their segments yet")
+    commit(job)
+    collect_older_attempts(job)
 
 
 def with_lease(held: Held, act: Callable[[], None]) -> None:
@@ -108,6 +112,37 @@ def _is_there(held: Held) -> bool:
         return False
 
 
+def refuse_to_overwrite(job: FlushJob) -> None:
+    """Raise CheckpointExists where overwrite=False and another checkpoint is committed under that name."""
+    file = names.metadata_file(job.held.manifest.scope)
+    if not job.overwrite and file in {entry.name for entry in job.storage.ls(job.held.name)}:
+        if committed_save_id(job.storage, job.held.manifest) != job.held.manifest.save_id:
+            raise CheckpointExists(job.held.name, job.storage.url)
+
+
+def nodes_done(job: FlushJob) -> frozenset[str]:
+    """Nodes whose segments are on storage: they have put their manifests, which comes after the segments."""
+    manifest = job.held.manifest
+    listed = {entry.name for entry in job.storage.ls(job.key(names.OWN))}
+    return frozenset(
+        node
+        for node in manifest.nodes
+        if names.stored_node_manifest(manifest.save_id, node).rpartition("/")[2] in listed
+    )
+
+
+def put_part(job: FlushJob) -> None:
+    """Upload this node's segments, and then what it knows of them."""
+    manifest = job.held.manifest
+    tables = put_segments(job, manifest.of_node(job.node))
+    faults.point("flush.segments")
+    job.storage.put(
+        job.key(names.stored_node_manifest(manifest.save_id, job.node)),
+        NodeManifest(manifest.save_id, job.node, tables).to_json(),
+    )
+    faults.point("flush.node_manifest")
+
+
 def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTable]:
     """Upload this node's segments, several at once; those that storage has whole already are only read for their checksums."""
     stored = {entry.name: entry.nbytes for entry in job.storage.ls(job.held.name)}
@@ -131,9 +166,11 @@ def _put_segment(job: FlushJob, segment: Segment, stored_nbytes: int | None) -> 
 
 def _pieces(held: Held, segment: Segment, checksums: ItemChecksums) -> Iterator[memoryview]:
     # Read, not mapped: pages of a mapping would count as this process's memory.
-    descriptor = os.open(held.segment_path(segment.file), os.O_RDONLY | os.O_CLOEXEC)
     try:
-        share(descriptor)
+        descriptor = open_leased(held.segment_path(segment.file))
+    except FileNotFoundError:
+        raise SegmentCorrupt(held.name, segment.rank, "memory", f"{segment.file} is gone") from None
+    try:
         buffer = memoryview(bytearray(min(_PIECE, max(segment.nbytes, 1))))
         offset = 0
         while offset < segment.nbytes:
@@ -159,18 +196,6 @@ def _items(held: Held, segment: Segment) -> ItemTable:
     return ItemTable(joined[0], joined[1], joined[2], joined[3], np.zeros(0, dtype="<u4"))
 
 
-def wait_for_nodes(job: FlushJob) -> None:
-    """Wait until every node of the checkpoint has put its manifest. Raises StorageUnavailable when one stays away."""
-    manifest = job.held.manifest
-    wanted = {names.stored_node_manifest(manifest.save_id, node).rpartition("/")[2] for node in manifest.nodes}
-    prefix = job.key(names.OWN)
-    _poll(
-        lambda: wanted <= {entry.name for entry in job.storage.ls(prefix)},
-        job.patience,
-        lambda: StorageUnavailable(job.storage.url, f"not every node has put its segments of {manifest.name} yet"),
-    )
-
-
 def commit(job: FlushJob) -> None:
     """Publish the checkpoint's manifest and then, last and in one put, its `.metadata`."""
     manifest = job.held.manifest
@@ -186,16 +211,6 @@ def commit(job: FlushJob) -> None:
         if not _holds(job.storage, key, metadata):
             raise
     faults.point("flush.committed")
-
-
-def wait_for_commit(job: FlushJob) -> None:
-    """Wait until the committing node has published the checkpoint. Raises StorageUnavailable when it doesn't."""
-    manifest = job.held.manifest
-    _poll(
-        lambda: committed_save_id(job.storage, manifest) == manifest.save_id,
-        job.patience,
-        lambda: StorageUnavailable(job.storage.url, f"node {manifest.committer} has not committed {manifest.name} yet"),
-    )
 
 
 def committed_save_id(storage: Storage, manifest: Manifest) -> str:
@@ -237,12 +252,3 @@ def _holds(storage: Storage, key: str, data: bytes) -> bool:
         return storage.get(key) == data
     except StorageKeyMissing:
         return False
-
-
-def _poll(ready: Callable[[], bool], patience: float, error: Callable[[], Exception]) -> None:
-    deadline, pause = time.monotonic() + patience, 0.05
-    while not ready():
-        if time.monotonic() > deadline:
-            raise error()
-        time.sleep(pause)
-        pause = min(pause * 1.5, 2.0)

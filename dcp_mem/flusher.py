@@ -16,10 +16,11 @@ from typing import Any
 from dcp_mem import faults
 from dcp_mem.errors import DcpMemError, StorageUnavailable
 from dcp_mem.events import log
-from dcp_mem.flush import Evicted, FlushJob, flush
+from dcp_mem.flush import Evicted, FlushJob, NotYet, flush
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.memory.locks import job_is_live
+from dcp_mem.storage import Storage
 from dcp_mem.storage.routes import open_storage
 
 _CREDENTIAL_PREFIXES = (
@@ -37,17 +38,28 @@ _CREDENTIAL_PREFIXES = (
 _LONGEST_PAUSE = 60.0
 _ORPHAN_PATIENCE = 3600.0  # how long an unreachable storage is tried for a job whose trainers are gone
 _ORPHAN_REFUSALS = 3
+_LONGEST_LOOK = 2.0
+_PEER_PATIENCE = 600.0  # how long a missing part of another node is nothing to speak of
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A job that wants its checkpoints flushed. Options and environment may hold secrets: they stay in memory and out of repr."""
+    """A job that wants its checkpoints flushed. Options and environment may hold secrets: they stay in memory and out of repr.
+
+    environment: the trainer's variables for storage SDKs; None where the flusher runs in the trainer itself.
+    now: somebody waits for it: failed flushes are tried again at once.
+    """
 
     job: str
     url: str
     overwrite: bool
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    environment: Mapping[str, str] | None = field(default=None, repr=False)
+    now: bool = False
+
+    def goes_to_the_same_place(self, other: Registration) -> bool:
+        """Whether the other one differs in nothing that reaches storage."""
+        return replace(self, now=False, overwrite=False) == replace(other, now=False, overwrite=False)
 
 
 def credential_environment() -> dict[str, str]:
@@ -57,12 +69,15 @@ def credential_environment() -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Trouble:
-    """Failures of one checkpoint's flush so far."""
+    """Failures of one checkpoint's flush so far. waits: how often other nodes' parts were missing, since `waiting`."""
 
+    job: str
     attempts: int = 0
     refusals: int = 0
     first: float = 0.0
     again: float = 0.0
+    waits: int = 0
+    waiting: float = 0.0
 
 
 class Flusher:
@@ -72,18 +87,27 @@ class Flusher:
         self._root = root
         self._jobs: dict[str, Registration] = {}
         self._trouble: dict[str, _Trouble] = {}
+        self._storages: dict[str, tuple[Registration, Storage]] = {}
+        self._unwritten: dict[str, tuple[JobMemory, Held, FlushRecord]] = {}
 
     def register(self, registration: Registration) -> None:
-        """Take a job on, or its renewed credentials."""
+        """Take a job on, or its renewed credentials, which may be what failed flushes waited for."""
+        known = self._jobs.get(registration.job)
         self._jobs[registration.job] = registration
+        if registration.now or known is None or not registration.goes_to_the_same_place(known):
+            for trouble in list(self._trouble.values()):
+                if trouble.job == registration.job:
+                    trouble.again = 0.0
 
     def flush_next(self) -> bool:
         """Flush one checkpoint; False where there is none whose turn it is."""
+        for unwritten in list(self._unwritten.values()):
+            self._record(*unwritten)
+        now = time.monotonic()
         for registration in list(self._jobs.values()):
-            memory = self._memory(registration.job)
-            held = None if memory is None else self._next(memory)
-            if memory is not None and held is not None:
-                self._flush(registration, memory, held)
+            held = next((held for held in self._pending(registration.job) if self._due(held) <= now), None)
+            if held is not None:
+                self._flush(registration, JobMemory(self._root, registration.job), held)
                 return True
         return False
 
@@ -99,16 +123,19 @@ class Flusher:
     def _is_live(self, job: str) -> bool:
         return job_is_live(os.path.join(self._root, job))
 
-    def _memory(self, job: str) -> JobMemory | None:
-        return JobMemory(self._root, job) if os.path.isdir(os.path.join(self._root, job)) else None
-
     def _pending(self, job: str) -> list[Held]:
-        memory = self._memory(job)
-        return [] if memory is None else [held for held in memory.held() if held.pending]
-
-    def _next(self, memory: JobMemory) -> Held | None:
-        now = time.monotonic()
-        return next((held for held in memory.held() if held.pending and self._due(held) <= now), None)
+        """What awaits its flush, newest first; nothing where the job's memory is gone."""
+        if not os.path.isdir(os.path.join(self._root, job)):
+            return []
+        try:
+            found = JobMemory(self._root, job).held()
+        except FileNotFoundError:
+            return []
+        except (DcpMemError, OSError) as error:
+            log.warning("the memory of job %s can't be read: %s", job, error)
+            return []
+        done = {save_id for save_id, (_, _, record) in self._unwritten.items() if record.outcome in ("durable", "skipped")}
+        return [held for held in found if held.pending and held.manifest.save_id not in done]
 
     def _due(self, held: Held) -> float:
         trouble = self._trouble.get(held.manifest.save_id)
@@ -118,45 +145,89 @@ class Flusher:
         trouble = self._trouble.get(held.manifest.save_id)
         if trouble is None:
             return True
-        return trouble.refusals < _ORPHAN_REFUSALS and time.monotonic() - trouble.first < _ORPHAN_PATIENCE
+        since = min(filter(None, (trouble.first, trouble.waiting)), default=time.monotonic())
+        return trouble.refusals < _ORPHAN_REFUSALS and time.monotonic() - since < _ORPHAN_PATIENCE
 
     def _flush(self, registration: Registration, memory: JobMemory, held: Held) -> None:
         started = time.monotonic()
         record = replace(held.flush, attempts=held.flush.attempts + 1)
         try:
             with _environment(registration.environment):
-                storage = open_storage(registration.url, registration.storage_options)
-                flush(FlushJob(held, memory.node, storage, registration.overwrite))
+                flush(FlushJob(held, memory.node, self._storage(registration), registration.overwrite))
         except Evicted:
             log.info("%s left memory before it was flushed", held.name)
             return
+        except NotYet as reason:
+            self._waits(memory, held, record, str(reason))
+            return
         except Exception as error:  # whatever it was, training and the other checkpoints must go on
+            self._storages.pop(registration.job, None)
             self._failed(memory, held, record, error)
             return
         seconds = time.monotonic() - started
-        memory.record_flush(held, replace(record, outcome="durable", error="", durable=time.time(), seconds=seconds))
+        self._record(memory, held, replace(record, outcome="durable", error="", durable=time.time(), seconds=seconds))
         faults.point("flush.recorded")
         self._trouble.pop(held.manifest.save_id, None)
         log.info("%s is durable in %s (%.1f s)", held.name, registration.url, seconds)
 
+    def _storage(self, registration: Registration) -> Storage:
+        """The job's storage: kept, since file systems cost connections and some are never freed; opened anew after a failure."""
+        known = self._storages.get(registration.job)
+        if known is None or not known[0].goes_to_the_same_place(registration):
+            known = (registration, open_storage(registration.url, registration.storage_options))
+            self._storages[registration.job] = known
+        return known[1]
+
+    def _waits(self, memory: JobMemory, held: Held, record: FlushRecord, reason: str) -> None:
+        """This node's part is up and another's is missing. One that stays away has dropped the checkpoint, or died."""
+        now = time.monotonic()
+        trouble = self._trouble_of(memory, held)
+        trouble.waiting = trouble.waiting or now
+        trouble.waits += 1
+        trouble.again = now + min(_LONGEST_LOOK, 0.05 * 1.5 ** min(trouble.waits, 20))
+        if now - trouble.waiting < _PEER_PATIENCE:
+            return
+        if any(other.flush.outcome == "durable" and _is_newer(other, held) for other in memory.held()):
+            self._record(memory, held, replace(record, outcome="skipped", error=f"{reason}; a newer one is durable"))
+            log.warning("%s is skipped: %s", held.name, reason)
+            return
+        self._failed(memory, held, record, StorageUnavailable(self._jobs[memory.job].url, reason))
+
     def _failed(self, memory: JobMemory, held: Held, record: FlushRecord, error: Exception) -> None:
         text = str(error) if isinstance(error, DcpMemError) else f"{type(error).__name__}: {error}"
         passing = isinstance(error, StorageUnavailable) or not isinstance(error, DcpMemError)
-        memory.record_flush(held, replace(record, outcome="failed" if passing else "refused", error=text))
+        self._record(memory, held, replace(record, outcome="failed" if passing else "refused", error=text))
         now = time.monotonic()
-        trouble = self._trouble.setdefault(held.manifest.save_id, _Trouble(first=now))
+        trouble = self._trouble_of(memory, held)
+        trouble.first = trouble.first or now
         trouble.attempts += 1
         trouble.refusals += not passing
         pause = min(_LONGEST_PAUSE, 0.5 * 2 ** min(trouble.attempts, 10)) * random.uniform(0.7, 1.3)
         trouble.again = now + pause
         log.warning("flush of %s failed, next try in %.1f s: %s", held.name, pause, text)
 
+    def _record(self, memory: JobMemory, held: Held, record: FlushRecord) -> None:
+        """Write down how a flush went; remembered here for as long as memory has no room even for that."""
+        try:
+            memory.record_flush(held, record)
+            self._unwritten.pop(record.save_id, None)
+        except (DcpMemError, OSError) as error:
+            self._unwritten[record.save_id] = (memory, held, record)
+            log.warning("can't write down that %s is %s: %s", held.name, record.outcome, error)
+
+    def _trouble_of(self, memory: JobMemory, held: Held) -> _Trouble:
+        return self._trouble.setdefault(held.manifest.save_id, _Trouble(memory.job))
+
+
+def _is_newer(one: Held, other: Held) -> bool:
+    return one.manifest.scope == other.manifest.scope and one.manifest.created > other.manifest.created
+
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def _environment(variables: Mapping[str, str] | None) -> Iterator[None]:
     """Run with the job's credential variables: one agent serves jobs that were started with different ones."""
     before = credential_environment()
-    if before == dict(variables):
+    if variables is None or before == dict(variables):
         yield
         return
     for name in before.keys() - variables.keys():

@@ -560,9 +560,13 @@ def _differs(saved: SavedPlan | None, staged: Staged) -> bool:
         saved is None
         or saved.layout != staged.segment.layout
         or saved.tail != staged.segment.tail
-        or list(map(_FQN, staged.items)) != saved.fqns
-        or list(map(_OFFSET, staged.items)) != saved.offsets
+        or saved.items != _fingerprint(staged.items)
     )
+
+
+def _fingerprint(items: Sequence[WriteItem]) -> int:
+    """The same for the same names and offsets in the same order. (The items themselves would hold megabytes.)"""
+    return hash((*map(_FQN, items), *map(_OFFSET, items)))
 
 
 def _new_saved_plan(caller: Caller, staged: Staged, metadata: Callable[[], Metadata]) -> SavedPlan:
@@ -580,8 +584,7 @@ def _new_saved_plan(caller: Caller, staged: Staged, metadata: Callable[[], Metad
         raise RankFailed(f"describing {caller.name}", [(0, outcome.error)])
     return SavedPlan(
         outcome.value,
-        list(map(_FQN, staged.items)),
-        list(map(_OFFSET, staged.items)),
+        _fingerprint(staged.items),
         staged.segment.layout,
         staged.segment.tail,
     )

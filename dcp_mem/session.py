@@ -83,11 +83,13 @@ class PersistCounter:
 
 @dataclass(slots=True)
 class SavedPlan:
-    """What the last complete save of a scope was made of; while it stays the same, the metadata template does."""
+    """What the last complete save of a scope was made of; while it stays the same, the metadata template does.
+
+    items: fingerprint of this rank's items, by name and offset.
+    """
 
     template: MetadataTemplate
-    fqns: Sequence[str]
-    offsets: Sequence[object]
+    items: int
     layout: str
     tail: tuple[tuple[int, int], ...]
 
@@ -228,7 +230,7 @@ class Session:
             return
         if self._thread is None:
             self._thread = _FlushThread(self.memory.root)
-        self._thread.wake(registration)
+        self._thread.wake(replace(registration, environment=None))
 
     def close(self, *, drop_free: bool) -> None:
         """Give back slots, mappings and the job's lock. drop_free: and the memory of free slots."""

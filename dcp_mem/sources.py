@@ -20,7 +20,7 @@ from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.metadata import read_metadata
 from dcp_mem.memory.copying import Move, read
 from dcp_mem.memory.job import Held
-from dcp_mem.memory.locks import end_lease, share
+from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.storage import Storage
 
 
@@ -95,14 +95,11 @@ class MemorySource:
 
     def _open(self, path: str, rank: int) -> int:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_leased(path)
         except OSError as error:
             self.close()
             raise self._corrupt(rank, f"{os.path.basename(path)}: {os.strerror(error.errno or 0)}") from None
         self._resources.callback(os.close, descriptor)
-        if not share(descriptor):
-            self.close()
-            raise self._corrupt(rank, "it is being evicted")
         self._resources.callback(end_lease, descriptor)
         return descriptor
 

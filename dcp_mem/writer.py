@@ -156,7 +156,6 @@ class MemoryStorageWriter(StorageWriter):
     @picklable
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save, self._save, self._name = self._begun(), None, None
-        self._structures.release()
         if save.manifest is None:
             return  # the save was skipped
         storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -166,6 +165,7 @@ class MemoryStorageWriter(StorageWriter):
         metadata.storage_data, metadata.storage_meta = finished.storage_data, finished.storage_meta
         if hasattr(metadata, "version"):
             metadata.version = finished.version
+        self._structures.release()
         faults.point("save.finished")
 
     @classmethod
@@ -313,6 +313,8 @@ class _Structures:
     def release(self) -> None:
         """Let go of the plans, outside of what the save waits for."""
         self._plans, self._given = (), None
+        if self._seen is not None:
+            self._kept = None  # plan caching alone asks for it again
 
     def is_published(self, metadata: Metadata) -> bool:
         """Whether this is the very metadata that went with the checkpoint."""
@@ -337,7 +339,8 @@ def _is_usable(plan: SavePlan) -> bool:
 
 
 def _structure(plan: SavePlan) -> object:
-    items = [
+    """A fingerprint of what the metadata of a plan is made of; the thing itself where its planner's data can't be hashed."""
+    items = tuple(
         (item.index.fqn, item.index.offset, item.type)
         if item.tensor_data is None
         else (
@@ -350,8 +353,12 @@ def _structure(plan: SavePlan) -> object:
             item.tensor_data.properties.requires_grad,
         )
         for item in plan.items
-    ]
-    return items, plan.planner_data
+    )
+    data = plan.planner_data
+    try:
+        return hash(items), hash(tuple(data.items()) if isinstance(data, dict) else data)
+    except TypeError:
+        return items, data
 
 
 def _begin(chosen: Settings, session: Session, call: DcpCall, name: str, use_collectives: bool) -> _Save:

@@ -7,6 +7,7 @@ data-loader worker that outlives its killed trainer doesn't hold the job.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -38,6 +39,22 @@ def share(descriptor: int) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def open_leased(path: str) -> int:
+    """A descriptor, with a shared lease, of the file that lies there. Raises FileNotFoundError where none lies there.
+
+    One that was taken away to be recycled before its lease was ours counts as gone: its bytes are another save's by now.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if share(descriptor) and os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+        end_lease(descriptor)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def end_lease(descriptor: int) -> None:
