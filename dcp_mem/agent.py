@@ -28,6 +28,7 @@ _LINGER = 5.0
 _LOOK = 1.0
 _STARTING = 30.0
 _MOST = 1 << 20
+_ADVICE = "give credentials as plain values or in the environment, or choose agent='thread'"
 
 
 def log_path(root: str) -> str:
@@ -88,7 +89,10 @@ def _send(root: str, message: bytes) -> bool:
             connection.settimeout(5.0)
             connection.connect(f"{directory}/socket")
             connection.sendall(struct.pack("!I", len(message)) + message)
-            return connection.recv(1) == b"+"
+            answer = connection.recv(1)
+            if answer == b"-":
+                log.error("the agent can't read this job's storage_options: %s (see %s)", _ADVICE, log_path(root))
+            return answer != b""
     except OSError:
         return False
 
@@ -114,11 +118,14 @@ def _start(root: str, message: bytes) -> int:
             setsigmask=[],
             setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],
         )
+    finally:
+        os.close(reading)
+        os.close(output)
+    try:
         with contextlib.suppress(BrokenPipeError):  # it died at once; the next wake starts another
             os.write(writing, struct.pack("!I", len(message)) + message)
     finally:
-        for descriptor in (reading, writing, output):
-            os.close(descriptor)
+        os.close(writing)
     return child
 
 
@@ -210,24 +217,35 @@ def _listen(server: socket.socket, flusher: Flusher, door: _Door) -> None:
             connection, _ = server.accept()
         except OSError:
             return  # the agent is ending
-        with connection, contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+        with connection, contextlib.suppress(OSError):
             connection.settimeout(5.0)
             # The directory is 0700 already; this also holds where someone opened it up.
             _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if uid == os.geteuid() and door.enter(flusher, _receive(connection.makefile("rb"))):
+            if uid != os.geteuid():
+                continue
+            try:
+                registration = _receive(connection.makefile("rb"))
+            except EOFError as error:
+                log.error("a trainer sent %s", error)
+                connection.sendall(b"-")
+                continue
+            if door.enter(flusher, registration):
                 connection.sendall(b"+")
 
 
 def _receive(stream: IO[bytes]) -> Registration:
     head = stream.read(4)
     if len(head) < 4:
-        raise EOFError("no registration")
+        raise EOFError("nothing")
     (length,) = struct.unpack("!I", head)
     if length > _MOST:
         raise EOFError(f"a registration of {length} bytes")
-    registration = pickle.loads(stream.read(length))  # from a process of this very user
+    try:
+        registration = pickle.loads(stream.read(length))  # from a process of this very user
+    except Exception as error:
+        raise EOFError(f"storage_options that can't be read here ({type(error).__name__}: {error})") from None
     if not isinstance(registration, Registration):
-        raise EOFError("not a registration")
+        raise EOFError("something that is no registration")
     return registration
 
 
@@ -255,8 +273,8 @@ def main() -> None:
         os.nice(15)
     try:
         first = _receive(sys.stdin.buffer)
-    except (EOFError, pickle.UnpicklingError) as error:
-        log.error("started without a registration: %s", error)
+    except EOFError as error:
+        log.error("the trainer that started this agent sent %s", error)
         first = None
     run(root, first)
 

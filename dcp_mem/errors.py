@@ -59,6 +59,11 @@ class MemoryBudgetExceeded(DcpMemError, MemoryError):
         self.needed_bytes, self.limit_bytes, self.what = needed_bytes, limit_bytes, what
 
     def __str__(self) -> str:
+        if self.needed_bytes <= self.limit_bytes:
+            return (
+                f"{self.what}. Storage takes them more slowly than they come: save or persist less often "
+                f"(persist=every(n)), raise keep=, or choose on_full='wait' or 'skip'."
+            )
         return (
             f"{self.what}: {gib(self.needed_bytes)} needed, {gib(self.limit_bytes)} allowed. Raise memory_limit or the "
             f"tmpfs size, lower keep=, or choose on_full='wait' or 'skip'."

@@ -114,10 +114,11 @@ def _is_there(held: Held) -> bool:
 
 def refuse_to_overwrite(job: FlushJob) -> None:
     """Raise CheckpointExists where overwrite=False and another checkpoint is committed under that name."""
-    file = names.metadata_file(job.held.manifest.scope)
-    if not job.overwrite and file in {entry.name for entry in job.storage.ls(job.held.name)}:
-        if committed_save_id(job.storage, job.held.manifest) != job.held.manifest.save_id:
-            raise CheckpointExists(job.held.name, job.storage.url)
+    manifest = job.held.manifest
+    if job.overwrite or committed_save_id(job.storage, manifest) == manifest.save_id:
+        return
+    if names.metadata_file(manifest.scope) in {entry.name for entry in job.storage.ls(manifest.name)}:
+        raise CheckpointExists(manifest.name, job.storage.url)
 
 
 def nodes_done(job: FlushJob) -> frozenset[str]:

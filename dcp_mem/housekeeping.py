@@ -8,10 +8,11 @@ import time
 from dataclasses import dataclass
 
 from dcp_mem.config import memory_root
+from dcp_mem.errors import JobInUse
 from dcp_mem.events import log
 from dcp_mem.files import allocated_bytes
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.locks import is_leased, job_is_live
+from dcp_mem.memory.locks import JobLock, RunIdentity, is_leased, job_is_live, new_token
 from dcp_mem.memory.root import open_root
 
 
@@ -34,8 +35,9 @@ def reclaim(
 ) -> list[Reclaimed]:
     """Give back the memory of jobs that no process works for any more; returns what was found, a line for each dead job.
 
-    job: only this one. older_than: seconds since its last save. A job with checkpoints that still await their flush, or
-    that are being read, is left alone; force=True gives those back too. dry_run: only look. Live jobs are never touched.
+    job: only this one. older_than: seconds since its last save. A job with checkpoints that still await their flush, or that
+    are being read, is left alone; force=True gives up what awaits its flush. dry_run: only look. Live jobs, and directories
+    that are no job's, are never touched.
     """
     root = memory_root(memory)
     if not os.path.isdir(root):
@@ -50,6 +52,7 @@ def reclaim(
         directory = os.path.join(root, name)
         if (
             (job is not None and name != job)
+            or not os.path.isdir(os.path.join(directory, ".slots"))
             or job_is_live(directory)
             or time.time() - _last_use(directory) < older_than
         ):
@@ -68,9 +71,14 @@ def _reclaim_one(root: str, name: str, *, force: bool, dry_run: bool) -> Reclaim
     if pending and not force:
         return Reclaimed(name, nbytes, f"{', '.join(pending)} never reached storage (force=True gives it up)")
     if not dry_run:
-        for held in memory.held():
-            memory.evict(held, "reclaimed")
-        shutil.rmtree(memory.directory)
+        try:
+            lock = JobLock(memory.directory, name, RunIdentity("", new_token()))  # nobody takes it up meanwhile
+        except JobInUse as error:
+            return Reclaimed(name, nbytes, str(error))
+        try:
+            shutil.rmtree(memory.directory)
+        finally:
+            lock.close()
         log.info("reclaimed %d bytes of job %s", nbytes, name)
     return Reclaimed(name, nbytes)
 

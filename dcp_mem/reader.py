@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from dcp_mem.collector import collector_paused
 from dcp_mem.config import checkpoint_name, settings
-from dcp_mem.dcp_call import dcp_call, is_called_by_dcp
+from dcp_mem.dcp_call import DcpCall, dcp_call, is_called_by_dcp
 from dcp_mem.errors import ConfigError, DcpMemError, NoRecoverableCheckpoint, RankFailed, SegmentCorrupt, picklable
 from dcp_mem.events import log
 from dcp_mem.memory.job import JobMemory
@@ -64,10 +64,10 @@ class MemoryStorageReader(StorageReader):
         self.settings = settings(path, memory=memory, job=job, storage_options=storage_options)
         self._verify = verify
         self._process_group = process_group
-        self._name: str | None = None
+        self._id: str | os.PathLike[str] | None = None
         self._recovery: Recovery | None = None
         self._opened: Opened | None = None
-        self._failure: DcpMemError | None = None
+        self._failure: Exception | None = None
         self._report: RecoveryReport | None = None
         self._started = 0.0
         self._is_coordinator = True
@@ -76,20 +76,19 @@ class MemoryStorageReader(StorageReader):
 
     @picklable
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._name = None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
+        self._id = checkpoint_id
 
     # No **kwargs here: torch would take that for an offer to try again with a rank, which `recover` does by itself.
     @picklable
     def read_metadata(self) -> Metadata:
         self._started = time.monotonic()
         self.close()
-        wanted, self._name = self._name, None
         call = dcp_call(self._process_group, f"load {self.settings.job}")
         try:
-            self._recovery = Recovery(self._origin(), call.ranks, call.rank, wanted)
+            self._recovery = self._begin(call)
             with collector_paused():
                 self._opened = recover(self._recovery)
-        except DcpMemError as error:
+        except (DcpMemError, OSError) as error:
             if not is_called_by_dcp():
                 raise
             # torch would bury it in an AssertionError's text; set_up_storage_reader, its next call, raises it as it is.
@@ -154,6 +153,16 @@ class MemoryStorageReader(StorageReader):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _begin(self, call: DcpCall) -> Recovery:
+        asked_for, self._id = self._id, None
+        recovery = Recovery(Origin(None, None, self.settings.job), call.ranks, call.rank, None)
+        try:
+            recovery.wanted = None if asked_for is None else checkpoint_name(self.settings.url, asked_for)
+            recovery.origin = self._origin()
+        except Exception as error:  # raised by `recover`, on all ranks: the others wait for this one
+            recovery.refused = error
+        return recovery
 
     def _origin(self) -> Origin:
         chosen = self.settings

@@ -11,9 +11,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.errors import (
     CheckpointNotFound,
+    ConfigError,
     DcpMemError,
     ManifestInvalid,
     NoRecoverableCheckpoint,
+    RankFailed,
     StorageKeyMissing,
     StorageRefused,
     StorageUnavailable,
@@ -48,12 +50,16 @@ class Origin:
 
 @dataclass(slots=True)
 class Recovery:
-    """A load's way through its candidates. wanted: the checkpoint that was asked for, None for the newest."""
+    """A load's way through its candidates.
+
+    wanted: the checkpoint that was asked for, None for the newest. refused: why this rank can't load at all.
+    """
 
     origin: Origin
     ranks: Ranks
     rank: int
     wanted: str | None
+    refused: Exception | None = None
     scope: str = names.COLLECTIVE
     plan: RecoveryPlan = field(default_factory=lambda: RecoveryPlan((), ()))
     reasons: list[str] = field(default_factory=list)
@@ -88,15 +94,53 @@ def recover(recovery: Recovery) -> Opened:
     return open_next(recovery)
 
 
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What a rank brings to the election. error: why it can't take part."""
+
+    wanted: str | None
+    findings: Sequence[Finding] = ()
+    error: str = ""
+
+
 def survey(recovery: Recovery) -> RecoveryPlan:
-    """What can be loaded, by the findings of all ranks."""
-    findings = _in_memory(recovery)
-    inventories = recovery.ranks.exchange(findings)
+    """What can be loaded, by the findings of all ranks. Raises on all ranks alike: ConfigError, RankFailed."""
+    try:
+        if recovery.refused is not None:
+            raise recovery.refused
+        mine, trouble = _Survey(recovery.wanted, _in_memory(recovery)), None
+    except Exception as error:  # it travels with the exchange: the other ranks wait for one
+        mine, trouble = _Survey(recovery.wanted, error=f"{type(error).__name__}: {error}"), error
+    surveys = recovery.ranks.exchange(mine)
+    if trouble is not None:
+        raise trouble
+    _check(surveys)
     if recovery.scope == names.COLLECTIVE:
-        plan = _elect(recovery, inventories) if recovery.ranks.rank == 0 else None
-        return recovery.ranks.broadcast(plan)  # type: ignore[return-value]
-    plans = recovery.ranks.exchange(_elect(recovery, [findings]))
+        return _elect_for_all(recovery, [survey.findings for survey in surveys])
+    plans = recovery.ranks.exchange(_elect(recovery, [mine.findings]))
     return in_common(plans)
+
+
+def _check(surveys: Sequence[_Survey]) -> None:
+    failures = [(rank, survey.error) for rank, survey in enumerate(surveys) if survey.error]
+    if failures:
+        raise RankFailed("looking for checkpoints", failures)
+    wanted = sorted({survey.wanted or "the newest" for survey in surveys})
+    if len(wanted) > 1:
+        raise ConfigError(f"the ranks load different checkpoint ids: {', '.join(wanted)}")
+
+
+def _elect_for_all(recovery: Recovery, inventories: Sequence[Sequence[Finding]]) -> RecoveryPlan:
+    plan, trouble = RecoveryPlan((), ()), ""
+    if recovery.ranks.rank == 0:
+        try:
+            plan = _elect(recovery, inventories)
+        except Exception as error:  # the other ranks wait for what rank 0 decides
+            trouble = f"{type(error).__name__}: {error}"
+    plan, trouble = recovery.ranks.broadcast((plan, trouble))
+    if trouble:
+        raise RankFailed("looking for checkpoints", [(0, trouble)])
+    return plan
 
 
 def open_next(recovery: Recovery) -> Opened:

@@ -176,6 +176,7 @@ def _survey_or_error(caller: Caller, topology: Topology, planned: Planned | Exce
         if isinstance(planned, Exception):
             raise planned
         caller.session.stop_prefaulting()
+        caller.session.slots.take_back(caller.session.memory.lists)  # if the last save failed, perhaps elsewhere
         if topology.is_leader and not caller.session.swept:
             caller.session.memory.sweep()
         caller.session.swept = True
@@ -298,17 +299,17 @@ def stage(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlann
 def _stage_into_slot(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlanner) -> Staged:
     session, layout = caller.session, planned.layout.layout
     slot = session.slots.claim(max(planned.nbytes, layout.nbytes) + _TAIL_ROOM, planned.layout.frames)
-    faults.point("stage.claimed")
     try:
+        faults.point("stage.claimed")
         session.put_frames(slot, planned.layout)
         slow = _copy_tensors(slot, planned.layout, planned.tensors, planner)
         faults.point("stage.copied")
         tail = tuple(_append(slot, layout.nbytes, _streams(planner, slow, planned.objects)))
         segment = _seal(caller, attempt, slot, planned.layout, tail)
+        faults.point("stage.sealed")
     except BaseException:
         session.slots.abandon(slot)
         raise
-    faults.point("stage.sealed")
     slow_ids = set(map(id, slow))
     dense = [item for item in planned.tensors if id(item) not in slow_ids] if slow else planned.tensors
     return Staged(
@@ -521,6 +522,23 @@ def complete(
     staged: this rank's segment, or why it has none. metadata: makes the global metadata; asked of the
     coordinator, and only when the plan changed. Raises on all ranks where any of them failed.
     """
+    try:
+        return _complete(caller, attempt, staged, metadata, structure_changed)
+    except BaseException:
+        caller.session.swept = False
+        raise
+    finally:
+        if isinstance(staged, Staged):
+            caller.session.slots.share(staged.slot)
+
+
+def _complete(
+    caller: Caller,
+    attempt: Attempt,
+    staged: Staged | Exception,
+    metadata: Callable[[], Metadata],
+    structure_changed: bool,
+) -> tuple[Manifest, Staged]:
     receipts = _exchange_receipts(caller, staged, structure_changed)
     assert isinstance(staged, Staged)
     faults.point("complete.receipts")
@@ -528,11 +546,10 @@ def complete(
     if saved is None or any(receipt.changed for receipt in receipts):
         saved = _new_saved_plan(caller, staged, metadata)
     manifest = _manifest(caller, attempt, [receipt.segment for receipt in receipts])
+    manifest = _publish_on_all_nodes(caller, attempt, manifest, saved.template)
     if attempt.topology.is_leader:
-        manifest = _publish(caller, manifest, saved.template)
         keep_no_more(caller.session.memory, caller.scope, caller.settings.keep)
         faults.point("complete.evicted")
-    caller.session.slots.share(staged.slot)
     caller.session.saved[caller.plan_key] = saved
     caller.session.persisted.note(attempt.persist)
     return manifest, staged
@@ -604,6 +621,28 @@ def _manifest(caller: Caller, attempt: Attempt, segments: Sequence[Segment]) -> 
         metadata_crc=0,
         stage_seconds=time.monotonic() - attempt.started,
     )
+
+
+def _publish_on_all_nodes(
+    caller: Caller, attempt: Attempt, manifest: Manifest, template: MetadataTemplate
+) -> Manifest:
+    """Publish on this node, if this rank leads it; no node gives up an older checkpoint before all have this one."""
+    outcome: Outcome[Manifest] = Outcome(manifest)
+    failure: Exception | None = None
+    if attempt.topology.is_leader:
+        try:
+            outcome = Outcome(_publish(caller, manifest, template))
+        except Exception as error:
+            failure, outcome = error, Outcome(error=f"{type(error).__name__}: {error}")
+    errors = [outcome.error]
+    if len(set(attempt.topology.nodes)) > 1:
+        errors = caller.ranks.exchange(outcome.error)
+    if failure is not None:
+        raise failure
+    failures = [(rank, error) for rank, error in enumerate(errors) if error]
+    if failures or outcome.value is None:
+        raise RankFailed(f"publishing {caller.name}", failures)
+    return outcome.value
 
 
 def _publish(caller: Caller, manifest: Manifest, template: MetadataTemplate) -> Manifest:

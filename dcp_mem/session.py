@@ -215,11 +215,14 @@ class Session:
             nodes = ranks.notes[self.memory.node] = tuple(ranks.exchange(self.memory.node))
         return Topology(nodes, ranks.rank)
 
-    def wake_agent(self, settings: Settings) -> None:
-        """Have pending checkpoints flushed, by the agent or by this process's own thread."""
+    def wake_agent(self, settings: Settings, *, now: bool = False) -> None:
+        """Have pending checkpoints flushed, by the agent or by this process's own thread.
+
+        now: those that failed too, which otherwise have their time.
+        """
         if settings.url is None:
             return
-        registration = registration_of(settings)
+        registration = registration_of(settings, now=now)
         if settings.agent == "process":
             try:
                 self._agent.wake(registration)
@@ -289,11 +292,11 @@ class _FlushThread:
             self._woken.wait(1.0 if due is None else min(due, 1.0))
 
 
-def registration_of(settings: Settings) -> Registration:
-    """What the agent must know of this job."""
+def registration_of(settings: Settings, *, now: bool = False) -> Registration:
+    """What the agent must know of this job. now: that somebody waits for it."""
     assert settings.url is not None
     return Registration(
-        settings.job, settings.url, settings.overwrite, settings.storage_options, credential_environment()
+        settings.job, settings.url, settings.overwrite, settings.storage_options, credential_environment(), now
     )
 
 

@@ -9,12 +9,14 @@ from typing import Any
 from dcp_mem import agent
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, ConfigError, FlushFailed, WaitTimeout
+from dcp_mem.events import log
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.save import Caller
 from dcp_mem.values import CheckpointStatus, State
 
 _LONGEST_PAUSE = 0.2
 _WAKE_EVERY = 2.0
+_COMPLAIN_EVERY = 30.0
 
 
 def status(settings: Settings) -> list[CheckpointStatus]:
@@ -37,14 +39,18 @@ def record_skipped(caller: Caller, why: str) -> None:
         caller.session.memory.append_history(line)
 
 
-def wait(settings: Settings, name: str | None, state: str, timeout: float | None, wake: Callable[[], None]) -> None:
-    """Wait until a checkpoint (None: the newest that is meant for it) has the state. See `MemoryStorageWriter.wait`."""
+def wait(settings: Settings, name: str | None, state: str, timeout: float | None, wake: Callable[[bool], None]) -> None:
+    """Wait until a checkpoint (None: the newest that is meant for it) has the state. See `MemoryStorageWriter.wait`.
+
+    wake: has the agent look at what is pending; told True, failed flushes are tried again at once.
+    """
     if state not in ("complete", "durable"):
         raise ConfigError(f"state={state!r}: wait for 'complete' or 'durable'")
     if state == "durable" and (settings.url is None or (name is None and settings.persist.wants(None, None) is False)):
         raise ConfigError("nothing becomes durable: the writer has no path, or persist=False")
+    before = _refusals(settings)
     _poll(
-        lambda: _reached(settings, name, state),
+        lambda: _reached(settings, name, state, before),
         timeout,
         wake,
         f"{name or 'the newest checkpoint'} is not {state} yet",
@@ -52,20 +58,31 @@ def wait(settings: Settings, name: str | None, state: str, timeout: float | None
     )
 
 
-def wait_for_all(settings: Settings, wake: Callable[[], None]) -> None:
+def wait_for_all(settings: Settings, wake: Callable[[bool], None]) -> None:
     """Wait until nothing in memory awaits its flush. Raises FlushFailed for the newest one that storage refused."""
 
     def done() -> bool:
         pending = [held for held in JobMemory(settings.memory_root, settings.job).held() if held.pending]
-        refused = [held for held in pending if held.flush.outcome == "refused"]
+        refused = [held for held in pending if _is_refused_again(held, before)]
         if refused and len(refused) == len(pending):
             raise FlushFailed(refused[0].name, refused[0].flush.error)
         return not pending
 
+    before = _refusals(settings)
     _poll(done, None, wake, "flushing", settings)
 
 
-def _reached(settings: Settings, name: str | None, state: str) -> bool:
+def _refusals(settings: Settings) -> dict[str, int]:
+    """What storage refused before a wait began, by save id, and in how many attempts: the next one may succeed."""
+    held = JobMemory(settings.memory_root, settings.job).held()
+    return {one.manifest.save_id: one.flush.attempts for one in held if one.flush.outcome == "refused"}
+
+
+def _is_refused_again(held: Held, before: dict[str, int]) -> bool:
+    return held.flush.outcome == "refused" and held.flush.attempts > before.get(held.manifest.save_id, 0)
+
+
+def _reached(settings: Settings, name: str | None, state: str, before: dict[str, int]) -> bool:
     candidates = [
         one for one in status(settings) if one.name == name or (name is None and (one.persist or state == "complete"))
     ]
@@ -76,9 +93,11 @@ def _reached(settings: Settings, name: str | None, state: str) -> bool:
     newest = candidates[0]
     if state == "complete" or newest.state is State.DURABLE:
         return newest.state is not State.SKIPPED or newest.in_memory or _raise(newest)
+    if newest.state is State.SKIPPED or (not newest.in_memory and newest.persist):
+        _raise(newest)
     if not newest.persist:
-        raise FlushFailed(newest.name, "it is not meant for storage (persist)")
-    if not newest.in_memory:
+        raise FlushFailed(newest.name, "it is not meant for storage: persist= chose other saves")
+    if _refusals(settings).get(newest.save_id, 0) > before.get(newest.save_id, 0):
         _raise(newest)
     return False
 
@@ -88,24 +107,31 @@ def _raise(entry: CheckpointStatus) -> bool:
 
 
 def _poll(
-    done: Callable[[], bool], timeout: float | None, wake: Callable[[], None], what: str, settings: Settings
+    done: Callable[[], bool], timeout: float | None, wake: Callable[[bool], None], what: str, settings: Settings
 ) -> None:
-    started = woken = time.monotonic()
+    if done():
+        return
+    wake(True)
+    started = woken = complained = time.monotonic()
     pause = 0.005
     while not done():
         now = time.monotonic()
         if timeout is not None and now - started > timeout:
             raise WaitTimeout(f"{what} after {timeout:g} s; {_trouble(settings)}")
         if now - woken > _WAKE_EVERY:
-            wake()  # should the agent have died
+            wake(False)  # should the agent have died
             woken = now
+        if now - complained > _COMPLAIN_EVERY:
+            log.warning("%s after %.0f s; %s", what, now - started, _trouble(settings))
+            complained = now
         time.sleep(pause)
         pause = min(pause * 1.3, _LONGEST_PAUSE)
 
 
 def _trouble(settings: Settings) -> str:
     errors = [f"{one.name}: {one.error}" for one in status(settings) if one.error and one.in_memory]
-    return (errors[0] if errors else "no error so far") + f" (the agent's log: {agent_log(settings)})"
+    log_file = "" if settings.agent == "thread" else f" (the agent's log: {agent_log(settings)})"
+    return (errors[0] if errors else "no error so far") + log_file
 
 
 def _of_held(held: Held) -> CheckpointStatus:

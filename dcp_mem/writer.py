@@ -91,9 +91,11 @@ class MemoryStorageWriter(StorageWriter):
             overwrite=overwrite,
             agent=agent,
         )
+        _check_that_the_agent_gets(self.settings)
         self._process_group = process_group
         self._token = new_token()
         self._name: str | None = None
+        self._refused: ConfigError | None = None
         self._last: str | None = None
         self._save: _Save | None = None
         self._structures = _Structures()
@@ -103,13 +105,19 @@ class MemoryStorageWriter(StorageWriter):
 
     @picklable
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._name = None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
+        self._name, self._refused = None, None
+        try:
+            self._name = None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
+        except ConfigError as error:
+            self._refused = error  # raised where DCP hands it to all ranks; it doesn't from here
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self._name)
 
     @picklable
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._refused is not None:
+            raise self._refused
         if self._name is None:
             raise ConfigError(
                 "pass checkpoint_id= to dcp.save: path= of the writer is the root of all checkpoints of a job"
@@ -243,12 +251,25 @@ class MemoryStorageWriter(StorageWriter):
             raise ConfigError("DCP calls set_up_storage_writer before this: drive the writer through dcp.save")
         return self._save
 
-    def _wake(self) -> None:
+    def _wake(self, now: bool) -> None:
         session = open_session(self.settings)
         if session is not None:
-            session.wake_agent(self.settings)
-        elif self.settings.agent == "process":  # the saves are made elsewhere: async_save's process executor
-            self._agent.wake(registration_of(self.settings))
+            session.wake_agent(self.settings, now=now)
+        elif self.settings.agent == "process" and self.settings.url is not None:
+            # The saves are made elsewhere: async_save's process executor.
+            self._agent.wake(registration_of(self.settings, now=now))
+
+
+def _check_that_the_agent_gets(chosen: Settings) -> None:
+    """Raise ConfigError for storage options that can't be sent to another process."""
+    if chosen.agent == "process" and chosen.url is not None:
+        try:
+            pickle.dumps(chosen.storage_options)
+        except Exception as error:
+            raise ConfigError(
+                f"storage_options can't be sent to the agent ({type(error).__name__}: {error}): give credentials as plain "
+                f"values or in the environment, or choose agent='thread'"
+            ) from None
 
 
 class _Save:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dcp_mem import files
-from dcp_mem.errors import ManifestInvalid
+from dcp_mem.errors import ManifestInvalid, MemoryBudgetExceeded
 from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.manifest import FlushRecord, Manifest
@@ -85,6 +85,13 @@ class JobMemory:
             entry.startswith(prefix) for directory in self._checkpoint_directories() for entry in _listdir(directory)
         )
 
+    def lists(self, path: str) -> bool:
+        """Whether a complete checkpoint consists of this segment, among others."""
+        directory, file = os.path.split(path)
+        own = os.path.join(directory, names.OWN)
+        manifests = (os.path.join(own, entry) for entry in _listdir(own) if _is_manifest(entry))
+        return any(file.encode() in _read_or_empty(manifest) for manifest in manifests)
+
     def allocated_bytes(self) -> int:
         return files.allocated_bytes(self.directory)
 
@@ -101,7 +108,7 @@ class JobMemory:
         except FileNotFoundError:
             return
         for entry in sorted(listed):
-            if entry.startswith("manifest") and entry.endswith(".json"):
+            if _is_manifest(entry):
                 held = self._read(directory, os.path.join(directory, names.OWN, entry))
                 if held is not None:
                     yield held
@@ -271,7 +278,10 @@ class JobMemory:
             "flush_seconds": flush.seconds,
             "attempts": flush.attempts,
         }
-        self.append_history(line)
+        try:
+            self.append_history(line)
+        except (OSError, MemoryBudgetExceeded) as error:  # where memory is full, leaving it must still be possible
+            log.warning("what became of %s can't be written down: %s", manifest.name, error)
 
     def append_history(self, line: dict[str, object]) -> None:
         path = os.path.join(self.directory, ".history.jsonl")
@@ -291,6 +301,17 @@ class JobMemory:
         except FileNotFoundError:
             return []
         return [json.loads(line) for line in lines if line.endswith(b"}")]
+
+
+def _is_manifest(entry: str) -> bool:
+    return entry.startswith("manifest") and entry.endswith(".json")
+
+
+def _read_or_empty(path: str) -> bytes:
+    try:
+        return files.read_bytes(path)
+    except FileNotFoundError:
+        return b""
 
 
 def _own_files(manifest: Manifest) -> set[str]:

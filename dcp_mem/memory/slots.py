@@ -164,6 +164,13 @@ class SlotPool:
             slot.path = free
         self.share(slot)
 
+    def take_back(self, is_listed: Callable[[str], bool]) -> None:
+        """Make free slots of this process's segments that never became part of a complete checkpoint."""
+        for slot in self._open.values():
+            sealed = not slot.busy and os.path.dirname(slot.path) != self._directory
+            if sealed and _lies_at(slot, slot.path) and not is_listed(slot.path):
+                self.abandon(slot)
+
     def prefault(self, count: int, nbytes: int, prepare: Callable[[Slot], None], wanted: Callable[[], bool]) -> None:
         """Make free slots of this size until there are `count`, ready to be copied into; stops when not `wanted` any more."""
         while wanted() and self.free_count() < count:
@@ -260,6 +267,13 @@ class SlotPool:
     def _forget(self, slot: Slot) -> None:
         self._open.pop(slot.inode, None)
         slot.close()
+
+
+def _lies_at(slot: Slot, path: str) -> bool:
+    try:
+        return os.stat(path, follow_symlinks=False).st_ino == slot.inode
+    except FileNotFoundError:
+        return False
 
 
 def _is_unheld(path: str) -> bool:

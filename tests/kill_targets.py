@@ -1,0 +1,580 @@
+"""What the kill tests run in processes, and a way to start those processes within milliseconds.
+
+    outcomes = forked(save_and_die, 2, place, ...).join(killed={1})    # what each rank returned, by rank
+
+A zygote imports torch once; every process is forked from it before anything of dcp_mem has run in it, so it knows
+nothing of earlier ones. Functions are sent by name, so they are defined at module level.
+
+Every tensor of a saved state is derived from its step: `step_of` recovers the step from a loaded state and raises
+where any element of it isn't what was saved at that step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dcp_mem import MemoryStorageReader, MemoryStorageWriter, agent, faults
+from tests.launch import TETHER, RankDeath, RanksFailed, RanksHung
+
+FAILURES = (Exception, CheckpointException)
+"""What a save or load may raise: torch's own is no `Exception`."""
+
+RUN = "kill-tests"
+"""Run id of all forked processes: they are restarts of one job to dcp_mem."""
+
+_POLL_SECONDS = 0.005
+_DUMP_STACKS = signal.SIGRTMAX
+_DUMP_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+class Forked:
+    """Ranks that were forked from the zygote."""
+
+    def __init__(self, directory: Path, pids: Sequence[int]) -> None:
+        self._directory = directory
+        self.pids = pids
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank that hasn't been joined yet."""
+        if self._status(rank) is None:
+            os.kill(self.pids[rank], number)
+
+    def wait_until_stopped(self, rank: int, timeout: float = 30.0) -> None:
+        """Wait until a rank has stopped itself (or raise AssertionError)."""
+        wait_for(lambda: _is_stopped(self.pids[rank]), f"rank {rank} to stop", timeout, lambda: self._outputs())
+
+    def join(self, *, timeout: float = 60.0, killed: Collection[int] = ()) -> list[Any]:
+        """What each rank returned, by rank, and a RankDeath for those in `killed`, which must have died of SIGKILL.
+
+        Raises RanksFailed, and RanksHung at the timeout.
+        """
+        ranks = range(len(self.pids))
+        deadline = time.monotonic() + timeout
+        while any(self._status(rank) is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        hung = [rank for rank in ranks if self._status(rank) is None]
+        for rank in hung:
+            os.kill(self.pids[rank], signal.SIGCONT)
+            os.kill(self.pids[rank], _DUMP_STACKS)
+        if hung:
+            time.sleep(_DUMP_SECONDS)
+        for rank in hung:
+            os.kill(self.pids[rank], signal.SIGKILL)
+        outcomes = [self._outcome(rank, hung=rank in hung) for rank in ranks]
+        if hung:
+            raise RanksHung(f"ranks {hung} have not ended within {timeout:.0f} s", outcomes)
+        for rank, outcome in enumerate(outcomes):
+            died = isinstance(outcome, RankDeath)
+            if died != (rank in killed) or (died and outcome.signal != signal.SIGKILL):
+                raise RanksFailed(f"rank {rank} ended in another way than expected", outcomes)
+        return outcomes
+
+    def one(self, *, timeout: float = 60.0) -> Any:
+        """What the only rank returned."""
+        (outcome,) = self.join(timeout=timeout)
+        return outcome
+
+    def has_ended(self, rank: int) -> bool:
+        return self._status(rank) is not None
+
+    def _status(self, rank: int) -> int | None:
+        try:
+            return int((self._directory / f"{rank}.status").read_text())
+        except FileNotFoundError:
+            return None
+
+    def _outcome(self, rank: int, *, hung: bool) -> Any:
+        status = self._status(rank)
+        returned = self._directory / f"{rank}.returned"
+        if status == 0 and returned.exists():
+            return pickle.loads(returned.read_bytes())
+        raised = self._directory / f"{rank}.raised"
+        return RankDeath(
+            rank=rank,
+            exit_code=None if hung or status is None or status < 0 else status,
+            signal=signal.Signals(-status) if status is not None and status < 0 and not hung else None,
+            traceback=raised.read_text() if raised.exists() else "",
+            output=self._output(rank),
+        )
+
+    def _output(self, rank: int) -> str:
+        path = self._directory / f"{rank}.output"
+        return path.read_text(errors="replace")[-16384:] if path.exists() else ""
+
+    def _outputs(self) -> str:
+        return "\n".join(self._output(rank) for rank in range(len(self.pids)))
+
+
+def forked(
+    target: Callable[..., Any], world_size: int | None, *args: Any, env: Mapping[str, str] | None = None
+) -> Forked:
+    """Start `target(*args)` on every rank of a gloo process group (None: in one process without a group)."""
+    return _zygote().start(target, world_size, args, env or {})
+
+
+def wait_for(
+    condition: Callable[[], bool], what: str, timeout: float = 30.0, facts: Callable[[], str] = lambda: ""
+) -> None:
+    """Poll until the condition holds. Raises AssertionError at the deadline."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout:.0f} s for {what}\n{facts()}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class _Zygote:
+    """The process that the others are forked from: it has imported everything, and runs nothing itself."""
+
+    def __init__(self) -> None:
+        self._jobs = tempfile.TemporaryDirectory(prefix="dcp_mem-forked-")
+        self._count = 0
+        self._lock = threading.Lock()
+        environment = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH", "")))),
+            "TORCHELASTIC_RUN_ID": RUN,
+        }
+        self._process = subprocess.Popen(
+            [*TETHER, sys.executable, "-m", "tests.kill_targets"],
+            env=environment,
+            cwd=_REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(
+        self, target: Callable[..., Any], world_size: int | None, args: Sequence[Any], env: Mapping[str, str]
+    ) -> Forked:
+        with self._lock:
+            self._count += 1
+            directory = Path(self._jobs.name) / str(self._count)
+            directory.mkdir()
+            (directory / "job").write_bytes(pickle.dumps((target, world_size, args, env)))
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            print(directory, world_size or 1, file=self._process.stdin, flush=True)
+            pids = [int(pid) for pid in self._process.stdout.readline().split()]
+        if not pids:
+            raise RuntimeError("the zygote has died")
+        return Forked(directory, pids)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._jobs.cleanup()
+
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@functools.cache
+def _zygote() -> _Zygote:
+    zygote = _Zygote()
+    atexit.register(zygote.close)
+    return zygote
+
+
+def _serve() -> None:
+    """The zygote: fork what is asked for, and write down how it ended."""
+    importlib.import_module("torch._dynamo")  # DTensor asks for it, and it takes a second
+    running: dict[int, Path] = {}
+
+    def reap(*_: object) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                path = running.pop(pid)
+                temporary = path.with_name(f"{path.name}.tmp")
+                temporary.write_text(str(os.waitstatus_to_exitcode(status)))
+                temporary.rename(path)
+
+    signal.signal(signal.SIGCHLD, reap)
+    for line in sys.stdin:
+        name, count = line.rsplit(maxsplit=1)
+        directory = Path(name)
+        pids = []
+        # Neither a child's end nor anything else may come between a fork and its entry in `running`.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        for rank in range(int(count)):
+            pid = os.fork()
+            if pid == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+                _live(directory, rank)
+            running[pid] = directory / f"{rank}.status"
+            pids.append(pid)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        print(*pids, flush=True)
+
+
+def _live(directory: Path, rank: int) -> None:
+    """The life of one rank; it doesn't return."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    null, output = os.open(os.devnull, os.O_RDONLY), os.open(directory / f"{rank}.output", os.O_CREAT | os.O_WRONLY)
+    for descriptor, number in ((null, 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, number)
+    faulthandler.enable()
+    faulthandler.register(_DUMP_STACKS)
+    warnings.filterwarnings("error", module=r"dcp_mem(\.|$)")
+    code = 1
+    try:
+        target, world_size, args, env = pickle.loads((directory / "job").read_bytes())
+        os.environ.update(env)
+        if world_size is not None:
+            store = dist.FileStore(str(directory / "store"), world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        returned = pickle.dumps(target(*args))
+        (directory / f"{rank}.returned").write_bytes(returned)
+        code = 0
+    except BaseException:
+        (directory / f"{rank}.raised").write_text(traceback.format_exc())
+        traceback.print_exc()
+    finally:
+        # As an interpreter ends: dcp_mem's hook runs before its pools end. The process group just goes.
+        threading._shutdown()  # type: ignore[attr-defined]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+_SHARDED = 6
+_SHAPE = (131, 37)
+
+
+def full_state(step: int) -> dict[str, Any]:
+    """The whole state of a step, about 300 KB; its byte item has another length at every second step."""
+    state: dict[str, Any] = {f"sharded{index}": _values(step, index) for index in range(_SHARDED)}
+    state["replicated"] = _values(step, 100)[0].to(torch.float64)
+    state["scalar"] = torch.tensor(step)
+    state["note"] = f"step {step} " + "." * (step // 2 % 7 * 10)
+    return state
+
+
+def _values(step: int, index: int) -> torch.Tensor:
+    rows, columns = _SHAPE
+    return torch.arange(rows * columns).view(_SHAPE) + step * 1_000_000_007 + index * 1_000_003
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """This rank's part of the state of a step."""
+    state = full_state(step)
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for index in range(_SHARDED):
+            full = state[f"sharded{index}"]
+            local = _local(full)
+            state[f"sharded{index}"] = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+            )
+    return state
+
+
+def _local(full: torch.Tensor) -> torch.Tensor:
+    shards = full.chunk(dist.get_world_size())
+    return shards[dist.get_rank()].clone()
+
+
+def empty_state() -> dict[str, Any]:
+    """A state to load into, with values that no step has."""
+    state = state_of(0)
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            (value.to_local() if isinstance(value, DTensor) else value).fill_(-1)
+    state["note"] = ""
+    return state
+
+
+def step_of(state: Mapping[str, Any]) -> int:
+    """The step that a loaded state was saved at. Raises AssertionError unless all of it is that step's, bit for bit."""
+    step = int(str(state["note"]).split()[1])
+    expected = full_state(step)
+    assert set(state) == set(expected)
+    for name, whole in expected.items():
+        found = state[name]
+        if isinstance(found, DTensor):
+            found, whole = found.to_local(), _local(whole)
+        same = torch.equal(found, whole) if isinstance(whole, torch.Tensor) else found == whole
+        assert same, f"{name} is not what was saved at step {step}: {found}"
+    return step
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A job: where its checkpoints lie. path: None for memory only. roots: memory root of each rank, if not all `root`."""
+
+    root: str
+    path: str | None = None
+    job: str = "job"
+    keep: int = 2
+    agent: str = "process"
+    roots: tuple[str, ...] = ()
+
+    @property
+    def memory(self) -> str:
+        return self.roots[dist.get_rank() % len(self.roots)] if self.roots and dist.is_initialized() else self.root
+
+    def writer(self, **options: Any) -> MemoryStorageWriter:
+        settings = {"job": self.job, "keep": self.keep, "agent": self.agent, **options}
+        return MemoryStorageWriter(self.path, memory=self.memory, **settings)
+
+    def reader(self, *, storage: bool = True) -> MemoryStorageReader:
+        return MemoryStorageReader(self.path if storage else None, memory=self.memory, job=self.job)
+
+
+def slots_in(place: Place) -> int:
+    """How many slots the job has, free ones and segments of checkpoints together, whole or not."""
+    directory = Path(place.memory) / place.job
+    return sum(1 for path in directory.rglob("*") if path.suffix in (".slot", ".distcp"))
+
+
+def stock_load(directory: Path) -> int:
+    """Step of a checkpoint directory, loaded whole with torch's own reader."""
+    state = empty_state()
+    dcp.load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+    return step_of(state)
+
+
+def stock_steps(directory: str | os.PathLike[str]) -> dict[str, int]:
+    """What torch's own reader finds committed under a root: step by name. Raises where any of it isn't whole."""
+    root = Path(directory)
+    found = sorted(path.parent for path in root.glob("*/.metadata")) if root.exists() else []
+    return {path.name: stock_load(path) for path in found}
+
+
+def agents_of(root: str | os.PathLike[str]) -> list[psutil.Process]:
+    """The living agents of a memory root."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            told = process.cmdline()
+            if told[-2:] == ["dcp_mem.agent", os.fspath(root)] and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+# -- targets ----------------------------------------------------------------------------------------------------------
+
+
+def name_of(step: int) -> str:
+    return f"step-{step}"
+
+
+def save(writer: MemoryStorageWriter, step: int, name: str = "") -> None:
+    dcp.save(state_of(step), checkpoint_id=name or name_of(step), storage_writer=writer)
+
+
+def save_armed(place: Place, before: Sequence[int], last: int, armed: Mapping[int, str], name: str = "") -> str:
+    """Save the steps of `before`, arm the ranks' fault points, save `last` (under `name`); returns what that raised."""
+    writer = place.writer()
+    for step in before:
+        save(writer, step)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    faults.arm(armed.get(rank, ""))
+    try:
+        save(writer, last, name)
+    except FAILURES as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Survived:
+    """How a job went on after a save that failed. error: what that raised. slots: after each of the later saves."""
+
+    error: str
+    found: Loaded | str
+    slots: tuple[int, ...]
+
+
+def survive(place: Place, before: Sequence[int], failing: int, armed: Mapping[int, str], after: Sequence[int]) -> Survived:
+    """Save; have a save fail; load what there is; save on in the same processes, and load each of those."""
+    writer = place.writer()
+    for step in before:
+        save(writer, step)
+    faults.arm(armed.get(_rank(), ""))
+    error = ""
+    try:
+        save(writer, failing)
+    except FAILURES as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    (found,) = load_all(place, [None], storage=False)
+    slots = []
+    for step in after:
+        save(writer, step)
+        assert load(place, storage=False).step == step
+        slots.append(slots_in(place))
+        _synchronise()
+    writer.close()
+    return Survived(error, found, tuple(slots))
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load found. source: as the reader reports it."""
+
+    step: int
+    name: str
+    source: str
+
+
+def load(place: Place, name: str | None = None, storage: bool = True) -> Loaded:
+    """Load the newest checkpoint, or a named one, into a fresh state, and check every bit of it."""
+    state = empty_state()
+    reader = place.reader(storage=storage)
+    dcp.load(state, checkpoint_id=name, storage_reader=reader)
+    report = reader.report()
+    return Loaded(step_of(state), report.checkpoint_id, report.source)
+
+
+def load_all(place: Place, names: Sequence[str | None], storage: bool = True) -> list[Loaded | str]:
+    """Load several checkpoints one after the other; an error's type and text where one can't be loaded."""
+    found: list[Loaded | str] = []
+    for name in names:
+        try:
+            found.append(load(place, name, storage))
+        except FAILURES as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """A restarted job's account. slots: the most that there were after any of its saves."""
+
+    resumed: int
+    slots: int
+
+
+def restart(place: Place, saves: int = 4, storage: bool = True) -> Restarted:
+    """Resume from the newest checkpoint, save `saves` more steps, load each back; then close, leaving what `keep` keeps."""
+    resumed = load(place, storage=storage).step
+    most = 0
+    with place.writer() as writer:
+        for step in range(resumed + 1, resumed + 1 + saves):
+            save(writer, step)
+            assert load(place, storage=storage).step == step
+            most = max(most, slots_in(place))
+            _synchronise()
+    return Restarted(resumed, most)
+
+
+def _synchronise() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def save_all(place: Place, steps: Sequence[int], name: str = "", durable: bool = False) -> None:
+    """Save steps (under one name, if given) and end without closing; `durable`: wait for each to get there first."""
+    writer = place.writer()
+    for step in steps:
+        save(writer, step, name)
+        if durable:
+            writer.wait(name or name_of(step), timeout=60)
+
+
+def save_for_mortal_agent(place: Place, step: int, armed: str, name: str = "", rank: int = 0) -> None:
+    """Save one step and have it flushed by an agent that is armed, on the node of `rank`; end without closing."""
+    if _rank() == rank:
+        os.environ["DCP_MEM_FAULTS"] = armed
+    save(place.writer(), step, name)
+
+
+def outlive_agent(place: Place, step: int, armed: str) -> None:
+    """Save one step and have it flushed by an agent that is killed on the way; wait for it all the same."""
+    os.environ["DCP_MEM_FAULTS"] = armed
+    writer = place.writer()
+    save(writer, step)
+    del os.environ["DCP_MEM_FAULTS"]
+    wait_for(lambda: not agents_of(place.memory), "the armed agent to be killed")
+    writer.wait(name_of(step), timeout=60)
+
+
+def flush_in_armed_thread(place: Place, before: Sequence[int], last: int, armed: str, name: str = "") -> None:
+    """Make steps durable, then arm a point that the flush of one more step passes in this very process."""
+    writer = place.writer()
+    for step in before:
+        save(writer, step, name)
+        writer.wait(name or name_of(step), timeout=60)
+    faults.arm(armed)
+    save(writer, last, name)
+    writer.wait(name or name_of(last), timeout=60)
+
+
+def wait_until_durable(place: Place, steps: Sequence[int]) -> None:
+    """Wait for steps in a process that saves nothing itself."""
+    with place.writer() as writer:
+        for step in steps:
+            writer.wait(name_of(step), timeout=60)
+
+
+def kill_agents(root: str | os.PathLike[str]) -> None:
+    """SIGKILL the agents of a memory root, and wait until they are gone."""
+    for process in agents_of(root):
+        process.kill()
+    wait_for(lambda: not agents_of(root) and not agent.is_alive(os.fspath(root)), "the killed agent to end")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+if __name__ == "__main__":
+    from tests import kill_targets
+
+    kill_targets._serve()

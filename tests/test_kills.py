@@ -1,0 +1,328 @@
+"""Killing any process at any named point loses at most the checkpoint being staged, and never mixes two."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import dcp_mem
+from dcp_mem import faults
+from dcp_mem.memory.job import JobMemory
+from tests.kill_targets import (
+    Loaded,
+    Place,
+    Restarted,
+    agents_of,
+    flush_in_armed_thread,
+    forked,
+    load_all,
+    name_of,
+    outlive_agent,
+    restart,
+    save_all,
+    save_armed,
+    save_for_mortal_agent,
+    slots_in,
+    stock_steps,
+    survive,
+    wait_for,
+    wait_until_durable,
+)
+
+SAVE_POINTS = [point for point in faults.POINTS if not point.startswith("flush.")]
+FLUSH_POINTS = [point for point in faults.POINTS if point.startswith("flush.")]
+LEADER_POINTS = ["complete.metadata", "complete.manifest", "complete.evicted", "save.finished"]
+"""Points that only a node's leader or the coordinator passes."""
+OF_BOTH = [point for point in SAVE_POINTS if point not in LEADER_POINTS]
+COMPLETE_FROM = SAVE_POINTS.index("complete.manifest")
+
+
+def test_every_fault_point_of_the_package_is_listed_and_every_listed_one_exists() -> None:
+    package = Path(dcp_mem.__file__).parent
+    sources = [path.read_text() for path in package.rglob("*.py") if path.name != "faults.py"]
+    passed = re.findall(r'faults\.point\(\s*"([^"]+)"', "\n".join(sources))
+    asked = re.findall(r'faults\.is_armed\(\s*"([^"]+)"', "\n".join(sources))
+    assert sorted(passed) == sorted(faults.POINTS)
+    assert set(asked) <= set(faults.POINTS)
+    assert len(re.findall(r"faults\.(?:point|is_armed)\(", "\n".join(sources))) == len(passed) + len(asked)
+
+
+# -- save, seal, completion -------------------------------------------------------------------------------------------
+
+
+def newest_after(point: str) -> int:
+    """The step that has to be the newest one after a kill at a point of save 3."""
+    return 3 if SAVE_POINTS.index(point) >= COMPLETE_FROM else 2
+
+
+def check_memory(place: Place, world_size: int | None, newest: set[int]) -> None:
+    """Memory has one of `newest`, every complete step before it that `keep` keeps, and nothing that isn't whole."""
+    other_size = 2 if world_size is None else None
+    for size in (world_size, other_size):
+        ranks = forked(load_all, size, place, [None, name_of(3), name_of(2), name_of(1)], False).join()
+        assert all(found == ranks[0] for found in ranks)
+        found, third, second, first = ranks[0]
+        assert isinstance(found, Loaded), found
+        assert found.step in newest
+        assert isinstance(third, Loaded) == (found.step == 3), third
+        assert second == Loaded(2, name_of(2), "memory")
+        assert isinstance(first, Loaded) or found.step == 3, first
+        for loaded in (found, third, second, first):
+            assert isinstance(loaded, str) or (loaded.name, loaded.source) == (name_of(loaded.step), "memory")
+    stock = stock_steps(Path(place.root) / place.job)
+    assert all(name == name_of(step) for name, step in stock.items())
+
+
+def check_restart(place: Place, world_size: int | None, newest: set[int]) -> None:
+    """A restarted job resumes, saves on, and takes no more memory than `keep` + 1 checkpoints."""
+    size = world_size or 1
+    for restarted in forked(restart, world_size, place).join():
+        assert isinstance(restarted, Restarted)
+        assert restarted.resumed in newest
+        assert restarted.slots <= (place.keep + 1) * size
+    assert slots_in(place) == place.keep * size
+
+
+@pytest.mark.parametrize("point", SAVE_POINTS)
+def test_kill_of_a_lone_rank_leaves_the_staged_checkpoint_or_the_previous_one(point: str, memory_root: Path) -> None:
+    place = Place(str(memory_root))
+    forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}).join(killed={0})
+    check_memory(place, None, {newest_after(point)})
+    check_restart(place, None, {newest_after(point)})
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"), [*((point, 0) for point in SAVE_POINTS), *((point, 1) for point in OF_BOTH)]
+)
+def test_kill_of_one_of_two_ranks_leaves_the_staged_checkpoint_or_the_previous_one(
+    point: str, rank: int, memory_root: Path
+) -> None:
+    place = Place(str(memory_root))
+    outcomes = forked(save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}).join(killed={rank})
+    assert outcomes[1 - rank], "the save returned where a rank was killed in it"
+    # Rank 1 is not needed any more once it has told that it sealed: then rank 0 may or may not have heard it.
+    newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
+    check_memory(place, 2, newest)
+    check_restart(place, 2, newest)
+
+
+@pytest.mark.parametrize("point", SAVE_POINTS)
+def test_kill_of_all_ranks_leaves_the_staged_checkpoint_or_the_previous_one(point: str, memory_root: Path) -> None:
+    place = Place(str(memory_root))
+    armed = dict.fromkeys(range(1 if point in LEADER_POINTS else 2), f"{point}:stop:1")
+    ranks = forked(save_armed, 2, place, [1, 2], 3, armed)
+    for rank in armed:
+        ranks.wait_until_stopped(rank)
+    for rank in (0, 1):
+        ranks.send(rank, signal.SIGKILL)
+    ranks.join(killed={0, 1})
+    check_memory(place, 2, {newest_after(point)})
+    check_restart(place, 2, {newest_after(point)})
+
+
+@pytest.mark.parametrize(
+    ("point", "rank", "world_size"),
+    [
+        *((point, 0, None) for point in SAVE_POINTS[1:]),  # before the first of them no rank fails by itself
+        *((point, 0, 2) for point in SAVE_POINTS[1:]),
+        *((point, 1, 2) for point in OF_BOTH[1:]),
+    ],
+)
+def test_error_at_any_point_of_a_save_reaches_all_ranks_and_training_goes_on(
+    point: str, rank: int, world_size: int | None, memory_root: Path
+) -> None:
+    place = Place(str(memory_root))
+    after = [4, 5, 6, 7, 8]
+    newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
+    for survived in forked(survive, world_size, place, [1, 2], 3, {rank: f"{point}:raise:1"}, after).join():
+        assert f"fault injected at {point}" in survived.error
+        assert isinstance(survived.found, Loaded), survived.found
+        assert survived.found.step in newest
+        assert max(survived.slots) <= (place.keep + 1) * (world_size or 1), survived.slots
+    assert slots_in(place) == place.keep * (world_size or 1)
+
+
+@pytest.mark.parametrize("point", SAVE_POINTS)
+@pytest.mark.parametrize("world_size", [None, 2])
+def test_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one(
+    world_size: int | None, point: str, memory_root: Path
+) -> None:
+    place = Place(str(memory_root), keep=1)
+    forked(save_all, world_size, place, [2], "best").join()
+    forked(save_armed, world_size, place, [], 3, {0: f"{point}:kill:1"}, "best").join(killed={0})
+    for size in (world_size, 2 if world_size is None else None):
+        for found in forked(load_all, size, place, [None, "best"]).join():
+            assert found == [Loaded(newest_after(point), "best", "memory")] * 2
+    assert stock_steps(memory_root / place.job).keys() == {"best"}
+    forked(save_all, world_size, place, [4, 5, 6, 7], "best").join()
+    assert slots_in(place) <= (place.keep + 1) * (world_size or 1)
+    assert forked(load_all, None, place, ["best"]).one() == [Loaded(7, "best", "memory")]
+
+
+@pytest.mark.parametrize(("point", "rank"), [(point, rank) for point in SAVE_POINTS for rank in (0, 1)][:-1])
+def test_kill_on_one_of_two_nodes_leaves_both_with_the_same_whole_checkpoint(
+    point: str, rank: int, memory_root: Path
+) -> None:
+    """Each rank has a memory root of its own, and keeps only one checkpoint there: the tightest case."""
+    place = two_nodes(memory_root, keep=1)
+    forked(save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}).join(killed={rank})
+    on_first, on_second = (held_on(root, place.job) for root in place.roots)
+    assert on_first & on_second, (on_first, on_second)
+    forked(save_all, 2, place, [4, 5, 6]).join()
+    for root in place.roots:
+        assert slots_in(Place(root)) <= place.keep + 1
+        assert {name for name, _ in held_on(root, place.job)} == {name_of(6)}
+
+
+def held_on(root: str, job: str) -> set[tuple[str, str]]:
+    """Name and save id of the checkpoints that are complete on a node, each with all of the node's segments in place."""
+    memory = JobMemory(root, job)
+    found = set()
+    for held in memory.held():
+        assert held.manifest.of_node(memory.node)
+        for segment in held.manifest.of_node(memory.node):
+            assert Path(held.segment_path(segment.file)).stat().st_size >= segment.nbytes
+        found.add((held.name, held.manifest.save_id))
+    return found
+
+
+def two_nodes(memory_root: Path, path: Path | None = None, keep: int = 2) -> Place:
+    roots = [memory_root / "node0", memory_root / "node1"]
+    for root in roots:
+        root.mkdir(mode=0o700)
+    return Place(str(roots[0]), path and str(path), keep=keep, roots=tuple(map(str, roots)))
+
+
+# -- flush and commit -------------------------------------------------------------------------------------------------
+
+
+def committed_after(point: str) -> bool:
+    """Whether a flush that was killed at a point has committed."""
+    return FLUSH_POINTS.index(point) >= FLUSH_POINTS.index("flush.committed")
+
+
+def check_storage(place: Place, expected: Mapping[str, int], ranks: int = 1) -> None:
+    """Storage has exactly these checkpoints, each whole, and nothing of any other attempt at them."""
+    assert place.path is not None
+    assert stock_steps(place.path) == expected
+    for name in expected:
+        directory = Path(place.path) / name
+        files = sorted(path.name for path in directory.rglob("*") if path.is_file())
+        save_ids = {match[1] for file in files if (match := re.search(r"-([0-9a-f]{8})[.-]", file))}
+        assert len(save_ids) == 1, files
+        assert len(files) == ranks + 3, files  # segments, .metadata, manifest, one node's manifest
+
+
+def check_from_storage_alone(place: Place, world_size: int | None, step: int) -> None:
+    """With the memory lost, every world size loads the step from storage."""
+    shutil.rmtree(Path(place.root) / place.job)
+    for size in (world_size, 2 if world_size is None else None):
+        for found in forked(load_all, size, place, [None]).join():
+            assert found == [Loaded(step, name_of(step), "storage")]
+
+
+@pytest.mark.parametrize("point", FLUSH_POINTS)
+def test_agent_killed_in_a_flush_leaves_it_to_the_agent_that_the_restarted_job_starts(
+    point: str, memory_root: Path, tmp_path: Path
+) -> None:
+    place = Place(str(memory_root), str(tmp_path / "storage"))
+    forked(save_for_mortal_agent, 2, place, 1, f"{point}:kill:1").join()
+    wait_for(lambda: not agents_of(memory_root), "the armed agent to be killed")
+    assert stock_steps(tmp_path / "storage") == ({name_of(1): 1} if committed_after(point) else {})
+    forked(save_all, 2, place, [2], "", True).join()
+    forked(wait_until_durable, None, place, [1]).one()
+    check_storage(place, {name_of(1): 1, name_of(2): 2}, ranks=2)
+    check_from_storage_alone(place, 2, 2)
+
+
+@pytest.mark.parametrize("point", FLUSH_POINTS)
+def test_agent_killed_in_a_flush_is_started_again_by_a_trainer_that_waits(
+    point: str, memory_root: Path, tmp_path: Path
+) -> None:
+    place = Place(str(memory_root), str(tmp_path / "storage"))
+    forked(outlive_agent, None, place, 1, f"{point}:kill:1").one()
+    check_storage(place, {name_of(1): 1})
+
+
+@pytest.mark.parametrize("point", FLUSH_POINTS)
+def test_trainer_killed_in_its_own_flush_thread_leaves_the_flush_to_its_restart(
+    point: str, memory_root: Path, tmp_path: Path
+) -> None:
+    place = Place(str(memory_root), str(tmp_path / "storage"), agent="thread")
+    forked(flush_in_armed_thread, None, place, [1], 2, f"{point}:kill:1").join(killed={0})
+    expected = {name_of(1): 1, name_of(2): 2} if committed_after(point) else {name_of(1): 1}
+    assert stock_steps(tmp_path / "storage") == expected
+    (found,) = forked(load_all, None, place, [None], False).one()
+    assert found == Loaded(2, name_of(2), "memory")
+    forked(save_all, None, place, [3]).one()
+    check_storage(place, {name_of(1): 1, name_of(2): 2, name_of(3): 3})
+    assert agents_of(memory_root) == []
+
+
+@pytest.mark.parametrize("point", FLUSH_POINTS)
+def test_kill_while_a_durable_checkpoint_is_replaced_leaves_the_old_or_the_new_one(
+    point: str, memory_root: Path, tmp_path: Path
+) -> None:
+    place = Place(str(memory_root), str(tmp_path / "storage"), agent="thread")
+    forked(flush_in_armed_thread, None, place, [1], 2, f"{point}:kill:1", "best").join(killed={0})
+    stored = 2 if committed_after(point) else 1
+    assert stock_steps(tmp_path / "storage") == {"best": stored}
+    (newest, named) = forked(load_all, None, place, [None, "best"]).one()
+    assert newest == named == Loaded(2, "best", "memory")
+    aside = Path(place.root) / "aside"
+    (memory_root / place.job).rename(aside)
+    (newest, named) = forked(load_all, None, place, [None, "best"]).one()
+    assert newest == named == Loaded(stored, "best", "storage")
+    aside.rename(memory_root / place.job)
+    forked(save_all, None, place, [3]).one()
+    check_storage(place, {"best": 2, name_of(3): 3})
+
+
+# -- slots that several processes reach for ---------------------------------------------------------------------------
+
+
+def free_slot(directory: Path) -> str:
+    """Name of a free slot that no process holds."""
+    (directory / ".slots").mkdir()
+    pool = SlotPool(str(directory / ".slots"))
+    pool.abandon(pool.claim(4096, ""))
+    pool.close(keep_free=True)
+    (entry,) = (directory / ".slots").iterdir()
+    return entry.name
+
+
+def take_fill_and_end(directory: Path) -> None:
+    """What another process does with the free slot: a whole checkpoint, after which it ends."""
+    pool = SlotPool(str(directory / ".slots"))
+    slot = pool.claim(4096, "")
+    slot.write_at(0, b"saved")
+    pool.seal(slot, str(directory / "segment"))
+    pool.close(keep_free=True)
+
+
+def test_slot_that_became_a_segment_while_it_was_reached_for_is_not_claimed(
+    memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_slot(memory_root)
+    meanwhile = [lambda: take_fill_and_end(memory_root)]
+
+    def try_lease(descriptor: int, *, exclusive: bool) -> bool:
+        if len(open_descriptors(memory_root)) and meanwhile and adopting(descriptor):
+            meanwhile.pop()()
+        return locks.try_lease(descriptor, exclusive=exclusive)
+
+    def adopting(descriptor: int) -> bool:
+        return asked.append(descriptor) or len(asked) == 2  # type: ignore[func-returns-value]
+
+    asked: list[int] = []
+    monkeypatch.setattr(slots, "try_lease", try_lease)
+    pool = SlotPool(str(memory_root / ".slots"))
+    claimed = pool.claim(4096, "")
+    claimed.write_at(0, b"other")
+    assert (memory_root / "segment").read_bytes()[:5] == b"saved"
+    pool.close()

@@ -1,0 +1,272 @@
+"""Every route keeps the promises of `Storage`; and what each says when storage is missing, closed or gone."""
+
+import base64
+import os
+import re
+import secrets
+import socket
+import stat
+import sys
+import traceback
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from dcp_mem.errors import DcpMemError, StorageRefused, StorageUnavailable
+from dcp_mem.storage import Storage
+from dcp_mem.storage.fsspec_route import FsspecStorage
+from dcp_mem.storage.posix import PosixStorage
+from dcp_mem.storage.routes import open_storage
+from tests.places import fill, mounted_tmpfs
+from tests.servers import S3Server, StorageRoot
+from tests.storage_conformance import StorageConformance
+
+# What adlfs hands to aiohttp; it is the flush's own thread that waits.
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
+
+
+class TestLocalDirectory(StorageConformance):
+    @pytest.fixture
+    def opened(self, tmp_path: Path) -> Callable[[], Storage]:
+        return lambda: PosixStorage(str(tmp_path / "absent" / "root"))
+
+
+class TestAzureBlob(StorageConformance):
+    @pytest.fixture
+    def opened(self, abfs_root: StorageRoot) -> Callable[[], Storage]:
+        return lambda: FsspecStorage(f"{abfs_root.url}/job", abfs_root.storage_options)
+
+
+class TestS3(StorageConformance):
+    @pytest.fixture
+    def opened(self, s3_root: StorageRoot) -> Callable[[], Storage]:
+        return lambda: FsspecStorage(f"{s3_root.url}/job", s3_root.storage_options)
+
+
+class TestMemoryFileSystem(StorageConformance):
+    @pytest.fixture
+    def opened(self) -> Iterator[Callable[[], Storage]]:
+        root = f"memory://{secrets.token_hex(8)}"
+        yield lambda: FsspecStorage(f"{root}/job", {})
+        fs, path = fsspec.url_to_fs(root)
+        if fs.exists(path):
+            fs.rm(path, recursive=True)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def _piece() -> Iterator[memoryview]:
+    yield memoryview(b"12345")
+
+
+OPERATIONS: dict[str, Callable[[Storage], object]] = {
+    "put": lambda storage: storage.put("step-1/key", b"12345"),
+    "create": lambda storage: storage.put("step-1/key", b"12345", create=True),
+    "put_stream": lambda storage: storage.put_stream("step-1/key", _piece(), 5),
+    "get": lambda storage: storage.get("step-1/key"),
+    "read_into": lambda storage: storage.read_into("step-1/key", 0, memoryview(bytearray(5))),
+    "ls": lambda storage: storage.ls(""),
+    "delete": lambda storage: storage.delete("step-1/key"),
+}
+SECRET = "and+this/is+no+secret"  # noqa: S105
+WRITING = ("put", "create", "put_stream")
+
+each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+
+
+def _failure(act: Callable[[], object], kind: type[DcpMemError], *secrets_of_it: str) -> str:
+    """The text of the error that `act` raises; no part of it, nor of what it prints, holds a secret."""
+    with pytest.raises(kind) as failure:
+        act()
+    shown = [str(failure.value), repr(failure.value), *traceback.format_exception(failure.value)]
+    for secret in secrets_of_it:
+        assert not any(secret in text for text in shown)
+    return str(failure.value)
+
+
+@pytest.fixture(params=[pytest.param("abfs_root", id="abfs"), pytest.param("s3_root", id="s3")])
+def remote_root(request: pytest.FixtureRequest) -> StorageRoot:
+    root: StorageRoot = request.getfixturevalue(request.param)
+    return root
+
+
+@each_operation
+@pytest.mark.servers
+def test_a_missing_bucket_or_container_is_refused(
+    remote_root: StorageRoot, operation: Callable[[Storage], object]
+) -> None:
+    protocol = remote_root.url.partition("://")[0]
+    storage = open_storage(f"{protocol}://no-such-place/job", remote_root.storage_options)
+    text = _failure(lambda: operation(storage), StorageRefused)
+    assert f"{protocol}://no-such-place/job" in text
+    assert "there is no such bucket or container. Create it" in text
+
+
+@each_operation
+def test_a_wrong_azure_key_is_refused(abfs_root: StorageRoot, operation: Callable[[Storage], object]) -> None:
+    key = base64.b64encode(b"a key that nobody gave out, long enough for Azure to take it so.").decode()
+    given = abfs_root.storage_options["connection_string"]
+    options = {"connection_string": re.sub("AccountKey=[^;]*", f"AccountKey={key}", given)}
+    text = _failure(lambda: operation(open_storage(f"{abfs_root.url}/job", options)), StorageRefused, key)
+    assert "Check the URL, and that the credentials may read and write there" in text
+    assert "\n" not in text
+
+
+@pytest.fixture
+def strict_moto(moto: S3Server, s3_root: StorageRoot) -> Iterator[StorageRoot]:
+    """A bucket that asks for credentials, which moto does only when told to."""
+    _set_unchecked_actions(moto, "0")
+    yield s3_root
+    _set_unchecked_actions(moto, "inf")
+
+
+def _set_unchecked_actions(moto: S3Server, count: str) -> None:
+    headers = {"Content-Type": "application/octet-stream"}
+    url = f"{moto.endpoint}/moto-api/reset-auth"
+    urllib.request.urlopen(urllib.request.Request(url, count.encode(), headers, method="POST")).close()
+
+
+@each_operation
+def test_a_wrong_s3_key_is_refused(strict_moto: StorageRoot, operation: Callable[[Storage], object]) -> None:
+    options = {**strict_moto.storage_options, "key": "AKIANOBODYKNOWSIT", "secret": SECRET}
+    text = _failure(lambda: operation(open_storage(f"{strict_moto.url}/job", options)), StorageRefused, SECRET)
+    assert "Check the URL, and that the credentials may read and write there" in text
+
+
+def test_missing_s3_credentials_are_refused(
+    s3_root: StorageRoot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # botocore looks there
+    options = {name: s3_root.storage_options[name] for name in ("endpoint_url", "client_kwargs")}
+    text = _failure(lambda: open_storage(f"{s3_root.url}/job", options).put("a/b", b"1"), StorageRefused)
+    assert "credentials" in text
+
+
+@each_operation
+def test_an_endpoint_that_nobody_listens_on_is_unavailable(
+    unused_endpoint: str, operation: Callable[[Storage], object]
+) -> None:
+    options = {
+        **{"key": "AKIANOBODYKNOWSIT", "secret": SECRET, "endpoint_url": unused_endpoint},
+        "config_kwargs": {"retries": {"total_max_attempts": 1}},
+    }
+    text = _failure(lambda: operation(_impatient(options)), StorageUnavailable, SECRET)
+    assert text.startswith("storage s3://bucket/job is unavailable: ")
+    assert unused_endpoint in text
+
+
+def _impatient(options: dict[str, Any]) -> Storage:
+    """S3 storage that doesn't try again by itself."""
+    storage = FsspecStorage("s3://bucket/job", options)
+    storage._fs.retries = 1
+    return storage
+
+
+@pytest.fixture
+def unused_endpoint() -> Iterator[str]:
+    """The URL of a port that is taken, but not listened on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_a_protocol_whose_package_is_broken_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"].__dict__["_registry"], "s3", raising=False)
+    text = _failure(lambda: open_storage("s3://bucket/job", {}), StorageRefused)
+    assert "Install the package that fsspec needs for this protocol" in text
+
+
+class _TalkativeFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """Repeats, when it fails, everything that it was told."""
+
+    protocol = "talkative"
+    cachable = False
+
+    def cat_file(self, path: str, *_: Any, **__: Any) -> bytes:
+        raise RuntimeError(f"can't read {path} with {self.storage_options['said']}")
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "secret"),
+    [
+        ({"secret": "kX9+c/longsecret="}, "kX9+c/longsecret=", "kX9+c/longsecret="),
+        ({"secret": "kX9+c/longsecret="}, "sig=kX9%2Bc%2Flongsecret%3D&x=1", "kX9%2Bc%2Flongsecret%3D"),
+        ({"password": "abc"}, "user:abc@host", ":abc@"),
+        ({"client_kwargs": {"aws_secret_access_key": "nestedsecret"}}, "nestedsecret", "nestedsecret"),
+        ({"tokens": ["listedsecret"]}, "listedsecret", "listedsecret"),
+        ({"connection_string": "AccountName=me;AccountKey=Zm9vYmFy+w=="}, "key Zm9vYmFy+w==", "Zm9vYmFy+w=="),
+        ({"sas_token": "?sv=2024&sig=abc%2Fdef%3D"}, "https://h/c?sig=abc%2Fdef%3D", "abc%2Fdef%3D"),
+        ({"sas_token": "?sv=2024&sig=abc%2Fdef%3D"}, "the signature abc/def= is wrong", "abc/def="),
+    ],
+    ids=["secret", "encoded", "short password", "nested", "listed", "connection string", "SAS", "decoded SAS"],
+)
+def test_what_storage_repeats_of_the_credentials_is_taken_out(
+    options: dict[str, Any], said: str, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules["fsspec.registry"].__dict__["_registry"], "talkative", _TalkativeFileSystem)
+    storage = FsspecStorage("talkative://bucket/job", options)
+    monkeypatch.setitem(storage._fs.storage_options, "said", said)
+    text = _failure(lambda: storage.get("step-1/.metadata"), StorageUnavailable, secret)
+    assert "can't read bucket/job/step-1/.metadata" in text
+    assert "***" in text
+
+
+# -- local directories ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    with mounted_tmpfs(tmp_path / "small", "1m") as directory:
+        yield directory
+
+
+def test_everything_in_a_local_root_is_private(tmp_path: Path) -> None:
+    root = tmp_path / "absent" / "root"
+    storage, before = PosixStorage(str(root)), os.umask(0)
+    try:
+        storage.put("step-1/.metadata", b"1", create=True)
+        storage.put("step-1/.dcp_mem/manifest.json", b"1")
+        storage.put_stream("step-1/segment", _piece(), 5)
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (root.parent, *root.parent.rglob("*"))}
+    assert len(modes) == 7
+    assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in modes}
+
+
+@pytest.mark.parametrize("operation", [OPERATIONS[name] for name in WRITING], ids=WRITING)
+def test_a_file_in_the_way_is_refused(tmp_path: Path, operation: Callable[[Storage], object]) -> None:
+    (tmp_path / "root").write_bytes(b"not a directory")
+    text = _failure(lambda: operation(PosixStorage(str(tmp_path / "root"))), StorageRefused)
+    assert "Not a directory" in text
+    assert str(tmp_path / "root") in text
+
+
+def test_a_symlink_to_nowhere_hides_nothing(tmp_path: Path) -> None:
+    storage = PosixStorage(str(tmp_path))
+    storage.put("step-1/.metadata", b"1")
+    (tmp_path / "latest").symlink_to(tmp_path / "gone")
+    (tmp_path / "around").symlink_to(tmp_path / "around")
+    assert [entry.name for entry in storage.ls("")] == ["step-1"]
+
+
+@pytest.mark.parametrize("operation", [OPERATIONS[name] for name in WRITING], ids=WRITING)
+def test_a_full_disk_is_unavailable_until_there_is_room(
+    small_tmpfs: Path, operation: Callable[[Storage], object]
+) -> None:
+    storage = PosixStorage(str(small_tmpfs))
+    storage.put("step-1/old", b"old")
+    filler = small_tmpfs / "filler"
+    fill(filler)
+    text = _failure(lambda: operation(storage), StorageUnavailable)
+    assert "no space is left there" in text
+    assert sorted(entry.name for entry in storage.ls("step-1")) == ["old"]
+    filler.unlink()
+    operation(storage)
+    assert storage.get("step-1/key") == b"12345"
