@@ -1,0 +1,1 @@
+"""What is measured, and against which target: one module per question."""

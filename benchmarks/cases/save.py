@@ -1,0 +1,218 @@
+"""How long a warm save blocks, beside a copy into a warm mapping and beside torch's savers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks import torch_own
+from benchmarks.clock import datas, others, seconds, wholes
+from benchmarks.floors import warm_mapping, ways_to_copy
+from benchmarks.ours import Saves
+from benchmarks.processes import in_fresh_processes
+from benchmarks.report import Part, Row, Section, attempt, beside_floor, beside_peer, duration, named
+from benchmarks.samples import Sample, fastest, slowest, slowest_by_name
+from benchmarks.scratch import need, scratch
+from benchmarks.settings import GIB
+from benchmarks.states import State, Workload, trained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from benchmarks.clock import Phases
+    from benchmarks.processes import Rank
+    from benchmarks.settings import Settings
+
+TITLE = "Blocking save, warm"
+TIMES_LESS = 10.0
+WRITE_DATA_MANY = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    workload: Workload
+    directory: Path
+    keep: int
+    repeats: int
+    peer_repeats: int
+    async_repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds on one rank, or of the slowest.
+
+    Floors by the way to copy: the tensors as they are, and, where they are many, all bytes as one.
+    """
+
+    floors: Mapping[str, Sample]
+    floors_as_one: Mapping[str, Sample]
+    whole: Sample
+    data: Sample
+    other: Sample
+    torch_whole: Sample
+    torch_data: Sample
+    torch_async: Sample
+    torch_async_kept: Sample
+
+
+def run(settings: Settings) -> Section:
+    parts = []
+    for workload, ranks in _plan(settings):
+        measure = partial(_part, settings, workload, ranks)
+        parts.append(attempt("save", workload.on(ranks), measure))
+    return Section(TITLE, parts)
+
+
+def _plan(settings: Settings) -> list[tuple[Workload, int]]:
+    large = [Workload(1 * GIB, 64), Workload(2 * GIB, 64), Workload(4 * GIB, 64)]
+    many = Workload(1 * GIB, 20_000)
+    if settings.quick:
+        return [(large[0], 1), (large[1], 1), (large[1], 2), (many, 1)]
+    return [(workload, ranks) for workload in (*large, many) for ranks in (1, 2)]
+
+
+def _part(settings: Settings, workload: Workload, ranks: int) -> Part:
+    keep = 1 if workload.nominal_bytes > 2 * GIB else 2
+    # The state, a floor or two, and our slots; torch's files come when ours are gone.
+    need(settings.tmpfs, workload.total_bytes * (keep + 3 + 2 * workload.many))
+    with scratch(settings.tmpfs) as directory:
+        spec = Spec(
+            workload,
+            directory,
+            keep,
+            repeats=settings.repeats_of(workload),
+            peer_repeats=settings.peer_repeats,
+            async_repeats=settings.async_repeats,
+        )
+        by_rank = in_fresh_processes(_measure, spec, ranks=ranks)
+    m = _slowest(by_rank)
+    rows = _rows_of_many(m) if workload.many else _rows_of_large(m, _large_limit(workload, ranks))
+    return Part(rows, _notes(m))
+
+
+def _measure(rank: Rank, spec: Spec) -> Measured:
+    state = trained(spec.workload, rank)
+    floors, as_one, ours = _measure_ours(rank, spec, state)
+    torch_own.remove(rank, spec.directory / "memory")
+    directory = spec.directory / "torch"
+    # The first of the asynchronous saves fills buffers, and grows the heap.
+    repeats = 1 + spec.async_repeats
+    peer = partial(torch_own.async_save_seconds, rank, state, directory, repeats)
+    saves = torch_own.saves(rank, state, directory, spec.peer_repeats)
+    with closing(torch_own.kept_stager()) as stager:
+        kept = Sample(peer(stager).values[1:])
+    return Measured(
+        floors=floors,
+        floors_as_one=as_one,
+        whole=wholes(ours),
+        data=datas(ours),
+        other=others(ours),
+        torch_whole=wholes(saves),
+        torch_data=datas(saves),
+        torch_async=Sample(peer().values[1:]),
+        torch_async_kept=kept,
+    )
+
+
+def _measure_ours(
+    rank: Rank, spec: Spec, state: State
+) -> tuple[dict[str, Sample], dict[str, Sample], Sequence[Phases]]:
+    with ExitStack() as stack:
+        floors = _floors(rank, spec.directory / f"floor-{rank.rank}", state.local, stack)
+        as_one: dict[str, Callable[[], float]] = {}
+        if spec.workload.many:
+            path = spec.directory / f"floor-as-one-{rank.rank}"
+            as_one = _floors(rank, path, [torch.cat(state.local)], stack)
+        saves = stack.enter_context(closing(Saves(state, memory=spec.directory / "memory", keep=spec.keep)))
+        measures = {
+            **{f"tensors {way}": floor for way, floor in floors.items()},
+            **{f"as one {way}": floor for way, floor in as_one.items()},
+            "ours": saves.save,
+        }
+        # One more than there are slots: from then on every save reuses one.
+        samples = rank.in_turn(measures, repeats=spec.repeats, warm_ups=spec.keep + 2)
+        return (
+            {way: samples[f"tensors {way}"] for way in floors},
+            {way: samples[f"as one {way}"] for way in as_one},
+            saves.history[-spec.repeats :],
+        )
+
+
+def _floors(
+    rank: Rank, path: Path, tensors: Sequence[torch.Tensor], stack: ExitStack
+) -> dict[str, Callable[[], float]]:
+    mapping = stack.enter_context(warm_mapping(path, tensors))
+    ways = stack.enter_context(ways_to_copy(rank.threads, tensors))
+    return {way: partial(seconds, partial(mapping.fill, copy)) for way, copy in ways.items()}
+
+
+def _slowest(ranks: Sequence[Measured]) -> Measured:
+    return Measured(
+        floors=slowest_by_name([m.floors for m in ranks]),
+        floors_as_one=slowest_by_name([m.floors_as_one for m in ranks]),
+        whole=slowest([m.whole for m in ranks]),
+        data=slowest([m.data for m in ranks]),
+        other=slowest([m.other for m in ranks]),
+        torch_whole=slowest([m.torch_whole for m in ranks]),
+        torch_data=slowest([m.torch_data for m in ranks]),
+        torch_async=slowest([m.torch_async for m in ranks]),
+        torch_async_kept=slowest([m.torch_async_kept for m in ranks]),
+    )
+
+
+def _rows_of_large(m: Measured, limit: float) -> list[Row]:
+    floor = fastest(m.floors.values())
+    return [
+        beside_floor("dcp.save; floor: a copy", floor, m.whole, at_most=limit),
+        beside_peer("dcp.save; peer: FileSystemWriter", m.whole, m.torch_whole, at_least=TIMES_LESS),
+        *_rows_beside_async(m),
+    ]
+
+
+def _rows_of_many(m: Measured) -> list[Row]:
+    as_one, by_tensor = fastest(m.floors_as_one.values()), fastest(m.floors.values())
+    limit = WRITE_DATA_MANY
+    return [
+        beside_floor("write_data; floor: one large copy", as_one, m.data, at_most=limit),
+        beside_floor("write_data; floor: as many copies", by_tensor, m.data, at_most=limit),
+        # dcp.save as a whole is mostly torch's planning here, which is the same for both writers.
+        beside_peer("write_data; peer: FileSystemWriter's", m.data, m.torch_data, at_least=TIMES_LESS),
+        beside_peer("dcp.save; peer: FileSystemWriter", m.whole, m.torch_whole),
+        beside_floor("dcp.save; floor: one large copy", as_one, m.whole),
+        *_rows_beside_async(m),
+    ]
+
+
+def _rows_beside_async(m: Measured) -> list[Row]:
+    kept = "dcp.save; peer: dcp.async_save, stager kept by the caller"
+    return [
+        beside_peer("dcp.save; peer: dcp.async_save", m.whole, m.torch_async, at_least=1),
+        beside_peer(kept, m.whole, m.torch_async_kept),
+    ]
+
+
+def _large_limit(workload: Workload, ranks: int) -> float:
+    """At 1 GiB the copy is so short that every millisecond of Python shows."""
+    if workload.nominal_bytes < 2 * GIB:
+        return 1.20
+    return 1.10 if ranks == 1 else 1.15
+
+
+def _notes(m: Measured) -> list[str]:
+    planning = m.whole - m.data - m.other
+    ours = (
+        f"of our dcp.save: write_data {duration(m.data)}, our other methods {duration(m.other)}, "
+        f"torch's own work {duration(planning)}"
+    )
+    notes = [
+        ours,
+        f"of torch's dcp.save: write_data {duration(m.torch_data)}",
+        f"floors: {named(m.floors)}",
+    ]
+    return [*notes, f"floors, all bytes as one: {named(m.floors_as_one)}"] if m.floors_as_one else notes

@@ -1,0 +1,63 @@
+"""dcp_mem as a trainer uses it, with its methods timed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch.distributed.checkpoint as dcp
+
+from benchmarks.clock import READER_METHODS, WRITER_METHODS, Clock, Phases
+from dcp_mem import MemoryStorageReader, MemoryStorageWriter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from benchmarks.states import State
+
+JOB = "bench"
+
+
+class Saves:
+    """One state, saved again and again through one writer."""
+
+    def __init__(self, state: State, *, memory: Path, path: Path | None = None, keep: int = 2) -> None:
+        self.state = state
+        self.writer = MemoryStorageWriter(None if path is None else str(path), memory=str(memory), job=JOB, keep=keep)
+        self.history: list[Phases] = []
+        self._clock = Clock(self.writer, WRITER_METHODS, "write_data")
+
+    @property
+    def newest(self) -> str:
+        """The id of the last checkpoint."""
+        return f"step-{len(self.history)}"
+
+    def save(self) -> float:
+        """Save under the next checkpoint id; the seconds that blocked."""
+        checkpoint_id = f"step-{len(self.history) + 1}"
+        start = time.perf_counter()
+        dcp.save(self.state.tree, checkpoint_id=checkpoint_id, storage_writer=self.writer)
+        self.history.append(self._clock.phases(time.perf_counter() - start))
+        return self.history[-1].whole
+
+    def close(self) -> None:
+        self.writer.close(flush=True)
+
+
+class Loads:
+    """The newest checkpoint, loaded again and again into one state."""
+
+    def __init__(self, state: State, memory: Path) -> None:
+        self._state = state
+        self._memory = memory
+        self.history: list[Phases] = []
+
+    def load(self) -> float:
+        """Load with a new reader, as a restarted trainer does; the seconds that blocked."""
+        start = time.perf_counter()
+        with MemoryStorageReader(None, memory=str(self._memory), job=JOB) as reader:
+            clock = Clock(reader, READER_METHODS, "read_data")
+            dcp.load(self._state.tree, storage_reader=reader)
+            whole = time.perf_counter() - start
+        self.history.append(clock.phases(whole))
+        return whole
