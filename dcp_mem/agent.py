@@ -27,6 +27,7 @@ from dcp_mem.memory.root import private_directory
 _LINGER = 5.0
 _LOOK = 1.0
 _STARTING = 30.0
+_ANSWER = 0.5
 _MOST = 1 << 20
 _ADVICE = "give credentials as plain values or in the environment, or choose agent='thread'"
 
@@ -86,10 +87,13 @@ class AgentHandle:
 def _send(root: str, message: bytes) -> bool:
     try:
         with _socket_directory(root) as directory, socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(5.0)
+            connection.settimeout(_ANSWER)
             connection.connect(f"{directory}/socket")
             connection.sendall(struct.pack("!I", len(message)) + message)
-            answer = connection.recv(1)
+            try:
+                answer = connection.recv(1)
+            except TimeoutError:
+                return True  # it is there, and reads this as soon as it gets to it: training doesn't wait for that
             if answer == b"-":
                 log.error("the agent can't read this job's storage_options: %s (see %s)", _ADVICE, log_path(root))
             return answer != b""

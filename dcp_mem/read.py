@@ -34,7 +34,7 @@ from dcp_mem.sources import Failures, MemorySource, Source
 _RUN = 32 << 20
 _GAP = 1 << 20
 _RUNS_AT_ONCE = 4
-_BATCH = 256 << 20
+_BATCH = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -426,6 +426,7 @@ def _copy_batch(moves: Sequence[Move], others: _Others) -> None:
         copy(moves[:middle])
         faults.point("stage.copying")
         moves = moves[middle:]
+    others.start()
     copy(moves)
     others.finish()
 
@@ -435,7 +436,8 @@ class _Others:
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._waiting: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._streams: list[torch.cuda.Stream] = []
 
     def copy(self, tensor: torch.Tensor, address: int, nbytes: int) -> None:
         assert self._slot.mapping is not None
@@ -446,16 +448,23 @@ class _Others:
         if tensor.device.type != "cuda":
             target.copy_(tensor.detach())
             return
-        stream = self._streams.get(tensor.device)
-        if stream is None:
-            stream = self._streams[tensor.device] = pinning.side_stream(tensor.device)
-        with torch.cuda.stream(stream):
-            target.copy_(tensor.detach(), non_blocking=True)
+        self._waiting.setdefault(tensor.device, []).append((target, tensor.detach()))
+
+    def start(self) -> None:
+        """Send off the copies from devices, behind whatever makes their sources: a planner may have launched it just now."""
+        for device, copies in self._waiting.items():
+            stream = pinning.side_stream(device)
+            self._streams.append(stream)
+            with torch.cuda.stream(stream):
+                for target, source in copies:
+                    # Resolved here: torch would conjugate or negate the target while the copy is still under way.
+                    target.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
 
     def finish(self) -> None:
-        for stream in self._streams.values():
+        for stream in self._streams:
             stream.synchronize()
         self._streams.clear()
+        self._waiting.clear()
 
 
 def _streams(planner: SavePlanner, slow: Sequence[WriteItem], objects: Sequence[WriteItem]) -> Iterator[memoryview]:
@@ -486,7 +495,7 @@ def _seal(
 ) -> Segment:
     memory, layout = caller.session.memory, plan_layout.layout
     directory = memory.make_checkpoint_directory(caller.name)
-    caller.session.link_layout(layout, directory)
+    caller.session.link_layout(plan_layout, directory)
     file = names.segment_file(caller.rank, attempt.save_id)
     nbytes = tail[-1][0] + tail[-1][1] if tail else layout.nbytes
     caller.session.slots.seal(slot, os.path.join(directory, file))

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 from dcp_mem import files
 from dcp_mem.agent import AgentHandle
-from dcp_mem.config import Settings, run_identity
-from dcp_mem.errors import DcpMemError
+from dcp_mem.config import Settings
 from dcp_mem.events import log
 from dcp_mem.flusher import Flusher, Registration, credential_environment
 from dcp_mem.format import names
@@ -29,7 +28,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import JobLock, RunIdentity
 from dcp_mem.memory.root import private_directory
 from dcp_mem.memory.slots import Slot, SlotPool
-from dcp_mem.ranks import Ranks, run_token
+from dcp_mem.ranks import Ranks
 
 _LAYOUTS_KEPT = 8
 _DRAIN_AT_EXIT = 60.0
@@ -97,9 +96,9 @@ class SavedPlan:
 class Session:
     """One process's part in saving one job. Not thread-safe but for the prefault thread that it runs itself."""
 
-    def __init__(self, root: str, job: str, token: str) -> None:
+    def __init__(self, root: str, job: str, identity: RunIdentity) -> None:
         self.memory = JobMemory(root, job)
-        self.lock = JobLock(self.memory.directory, job, RunIdentity(run_identity() or run_token(), token))
+        self.lock = JobLock(self.memory.directory, job, identity)
         self.slots = SlotPool(self.memory.slots)
         self.persisted = PersistCounter()
         self.saved: dict[tuple[str, str], SavedPlan] = {}
@@ -124,8 +123,7 @@ class Session:
     def learn_layout(self, expected: Sequence[Spec], dense: Sequence[Spec | None]) -> PlanLayout:
         """Lay a plan out anew: its tensors turned out to have other dtypes or shapes than it says, or no dense form."""
         layout = lay_out([spec for spec in dense if spec is not None])
-        as_planned = [spec == plan for spec, plan in zip(dense, expected, strict=True) if spec is not None]
-        described = layout.describing(as_planned)
+        described = _described(layout, expected, dense)
         layout = replace(layout, key=described.key)
         if layout.key:
             files.write_atomically(os.path.join(self._layout_directory, layout.key), described.to_bytes())
@@ -137,8 +135,9 @@ class Session:
             self._layouts.popitem(last=False)
         return plan_layout
 
-    def link_layout(self, layout: Layout, checkpoint_directory: str) -> None:
+    def link_layout(self, plan_layout: PlanLayout, checkpoint_directory: str) -> None:
         """Put the layout's columns beside the checkpoint's segments."""
+        layout = plan_layout.layout
         if not layout.key:
             return
         path = os.path.join(checkpoint_directory, names.layout_file(layout.key))
@@ -146,8 +145,9 @@ class Session:
             os.link(os.path.join(self._layout_directory, layout.key), path)
         except FileExistsError:
             return
-        except FileNotFoundError:
-            raise DcpMemError(f"{self._layout_directory} was emptied while the job runs; restart the job") from None
+        except FileNotFoundError:  # another process of the job has closed its writer, and tidied up
+            described = _described(layout, plan_layout.expected, plan_layout.dense)
+            files.write_atomically(path, described.to_bytes())
 
     def put_frames(self, slot: Slot, plan_layout: PlanLayout) -> None:
         """Map the slot and write heads and tails into it, unless it holds this layout's already."""
@@ -258,6 +258,11 @@ class Session:
             files.remove(os.path.join(self._layout_directory, entry))
 
 
+def _described(layout: Layout, expected: Sequence[Spec], dense: Sequence[Spec | None]) -> Layout:
+    """The layout as it is written down: by the plan's dtypes and shapes, where the tensors are as the plan has them."""
+    return layout.describing([spec == plan for spec, plan in zip(dense, expected, strict=True) if spec is not None])
+
+
 class _FlushThread:
     """The flusher inside the trainer, for platforms that allow no second process."""
 
@@ -304,7 +309,7 @@ _sessions: dict[tuple[int, str, str], Session] = {}
 _guard = threading.Lock()
 
 
-def session_for(settings: Settings, token: str) -> Session:
+def session_for(settings: Settings, identity: RunIdentity) -> Session:
     """This process's session of the job, opened now if need be. Raises JobInUse, MemoryRootRefused, MemoryUnavailable."""
     key = (os.getpid(), settings.memory_root, settings.job)
     with _guard:
@@ -312,7 +317,7 @@ def session_for(settings: Settings, token: str) -> Session:
         if session is None or not os.path.isdir(session.memory.directory):
             if session is not None:
                 session.lock.close()
-            session = _sessions[key] = Session(settings.memory_root, settings.job, token)
+            session = _sessions[key] = Session(settings.memory_root, settings.job, identity)
         return session
 
 

@@ -19,17 +19,17 @@ from torch.futures import Future
 from dcp_mem import faults, watch
 from dcp_mem.agent import AgentHandle
 from dcp_mem.collector import collector_paused
-from dcp_mem.config import Settings, checkpoint_name, settings
+from dcp_mem.config import Settings, checkpoint_name, run_identity, settings
 from dcp_mem.dcp_call import DcpCall, dcp_call, global_metadata
 from dcp_mem.errors import ConfigError, picklable
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.metadata import with_storage
-from dcp_mem.memory.locks import new_token
+from dcp_mem.memory.locks import RunIdentity, new_token
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
-from dcp_mem.ranks import Alone
+from dcp_mem.ranks import Alone, run_token
 from dcp_mem.save import Attempt, Caller, Staged, agree, complete, keep_no_more, plan_segment, stage, write_results
 from dcp_mem.session import SavedPlan, Session, close_session, open_session, registration_of, session_for
 from dcp_mem.values import CheckpointStatus
@@ -94,6 +94,7 @@ class MemoryStorageWriter(StorageWriter):
         _check_that_the_agent_gets(self.settings)
         self._process_group = process_group
         self._token = new_token()
+        self._run = ""
         self._name: str | None = None
         self._refused: ConfigError | None = None
         self._last: str | None = None
@@ -123,7 +124,7 @@ class MemoryStorageWriter(StorageWriter):
                 "pass checkpoint_id= to dcp.save: path= of the writer is the root of all checkpoints of a job"
             )
         call = dcp_call(self._process_group, f"save {self.settings.job}")
-        session = session_for(self.settings, self._token)
+        session = session_for(self.settings, self._identity())
         self._save = _begin(self.settings, session, call, self._name, kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -189,7 +190,7 @@ class MemoryStorageWriter(StorageWriter):
         Returns at once; `.wait()` on the result waits until the slots are ready.
         """
         call = dcp_call(self._process_group, f"save {self.settings.job}")
-        session = session_for(self.settings, self._token)
+        session = session_for(self.settings, self._identity())
         caller = Caller(self.settings, session, call.ranks, call.rank, names.COLLECTIVE, "")
         return prepare(caller, state_dict, planner or DefaultSavePlanner())
 
@@ -243,8 +244,13 @@ class MemoryStorageWriter(StorageWriter):
         self.close(flush=kind is None)
 
     def __getstate__(self) -> dict[str, Any]:
-        # For async_save's process executor: the copy opens a session of its own, and finds its group by itself.
-        return {**self.__dict__, "_save": None, "_process_group": None, "_structures": _Structures()}
+        # For async_save's process executor: the copy opens a session of its own, and finds its group by itself. But it
+        # belongs to this run, which its own environment and store would give another name.
+        state = {**self.__dict__, "_save": None, "_process_group": None, "_structures": _Structures()}
+        return {**state, "_run": self._identity().run}
+
+    def _identity(self) -> RunIdentity:
+        return RunIdentity(self._run or run_identity() or run_token(), self._token)
 
     def _begun(self) -> _Save:
         if self._save is None:

@@ -1,16 +1,18 @@
 """Moving payload bytes between tensors and slots, with all the threads that torch would use.
 
-The work is a list of plain moves (address, address, length). It is cut into one share of equal bytes for each thread,
-and each share runs outside the interpreter lock.
+The work is a list of plain moves (address, address, length). It is cut into shares of equal bytes, several for each
+thread, and each move runs outside the interpreter lock.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -20,6 +22,7 @@ Move = tuple[int, int, int]
 """(destination address, source address, bytes) of a copy, or (destination address, file offset, bytes) of a read."""
 
 _CHUNK = 32 << 20
+_SHARES_EACH = 8
 _ALONE = 4 << 20  # below this the hand-over to threads costs more than it gains
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -51,6 +54,8 @@ def _read_share(descriptor: int, moves: Sequence[Move]) -> None:
             count = _pread(descriptor, destination, min(nbytes, _CHUNK), offset)
             if count < 0:
                 number = ctypes.get_errno()
+                if number == errno.EINTR:
+                    continue
                 raise OSError(number, os.strerror(number))
             if count == 0:
                 raise EOFError(f"the file ends at {offset}, {nbytes} bytes short")
@@ -62,11 +67,28 @@ def _in_shares(moves: Sequence[Move], act: Callable[[Sequence[Move]], None]) -> 
     if threads == 1 or sum(nbytes for _, _, nbytes in moves) < _ALONE:
         act(moves)
         return
-    first, *others = shares(moves, threads)
-    running = [_pool(threads).submit(act, share) for share in others]
-    act(first)
-    for future in running:
-        future.result()
+    waiting = deque(shares(moves, threads * _SHARES_EACH))
+    helpers = [_pool(threads).submit(_work_off, waiting, act) for _ in range(threads - 1)]
+    try:
+        _work_off(waiting, act)
+    finally:
+        wait(helpers)  # after an error too: nobody may touch the caller's memory once this has returned
+    for helper in helpers:
+        helper.result()
+
+
+def _work_off(waiting: deque[list[Move]], act: Callable[[Sequence[Move]], None]) -> None:
+    """Take share after share until none is left: a thread that the machine holds up holds up only one share."""
+    while True:
+        try:
+            share = waiting.popleft()
+        except IndexError:
+            return
+        try:
+            act(share)
+        except BaseException:
+            waiting.clear()
+            raise
 
 
 def shares(moves: Sequence[Move], count: int) -> list[list[Move]]:

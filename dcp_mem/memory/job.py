@@ -17,7 +17,7 @@ from dcp_mem.errors import ManifestInvalid, MemoryBudgetExceeded
 from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.manifest import FlushRecord, Manifest
-from dcp_mem.memory.locks import end_lease, is_leased, try_lease
+from dcp_mem.memory.locks import end_lease, in_turn, is_leased, try_lease
 from dcp_mem.memory.root import node_id, open_root, private_directory
 
 _HISTORY_LINES = 1000
@@ -247,18 +247,9 @@ class JobMemory:
 
     def drop_free_slots(self) -> None:
         """Give the memory of free slots back to the system, but for those that a live process holds."""
-        for entry in _listdir(self.slots):
-            path = os.path.join(self.slots, entry)
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue
-            try:
-                if try_lease(descriptor, exclusive=True):
-                    files.remove(path)
-                    end_lease(descriptor)
-            finally:
-                os.close(descriptor)
+        with in_turn(self.slots):
+            for entry in _listdir(self.slots):
+                _remove_unless_held(os.path.join(self.slots, entry))
 
     # -- history ------------------------------------------------------------------------------------------------
 
@@ -301,6 +292,19 @@ class JobMemory:
         except FileNotFoundError:
             return []
         return [json.loads(line) for line in lines if line.endswith(b"}")]
+
+
+def _remove_unless_held(path: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if try_lease(descriptor, exclusive=True):
+            files.remove(path)
+            end_lease(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _is_manifest(entry: str) -> bool:

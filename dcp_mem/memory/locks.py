@@ -14,6 +14,8 @@ import os
 import struct
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dcp_mem.errors import JobInUse
@@ -71,6 +73,24 @@ def is_leased(path: str) -> bool:
             return False
         return True
     finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def in_turn(directory: str) -> Iterator[None]:
+    """Run while no other process asks about leases in this directory: who asks holds each for a moment.
+
+    Who takes longer than `_PROBES_LAST` (a stopped process, say) isn't waited for: its claims are safe all the same, and
+    only the number of slots may grow by one.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _PROBES_LAST
+        while not try_lease(descriptor, exclusive=True) and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        yield
+    finally:
+        end_lease(descriptor)
         os.close(descriptor)
 
 

@@ -16,19 +16,30 @@ def pin(slot: Slot) -> None:
     key = (slot.address, slot.mapped_nbytes)
     if key in _pinned or not torch.cuda.is_initialized():
         return
-    error = int(torch.cuda.cudart().cudaHostRegister(slot.address, slot.mapped_nbytes, _PORTABLE))
+    device = _device_in_use()
+    if device is None:
+        return
+    with torch.cuda.device(device):
+        error = int(torch.cuda.cudart().cudaHostRegister(slot.address, slot.mapped_nbytes, _PORTABLE))
     if error:
         log.warning(
             "cudaHostRegister of %d bytes failed (error %d): copies go through CUDA's own buffer", key[1], error
         )
         return
     _pinned.add(key)
-    slot.on_unmap.append(lambda: _unpin(key))
+    slot.on_unmap.append(lambda: _unpin(key, device))
 
 
-def _unpin(key: tuple[int, int]) -> None:
+def _device_in_use() -> int | None:
+    """A device that this process has a context on. A thread starts at device 0, and would make one there for every rank."""
+    has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    return next((device for device in range(torch.cuda.device_count()) if has_context(device)), None)
+
+
+def _unpin(key: tuple[int, int], device: int) -> None:
     _pinned.discard(key)
-    torch.cuda.cudart().cudaHostUnregister(key[0])
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(key[0])
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from dcp_mem import files
 from dcp_mem.errors import MemoryBudgetExceeded
-from dcp_mem.memory.locks import end_lease, try_lease
+from dcp_mem.memory.locks import end_lease, in_turn, share, try_lease
 
+_SUFFIX = ".slot"
 _PAGE = 2 << 20  # room for huge pages where the mount has them
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _POPULATE_STEP = 64 << 20
@@ -129,7 +130,8 @@ class SlotPool:
         Prefers one that holds these frames already, then one that is mapped, then the one of nearest size.
         Raises MemoryBudgetExceeded.
         """
-        slot = self._claim_free(nbytes, frames) or self._create()
+        with in_turn(self._directory):
+            slot = self._claim_free(nbytes, frames) or self._create()
         try:
             slot.shrink(nbytes)
             slot.reserve(nbytes)
@@ -140,11 +142,13 @@ class SlotPool:
 
     def spare_bytes(self) -> int:
         """Capacity of the free slot that a claim would most likely get; 0 where there is none."""
-        return max((size for _, _, size in self._free()), default=0)
+        with in_turn(self._directory):
+            return max((size for _, _, size in self._free()), default=0)
 
     def free_count(self) -> int:
         """How many free slots this process could claim, going by leases alone."""
-        return len(self._free())
+        with in_turn(self._directory):
+            return len(self._free())
 
     def seal(self, slot: Slot, path: str) -> None:
         """Give the slot its name as a segment. From here on it is never written again until it is claimed anew."""
@@ -153,8 +157,9 @@ class SlotPool:
 
     def share(self, slot: Slot) -> None:
         """Let readers and the agent in; nobody else may claim it while this process lives."""
-        try_lease(slot.descriptor, exclusive=False)
         slot.busy = False
+        if slot.descriptor >= 0 and not share(slot.descriptor):
+            self._forget(slot)
 
     def abandon(self, slot: Slot) -> None:
         """Return a slot whose staging failed, wherever it lies by now."""
@@ -187,10 +192,10 @@ class SlotPool:
     def close(self, *, keep_free: bool = False) -> None:
         """Unmap everything; free slots are deleted unless they are to be kept."""
         for slot in list(self._open.values()):
-            free = self._is_free(slot)
+            name = self._name_of(slot.inode)
+            if name and not keep_free and try_lease(slot.descriptor, exclusive=True):
+                files.remove(os.path.join(self._directory, name))
             self._forget(slot)
-            if free and not keep_free:
-                files.remove(os.path.join(self._directory, self._name_of(slot.inode)))
 
     def _claim_free(self, nbytes: int, frames: str) -> Slot | None:
         def preference(entry: tuple[str, int, int]) -> tuple[bool, bool, bool, int]:
@@ -203,10 +208,14 @@ class SlotPool:
             slot = self._open.get(inode) or self._adopt(name)
             if slot is None:
                 continue
-            slot.path = os.path.join(self._directory, name)
-            if try_lease(slot.descriptor, exclusive=True):
-                slot.busy = True
-                return slot
+            path = os.path.join(self._directory, name)
+            # A lease that can't be converted is lost, and another process may write to the slot. And one that has done
+            # so, and ended since the slot was listed, has made a segment of it.
+            if not try_lease(slot.descriptor, exclusive=True) or not _lies_at(slot, path):
+                self._forget(slot)
+                continue
+            slot.path, slot.busy = path, True
+            return slot
         return None
 
     def _adopt(self, name: str) -> Slot | None:
@@ -230,9 +239,11 @@ class SlotPool:
         return slot
 
     def _create(self) -> Slot:
-        path = os.path.join(self._directory, f"{uuid.uuid4().hex[:12]}.slot")
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        path = os.path.join(self._directory, f"{uuid.uuid4().hex[:12]}{_SUFFIX}")
+        # Under a name that nobody takes for a free slot, until it is leased.
+        descriptor = os.open(path + ".new", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try_lease(descriptor, exclusive=True)
+        os.rename(path + ".new", path)
         slot = Slot(path, descriptor, 0, os.fstat(descriptor).st_ino)
         self._open[slot.inode] = slot
         return slot
@@ -247,6 +258,8 @@ class SlotPool:
                     facts = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
+                if not entry.name.endswith(_SUFFIX):
+                    continue
                 mine = self._open.get(facts.st_ino)
                 if not mine.busy if mine is not None else _is_unheld(entry.path):
                     found.append((entry.name, facts.st_ino, facts.st_size))
@@ -256,9 +269,6 @@ class SlotPool:
         for slot in list(self._open.values()):
             if os.fstat(slot.descriptor).st_nlink == 0:
                 self._forget(slot)
-
-    def _is_free(self, slot: Slot) -> bool:
-        return bool(self._name_of(slot.inode))
 
     def _name_of(self, inode: int) -> str:
         with os.scandir(self._directory) as entries:
