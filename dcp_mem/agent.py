@@ -149,10 +149,7 @@ def _socket_directory(root: str):  # type: ignore[no-untyped-def]
 def run(root: str, first: Registration | None) -> None:
     """Serve the memory root until nothing is left to do. Returns at once where another agent does already."""
     lock = os.open(os.path.join(root, ".agent", "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _hand_over(root, first)
+    if not _alone(root, lock, first):
         return
     flusher, door = Flusher(root), _Door()
     if first is not None:
@@ -253,12 +250,23 @@ def _receive(stream: IO[bytes]) -> Registration:
     return registration
 
 
-def _hand_over(root: str, registration: Registration | None) -> None:
+def _alone(root: str, lock: int, registration: Registration | None) -> bool:
+    """Become the root's agent; or hand the registration over to the one that is it, and return False.
+
+    One that is about to end doesn't take it: then its place will be free in a moment.
+    """
     deadline = time.monotonic() + _STARTING
-    while registration is not None and not _send(root, pickle.dumps(registration)):
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if registration is None or _send(root, pickle.dumps(registration)):
+                return False
+        else:
+            return True
         if time.monotonic() > deadline:
             log.error("another agent holds %s and doesn't answer", root)
-            return
+            return False
         time.sleep(0.1)
 
 

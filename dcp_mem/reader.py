@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_mem.collector import collector_paused
 from dcp_mem.config import checkpoint_name, settings
 from dcp_mem.dcp_call import DcpCall, dcp_call, is_called_by_dcp
 from dcp_mem.errors import ConfigError, DcpMemError, NoRecoverableCheckpoint, RankFailed, SegmentCorrupt, picklable
 from dcp_mem.events import log
+from dcp_mem.heap import collector_paused
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.read import read_items
 from dcp_mem.recover import Opened, Origin, Recovery, open_next, recover

@@ -554,6 +554,7 @@ def _complete(
     saved = caller.session.saved.get(caller.plan_key)
     if saved is None or any(receipt.changed for receipt in receipts):
         saved = _new_saved_plan(caller, staged, metadata)
+        caller.session.heap_grew = True
     manifest = _manifest(caller, attempt, [receipt.segment for receipt in receipts])
     manifest = _publish_on_all_nodes(caller, attempt, manifest, saved.template)
     if attempt.topology.is_leader:
@@ -632,9 +633,7 @@ def _manifest(caller: Caller, attempt: Attempt, segments: Sequence[Segment]) -> 
     )
 
 
-def _publish_on_all_nodes(
-    caller: Caller, attempt: Attempt, manifest: Manifest, template: MetadataTemplate
-) -> Manifest:
+def _publish_on_all_nodes(caller: Caller, attempt: Attempt, manifest: Manifest, template: MetadataTemplate) -> Manifest:
     """Publish on this node, if this rank leads it; no node gives up an older checkpoint before all have this one."""
     outcome: Outcome[Manifest] = Outcome(manifest)
     failure: Exception | None = None

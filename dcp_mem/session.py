@@ -23,6 +23,7 @@ from dcp_mem.format import names
 from dcp_mem.format.frames import QUANTISED, Spec, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.metadata import MetadataTemplate
+from dcp_mem.heap import give_back_heap
 from dcp_mem.memory import pinning
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import JobLock, RunIdentity
@@ -103,6 +104,7 @@ class Session:
         self.persisted = PersistCounter()
         self.saved: dict[tuple[str, str], SavedPlan] = {}
         self.swept = False
+        self.heap_grew = False
         self._layouts: OrderedDict[int, PlanLayout] = OrderedDict()
         self._layout_directory = private_directory(os.path.join(self.memory.directory, ".layouts"))
         self._prefaulting: threading.Thread | None = None
@@ -179,6 +181,8 @@ class Session:
                 )
             except Exception:
                 log.warning("prefaulting failed; saves will fault their pages in themselves", exc_info=True)
+            if self.heap_grew:
+                give_back_heap()
 
         self._prefaulting = threading.Thread(target=work, name="dcp_mem-prefault", daemon=True)
         self._prefaulting.start()
@@ -205,6 +209,12 @@ class Session:
         wanted = min(settings.keep + 1 - in_use, free + max(room, 0))
         if wanted > free:
             self.prefault(plan_layout, wanted)
+
+    def give_back_heap(self) -> None:
+        """Once after a plan was described: what that took is free by now, and tens of megabytes."""
+        if self.heap_grew:
+            self.heap_grew = False
+            give_back_heap()
 
     # -- neighbours and agent -----------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from torch.futures import Future
 
 from dcp_mem import faults, watch
 from dcp_mem.agent import AgentHandle
-from dcp_mem.collector import collector_paused
 from dcp_mem.config import Settings, checkpoint_name, run_identity, settings
 from dcp_mem.dcp_call import DcpCall, dcp_call, global_metadata
 from dcp_mem.errors import ConfigError, picklable
@@ -26,6 +25,7 @@ from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.metadata import with_storage
+from dcp_mem.heap import collector_paused
 from dcp_mem.memory.locks import RunIdentity, new_token
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
@@ -125,6 +125,7 @@ class MemoryStorageWriter(StorageWriter):
             )
         call = dcp_call(self._process_group, f"save {self.settings.job}")
         session = session_for(self.settings, self._identity())
+        session.give_back_heap()
         self._save = _begin(self.settings, session, call, self._name, kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -166,6 +167,7 @@ class MemoryStorageWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save, self._save, self._name = self._begun(), None, None
         if save.manifest is None:
+            self._structures.release()
             return  # the save was skipped
         storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         finished = with_storage(metadata, storage_data, save.manifest.save_id)

@@ -33,9 +33,9 @@ def manifest_file(scope: str) -> str:
     return f"{OWN}/manifest{scope and '-' + scope}.json"
 
 
-def own_metadata_file(save_id: str) -> str:
-    """The metadata of one attempt, under a name that no other attempt replaces."""
-    return f"{OWN}/metadata-{save_id}"
+def own_metadata_file(save_id: str, crc: int) -> str:
+    """The metadata of one attempt, under a name that nothing else replaces: the manifest, which has both, says which."""
+    return f"{OWN}/metadata-{save_id}-{crc:08x}"
 
 
 def flush_file(scope: str) -> str:

@@ -48,7 +48,7 @@ class Held:
     @property
     def metadata_path(self) -> str:
         """The metadata of this very attempt; `.metadata`, for stock readers, is another name of the same file."""
-        return os.path.join(self.directory, names.own_metadata_file(self.manifest.save_id))
+        return os.path.join(self.directory, names.own_metadata_file(self.manifest.save_id, self.manifest.metadata_crc))
 
     def segment_path(self, file: str) -> str:
         return os.path.join(self.directory, file)
@@ -140,7 +140,8 @@ class JobMemory:
 
     def publish_metadata(self, manifest: Manifest, metadata: bytes) -> None:
         """Put the attempt's metadata beside its segments, under a name of its own: nothing refers to it yet."""
-        path = os.path.join(self.checkpoint_directory(manifest.name), names.own_metadata_file(manifest.save_id))
+        file = names.own_metadata_file(manifest.save_id, manifest.metadata_crc)
+        path = os.path.join(self.checkpoint_directory(manifest.name), file)
         files.write_atomically(path, metadata)
 
     def publish(self, manifest: Manifest) -> None:
@@ -154,7 +155,7 @@ class JobMemory:
         target = os.path.join(directory, names.metadata_file(manifest.scope))
         temporary = f"{target}.{manifest.save_id}"
         files.remove(temporary)
-        os.link(os.path.join(directory, names.own_metadata_file(manifest.save_id)), temporary)
+        os.link(os.path.join(directory, names.own_metadata_file(manifest.save_id, manifest.metadata_crc)), temporary)
         os.rename(temporary, target)
         files.remove(temporary)  # renaming onto another name of the same file leaves both
 
@@ -323,7 +324,7 @@ def _own_files(manifest: Manifest) -> set[str]:
     paths = [
         names.manifest_file(manifest.scope),
         names.flush_file(manifest.scope),
-        names.own_metadata_file(manifest.save_id),
+        names.own_metadata_file(manifest.save_id, manifest.metadata_crc),
     ]
     paths += [names.layout_file(segment.layout) for segment in manifest.segments]
     return {path.rpartition("/")[2] for path in paths}

@@ -55,11 +55,15 @@ class Verdict:
 def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
     """Decide for all nodes together whether one more checkpoint is staged, and what leaves memory for it.
 
-    The newest checkpoint never leaves, nor does one that is busy or awaits its flush with no newer one to take its place.
+    The newest checkpoint that all nodes hold never leaves, nor does one that is busy or awaits its flush with no newer
+    one to take its place. What a kill has left on some nodes only leaves first.
     """
     evict: set[str] = set()
+    whole = frozenset.intersection(*(frozenset(kept.key for kept in node.kept) for node in nodes))
+    groups = [[kept for node in nodes for kept in node.kept if kept.key in whole]] if whole else [n.kept for n in nodes]
+    staying = frozenset().union(*map(_wanted, groups), *(_busy(node.kept) for node in nodes))
     for node in nodes:
-        full = _make_room(node, keep, evict)
+        full = _make_room(node, keep, evict, _evictable(node.kept, staying, whole))
         if full is not None:
             return full
     return Verdict("stage", frozenset(evict))
@@ -68,17 +72,17 @@ def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
 def retire(kept: Sequence[Kept], keep: int) -> frozenset[str]:
     """What leaves memory once a new checkpoint is complete, so that at most `keep` stay."""
     leaving: set[str] = set()
-    for candidate in _evictable(kept):
+    for candidate in _evictable(kept, _wanted(kept) | _busy(kept), frozenset(one.key for one in kept)):
         if len(kept) - len(leaving) <= keep:
             break
         leaving.add(candidate.key)
     return frozenset(leaving)
 
 
-def _make_room(node: NodeMemory, keep: int, evict: set[str]) -> Verdict | None:
+def _make_room(node: NodeMemory, keep: int, evict: set[str], evictable: Sequence[Kept]) -> Verdict | None:
     staying = [kept for kept in node.kept if kept.key not in evict]
     freed = sum(kept.nbytes for kept in node.kept if kept.key in evict)
-    for candidate in [*_evictable(staying), None]:
+    for candidate in [*(kept for kept in evictable if kept.key not in evict), None]:
         lacking = _lacking(node, len(staying), keep, freed)
         if not lacking:
             return None
@@ -102,16 +106,23 @@ def _lacking(node: NodeMemory, staying: int, keep: int, freed: int) -> str:
     return ""
 
 
-def _evictable(kept: Sequence[Kept]) -> list[Kept]:
-    """Oldest first, those that nobody waits for before those whose flush a newer one supersedes."""
+def _evictable(kept: Sequence[Kept], staying: frozenset[str], whole: frozenset[str]) -> list[Kept]:
+    """Parts of checkpoints first, then those that nobody waits for, then those whose flush a newer one supersedes.
+
+    Among equals, the oldest first. staying: save ids that don't leave. whole: those that all nodes hold.
+    """
+    free = [checkpoint for checkpoint in kept if checkpoint.key not in staying]
+    return sorted(free, key=lambda checkpoint: (checkpoint.key in whole, checkpoint.pending, checkpoint.created))
+
+
+def _wanted(kept: Sequence[Kept]) -> frozenset[str]:
+    """The newest checkpoint, and the newest that is meant for storage while it isn't there."""
     by_age = sorted(kept, key=lambda checkpoint: checkpoint.created)
-    newest = by_age[-1:]
-    newest_persisted = [checkpoint for checkpoint in by_age if checkpoint.persist][-1:]
-    free = [
-        checkpoint
-        for checkpoint in by_age
-        if not checkpoint.busy
-        and checkpoint not in newest
-        and not (checkpoint.pending and checkpoint in newest_persisted)
-    ]
-    return sorted(free, key=lambda checkpoint: checkpoint.pending)
+    newest = {checkpoint.key for checkpoint in by_age[-1:]}
+    newest_persisted = {checkpoint.key for checkpoint in [one for one in by_age if one.persist][-1:]}
+    pending = {checkpoint.key for checkpoint in kept if checkpoint.pending}
+    return frozenset(newest | (newest_persisted & pending))
+
+
+def _busy(kept: Sequence[Kept]) -> frozenset[str]:
+    return frozenset(checkpoint.key for checkpoint in kept if checkpoint.busy)

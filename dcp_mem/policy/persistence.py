@@ -37,7 +37,11 @@ def every(n: int) -> Persist:
 
 def interval(seconds: float) -> Persist:
     """Persist the first save and then the first after each `seconds`. Raises ConfigError unless positive."""
-    if not seconds > 0:
+    try:
+        positive = seconds > 0 and not isinstance(seconds, bool)
+    except TypeError:
+        positive = False
+    if not positive:
         raise ConfigError(f"interval({seconds!r}): give a number of seconds above 0")
     return Persist(seconds=float(seconds))
 

@@ -1,7 +1,8 @@
-"""Python's cycle collector, out of the way while tens of thousands of plan items are handled."""
+"""Memory of this process's own: the cycle collector kept out of the way, the heap given back."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,3 +18,10 @@ def collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def give_back_heap() -> None:
+    """Return to the system what describing a large plan has taken and freed: tens of megabytes at 20,000 tensors."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, others don't
+    if trim is not None:
+        trim(0)
