@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from dcp_mem.format.checksums import ItemChecksums
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.memory.job import Held
-from dcp_mem.memory.locks import end_lease, open_leased, share
+from dcp_mem.memory.locks import end_lease, open_leased, share, try_lease
 from dcp_mem.storage import Storage
 from dcp_mem.values import Segment
 
@@ -94,11 +95,25 @@ def with_lease(held: Held, act: Callable[[], None]) -> None:
             raise Evicted(held.name)
         if Manifest.from_json(read_bytes(held.manifest_path)).save_id != held.manifest.save_id:
             raise Evicted(held.name)
-        act()
+        with _alone_at(held):
+            act()
     except Exception:
         if _is_there(held):
             raise
         raise Evicted(held.name) from None  # whatever it was that failed, it is of no use any more
+    finally:
+        end_lease(descriptor)
+        os.close(descriptor)
+
+
+@contextmanager
+def _alone_at(held: Held) -> Iterator[None]:
+    """Keep out other flushers of this node, agents or flush threads: they would write to the same objects."""
+    descriptor = os.open(held.metadata_path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if not try_lease(descriptor, exclusive=True):
+            raise NotYet("another process of this node is flushing it")
+        yield
     finally:
         end_lease(descriptor)
         os.close(descriptor)

@@ -280,17 +280,17 @@ def _fetch(source: Source, file: str, run: Sequence[_Wanted]) -> bytearray:
 
 
 def _verify(source: Source, checkpoint: str, item: _Wanted, data: memoryview, index: _TableIndex) -> None:
-    row = index.row(item.offset)
-    if not index.crcs or row is None:
+    if not index.crcs:
         return
-    found = checksum(data)
-    if found != index.crcs[row]:
+    row, found = index.row(item.offset), checksum(data)
+    if row is None or found != index.crcs[row]:
         match = names.SEGMENT.fullmatch(item.file)
+        saved = f"{index.crcs[row]:08x}" if row is not None else "none"
         raise SegmentCorrupt(
             checkpoint,
             int(match[1]) if match else 0,
             source.label,
-            f"{item.request.storage_index.fqn}: CRC32C {found:08x} where {index.crcs[row]:08x} was saved",
+            f"{item.request.storage_index.fqn}: CRC32C {found:08x} where {saved} was saved",
         )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -17,8 +17,6 @@ from dcp_mem.errors import (
     NoRecoverableCheckpoint,
     RankFailed,
     StorageKeyMissing,
-    StorageRefused,
-    StorageUnavailable,
 )
 from dcp_mem.events import log
 from dcp_mem.format import names
@@ -29,9 +27,13 @@ from dcp_mem.ranks import Ranks
 from dcp_mem.sources import MemorySource, Source, StorageSource
 from dcp_mem.storage import Entry, Storage
 
+T = TypeVar("T")
+R = TypeVar("R")
 _AT_ONCE = 16
 _PATIENCE = 10.0
-"""Seconds that a load waits for storage to answer when memory has a checkpoint as well."""
+"""Seconds that a load waits for storage to answer at all when memory has a checkpoint as well."""
+_LISTING_PATIENCE = 60.0
+"""Seconds that it waits for the rest of what it asks, once storage has answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,10 @@ class Recovery:
     plan: RecoveryPlan = field(default_factory=lambda: RecoveryPlan((), ()))
     reasons: list[str] = field(default_factory=list)
     tried: int = 0
+    silence: list[str] = field(default_factory=list)
+    """Why storage didn't answer: it is not asked again."""
+    heard: threading.Event = field(default_factory=threading.Event)
+    """Set once it has answered anything."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +93,7 @@ def recover(recovery: Recovery) -> Opened:
     for scope in (names.COLLECTIVE, names.rank_scope(recovery.rank)):
         recovery.scope = scope
         recovery.plan = survey(recovery)
-        recovery.reasons = list(recovery.plan.reasons)
+        recovery.reasons = list(dict.fromkeys([*recovery.reasons, *recovery.plan.reasons]))
         recovery.tried = 0
         if recovery.plan.choices:
             break
@@ -237,14 +243,17 @@ def _in_memory(recovery: Recovery) -> list[Finding]:
         return []
     found = memory.held() if recovery.wanted is None else memory.find(recovery.wanted)
     return [
-        Finding(held.name, held.manifest.save_id, held.manifest.created, _problem(held))
+        Finding(held.name, held.manifest.save_id, held.manifest.created, _problem(held, memory.node))
         for held in found
         if held.manifest.scope == recovery.scope
     ]
 
 
-def _problem(held: Held) -> str:
+def _problem(held: Held, node: str) -> str:
     """Why this node alone can't load it ("" if it can)."""
+    elsewhere = [str(segment.rank) for segment in held.manifest.segments if segment.node != node]
+    if elsewhere:
+        return f"the segments of ranks {', '.join(elsewhere[:8])} lie in other nodes' memory"
     try:
         MemorySource(held).close()
     except DcpMemError as error:
@@ -258,25 +267,66 @@ def _problem(held: Held) -> str:
 def _on_storage(recovery: Recovery, *, patient: bool) -> tuple[list[Finding], list[str]]:
     """What storage has; where it doesn't answer, the reason. patient: wait for as long as it takes."""
     storage = recovery.origin.storage
-    if storage is None:
-        return [], []
-    answer: list[tuple[list[Finding], list[str]]] = []
-    asking = threading.Thread(target=lambda: answer.append(_ask(storage, recovery)), name="dcp_mem-survey", daemon=True)
-    asking.start()
-    asking.join(None if patient else _PATIENCE)
-    if not answer:
-        return [], [f"storage {storage.url} did not answer within {_PATIENCE:.0f} s"]
-    return answer[0]
+    if storage is None or recovery.silence:
+        return [], recovery.silence
+    answer: list[list[Finding]] = []
+    asking = _daemon(lambda: answer.append(_ask(storage, recovery)))
+    if patient:
+        asking.join()
+    elif recovery.heard.wait(_PATIENCE):
+        asking.join(_LISTING_PATIENCE)
+    if not answer and not recovery.silence:
+        waited = _LISTING_PATIENCE if recovery.heard.is_set() else _PATIENCE
+        recovery.silence.append(f"storage {storage.url} did not answer within {waited:.0f} s")
+    return (answer[0] if answer else []), recovery.silence
 
 
-def _ask(storage: Storage, recovery: Recovery) -> tuple[list[Finding], list[str]]:
+def _ask(storage: Storage, recovery: Recovery) -> list[Finding]:
     try:
         wanted = [recovery.wanted] if recovery.wanted is not None else _checkpoint_names(storage)
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="dcp_mem-survey") as pool:
-            found = pool.map(lambda name: _stored_under(storage, name, recovery.scope), wanted)
-            return [finding for findings in found for finding in findings], []
-    except (StorageUnavailable, StorageRefused) as error:
-        return [], [str(error)]
+        if recovery.wanted is None:
+            recovery.heard.set()
+        found = _in_parallel(lambda name: _stored_under(storage, name, recovery.scope), wanted)
+        return [finding for findings in found for finding in findings]
+    except Exception as error:
+        recovery.silence.append(str(error) if isinstance(error, DcpMemError) else f"{type(error).__name__}: {error}")
+        return []
+    finally:
+        recovery.heard.set()
+
+
+def _in_parallel(act: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """What `act` returns for each item, several at once. Raises what one of them raised.
+
+    In daemons, where a pool's threads would keep the process from ending for as long as storage keeps them waiting.
+    """
+    results: dict[int, R] = {}
+    errors: list[Exception] = []
+    left = iter(enumerate(items))
+    lock = threading.Lock()
+
+    def work() -> None:
+        try:
+            while not errors:
+                with lock:
+                    index, item = next(left, (-1, None))
+                if index < 0:
+                    return
+                results[index] = act(item)  # type: ignore[arg-type]
+        except Exception as error:
+            errors.append(error)
+
+    for worker in [_daemon(work) for _ in items[:_AT_ONCE]]:
+        worker.join()
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(len(items))]
+
+
+def _daemon(act: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=act, name="dcp_mem-survey", daemon=True)
+    thread.start()
+    return thread
 
 
 def _checkpoint_names(storage: Storage) -> list[str]:

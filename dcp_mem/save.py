@@ -487,7 +487,7 @@ def _append(slot: Slot, offset: int, streams: Iterator[memoryview]) -> Iterator[
         slot.reserve(offset + len(data))
         slot.write_at(offset, data)
         yield offset, len(data)
-        offset = align(offset + len(data))
+        offset = align(offset + max(len(data), 1))  # an empty item has a place of its own, by which it is found
 
 
 def _seal(

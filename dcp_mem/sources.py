@@ -120,17 +120,33 @@ class StorageSource:
         self.label = storage.url
         self._storage, self._name, self._save_id, self._scope = storage, name, save_id, scope
         self._tables: dict[str, ItemTable] | None = None
+        self._manifest: Manifest | None = None
 
     def metadata(self) -> Metadata:
-        metadata = read_metadata(self._get(names.metadata_file(self._scope)))
-        if self._save_id and getattr(metadata.storage_meta, "save_id", None) != self._save_id:
+        data = self._get(names.metadata_file(self._scope))
+        if not self._save_id:
+            return self._foreign(read_metadata(data))
+        if checksum(data) != self._read_manifest().metadata_crc:
+            if self._save_id.encode() in data:
+                raise self._corrupt(0, "its .metadata is damaged (checksum)")
             raise self._corrupt(0, f"what is committed there isn't save {self._save_id}")
+        return read_metadata(data)
+
+    def _foreign(self, metadata: Metadata) -> Metadata:
+        """What torch wrote has no manifest; a checkpoint of ours without one has lost its checksums."""
+        files = {getattr(info, "relative_path", "") for info in (metadata.storage_data or {}).values()}
+        if any(names.SEGMENT.fullmatch(file) for file in files):
+            raise self._corrupt(0, "its manifest is missing, and the checksums with it (torch's own readers take it as it is)")
         return metadata
 
     def table(self, file: str) -> ItemTable | None:
+        if not self._save_id:
+            return None
         if self._tables is None:
             self._tables = self._read_tables()
-        return self._tables.get(file)
+        if file not in self._tables:
+            raise self._corrupt(_rank_of(file), f"no manifest of its has the checksums of {file}")
+        return self._tables[file]
 
     def read(self, file: str, moves: Sequence[Move]) -> None:
         for address, offset, nbytes in moves:
@@ -145,14 +161,19 @@ class StorageSource:
     def close(self) -> None:
         return
 
+    def _read_manifest(self) -> Manifest:
+        if self._manifest is None:
+            try:
+                self._manifest = Manifest.from_json(self._get(names.stored_manifest(self._save_id)))
+            except ManifestInvalid as error:
+                raise self._corrupt(0, str(error)) from None
+        return self._manifest
+
     def _read_tables(self) -> dict[str, ItemTable]:
-        if not self._save_id:
-            return {}
         try:
-            manifest = Manifest.from_json(self._get(names.stored_manifest(self._save_id)))
             nodes = [
                 NodeManifest.from_json(self._get(names.stored_node_manifest(self._save_id, node)))
-                for node in manifest.nodes
+                for node in self._read_manifest().nodes
             ]
         except ManifestInvalid as error:
             raise self._corrupt(0, str(error)) from None

@@ -26,7 +26,7 @@ from dcp_mem.format.checksums import checksum
 from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.metadata import with_storage
 from dcp_mem.heap import collector_paused
-from dcp_mem.memory.locks import RunIdentity, new_token
+from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
 from dcp_mem.ranks import Alone, run_token
@@ -266,6 +266,9 @@ class MemoryStorageWriter(StorageWriter):
         elif self.settings.agent == "process" and self.settings.url is not None:
             # The saves are made elsewhere: async_save's process executor.
             self._agent.wake(registration_of(self.settings, now=now))
+        elif not job_is_live(os.path.join(self.settings.memory_root, self.settings.job)):
+            # Whoever saved it is gone, and its flush thread with it.
+            session_for(self.settings, self._identity()).wake_agent(self.settings, now=now)
 
 
 def _check_that_the_agent_gets(chosen: Settings) -> None:

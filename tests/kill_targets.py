@@ -20,6 +20,7 @@ import importlib
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -408,6 +410,121 @@ def agents_of(root: str | os.PathLike[str]) -> list[psutil.Process]:
     return found
 
 
+# -- a trainer on a line ----------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """One job in one process: what the other end of a `Line` calls."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.writer = place, place.writer()
+
+    def save(self, step: int, name: str = "") -> None:
+        save(self.writer, step, name)
+
+    def save_async(self, step: int) -> None:
+        """Begin a save in a thread, and leave it to itself."""
+        dcp.async_save(state_of(step), checkpoint_id=name_of(step), storage_writer=self.writer)
+
+    def wait(self, name: str, timeout: float = 60.0) -> None:
+        self.writer.wait(name, timeout=timeout)
+
+    def load(self, name: str | None = None, storage: bool = True) -> Loaded:
+        return load(self.place, name, storage)
+
+    def stock_steps(self, directory: str) -> dict[str, int]:
+        return stock_steps(directory)
+
+    def arm(self, text: str) -> None:
+        faults.arm(text)
+
+    def export(self, variables: Mapping[str, str]) -> None:
+        """Set variables in the environment that an agent gets."""
+        os.environ.update(variables)
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def reopen(self, place: Place) -> None:
+        """Go on with another job, or the same one with other settings."""
+        self.place, self.writer = place, place.writer()
+
+
+class LineDead(Exception):
+    """The process at the other end has ended."""
+
+
+class Line:
+    """Calls a `Trainer` in a process of its own; use as a context manager. Its errors come back by type and text."""
+
+    def __init__(self, place: Place) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="dcp_mem-line-")
+        address = f"{self._directory.name}/socket"
+        with socket.socket(socket.AF_UNIX) as server:
+            server.settimeout(60)
+            server.bind(address)
+            server.listen()
+            self.process = forked(serve_line, None, place, address)
+            self._connection = Connection(server.accept()[0].detach())
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        if not self.process.has_ended(0):
+            self.process.send(0, signal.SIGCONT)
+            self.process.send(0, signal.SIGKILL)
+        self._directory.cleanup()
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        """Have the trainer do something, without waiting for it."""
+        try:
+            self._connection.send((name, arguments))
+        except OSError:
+            raise LineDead(name) from None
+
+    def end(self, timeout: float = 60.0) -> Any:
+        """What came of it. Raises LineDead where the process died over it, CallFailed with what it raised."""
+        try:
+            if not self._connection.poll(timeout):
+                raise TimeoutError(f"no answer within {timeout:.0f} s")
+            error, result = self._connection.recv()
+        except (EOFError, OSError) as gone:
+            raise LineDead(str(gone)) from None
+        if error:
+            raise CallFailed(error)
+        return result
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.begin(name, *arguments)
+        return self.end()
+
+    def hang_up(self) -> None:
+        """Let the process end as a script does that has come to its end: without closing anything."""
+        self._connection.send(("", ()))
+        self.process.join()
+
+
+class CallFailed(Exception):
+    """What the trainer raised: its type and text."""
+
+
+def serve_line(place: Place, address: str) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(address)
+        connection = Connection(client.detach())
+    trainer = Trainer(place)
+    while True:
+        name, arguments = connection.recv()
+        if not name:
+            return
+        try:
+            connection.send(("", getattr(trainer, name)(*arguments)))
+        except FAILURES as error:
+            connection.send((f"{type(error).__name__}: {error}", None))
+
+
 # -- targets ----------------------------------------------------------------------------------------------------------
 
 
@@ -560,7 +677,7 @@ def wait_until_durable(place: Place, steps: Sequence[int]) -> None:
     """Wait for steps in a process that saves nothing itself."""
     with place.writer() as writer:
         for step in steps:
-            writer.wait(name_of(step), timeout=60)
+            writer.wait(name_of(step), timeout=20)
 
 
 def kill_agents(root: str | os.PathLike[str]) -> None:

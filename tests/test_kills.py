@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import shutil
 import signal
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 import dcp_mem
-from dcp_mem import faults
+from dcp_mem import agent, faults
+from dcp_mem.flusher import Flusher, Registration
+from dcp_mem.format.checksums import checksum
+from dcp_mem.memory import locks, slots
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.slots import SlotPool
+from dcp_mem.storage.posix import PosixStorage
 from tests.kill_targets import (
+    Line,
     Loaded,
     Place,
     Restarted,
     agents_of,
     flush_in_armed_thread,
     forked,
+    full_state,
+    kill_agents,
     load_all,
     name_of,
     outlive_agent,
@@ -198,6 +211,19 @@ def two_nodes(memory_root: Path, path: Path | None = None, keep: int = 2) -> Pla
     return Place(str(roots[0]), path and str(path), keep=keep, roots=tuple(map(str, roots)))
 
 
+def test_kill_while_finish_replaces_the_metadata_leaves_the_checkpoint_whole(memory_root: Path) -> None:
+    """A planner may hand over its metadata only to `finish`; then it is published a second time."""
+    place = Place(str(memory_root), keep=1)
+    forked(save_all, None, place, [1]).one()
+    memory = JobMemory(place.root, place.job)
+    (held,) = memory.held()
+    other = held.metadata_path.encode()
+    memory.publish_metadata(replace(held.manifest, metadata_crc=checksum(other)), other)
+    assert forked(load_all, None, place, [None]).one() == [Loaded(1, name_of(1), "memory")]
+    forked(save_all, None, place, [2]).one()
+    assert forked(load_all, None, place, [None]).one() == [Loaded(2, name_of(2), "memory")]
+
+
 # -- flush and commit -------------------------------------------------------------------------------------------------
 
 
@@ -283,12 +309,217 @@ def test_kill_while_a_durable_checkpoint_is_replaced_leaves_the_old_or_the_new_o
     check_storage(place, {"best": 2, name_of(3): 3})
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("point", FLUSH_POINTS)
+def test_agent_killed_on_one_of_two_nodes_leaves_its_part_to_the_next_agent(
+    point: str, rank: int, memory_root: Path, tmp_path: Path
+) -> None:
+    if rank == 1 and point in ("flush.manifest", "flush.commit", "flush.committed"):
+        pytest.skip("only the committing node passes this point")
+    place = two_nodes(memory_root, tmp_path / "storage")
+    forked(save_for_mortal_agent, 2, place, 1, f"{point}:kill:1", "", rank).join()
+    wait_for(lambda: not agents_of(place.roots[rank]), "the armed agent to be killed")
+    assert stock_steps(tmp_path / "storage") in ({}, {name_of(1): 1})
+    forked(save_all, 2, place, [2], "", True).join()
+    wait_for(lambda: name_of(1) in stock_steps(tmp_path / "storage"), "the older checkpoint to be committed as well")
+    assert stock_steps(tmp_path / "storage") == {name_of(1): 1, name_of(2): 2}
+    for found in forked(load_all, 2, place, [None, name_of(1)]).join():
+        assert [one.step for one in found] == [2, 1]
+
+
+# -- agents and trainers come and go ----------------------------------------------------------------------------------
+
+
+def test_agent_killed_while_idle_is_started_again_by_the_next_save(memory_root: Path, tmp_path: Path) -> None:
+    place = Place(str(memory_root), str(tmp_path / "storage"))
+    with Line(place) as trainer:
+        trainer.call("save", 1)
+        trainer.call("wait", name_of(1))
+        (first,) = agents_of(memory_root)
+        kill_agents(memory_root)
+        trainer.call("save", 2)
+        wait_for(lambda: name_of(2) in stock_steps(tmp_path / "storage"), "the new agent to flush")
+        (second,) = agents_of(memory_root)
+        assert second.pid != first.pid
+
+
+def test_agent_killed_at_work_is_started_again_by_a_trainer_that_closes(memory_root: Path, tmp_path: Path) -> None:
+    place = Place(str(memory_root), str(tmp_path / "storage"))
+    with Line(place) as trainer:
+        trainer.call("export", {"DCP_MEM_FAULTS": "flush.segments:stop:1"})
+        trainer.call("save", 1)
+        trainer.call("export", {"DCP_MEM_FAULTS": ""})
+        (first,) = agents_of(memory_root)
+        wait_for(lambda: first.status() == psutil.STATUS_STOPPED, "the agent to come to the point")
+        first.kill()
+        trainer.call("close")
+    check_storage(place, {name_of(1): 1})
+
+
+def test_sigterm_to_the_trainer_does_not_lose_the_flush(memory_root: Path, tmp_path: Path) -> None:
+    place = Place(str(memory_root), str(tmp_path / "storage"))
+    with Line(place) as trainer:
+        trainer.call("export", {"DCP_MEM_FAULTS": "flush.started:stop:1"})
+        trainer.call("save", 1)
+        (flusher,) = agents_of(memory_root)
+        wait_for(lambda: flusher.status() == psutil.STATUS_STOPPED, "the agent to come to the point")
+        os.killpg(trainer.process.pids[0], signal.SIGTERM)  # as a launcher does, to all that the job started
+        wait_for(lambda: trainer.process.has_ended(0), "the trainer to end")
+    assert stock_steps(tmp_path / "storage") == {}
+    flusher.send_signal(signal.SIGTERM)  # a scheduler tells every process of the node
+    flusher.send_signal(signal.SIGCONT)
+    wait_for(lambda: stock_steps(tmp_path / "storage") == {name_of(1): 1}, "the flush")
+    wait_for(lambda: agents_of(memory_root) == [], "the agent to end once nothing is left to do")
+    check_from_storage_alone(place, None, 1)
+
+
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_process_that_just_ends_loses_nothing(kind: str, memory_root: Path, tmp_path: Path) -> None:
+    place = Place(str(memory_root), str(tmp_path / "storage"), agent=kind)
+    forked(save_all, 2, place, [1, 2]).join()
+    for found in forked(load_all, 2, place, [None, name_of(1)], False).join():
+        assert found == [Loaded(2, name_of(2), "memory"), Loaded(1, name_of(1), "memory")]
+    wait_for(lambda: stock_steps(tmp_path / "storage") == {name_of(1): 1, name_of(2): 2}, "both to be flushed")
+    check_from_storage_alone(place, 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_wait_in_a_process_that_saves_nothing_has_the_rest_flushed(
+    kind: str, memory_root: Path, tmp_path: Path
+) -> None:
+    place = Place(str(memory_root), str(tmp_path / "storage"), agent=kind)
+    if kind == "process":
+        forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").one()
+        wait_for(lambda: agents_of(memory_root) == [], "the agent to be killed")
+    else:
+        forked(flush_in_armed_thread, None, place, [], 1, "flush.started:kill:1").join(killed={0})
+    forked(wait_until_durable, None, place, [1]).one()
+    check_storage(place, {name_of(1): 1})
+
+
+def test_many_processes_that_wake_the_agent_at_once_have_one(memory_root: Path, tmp_path: Path) -> None:
+    places = [Place(str(memory_root), str(tmp_path / f"storage{number}"), job=f"job{number}") for number in range(4)]
+    processes = [forked(save_all, 2, place, [1], "", True) for place in places]
+    for process in processes:
+        process.join()
+    for place in places:
+        check_storage(place, {name_of(1): 1}, ranks=2)
+    wait_for(lambda: len(agents_of(memory_root)) <= 1, "all agents but one to end")
+
+
+def test_agent_that_meets_one_about_to_end_takes_its_place(
+    memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(memory_root), str(tmp_path / "storage"))
+    forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").one()
+    wait_for(lambda: agents_of(memory_root) == [], "the agent to be killed")
+    ending = os.open(memory_root / ".agent" / "lock", os.O_RDWR)
+    assert locks.try_lease(ending, exclusive=True)
+
+    def end_without_an_answer(*_: object) -> bool:
+        locks.end_lease(ending)
+        return False
+
+    monkeypatch.setattr(agent, "_send", end_without_an_answer)
+    monkeypatch.setattr(agent, "_LINGER", 0.0)
+    agent.run(str(memory_root), Registration(place.job, str(place.path), overwrite=True))
+    os.close(ending)
+    check_storage(place, {name_of(1): 1})
+
+
+def test_two_flushers_never_work_on_one_checkpoint(
+    memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks' flush threads, say, or an agent and a thread: their streams would go to the same objects."""
+    place = Place(str(memory_root), str(tmp_path / "storage"))
+    forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").one()
+    wait_for(lambda: agents_of(memory_root) == [], "the agent to be killed")
+    streams: list[str] = []
+    at_work, go_on, put_stream = threading.Event(), threading.Event(), PosixStorage.put_stream
+
+    def put_stream_slowly(storage: PosixStorage, key: str, pieces: Iterable[memoryview], nbytes: int) -> None:
+        streams.append(key)
+        at_work.set()
+        assert go_on.wait(30)
+        put_stream(storage, key, pieces, nbytes)
+
+    monkeypatch.setattr(PosixStorage, "put_stream", put_stream_slowly)
+    first, second = Flusher(str(memory_root)), Flusher(str(memory_root))
+    for flusher in (first, second):
+        flusher.register(Registration(place.job, str(place.path), overwrite=True))
+    working = threading.Thread(target=first.flush_next)
+    working.start()
+    assert at_work.wait(30)
+    second.flush_next()
+    go_on.set()
+    working.join()
+    assert len(streams) == 1
+    assert second.seconds_until_next() is None
+    check_storage(place, {name_of(1): 1})
+
+
+@pytest.mark.parametrize("point", ["stage.claimed", "stage.copying", "stage.sealed", "complete.metadata"])
+def test_stopped_trainer_and_its_restart_never_share_a_slot(point: str, memory_root: Path) -> None:
+    place = Place(str(memory_root), keep=1)
+    with Line(place) as old, Line(place) as new:
+        for step in (1, 2):
+            old.call("save", step)
+        old.call("arm", f"{point}:stop:1")
+        old.begin("save", 3)
+        old.process.wait_until_stopped(0)
+        assert new.call("load").step == 2
+        for step in range(3, 9):
+            new.call("save", step + 100, name_of(step))
+            assert new.call("load") == Loaded(step + 100, name_of(step), "memory")
+        assert slots_in(place) <= (place.keep + 1) * 2  # each of the two holds its own
+        old.process.send(0, signal.SIGCONT)
+        old.end()  # it saves an old step under an old name, which is whole all the same
+        assert new.call("load", name_of(8)).step == 108
+        assert stock_steps(memory_root / place.job).items() <= {name_of(8): 108, name_of(3): 3}.items()
+        for step in range(9, 12):
+            old.call("save", step + 200, f"old-{step}")
+            new.call("save", step + 100, name_of(step))
+            assert new.call("load", name_of(step)).step == step + 100
+            assert old.call("load").step == step + 100
+        assert set(stock_steps(memory_root / place.job).values()) <= {111, 211}
+
+
+def test_kill_in_the_middle_of_a_copy_really_leaves_a_mix_in_a_slot_that_nobody_reads(memory_root: Path) -> None:
+    place = Place(str(memory_root))
+    forked(save_armed, None, place, [1, 2], 3, {0: "stage.copying:kill:1"}).join(killed={0})
+    (slot,) = (memory_root / place.job / ".slots").iterdir()
+    raw = slot.read_bytes()
+    state = full_state(3)
+    copied = [name for name, value in state.items() if name != "note" and value.numpy().tobytes() in raw]
+    assert 0 < len(copied) < len(state) - 1
+    check_memory(place, None, {2})
+
+
+@pytest.mark.parametrize("point", ["complete.receipts", "complete.metadata", "complete.manifest"])
+def test_rank_that_is_ahead_of_its_leader_reserves_no_slot_too_many(point: str, memory_root: Path) -> None:
+    place = Place(str(memory_root))
+    ranks = forked(save_armed, 2, place, [1, 2, 3], 4, {0: f"{point}:stop:1"})
+    ranks.wait_until_stopped(0)
+    ranks.send(0, signal.SIGCONT)
+    ranks.join()
+    assert slots_in(place) <= (place.keep + 1) * 2
+
+
+@pytest.mark.parametrize("sizes", [(2, None, 2, None), (None, 2, None, 2)])
+def test_restarts_in_other_world_sizes_stay_within_the_memory(sizes: tuple[int | None, ...], memory_root: Path) -> None:
+    place = Place(str(memory_root))
+    forked(save_all, sizes[0], place, [1, 2, 3]).join()
+    for size in sizes[1:]:
+        for restarted in forked(restart, size, place, 6).join():
+            assert restarted.slots <= (place.keep + 1) * 2
+
+
 # -- slots that several processes reach for ---------------------------------------------------------------------------
 
 
 def free_slot(directory: Path) -> str:
     """Name of a free slot that no process holds."""
-    (directory / ".slots").mkdir()
+    (directory / ".slots").mkdir(mode=0o700)
     pool = SlotPool(str(directory / ".slots"))
     pool.abandon(pool.claim(4096, ""))
     pool.close(keep_free=True)
@@ -305,24 +536,62 @@ def take_fill_and_end(directory: Path) -> None:
     pool.close(keep_free=True)
 
 
-def test_slot_that_became_a_segment_while_it_was_reached_for_is_not_claimed(
-    memory_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free_slot(memory_root)
-    meanwhile = [lambda: take_fill_and_end(memory_root)]
+def before_lease(number: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `act` happen just before a slot's lease is asked for the `number`-th time."""
+    asked = itertools.count(1)
 
     def try_lease(descriptor: int, *, exclusive: bool) -> bool:
-        if len(open_descriptors(memory_root)) and meanwhile and adopting(descriptor):
-            meanwhile.pop()()
+        if next(asked) == number:
+            act()
         return locks.try_lease(descriptor, exclusive=exclusive)
 
-    def adopting(descriptor: int) -> bool:
-        return asked.append(descriptor) or len(asked) == 2  # type: ignore[func-returns-value]
-
-    asked: list[int] = []
     monkeypatch.setattr(slots, "try_lease", try_lease)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_slot_that_became_a_segment_while_it_was_reached_for_is_not_written(
+    number: int, memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_slot(memory_root)
+    before_lease(number, lambda: take_fill_and_end(memory_root), monkeypatch)
     pool = SlotPool(str(memory_root / ".slots"))
-    claimed = pool.claim(4096, "")
-    claimed.write_at(0, b"other")
+    slot = pool.claim(4096, "")
+    slot.write_at(0, b"other")
     assert (memory_root / "segment").read_bytes()[:5] == b"saved"
+    pool.seal(slot, str(memory_root / "another"))
     pool.close()
+
+
+def test_slot_lost_to_another_process_is_not_taken_for_one_with_frames(
+    memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flock gives a lease up before it converts it, so a conversion that fails has lost the slot."""
+    free_slot(memory_root)
+    pool, other = SlotPool(str(memory_root / ".slots")), SlotPool(str(memory_root / ".slots"))
+    slot = pool.claim(4096, "frames")
+    slot.frames = "frames"
+    pool.abandon(slot)
+    reader = os.open(slot.path, os.O_RDONLY)
+    assert locks.try_lease(reader, exclusive=False)
+    assert pool.claim(4096, "frames") is not slot  # a reader is at it
+    os.close(reader)
+    taken = other.claim(4096, "")
+    assert taken.inode == slot.inode
+    taken.write_at(0, b"other")
+    other.abandon(taken)
+    other.close(keep_free=True)
+    again = [one for one in (pool.claim(4096, "frames"), pool.claim(4096, "frames")) if one.inode == slot.inode]
+    assert [one.frames for one in again] == [""]
+    pool.close()
+
+
+def test_slot_is_nobody_elses_from_the_moment_that_it_exists(memory_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (memory_root / ".slots").mkdir(mode=0o700)
+    pool, other = SlotPool(str(memory_root / ".slots")), SlotPool(str(memory_root / ".slots"))
+    taken: list[int] = []
+    before_lease(1, lambda: taken.append(other.claim(4096, "").inode), monkeypatch)
+    slot = pool.claim(4096, "")
+    assert taken
+    assert slot.inode not in taken
+    pool.close()
+    other.close()

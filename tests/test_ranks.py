@@ -1,6 +1,7 @@
 """Several ranks: sharded state of every kind, other world sizes, groups of ranks, and ranks that fail."""
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from dcp_mem import MemoryStorageWriter, faults
 from dcp_mem.faults import POINTS
 from tests.conftest import _private_directory
 from tests.launch import run_ranks
-from tests.roundtrip import ROADS, Places, State, assert_same, bits, blank_of, comes_back, random_tensor
+from tests.roundtrip import ROADS, Places, State, assert_same, blank_of, comes_back, random_tensor
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def _saves_sharded(places: Places, prefix: str, earlier: list[str]) -> None:
     """Save every kind of sharding, after loading, resharded, what smaller or larger worlds have saved."""
     with places.writer(keep=9) as writer:
         for name in earlier:
-            comes_back(places, name, _sharded(_full, name), blank=lambda name=name: _sharded(_other, name))
+            comes_back(places, name, _sharded(_full, name), blank=functools.partial(_sharded, _other, name))
         state = {**_sharded(_full, prefix), "step": 3, "replicated": torch.arange(100.0), "nested": {"lr": 0.5}}
         state[f"own.{dist.get_rank()}"] = torch.full((3,), dist.get_rank())
         _save(places, writer, state, prefix)
@@ -151,9 +152,7 @@ def _saves_sharded_tensors(places: Places) -> None:
     with places.writer() as writer:
         for step in range(2):
             _save(places, writer, state, f"step-{step}")
-            comes_back(
-                places, f"step-{step}", state, blank=lambda: {"table": sharded(0.0), "plain": torch.zeros(4)}
-            )
+            comes_back(places, f"step-{step}", state, blank=lambda: {"table": sharded(0.0), "plain": torch.zeros(4)})
             dist.barrier()
 
 
@@ -668,7 +667,7 @@ def _fails_at_every_point(places: Places) -> dict[str, str]:
                 if rank == failing:
                     faults.arm(f"{point}:raise:1")
                 name = f"{point}-{failing}"
-                errors[name] = _error_of(lambda: dcp.save(state(-1), checkpoint_id="bad", storage_writer=writer))  # noqa: B023
+                errors[name] = _error_of(lambda: dcp.save(state(-1), checkpoint_id="bad", storage_writer=writer))
                 faults.arm("")
                 dist.barrier()
                 comes_back(places, f"good-{good}", state(good), roads=("memory", "stock from memory"))
@@ -676,6 +675,10 @@ def _fails_at_every_point(places: Places) -> dict[str, str]:
                 assert step in (good, -1), (name, step)
                 dist.barrier()
         job = Path(places.memory, places.job)
+        for _ in range(5):  # the others have no word of it until DCP's own
+            if rank == 0:
+                faults.arm("complete.metadata:raise:1")
+            errors["leader"] = _error_of(lambda: dcp.save(state(-1), checkpoint_id="bad", storage_writer=writer))
         good += 1
         for _ in range(2):
             dcp.save(state(good), checkpoint_id=f"good-{good}", storage_writer=writer)

@@ -62,7 +62,7 @@ def make_template(metadata: Metadata, items: Sequence[RankItems]) -> MetadataTem
             for index, (offset, length) in zip(rank_items.indexes, rank_items.extents, strict=True)
         }
         data = pickle.dumps(with_storage(metadata, storage_data, placeholder), protocol=4)
-        written = sum(1 for rank_items in items if rank_items.indexes)
+        written = len({info.relative_path for info in storage_data.values()})
         if data.count(placeholder.encode()) == written + 1:  # one string for each file, one for the save id
             return MetadataTemplate(data, placeholder.encode())
 
@@ -85,29 +85,70 @@ def read_metadata(data: bytes) -> Metadata:
 
     Raises UntrustedMetadata, naming what was refused, before anything of it was called.
     """
+    before = [(thing, dict(vars(thing))) for thing in _mutable()]
     try:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except UntrustedMetadata:
         raise
     except Exception as error:
         raise UntrustedMetadata(f"a damaged or foreign .metadata ({type(error).__name__}: {error})") from None
+    finally:
+        changed = [thing for thing, attributes in before if _restore(thing, attributes)]
+    if changed:
+        raise UntrustedMetadata(f"a change of {changed[0]!r} itself")
     if not isinstance(metadata, Metadata):
         raise UntrustedMetadata(f"a {type(metadata).__name__} in place of DCP metadata")
     return metadata
 
 
-def _member_of_enum(kind: Any, name: str) -> enum.Enum:
+def _mutable() -> list[Any]:
+    """What a pickle could change besides what it makes: it may set attributes of everything that it can name."""
+    classes = [thing for thing in _MetadataUnpickler.ADMITTED.values() if isinstance(thing, type)]
+    ours = [kind for kind in classes if kind.__module__.startswith("torch.distributed.")]
+    return [*ours, *dcp_metadata._MEM_FORMAT_ENCODING]
+
+
+def _restore(thing: Any, attributes: Mapping[str, Any]) -> bool:
+    """Give a class or an object its attributes back; whether they were others."""
+    if dict(vars(thing)) == attributes:
+        return False
+    set_attribute, delete = (type.__setattr__, type.__delattr__) if isinstance(thing, type) else (setattr, delattr)
+    for name in set(vars(thing)) - set(attributes):
+        delete(thing, name)
+    for name, value in attributes.items():
+        if vars(thing).get(name) is not value:
+            set_attribute(thing, name, value)
+    return True
+
+
+class _MemberOfEnum:
     """Stands in for the `getattr` by which some Python versions pickle enum members."""
-    if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
-        return kind.__members__[name]
-    raise UntrustedMetadata(f"getattr({kind!r}, {name!r})")
+
+    __slots__ = ()  # like its siblings, without attributes that a pickle could set
+
+    def __call__(self, kind: Any, name: str) -> enum.Enum:
+        if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
+            return kind.__members__[name]
+        raise UntrustedMetadata(f"getattr({kind!r}, {name!r})")
 
 
-def _layout_named(name: str) -> torch.layout:
-    layout = getattr(torch, str(name).removeprefix("torch."), None)
-    if isinstance(layout, torch.layout):
-        return layout
-    raise UntrustedMetadata(f"layout {name!r}")
+class _LayoutNamed:
+    __slots__ = ()
+
+    def __call__(self, name: str) -> torch.layout:
+        layout = getattr(torch, str(name).removeprefix("torch."), None)
+        if isinstance(layout, torch.layout):
+            return layout
+        raise UntrustedMetadata(f"layout {name!r}")
+
+
+class _PathOf:
+    """A path of any system is only a label here, and WindowsPath can't be made on POSIX."""
+
+    __slots__ = ()
+
+    def __call__(self, *parts: str) -> pathlib.PurePosixPath:
+        return pathlib.PurePosixPath(*parts)
 
 
 def _admitted() -> Mapping[tuple[str, str], Any]:
@@ -126,23 +167,22 @@ def _admitted() -> Mapping[tuple[str, str], Any]:
     admitted |= {
         ("torch", "Size"): torch.Size,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-        ("torch.serialization", "_get_layout"): _layout_named,
+        ("torch.serialization", "_get_layout"): _LayoutNamed(),
         ("collections", "OrderedDict"): OrderedDict,
-        ("builtins", "getattr"): _member_of_enum,
+        ("builtins", "getattr"): _MemberOfEnum(),
         ("builtins", "set"): set,
     }
     for path_module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
-            # A path of any system is only a label here, and WindowsPath can't be made on POSIX.
-            admitted[path_module, name] = pathlib.PurePosixPath
+            admitted[path_module, name] = _PathOf()
     return admitted
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    _ADMITTED = _admitted()
+    ADMITTED = _admitted()
 
     def find_class(self, module: str, name: str) -> Any:
-        known = self._ADMITTED.get((module, name))
+        known = self.ADMITTED.get((module, name))
         if known is not None:
             return known
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -1,0 +1,375 @@
+"""Decisions, tried on all the situations that Hypothesis can think of: no torch, no files, no clock."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from dcp_mem import ConfigError, Persist, every, interval
+from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, retire
+from dcp_mem.policy.election import Choice, Finding, RecoveryPlan, elect, in_common
+from dcp_mem.policy.persistence import persist_policy
+
+# -- admission --------------------------------------------------------------------------------------------------------
+
+
+def _kept(key: str, created: float, **facts: object) -> Kept:
+    usual = Kept(key, created, nbytes=100, persist=False, pending=False, busy=False)
+    return replace(usual, **facts)  # type: ignore[arg-type]
+
+
+def _node(kept: Sequence[Kept], **facts: object) -> NodeMemory:
+    usual = NodeMemory(tuple(kept), used=sum(each.nbytes for each in kept), spare=0, free=10**9, limit=None, needed=100)
+    return replace(usual, **facts)  # type: ignore[arg-type]
+
+
+@st.composite
+def _checkpoints(draw: st.DrawFn) -> list[Kept]:
+    count = draw(st.integers(0, 5))
+    found = []
+    for position in draw(st.permutations(range(count))):
+        persist = draw(st.booleans())
+        found.append(
+            Kept(
+                f"save{position}",
+                float(position),
+                draw(st.integers(0, 200)),
+                persist,
+                pending=persist and draw(st.booleans()),
+                busy=draw(st.integers(0, 3)) == 0,
+            )
+        )
+    return found
+
+
+@st.composite
+def _nodes(draw: st.DrawFn) -> list[NodeMemory]:
+    """Nodes that hold the same checkpoints, but for those that a kill has left on some of them only."""
+    checkpoints = draw(_checkpoints())
+    nodes = []
+    for _ in range(draw(st.integers(1, 3))):
+        missing = draw(st.sets(st.sampled_from([each.key for each in checkpoints]))) if checkpoints else set()
+        whole = draw(st.integers(0, 2)) > 0
+        kept = [
+            replace(each, busy=each.busy and draw(st.booleans()))
+            for each in checkpoints
+            if whole or each.key not in missing
+        ]
+        free_slots = draw(st.integers(0, 200))
+        needed = draw(st.integers(0, 200))
+        nodes.append(
+            NodeMemory(
+                tuple(kept),
+                used=sum(each.nbytes for each in kept) + free_slots,
+                spare=draw(st.integers(0, min(free_slots, needed))),
+                free=draw(st.integers(0, 400)),
+                limit=draw(st.none() | st.integers(0, 800)),
+                needed=needed,
+            )
+        )
+    return nodes
+
+
+def _everywhere(nodes: Sequence[NodeMemory]) -> list[Kept]:
+    """What every node holds, oldest first."""
+    keys = set.intersection(*({each.key for each in node.kept} for node in nodes))
+    return sorted((each for each in nodes[0].kept if each.key in keys), key=lambda each: each.created)
+
+
+def _fits(node: NodeMemory, evicted: frozenset[str], keep: int) -> bool:
+    staying = [each for each in node.kept if each.key not in evicted]
+    freed = sum(each.nbytes for each in node.kept) - sum(each.nbytes for each in staying)
+    occupied = max(node.used - freed - node.spare, 0) + node.needed
+    return (
+        len(staying) <= keep
+        and (node.limit is None or occupied <= node.limit)
+        and node.needed - node.spare - freed <= node.free
+    )
+
+
+@given(_nodes(), st.integers(1, 3))
+def test_what_is_admitted_fits_on_every_node(nodes: list[NodeMemory], keep: int) -> None:
+    verdict = admit(nodes, keep)
+    if verdict.action == "stage":
+        assert all(_fits(node, verdict.evict, keep) for node in nodes)
+
+
+@given(_nodes(), st.integers(1, 3))
+def test_nothing_leaves_memory_for_a_save_that_does_not_take_place(nodes: list[NodeMemory], keep: int) -> None:
+    verdict = admit(nodes, keep)
+    if verdict.action == "full":
+        assert not verdict.evict
+        assert verdict.why
+
+
+@given(_nodes(), st.integers(1, 3))
+@example([_node([_kept("a", 1)]), _node([_kept("a", 1), _kept("b", 2)])], 1)
+def test_the_newest_checkpoint_that_every_node_holds_stays(nodes: list[NodeMemory], keep: int) -> None:
+    whole = _everywhere(nodes)
+    if whole:
+        assert whole[-1].key not in admit(nodes, keep).evict
+
+
+@given(_nodes(), st.integers(1, 3))
+def test_where_no_checkpoint_is_whole_each_node_keeps_its_newest(nodes: list[NodeMemory], keep: int) -> None:
+    if not _everywhere(nodes):
+        newest = {max(node.kept, key=lambda each: each.created).key for node in nodes if node.kept}
+        assert not newest & admit(nodes, keep).evict
+
+
+@given(_nodes(), st.integers(1, 3))
+@example([_node([_kept("a", 1, busy=True), _kept("b", 2)]), _node([_kept("a", 1), _kept("b", 2)], limit=200)], 2)
+def test_a_checkpoint_that_is_busy_on_any_node_stays_on_all(nodes: list[NodeMemory], keep: int) -> None:
+    busy = {each.key for node in nodes for each in node.kept if each.busy}
+    assert not busy & admit(nodes, keep).evict
+
+
+@given(_nodes(), st.integers(1, 3))
+def test_the_newest_checkpoint_that_waits_for_its_flush_stays(nodes: list[NodeMemory], keep: int) -> None:
+    persisted = [each for each in _everywhere(nodes) if each.persist]
+    if persisted and persisted[-1].pending:
+        assert persisted[-1].key not in admit(nodes, keep).evict
+
+
+@given(_nodes(), st.integers(1, 3))
+def test_one_node_evicts_no_more_than_it_needs(nodes: list[NodeMemory], keep: int) -> None:
+    verdict = admit(nodes[:1], keep)
+    for key in verdict.evict:
+        others = [each for each in nodes[0].kept if each.key in verdict.evict and each.key != key]
+        # The last one that was chosen was still needed: without it, the earlier ones don't do.
+        if all(_precedes(each, next(one for one in nodes[0].kept if one.key == key)) for each in others):
+            assert not _fits(nodes[0], verdict.evict - {key}, keep)
+
+
+def _precedes(one: Kept, other: Kept) -> bool:
+    return (one.pending, one.created) < (other.pending, other.created)
+
+
+@given(_nodes(), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_the_verdict_does_not_depend_on_the_order_in_which_checkpoints_are_listed(
+    nodes: list[NodeMemory], keep: int, random: object
+) -> None:
+    shuffled = []
+    for node in nodes:
+        kept = list(node.kept)
+        random.shuffle(kept)  # type: ignore[attr-defined]
+        shuffled.append(replace(node, kept=tuple(kept)))
+    assert admit(shuffled, keep) == admit(nodes, keep)
+
+
+def test_an_empty_memory_takes_a_first_checkpoint() -> None:
+    assert admit([_node([])], 1) == Verdict("stage")
+
+
+def test_up_to_keep_checkpoints_stay_beside_the_one_that_is_staged() -> None:
+    kept = [_kept("a", 1), _kept("b", 2)]
+    assert admit([_node(kept)], 2) == Verdict("stage")
+    assert admit([_node(kept)], 1) == Verdict("stage", frozenset({"a"}))
+
+
+def test_durable_checkpoints_leave_before_older_ones_that_wait_for_their_flush() -> None:
+    kept = [_kept("old", 1, persist=True, pending=True), _kept("durable", 2, persist=True), _kept("new", 3)]
+    newest = _kept("newest", 4, persist=True, pending=True)
+    assert admit([_node([*kept, newest])], 3).evict == {"durable"}
+    assert admit([_node([*kept, newest])], 2).evict == {"durable", "new"}
+    assert admit([_node([*kept, newest])], 1).evict == {"durable", "new", "old"}
+
+
+def test_a_checkpoint_whose_flush_nothing_newer_supersedes_is_waited_for() -> None:
+    kept = [_kept("flushing", 1, persist=True, pending=True), _kept("newest", 2)]
+    verdict = admit([_node(kept)], 1)
+    assert (verdict.action, verdict.evict) == ("full", frozenset())
+    assert "2 checkpoints are in memory" in verdict.why
+
+
+def test_a_memory_limit_evicts_and_then_refuses_with_the_figures() -> None:
+    kept = [_kept("a", 1), _kept("b", 2)]
+    assert admit([_node(kept, limit=300)], 2) == Verdict("stage")
+    assert admit([_node(kept, limit=299)], 2) == Verdict("stage", frozenset({"a"}))
+    verdict = admit([_node(kept, limit=199)], 2)
+    assert (verdict.action, verdict.needed, verdict.limit) == ("full", 200, 199)
+
+
+def test_free_slots_of_the_job_are_not_counted_twice() -> None:
+    assert admit([_node([_kept("a", 1)], used=200, spare=100, limit=200)], 1) == Verdict("stage")
+    assert admit([_node([_kept("a", 1)], used=200, spare=100, free=0)], 1) == Verdict("stage")
+
+
+def test_a_full_file_system_refuses_with_the_figures() -> None:
+    verdict = admit([_node([_kept("a", 1)], used=100, free=50)], 1)
+    assert (verdict.action, verdict.needed, verdict.limit) == ("full", 200, 150)
+    assert "file system" in verdict.why
+
+
+def test_what_one_node_must_evict_leaves_all_nodes() -> None:
+    kept = [_kept("a", 1), _kept("b", 2)]
+    assert admit([_node(kept), _node(kept, limit=250)], 2) == Verdict("stage", frozenset({"a"}))
+
+
+def test_what_a_kill_left_on_one_node_only_makes_room_for_what_all_nodes_hold() -> None:
+    nodes = [_node([_kept("whole", 1)]), _node([_kept("whole", 1), _kept("part", 2, persist=True, pending=True)])]
+    assert admit(nodes, 1) == Verdict("stage", frozenset({"part"}))
+
+
+@given(_checkpoints(), st.integers(1, 4))
+def test_retention_leaves_at_most_keep_unless_something_holds_more(kept: list[Kept], keep: int) -> None:
+    leaving = retire(kept, keep)
+    staying = [each for each in kept if each.key not in leaving]
+    newest = max(kept, key=lambda each: each.created, default=None)
+    persisted = max((each for each in kept if each.persist), key=lambda each: each.created, default=None)
+    assert newest is None or newest in staying
+    assert persisted is None or not persisted.pending or persisted in staying
+    assert all(each in staying for each in kept if each.busy)
+    assert len(staying) >= min(keep, len(kept))
+    if len(staying) > keep:
+        assert all(each.busy or each is newest or (each is persisted and each.pending) for each in staying)
+
+
+# -- election ---------------------------------------------------------------------------------------------------------
+
+_FINDINGS = st.lists(
+    st.builds(
+        Finding,
+        st.sampled_from(["one", "two", "three"]),
+        st.sampled_from(["", "aa", "bb"]),
+        st.integers(0, 5).map(float),
+        st.sampled_from(["", "", "damaged"]),
+    ),
+    max_size=5,
+    unique_by=lambda each: (each.name, each.save_id),
+)
+
+
+@given(st.lists(_FINDINGS, min_size=1, max_size=4), _FINDINGS)
+def test_whatever_every_rank_can_read_is_chosen_newest_first_and_all_else_has_a_reason(
+    inventories: list[list[Finding]], stored: list[Finding]
+) -> None:
+    plan = elect(inventories, stored)
+    assert [choice.created for choice in plan.choices] == sorted((one.created for one in plan.choices), reverse=True)
+    chosen = {(choice.name, choice.save_id): choice for choice in plan.choices}
+    assert len(chosen) == len(plan.choices)
+    everything = {(one.name, one.save_id) for one in itertools.chain(*inventories, stored)}
+    for key in everything:
+        whole = {(one.name, one.save_id) for one in stored if not one.problem}
+        in_memory = all(any((one.name, one.save_id) == key and not one.problem for one in each) for each in inventories)
+        assert (key in chosen) == (in_memory or key in whole)
+        if key in chosen:
+            assert (chosen[key].memory, chosen[key].storage) == (in_memory, key in whole)
+    assert len(plan.reasons) == len(everything) - len(chosen)
+    assert all(any(reason.startswith(name) for reason in plan.reasons) for name, _ in everything - set(chosen))
+
+
+@given(st.lists(_FINDINGS, min_size=1, max_size=4), _FINDINGS, st.data())
+def test_the_order_of_ranks_and_findings_does_not_matter(
+    inventories: list[list[Finding]], stored: list[Finding], data: st.DataObject
+) -> None:
+    shuffled = [data.draw(st.permutations(each)) for each in data.draw(st.permutations(inventories))]
+    assert elect(shuffled, data.draw(st.permutations(stored))) == elect(inventories, stored)
+
+
+def test_memory_and_storage_of_one_save_are_one_choice() -> None:
+    finding = Finding("step-1", "aa", 1.0)
+    assert elect([[finding], [finding]], [finding]).choices == (Choice("step-1", "aa", 1.0, True, True),)
+
+
+def test_a_newer_save_of_the_same_name_comes_first_and_the_stored_one_after_it() -> None:
+    plan = elect([[Finding("latest", "bb", 2.0)]], [Finding("latest", "aa", 1.0)])
+    assert [(one.save_id, one.memory, one.storage) for one in plan.choices] == [
+        ("bb", True, False),
+        ("aa", False, True),
+    ]
+
+
+def test_reasons_say_what_is_missing_where() -> None:
+    plan = elect([[Finding("step-2", "bb", 2.0), Finding("step-1", "aa", 1.0, "2 of 9 bytes")], []], [])
+    assert plan.choices == ()
+    assert plan.reasons == (
+        "step-2 (save bb): memory: only 1 of 2 ranks' nodes hold it; not committed on storage",
+        "step-1 (save aa): memory: 2 of 9 bytes; not committed on storage",
+    )
+    (reason,) = elect([[]], [Finding("step-3", "", 3.0, "segment of rank 1: missing")]).reasons
+    assert reason == "step-3: not in memory; storage: segment of rank 1: missing"
+
+
+def test_nothing_found_is_an_empty_plan() -> None:
+    assert elect([[], []], []) == RecoveryPlan((), ())
+
+
+def test_ranks_that_saved_alone_have_in_common_what_each_of_them_has_by_name() -> None:
+    def plan(*choices: tuple[str, str, float]) -> RecoveryPlan:
+        return RecoveryPlan(tuple(Choice(*choice, True, False) for choice in choices), ())
+
+    first = plan(("c", "11", 3.0), ("b", "12", 2.0), ("b", "13", 1.5), ("a", "14", 1.0))
+    second = plan(("b", "21", 2.5), ("a", "22", 1.0))
+    common = in_common([first, second])
+    assert [choice.name for choice in common.choices] == ["b", "a"]
+    assert common.choices[0].save_id == "12"
+    assert common.reasons == ("c: not every rank has its part",)
+
+
+# -- persistence ------------------------------------------------------------------------------------------------------
+
+
+def _persisted(policy: Persist, times: Sequence[float]) -> list[int]:
+    """Which of the saves at these times go to storage."""
+    chosen: list[int] = []
+    for number, now in enumerate(times):
+        since = (number - chosen[-1], now - times[chosen[-1]]) if chosen else (None, None)
+        if policy.wants(*since):
+            chosen.append(number)
+    return chosen
+
+
+@given(st.integers(1, 9), st.integers(0, 60))
+def test_every_nth_save_is_persisted_from_the_first_on(n: int, saves: int) -> None:
+    assert _persisted(every(n), [float(i) for i in range(saves)]) == list(range(0, saves, n))
+
+
+@given(st.integers(1, 50), st.lists(st.integers(0, 30), max_size=40))
+def test_an_interval_persists_the_first_save_and_then_the_first_after_each(seconds: int, gaps: list[int]) -> None:
+    times = [float(time) for time in itertools.accumulate(gaps)]
+    chosen = _persisted(interval(seconds), times)
+    assert not times or chosen[0] == 0
+    for earlier, later in itertools.pairwise(chosen):
+        assert times[later] - times[earlier] >= seconds
+        assert later == earlier + 1 or times[later - 1] - times[earlier] < seconds
+    if chosen:
+        assert times[-1] - times[chosen[-1]] < seconds or chosen[-1] == len(times) - 1
+
+
+def test_true_and_false_are_all_and_none() -> None:
+    assert _persisted(persist_policy(True), [0.0] * 5) == [0, 1, 2, 3, 4]
+    assert _persisted(persist_policy(False), [0.0] * 5) == []
+    assert persist_policy(every(3)) == every(3)
+
+
+def test_a_policy_of_both_persists_at_whichever_comes_first() -> None:
+    both = Persist(saves=3, seconds=10.0)
+    assert _persisted(both, [0.0, 1, 2, 3, 14, 15, 16, 17]) == [0, 3, 4, 7]
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, True, "2", None])
+def test_every_takes_whole_numbers_above_zero_only(n: object) -> None:
+    with pytest.raises(ConfigError, match="every"):
+        every(n)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_an_interval_is_above_zero(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="interval"):
+        interval(seconds)
+
+
+@pytest.mark.parametrize("seconds", ["10", None, True])
+def test_an_interval_is_a_number_of_seconds(seconds: object) -> None:
+    with pytest.raises(ConfigError, match="interval"):
+        interval(seconds)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("persist", [1, 0, None, "yes", every])
+def test_other_policies_are_refused(persist: object) -> None:
+    with pytest.raises(ConfigError, match="persist"):
+        persist_policy(persist)  # type: ignore[arg-type]
