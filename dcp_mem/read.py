@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from dcp_mem.errors import DcpMemError, SegmentCorrupt
+from dcp_mem.errors import DcpMemError, SegmentCorrupt, UntrustedMetadata
 from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
@@ -85,6 +85,8 @@ def _by_file(metadata: Metadata, plan: LoadPlan) -> dict[str, list[_Wanted]]:
     files: dict[str, list[_Wanted]] = {}
     for request in plan.items:
         info = metadata.storage_data[request.storage_index]
+        if "/" in info.relative_path or info.relative_path in ("", "..", "."):
+            raise UntrustedMetadata(f"metadata that names a file outside of the checkpoint: {info.relative_path}")
         transforms = getattr(info, "transform_descriptors", None) or ()
         wanted = _Wanted(request, info.relative_path, info.offset, info.length, transforms)
         files.setdefault(info.relative_path, []).append(wanted)

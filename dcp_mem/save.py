@@ -472,6 +472,8 @@ def _streams(planner: SavePlanner, slow: Sequence[WriteItem], objects: Sequence[
     for item in slow:
         stream = io.BytesIO()
         tensor = _resolve(planner, item).cpu()
+        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save would write all of the storage that it is a view of
         torch.save(tensor, stream)
         yield stream.getbuffer()
     for item in objects:

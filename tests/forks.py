@@ -36,6 +36,7 @@ _PRELOADED = [
     "adlfs",
     "s3fs",
     "torch",
+    "torch._dynamo",  # which the first DTensor asks for
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
     "dcp_mem.agent",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
 from dcp_mem.reader import RecoveryReport
@@ -54,7 +54,8 @@ def make_state(number: int) -> State:
     """The state of that number: sharded over the ranks, replicated, and objects."""
     sharded: torch.Tensor = torch.arange(600.0).view(60, 10) + number
     if dist.is_initialized():
-        sharded = distribute_tensor(sharded, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded = DTensor.from_local(sharded.chunk(dist.get_world_size())[dist.get_rank()], mesh, [Shard(0)])
     return {
         "sharded": sharded,
         "replicated": torch.full((33,), number, dtype=torch.bfloat16),

@@ -417,23 +417,29 @@ class Trainer:
     """One job in one process: what the other end of a `Line` calls."""
 
     def __init__(self, place: Place) -> None:
-        self.place, self.writer = place, place.writer()
+        self.place = place
+        self._writers: dict[bool, MemoryStorageWriter] = {}
 
-    def save(self, step: int, name: str = "") -> None:
-        save(self.writer, step, name)
+    def writer(self, persist: bool = True) -> MemoryStorageWriter:
+        """The job's writer; it has two, of which one has nothing flushed."""
+        if persist not in self._writers:
+            self._writers[persist] = self.place.writer(persist=persist)
+        return self._writers[persist]
 
-    def save_async(self, step: int) -> None:
-        """Begin a save in a thread, and leave it to itself."""
-        dcp.async_save(state_of(step), checkpoint_id=name_of(step), storage_writer=self.writer)
+    def save(self, step: int, name: str = "", persist: bool = True) -> None:
+        save(self.writer(persist), step, name)
 
     def wait(self, name: str, timeout: float = 60.0) -> None:
-        self.writer.wait(name, timeout=timeout)
+        self.writer().wait(name, timeout=timeout)
+
+    def flush(self) -> None:
+        """Wait until nothing that is meant for storage is left to flush."""
+        for entry in self.writer().status():
+            if entry.in_memory and entry.persist:
+                self.wait(entry.name)
 
     def load(self, name: str | None = None, storage: bool = True) -> Loaded:
         return load(self.place, name, storage)
-
-    def stock_steps(self, directory: str) -> dict[str, int]:
-        return stock_steps(directory)
 
     def arm(self, text: str) -> None:
         faults.arm(text)
@@ -443,11 +449,13 @@ class Trainer:
         os.environ.update(variables)
 
     def close(self) -> None:
-        self.writer.close()
+        for writer in list(self._writers.values()) or [self.writer()]:
+            writer.close()
 
     def reopen(self, place: Place) -> None:
         """Go on with another job, or the same one with other settings."""
-        self.place, self.writer = place, place.writer()
+        self.place = place
+        self._writers.clear()
 
 
 class LineDead(Exception):
@@ -499,6 +507,11 @@ class Line:
     def call(self, name: str, *arguments: Any) -> Any:
         self.begin(name, *arguments)
         return self.end()
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until it is gone."""
+        self.process.send(0, signal.SIGKILL)
+        self.process.join(killed={0})
 
     def hang_up(self) -> None:
         """Let the process end as a script does that has come to its end: without closing anything."""

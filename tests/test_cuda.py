@@ -177,7 +177,7 @@ def test_a_model_and_its_optimizer_on_a_device_survive(places: Places) -> None:
             fresh = torch.nn.Linear(300, 70).cuda()
             its = torch.optim.AdamW(fresh.parameters())
             model_state, optimizer_state = get_state_dict(fresh, its)
-            into = {"model": model_state, "optimizer": optimizer_state}
+            into: State = {"model": model_state, "optimizer": optimizer_state}
             places.load(road, "step-1", into)
             set_state_dict(fresh, its, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
             assert [bits(parameter.cpu()) for parameter in fresh.parameters()] == expected, road

@@ -349,7 +349,9 @@ def _metadata() -> Metadata:
         MetadataIndex("t0", [0, 0], 0): _StorageInfo("__0_0.distcp", 0, 10),
         MetadataIndex("object"): _StorageInfo("__1_0.distcp", 5, 7),
     }
-    meta = StorageMeta(checkpoint_id=pathlib.PurePosixPath("/a/b"), save_id="12345678", modules=["m"])
+    meta = StorageMeta(checkpoint_id=pathlib.PurePosixPath("/a/b"), save_id="12345678")
+    if hasattr(meta, "modules"):  # not in torch 2.6
+        meta.modules = ["m"]
     return Metadata(described, planner_data=planner_data, storage_data=storage_data, storage_meta=meta)
 
 

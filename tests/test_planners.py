@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from tests.roundtrip import ROADS, Places, State, assert_same, bits, comes_back
+from tests.roundtrip import ROADS, Places, State, assert_same, bits, blank_of, comes_back
 
 CACHING = "enable_plan_caching" in inspect.signature(dcp.DefaultSavePlanner).parameters
 needs_caching = pytest.mark.skipif(not CACHING, reason=f"torch {torch.__version__} caches no plans")
@@ -501,6 +501,44 @@ def test_a_state_that_does_not_match_is_torchs_own_error(places: Places, into: S
             with pytest.raises(dcp.CheckpointException, match=message):
                 places.load(road, "step-1", dict(into))
         comes_back(places, "step-1", {}, roads=ROADS[:2])
+
+
+class _ActingAtLoad(dcp.DefaultLoadPlanner):
+    """Does something in the middle of a load, after the checkpoint was chosen and before it is read."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self._act = act
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        self._act()
+        return plan
+
+
+def test_saves_during_a_load_leave_what_is_being_loaded_alone(places: Places) -> None:
+    def state(value: float) -> State:
+        return {"a": torch.full((5000,), value), "o": f"object {value}"}
+
+    with places.writer(keep=2) as writer:
+        places.save(writer, state(1.0), "one")
+
+        def save_others() -> None:
+            for step in range(6):
+                dcp.save(state(2.0), checkpoint_id=f"other-{step}", storage_writer=writer)
+
+        into = places.load("memory", "one", blank_of(state(0.0)), planner=_ActingAtLoad(save_others))
+        assert_same(state(1.0), into)
+
+        def save_over() -> None:
+            for _ in range(6):
+                dcp.save(state(3.0), checkpoint_id="other-5", storage_writer=writer)
+
+        into = places.load("memory", "other-5", blank_of(state(0.0)), planner=_ActingAtLoad(save_over))
+        assert_same(state(2.0), into)
+        comes_back(places, "other-5", state(3.0), roads=("memory", "stock from memory"))
+        dcp.save(state(4.0), checkpoint_id="last", storage_writer=writer)
+    assert len(list(Path(places.memory, places.job).rglob("*.distcp"))) == 2
 
 
 # -- plan caching ------------------------------------------------------------------------------------------------------------

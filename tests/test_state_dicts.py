@@ -219,8 +219,9 @@ def test_tensors_that_share_a_storage_survive_each_with_its_own_values(places: P
 
 def test_only_the_elements_of_a_view_are_saved_and_not_its_whole_storage(places: Places) -> None:
     base = torch.zeros(4 << 20, dtype=torch.uint8)
+    views = {"view": base[:16], "of a subclass": base[:16].as_subclass(_Tagged), "last": base[-1]}
     with places.writer() as writer:
-        places.save(writer, {"view": base[:16]}, "step-1")
+        places.save(writer, views, "step-1")
         assert writer.status()[0].nbytes < 8192
 
 
