@@ -66,7 +66,7 @@ def raised_by(act: Callable[[], object]) -> Exception | None:
         act()
     except CheckpointException as error:
         failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-        own = failures.get(int(os.environ["FORK_RANK"]), next(iter(failures.values())))
+        own = failures.get(int(os.environ.get("FORK_RANK", "0")), next(iter(failures.values())))
         assert isinstance(own, Exception)
         return own
     except Exception as error:
@@ -187,12 +187,12 @@ def _live(
     faulthandler.enable(2)
     faulthandler.register(_DUMP_STACKS, 2)
     warnings.filterwarnings("error", module=r"dcp_mem(\.|$)")
-    try:
-        returned = pickle.dumps(_act(job, directory, rank, world_size))
-    except BaseException:
-        traceback.print_exc()
-        sys.exit(1)
-    (directory / f"{rank}.returned").write_bytes(returned)
+    with (directory / f"{rank}.returned").open("wb") as returned:  # now: it may become another user
+        try:
+            returned.write(pickle.dumps(_act(job, directory, rank, world_size)))
+        except BaseException:
+            traceback.print_exc()
+            sys.exit(1)
 
 
 def _act(job: bytes, directory: Path, rank: int, world_size: int | None) -> object:

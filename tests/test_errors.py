@@ -249,7 +249,7 @@ def test_directory_without_permission_fails_the_flush_and_not_the_training(memor
         os.chmod(closed, 0o755)
         error, _ = forked(_save_where_nothing_may_be_written, f"{closed}/run", str(memory_root))
     assert "Permission denied" in error
-    assert "check the path and its permissions" in error
+    assert "Check the path, and that you may write there" in error
 
 
 def test_file_in_place_of_a_directory_is_a_refusal_that_wait_raises(memory_root: Path, tmp_path: Path) -> None:
