@@ -89,6 +89,7 @@ class Flusher:
         self._trouble: dict[str, _Trouble] = {}
         self._storages: dict[str, tuple[Registration, Storage]] = {}
         self._unwritten: dict[str, tuple[JobMemory, Held, FlushRecord]] = {}
+        self._served: dict[str, float] = {}
 
     def register(self, registration: Registration) -> None:
         """Take a job on, or its renewed credentials, which may be what failed flushes waited for."""
@@ -100,21 +101,38 @@ class Flusher:
                     trouble.again = 0.0
 
     def flush_next(self) -> bool:
-        """Flush one checkpoint; False where there is none whose turn it is."""
+        """Flush one checkpoint, of the job that has waited longest; False where there is none whose turn it is."""
         for unwritten in list(self._unwritten.values()):
             self._record(*unwritten)
         now = time.monotonic()
-        for registration in list(self._jobs.values()):
+        for registration in sorted(self._jobs.values(), key=lambda one: self._served.get(one.job, 0.0)):
             held = next((held for held in self._pending(registration.job) if self._due(held) <= now), None)
             if held is not None:
-                self._flush(registration, JobMemory(self._root, registration.job), held)
+                self._served[registration.job] = now
+                try:
+                    self._flush(registration, JobMemory(self._root, registration.job), held)
+                except Exception:  # a defect, or memory that vanished: no reason to let the other jobs down
+                    log.exception("%s can't be flushed", held.name)
+                    trouble = self._trouble.setdefault(held.manifest.save_id, _Trouble(registration.job))
+                    trouble.again = now + _LONGEST_PAUSE
                 return True
         return False
+
+    def retry(self) -> None:
+        """Make everything due that failed before."""
+        for trouble in list(self._trouble.values()):
+            trouble.again = 0.0
 
     def seconds_until_next(self) -> float | None:
         """How long until a failed flush is due again; None where nothing is pending."""
         due = [self._due(held) for job in list(self._jobs) for held in self._pending(job)]
         return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def is_busy(self) -> bool:
+        """Whether anything is pending but failures, which are tried again later."""
+        now = time.monotonic()
+        pending = [self._trouble.get(held.manifest.save_id) for job in list(self._jobs) for held in self._pending(job)]
+        return any(trouble is None or trouble.again <= now or not trouble.attempts for trouble in pending)
 
     def is_needed(self) -> bool:
         """Whether a trainer of a registered job lives, or something is left to flush that is still worth trying."""
@@ -134,8 +152,10 @@ class Flusher:
         except (DcpMemError, OSError) as error:
             log.warning("the memory of job %s can't be read: %s", job, error)
             return []
-        done = {save_id for save_id, (_, _, record) in self._unwritten.items() if record.outcome in ("durable", "skipped")}
-        return [held for held in found if held.pending and held.manifest.save_id not in done]
+        told = {save_id: record.outcome for save_id, (_, _, record) in self._unwritten.items()}
+        return [
+            held for held in found if held.pending and told.get(held.manifest.save_id) not in ("durable", "skipped")
+        ]
 
     def _due(self, held: Held) -> float:
         trouble = self._trouble.get(held.manifest.save_id)

@@ -295,7 +295,9 @@ class _FlushThread:
     def drain(self) -> None:
         """Give what is pending a last chance as the process ends; what stays is flushed by the job's next start."""
         deadline = time.monotonic() + _DRAIN_AT_EXIT
-        while time.monotonic() < deadline and self._flusher.seconds_until_next() is not None:
+        self._flusher.retry()
+        self._woken.set()
+        while time.monotonic() < deadline and self._flusher.is_busy():
             time.sleep(0.05)
 
     def _work(self) -> None:

@@ -52,8 +52,16 @@ class MemorySource:
         self._resources = ExitStack()
         self._descriptors: dict[str, int] = {}
         self._ranks = {segment.file: segment.rank for segment in held.manifest.segments}
+        try:
+            self._open_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_all(self) -> None:
+        held = self._held
         self._open(held.manifest_path, 0)
-        if Manifest.from_json(read_bytes(held.manifest_path)).save_id != held.manifest.save_id:
+        if Manifest.from_json(self._read_file(held.manifest_path)).save_id != held.manifest.save_id:
             raise self._corrupt(0, "it was replaced by a newer save")
         for segment in held.manifest.segments:
             descriptor = self._open(held.segment_path(segment.file), segment.rank)
@@ -136,7 +144,7 @@ class StorageSource:
         """What torch wrote has no manifest; a checkpoint of ours without one has lost its checksums."""
         files = {getattr(info, "relative_path", "") for info in (metadata.storage_data or {}).values()}
         if any(names.SEGMENT.fullmatch(file) for file in files):
-            raise self._corrupt(0, "its manifest is missing, and the checksums with it (torch's own readers take it as it is)")
+            raise self._corrupt(0, "its manifest is missing, and the checksums with it (torch's own readers need none)")
         return metadata
 
     def table(self, file: str) -> ItemTable | None:

@@ -164,8 +164,7 @@ class Forks(Generic[T]):
         for rank, output in enumerate(outputs):
             print("".join(f"[rank {rank}] {line}\n" for line in output.splitlines()), end="")
         return [
-            pickle.loads((self._directory / f"{rank}.returned").read_bytes())
-            for rank in range(len(self._processes))
+            pickle.loads((self._directory / f"{rank}.returned").read_bytes()) for rank in range(len(self._processes))
         ]
 
     def _output(self, rank: int) -> str:
@@ -173,9 +172,7 @@ class Forks(Generic[T]):
         return path.read_text(errors="replace")[-_OUTPUT_CHARACTERS:] if path.exists() else ""
 
 
-def _live(
-    job: bytes, directory: Path, rank: int, world_size: int | None, environment: dict[str, str]
-) -> None:
+def _live(job: bytes, directory: Path, rank: int, world_size: int | None, environment: dict[str, str]) -> None:
     """The life of one process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.clear()

@@ -1,8 +1,6 @@
 """A storage in this process whose uploads stop at a gate until the test opens it, or fail as it says.
 
-    gate = install()
-    gate.close()
-    writer = MemoryStorageWriter("gated://bucket/run", agent="thread")
+`install()` makes it known as `gated://` and returns the gate; writers to it need `agent="thread"`.
 """
 
 import threading

@@ -133,5 +133,3 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
-
-

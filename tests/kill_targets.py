@@ -69,8 +69,9 @@ class Forked:
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a rank that hasn't been joined yet."""
-        if self._status(rank) is None:
-            os.kill(self.pids[rank], number)
+        with contextlib.suppress(ProcessLookupError):
+            if self._status(rank) is None:
+                os.kill(self.pids[rank], number)
 
     def wait_until_stopped(self, rank: int, timeout: float = 30.0) -> None:
         """Wait until a rank has stopped itself (or raise AssertionError)."""
@@ -87,12 +88,12 @@ class Forked:
             time.sleep(_POLL_SECONDS)
         hung = [rank for rank in ranks if self._status(rank) is None]
         for rank in hung:
-            os.kill(self.pids[rank], signal.SIGCONT)
-            os.kill(self.pids[rank], _DUMP_STACKS)
+            self.send(rank, signal.SIGCONT)
+            self.send(rank, _DUMP_STACKS)
         if hung:
             time.sleep(_DUMP_SECONDS)
         for rank in hung:
-            os.kill(self.pids[rank], signal.SIGKILL)
+            self.send(rank, signal.SIGKILL)
         outcomes = [self._outcome(rank, hung=rank in hung) for rank in ranks]
         if hung:
             raise RanksHung(f"ranks {hung} have not ended within {timeout:.0f} s", outcomes)
@@ -572,7 +573,9 @@ class Survived:
     slots: tuple[int, ...]
 
 
-def survive(place: Place, before: Sequence[int], failing: int, armed: Mapping[int, str], after: Sequence[int]) -> Survived:
+def survive(
+    place: Place, before: Sequence[int], failing: int, armed: Mapping[int, str], after: Sequence[int]
+) -> Survived:
     """Save; have a save fail; load what there is; save on in the same processes, and load each of those."""
     writer = place.writer()
     for step in before:

@@ -18,7 +18,8 @@ def mounted_tmpfs(directory: Path, size: str) -> Iterator[Path]:
     """A tmpfs of that size ("64m") on a new directory; unmounted at the end."""
     directory.mkdir(mode=0o700)
     options = f"size={size},mode=0700"
-    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", directory], capture_output=True)
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+    mounting = subprocess.run(command, capture_output=True, check=False)
     if mounting.returncode:
         directory.rmdir()
         pytest.skip(f"a tmpfs can't be mounted here: {mounting.stderr.decode().strip()}")

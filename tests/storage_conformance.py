@@ -151,9 +151,7 @@ class StorageConformance:
         assert storage.get("step-1/segment") == _bytes(nbytes, 0)
 
     @pytest.mark.parametrize("kind", [FileNotFoundError, RuntimeError, KeyboardInterrupt])
-    def test_an_error_of_the_source_is_not_blamed_on_storage(
-        self, storage: Storage, kind: type[BaseException]
-    ) -> None:
+    def test_an_error_of_the_source_is_not_blamed_on_storage(self, storage: Storage, kind: type[BaseException]) -> None:
         def pieces() -> Iterator[memoryview]:
             yield memoryview(b"piece")
             raise kind("of the source")

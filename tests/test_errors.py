@@ -1,11 +1,13 @@
 """What goes wrong says what to do, on all ranks alike, and leaves what was saved before."""
 
 import contextlib
+import importlib
+import logging
 import os
-import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dcp_mem import ConfigError, MemoryBudgetExceeded, MemoryStorageWriter, RankFailed, State, every, interval
+import dcp_mem.recover
+from dcp_mem import ConfigError, JobInUse, MemoryBudgetExceeded, MemoryStorageWriter, RankFailed, State, every, interval
 from dcp_mem.errors import DcpMemError
-from tests.forks import forked, forked_ranks, raised_by
-from tests.jobs import Job, load_anew, save
+from tests.forks import forked, forked_ranks, forking, raised_by
+from tests.jobs import Job, agents, load_anew, save, wait_until
+from tests.places import fill, mounted_tmpfs
+from tests.servers import S3Server, StorageRoot
 
 _UNREACHABLE = "http://127.0.0.1:9"  # the discard port, where nothing listens
 
@@ -77,18 +82,6 @@ def test_save_without_a_checkpoint_id_says_what_path_is(memory_root: Path) -> No
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _tmpfs(directory: Path, size: str) -> Iterator[Path]:
-    directory.mkdir(mode=0o700)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(directory)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a tmpfs takes root")
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", "-l", str(directory)], check=True)
-
-
 def _fill(memory: str, on_full: str) -> tuple[str, list[str], int]:
     """Save 12 MiB at a time into a tmpfs of 32: the error, what status says of the saves, and what still loads."""
     import torch
@@ -109,7 +102,7 @@ def _fill(memory: str, on_full: str) -> tuple[str, list[str], int]:
 
 
 def test_full_tmpfs_makes_room_by_evicting_and_never_kills(memory_root: Path) -> None:
-    with _tmpfs(memory_root / "small", "32m") as small:
+    with mounted_tmpfs(memory_root / "small", "32m") as small:
         error, names, loaded = forked(_fill, str(small), "raise")
     assert error == "NoneType: None"
     assert names[0] == "step-3 complete"
@@ -117,7 +110,7 @@ def test_full_tmpfs_makes_room_by_evicting_and_never_kills(memory_root: Path) ->
 
 
 def test_checkpoint_larger_than_the_tmpfs_is_an_error_with_the_figures(memory_root: Path) -> None:
-    with _tmpfs(memory_root / "small", "8m") as small:
+    with mounted_tmpfs(memory_root / "small", "8m") as small:
         error = forked(_first_error, str(small))
     assert error.startswith(MemoryBudgetExceeded.__name__)
     assert "MiB needed" in error
@@ -151,7 +144,7 @@ def _grow_a_byte_item(memory: str) -> tuple[str, int]:
 
 
 def test_byte_item_that_fills_the_tmpfs_is_an_error_and_the_last_checkpoint_stays(memory_root: Path) -> None:
-    with _tmpfs(memory_root / "small", "32m") as small:
+    with mounted_tmpfs(memory_root / "small", "32m") as small:
         error, length = forked(_grow_a_byte_item, str(small))
     assert error.startswith(MemoryBudgetExceeded.__name__)
     assert length == len(b"small")
@@ -260,3 +253,229 @@ def test_file_in_place_of_a_directory_is_a_refusal_that_wait_raises(memory_root:
     with pytest.raises(DcpMemError, match=r"'step-1' did not reach storage.*Not a directory"):
         writer.wait(timeout=30)
     writer.close(flush=False)
+
+
+# -- the node's memory, full to the last page --------------------------------------------------------------------------
+
+
+def _save_into_a_full_root(memory: str) -> tuple[list[Exception | None], int, Exception | None]:
+    """Two saves, two more when nothing is free, and one when there is room again."""
+    with Job(None, memory).writer(keep=1, on_full="raise") as writer:
+        save(writer, 1)
+        save(writer, 2)
+        leads = not dist.is_initialized() or dist.get_rank() == 0
+        if leads:
+            fill(Path(memory) / "filler")
+        _everyone()
+        errors = [raised_by(partial(save, writer, number)) for number in (3, 4)]
+        loaded = load_anew(Job(None, memory)).number
+        if leads:
+            (Path(memory) / "filler").unlink()
+        _everyone()
+        return errors, loaded, raised_by(lambda: save(writer, 5))
+
+
+def _everyone() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tmpfs_without_a_free_page_fails_the_save_on_every_rank_and_nothing_else(memory_root: Path, ranks: int) -> None:
+    with mounted_tmpfs(memory_root / "small", "64m") as small:
+        for errors, loaded, afterwards in forked_ranks(_save_into_a_full_root, ranks, str(small)):
+            for error in errors:
+                assert isinstance(error, (MemoryBudgetExceeded, RankFailed))
+                assert "Raise memory_limit or the tmpfs size" in str(error)
+            assert loaded == 2
+            assert afterwards is None
+
+
+def _flush_from_a_full_root(job: Job) -> tuple[str, str]:
+    """Flush a checkpoint when the memory root has no room for a line about it; the state before and after there is."""
+    writer = job.writer()
+    save(writer, 1)
+    writer.wait(timeout=30)
+    (agent,) = agents(job.memory)
+    agent.suspend()
+    save(writer, 2)
+    filler = Path(job.memory) / "filler"
+    fill(filler)
+    agent.resume()
+    wait_until((Path(job.url or "") / "step-2" / ".metadata").exists)
+    before = writer.status()[0].state
+    filler.unlink()
+    writer.wait(timeout=30)
+    assert agents(job.memory) == [agent]
+    return before, writer.status()[0].state
+
+
+def test_agent_outlives_a_memory_root_in_which_it_cant_write(memory_root: Path, tmp_path: Path) -> None:
+    with mounted_tmpfs(memory_root / "small", "64m") as small:
+        # Its log lies there too: what doesn't fit is lost, and that must not end it.
+        job = Job(str(tmp_path / "storage"), str(small))
+        before, after = forked(_flush_from_a_full_root, job)
+    assert (before, after) == (State.COMPLETE, State.DURABLE)
+
+
+# -- agents that can't work --------------------------------------------------------------------------------------------
+
+
+def _save_without_an_agent(job: Job) -> tuple[list[str], str]:
+    heard: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcp_mem").addHandler(handler)
+    sys.executable = "/nowhere/python"
+    writer = job.writer()
+    save(writer, 1)
+    error = raised_by(lambda: writer.wait(timeout=0.1))
+    assert load_anew(job).number == 1
+    writer.close(flush=False)
+    return heard, str(error)
+
+
+def test_agent_that_cant_be_started_is_logged_and_training_goes_on(memory_root: Path, tmp_path: Path) -> None:
+    heard, error = forked(_save_without_an_agent, Job(str(tmp_path), str(memory_root)))
+    assert any("the agent can't be started" in text and "agent='thread'" in text for text in heard)
+    assert "step-1" in error or "the newest checkpoint is not durable yet" in error
+
+
+def _save_with_foreign_options(job: Job, script: Path) -> tuple[str, int, str]:
+    """Save with options of a class that only this script knows."""
+    script.write_text("class Credential:\n    pass\n")
+    sys.path.insert(0, str(script.parent))
+    credential = importlib.import_module(script.stem).Credential()
+    with job.writer() as writer:
+        save(writer, 1)
+        writer.wait(timeout=30)
+        (agent,) = agents(job.memory)
+        other = Job(f"{job.url}/other", job.memory, {"credential": credential}, "other")
+        foreign = other.writer()
+        save(foreign, 2)
+        error = raised_by(lambda: foreign.wait(timeout=0.1))
+        save(writer, 3)  # the agent goes on for those that it understands
+        writer.wait(timeout=30)
+        assert agents(job.memory) == [agent]
+        foreign.close(flush=False)
+    return str(error), load_anew(other).number, Path(writer.agent_log).read_text()
+
+
+def test_options_that_the_agent_cant_read_dont_stop_it(memory_root: Path, tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "storage"), str(memory_root))
+    error, number, log = forked(_save_with_foreign_options, job, tmp_path / "only_here.py")
+    assert "is not durable yet" in error
+    assert number == 2
+    assert "storage_options that can't be read here (ModuleNotFoundError: No module named 'only_here')" in log
+
+
+def test_options_that_cant_be_sent_to_the_agent_are_refused_at_once(tmp_path: Path) -> None:
+    options = {"credential": threading.Lock()}
+    with pytest.raises(ConfigError, match=r"storage_options can't be sent to the agent .* agent='thread'"):
+        MemoryStorageWriter(tmp_path, storage_options=options)
+    MemoryStorageWriter(tmp_path, storage_options=options, agent="thread")
+    MemoryStorageWriter(None, job="job", storage_options=options)
+
+
+# -- storage that doesn't answer ---------------------------------------------------------------------------------------
+
+
+def _save_and_flush(job: Job) -> None:
+    with job.writer() as writer:
+        save(writer, 1)
+        writer.wait(timeout=30)
+
+
+def _load_past_silence(job: Job) -> tuple[float, int, str, float]:
+    dcp_mem.recover._PATIENCE = 1.0
+    started = time.monotonic()
+    loaded = load_anew(job)
+    ended = time.monotonic()
+    return ended - started, loaded.number, "\n".join(loaded.report.passed_over), ended
+
+
+def test_load_from_memory_doesnt_wait_for_storage_that_hangs(
+    s3_root: StorageRoot, moto: S3Server, memory_root: Path
+) -> None:
+    job = Job(f"{s3_root.url}/run", str(memory_root), s3_root.storage_options)
+    forked_ranks(_save_and_flush, 2, job)
+    moto.pause()
+    try:
+        for seconds, number, passed_over, ended in forked_ranks(_load_past_silence, 2, job, timeout=30):
+            assert seconds < 10
+            assert number == 1
+            assert f"storage {job.url} did not answer within 1 s" in passed_over
+            assert time.monotonic() - ended < 10, "the process waits for storage before it ends"
+    finally:
+        moto.resume()
+
+
+def test_named_checkpoint_on_storage_that_is_down_says_why(memory_root: Path) -> None:
+    error = forked(_named_load_error, _unreachable(memory_root))
+    assert error.startswith(
+        "CheckpointNotFound: checkpoint 'step-7' can't be loaded from memory (job job) and s3://bucket"
+    )
+    assert "(loadable, newest first: none)" in error
+    assert error.count("is unavailable") == 1
+
+
+def _named_load_error(job: Job) -> str:
+    error = raised_by(lambda: load_anew(job, "step-7"))
+    return f"{type(error).__name__}: {error}"
+
+
+def test_package_that_a_protocol_of_fsspec_itself_needs_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"sftp:// can't be used here: .*paramiko"):
+        MemoryStorageWriter("sftp://host/run")
+
+
+# -- two runs of one job -----------------------------------------------------------------------------------------------
+
+
+def _hold(job: Job, mark: Path) -> None:
+    with job.writer(persist=False) as writer:
+        save(writer, 1)
+        mark.touch()
+        wait_until(lambda: not mark.exists())
+
+
+def _try_to_save(job: Job) -> Exception | None:
+    error = raised_by(lambda: save(job.writer(persist=False), 2))
+    assert load_anew(job).number == 1  # reading is free to all
+    return error
+
+
+def test_job_of_another_live_run_is_refused_on_every_rank(memory_root: Path, tmp_path: Path) -> None:
+    job, mark = Job(str(tmp_path / "storage"), str(memory_root)), tmp_path / "held"
+    with forking(_hold, 2, job, mark) as holders:
+        wait_until(mark.exists)
+        for error in forked_ranks(_try_to_save, 2, job):
+            assert isinstance(error, (JobInUse, RankFailed))
+            assert "job 'job' is in use by process" in str(error)
+            assert "End that run, or give this one another job= (or path)" in str(error)
+        mark.unlink()
+        holders.join()
+    assert forked_ranks(_save_after_all, 2, job) == [None, None]
+
+
+def _save_after_all(job: Job) -> Exception | None:
+    with job.writer(persist=False) as writer:
+        return raised_by(lambda: save(writer, 3))
+
+
+# -- names of checkpoints ----------------------------------------------------------------------------------------------
+
+
+def _save_under(job: Job, names: list[str]) -> list[Exception | None]:
+    with job.writer(persist=False) as writer:
+        return [raised_by(partial(save, writer, 1, name.format(rank=dist.get_rank()))) for name in names]
+
+
+def test_name_that_is_none_under_the_root_is_refused_on_every_rank(memory_root: Path, tmp_path: Path) -> None:
+    names = ["../step-1", "a/b", ".hidden", "s3://elsewhere/step-1", "/elsewhere/step-1", "x" * 300, "step-{rank}"]
+    for errors in forked_ranks(_save_under, 2, Job(str(tmp_path), str(memory_root)), names):
+        for name, error in zip(names[:-1], errors, strict=False):
+            assert isinstance(error, ConfigError), name
+            assert "give a plain name such as 'step-100', or a full path or URL directly under the root" in str(error)
+        assert isinstance(errors[-1], ConfigError)
+        assert "the ranks save under different checkpoint ids: step-0, step-1" in str(errors[-1])

@@ -1,15 +1,18 @@
 """Memory of jobs that are gone is found and given back; nothing stays after close that policy doesn't keep."""
 
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from dcp_mem import JobInUse, Reclaimed, reclaim
+from dcp_mem import JobInUse, MemoryRootRefused, Reclaimed, reclaim
 from dcp_mem.files import allocated_bytes
 from dcp_mem.memory.job import JobMemory
-from tests.forks import forked
-from tests.jobs import Job, load_anew, save
+from tests.forks import forked, forked_ranks, forking, raised_by
+from tests.jobs import Job, load_anew, save, wait_until
 
 
 def _save_and_end(job: Job, persist: bool) -> None:
@@ -97,6 +100,7 @@ def test_close_leaves_what_is_kept_and_nothing_else(memory_root: Path, tmp_path:
     with job.writer(keep=2, agent="thread") as writer:
         for number in range(1, 6):
             save(writer, number)
+            writer.wait(timeout=30)  # what is being flushed at that moment is kept in place of another
     memory = JobMemory(job.memory, "job")
     assert [held.name for held in memory.held()] == ["step-5", "step-4"]
     assert os.listdir(memory.slots) == []
@@ -122,3 +126,127 @@ def test_job_of_a_live_other_run_is_refused_with_what_to_do(job: Job) -> None:
         assert refused.startswith(JobInUse.__name__)
         assert "End that run, or give this one another job=" in refused
     assert forked(_save_here, job) == ""
+
+
+# -- what a close leaves, by name ----------------------------------------------------------------------------------------
+
+
+def _live(job: Job, persist: bool, keep: int) -> None:
+    with job.writer(persist=persist, keep=keep) as writer:
+        for number in range(1, 5):
+            save(writer, number)
+
+
+def _left(job: Job) -> list[str]:
+    """Everything in the job's directory, with ids taken out of the names."""
+    found = (str(path.relative_to(job.directory)) for path in job.directory.rglob("*"))
+    return sorted(re.sub(r"[0-9a-f]{8,}", "#", name) for name in found)
+
+
+_OF_THE_JOB = [".history.jsonl", ".layouts", ".lock", ".owner.json", ".slots"]
+
+
+def _of_a_checkpoint(number: int, ranks: int, flushed: bool) -> list[str]:
+    own = ["manifest.json", "metadata-#-#", *["layout-#"] * ranks, *(["flush.json"] if flushed else [])]
+    files = [".metadata", ".dcp_mem", *(f".dcp_mem/{name}" for name in own)]
+    return [
+        f"step-{number}",
+        *(f"step-{number}/{file}" for file in files + [f"__{r}_0-#.distcp" for r in range(ranks)]),
+    ]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("flushed", [False, True], ids=["memory only", "flushed"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_close_leaves_the_kept_checkpoints_and_not_a_file_more(
+    memory_root: Path, tmp_path: Path, ranks: int, flushed: bool, keep: int
+) -> None:
+    job = Job(str(tmp_path / "run") if flushed else None, str(memory_root))
+    forked_ranks(_live, ranks, job, flushed, keep)
+    kept = [name for number in range(4, 4 - keep, -1) for name in _of_a_checkpoint(number, ranks, flushed)]
+    assert _left(job) == sorted(_OF_THE_JOB + kept)
+
+
+@dataclass(frozen=True)
+class _FailingScript:
+    job: Job
+
+    def __call__(self) -> None:
+        with self.job.writer() as writer:
+            save(writer, 1)
+            raise LookupError("the training script fails")
+
+
+def test_close_after_an_error_keeps_the_checkpoint_and_lets_the_agent_go_on(memory_root: Path, tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "run"), str(memory_root))
+    assert isinstance(forked(raised_by, _FailingScript(job)), LookupError)
+    assert forked(load_anew, job).number == 1
+    wait_until((tmp_path / "run" / "step-1" / ".metadata").exists, "the agent flushes by itself")
+
+
+# -- reclaiming --------------------------------------------------------------------------------------------------------
+
+
+def _save_and_stay(job: Job, marks: Path) -> None:
+    writer = job.writer(persist=False)
+    for number in (1, 2, 3):
+        save(writer, number)
+    (marks / f"rank {dist.get_rank() if dist.is_initialized() else 0}").touch()
+    wait_until(lambda: False)
+
+
+def test_memory_of_a_killed_job_is_found_and_all_of_it_freed(memory_root: Path, tmp_path: Path) -> None:
+    job = Job(None, str(memory_root))
+    before = allocated_bytes(str(memory_root))
+    with forking(_save_and_stay, 2, job, tmp_path) as ranks:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        assert reclaim(memory_root) == []
+        ranks.kill(0)
+        assert reclaim(memory_root) == [], "one rank lives"
+        ranks.kill(1)
+    (found,) = reclaim(memory_root)
+    assert (found.job, found.kept) == ("job", "")
+    assert found.nbytes > 2 << 20
+    assert allocated_bytes(str(memory_root)) <= before + 4096  # what names the node
+
+
+def test_files_of_others_in_the_memory_root_are_left_alone(memory_root: Path) -> None:
+    for directory in (memory_root / "photos", memory_root / "photos" / "2026"):
+        directory.mkdir(mode=0o700)
+    (memory_root / "photos" / "2026" / "sea.jpg").touch(mode=0o600)
+    forked(_save_and_end, Job(None, str(memory_root)), False)
+    assert [found.job for found in reclaim(memory_root, force=True)] == ["job"]
+    assert (memory_root / "photos" / "2026" / "sea.jpg").exists()
+
+
+def test_job_that_somebody_takes_up_at_that_moment_is_left_to_him(
+    memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(None, str(memory_root))
+    with forking(_save_and_stay, None, job, tmp_path):
+        wait_until(lambda: list(tmp_path.iterdir()))
+        monkeypatch.setattr("dcp_mem.housekeeping.job_is_live", lambda _: False)
+        (found,) = reclaim(memory_root)
+        assert "is in use by process" in found.kept
+        assert load_anew(job).number == 3
+
+
+def test_a_look_changes_nothing(memory_root: Path) -> None:
+    job = Job(None, str(memory_root))
+    forked(_save_and_end, job, False)
+    before = {path: path.stat().st_mtime_ns for path in memory_root.rglob("*")}
+    assert [found.job for found in reclaim(memory_root, dry_run=True)] == ["job"]
+    assert {path: path.stat().st_mtime_ns for path in memory_root.rglob("*")} == before
+
+
+def test_where_nothing_is_nothing_is_found(memory_root: Path) -> None:
+    assert reclaim(memory_root / "absent") == []
+    assert not (memory_root / "absent").exists()
+
+
+def test_unsafe_memory_root_is_not_cleaned(memory_root: Path) -> None:
+    (memory_root / "open").mkdir()
+    (memory_root / "open").chmod(0o777)
+    with pytest.raises(MemoryRootRefused):
+        reclaim(memory_root / "open", force=True)
+    (memory_root / "open").rmdir()

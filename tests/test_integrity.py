@@ -254,7 +254,9 @@ def test_all_that_is_damaged_is_listed_when_nothing_is_left(saved: Saved) -> Non
 # -- in memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", ["__0_0-*.distcp", ".dcp_mem/manifest.json", ".dcp_mem/metadata-*", ".dcp_mem/layout-*"])
+@pytest.mark.parametrize(
+    "pattern", ["__0_0-*.distcp", ".dcp_mem/manifest.json", ".dcp_mem/metadata-*", ".dcp_mem/layout-*"]
+)
 def test_damage_in_memory_makes_the_load_turn_to_storage_or_to_an_older_checkpoint(saved: Saved, pattern: str) -> None:
     alone = saved.without_storage()
     for name, damage in DAMAGES.items():

@@ -24,6 +24,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.storage.posix import PosixStorage
 from tests.kill_targets import (
+    CallFailed,
     Line,
     Loaded,
     Place,
@@ -209,6 +210,15 @@ def two_nodes(memory_root: Path, path: Path | None = None, keep: int = 2) -> Pla
     for root in roots:
         root.mkdir(mode=0o700)
     return Place(str(roots[0]), path and str(path), keep=keep, roots=tuple(map(str, roots)))
+
+
+def test_kill_before_the_new_metadata_is_shown_is_made_good_by_the_next_save(memory_root: Path) -> None:
+    place = Place(str(memory_root))
+    forked(save_all, None, place, [1], "best").one()
+    forked(save_armed, None, place, [], 2, {0: "complete.manifest:kill:1"}, "best").join(killed={0})
+    assert stock_steps(memory_root / place.job) == {"best": 1}  # whole, although it isn't the newest
+    forked(save_all, None, place, [3]).one()
+    assert stock_steps(memory_root / place.job) == {"best": 2, name_of(3): 3}
 
 
 def test_kill_while_finish_replaces_the_metadata_leaves_the_checkpoint_whole(memory_root: Path) -> None:
@@ -514,6 +524,21 @@ def test_restarts_in_other_world_sizes_stay_within_the_memory(sizes: tuple[int |
             assert restarted.slots <= (place.keep + 1) * 2
 
 
+@pytest.mark.parametrize("length", [0, 1000])
+def test_damaged_checkpoint_that_a_load_passed_over_can_leave_memory(length: int, memory_root: Path) -> None:
+    place = Place(str(memory_root), keep=1)
+    forked(save_all, None, place, [1]).one()
+    (segment,) = (memory_root / place.job / name_of(1)).glob("*.distcp")
+    os.truncate(segment, length)
+    with Line(place) as trainer:
+        with pytest.raises(CallFailed, match=f"{length} of .* bytes"):
+            trainer.call("load")
+        for step in (2, 3, 4):
+            trainer.call("save", step)
+            assert {name for name, _ in held_on(place.root, place.job)} == {name_of(step)}
+            assert trainer.call("load").step == step
+
+
 # -- slots that several processes reach for ---------------------------------------------------------------------------
 
 
@@ -585,7 +610,9 @@ def test_slot_lost_to_another_process_is_not_taken_for_one_with_frames(
     pool.close()
 
 
-def test_slot_is_nobody_elses_from_the_moment_that_it_exists(memory_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_is_nobody_elses_from_the_moment_that_it_exists(
+    memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (memory_root / ".slots").mkdir(mode=0o700)
     pool, other = SlotPool(str(memory_root / ".slots")), SlotPool(str(memory_root / ".slots"))
     taken: list[int] = []

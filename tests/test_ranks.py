@@ -17,6 +17,7 @@ from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -227,7 +228,11 @@ def _model(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
     for step in range(first, first + steps):
         torch.manual_seed(1000 + step)
-        model(torch.randn(4, 9)).square().sum().backward()
+        if hasattr(torch.cpu.Stream, "record_event"):
+            model(torch.randn(4, 9)).square().sum().backward()
+        else:  # torch 2.6 runs fully_shard's forward on accelerators only
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach() * 0.1 + step
         optimizer.step()
         optimizer.zero_grad()
 
@@ -269,32 +274,35 @@ def test_hybrid_and_tensor_parallel_training_resumes_bit_for_bit(places: Places)
 # -- which ranks save together ----------------------------------------------------------------------------------------
 
 
-def _saves_in_a_sub_group(places: Places) -> str:
-    pairs = [dist.new_group([0]), dist.new_group([1, 2])]
-    rank = dist.get_rank()
-    if rank == 0:
+def _saves_in_a_sub_group(places: Places, members: list[int]) -> str:
+    group, rank = dist.new_group(members), dist.get_rank()
+    if rank not in members:
         return "stood aside"
     state = {"w": torch.randn(10).fill_(3), f"own.{rank}": torch.full((5,), rank)}
-    for given in (None, pairs[1]):
+    for given in (None, group):
         with places.writer(process_group=given) as writer:
             for step in range(2):
-                _save(places, writer, state, f"step-{step}", process_group=pairs[1])
+                _save(places, writer, state, f"step-{step}", process_group=group)
                 for road in ROADS[:2]:
                     into = blank_of(state)
                     reader = places.reader(road, f"step-{step}", process_group=given)
-                    dcp.load(into, checkpoint_id=f"step-{step}", storage_reader=reader, process_group=pairs[1])
+                    dcp.load(into, checkpoint_id=f"step-{step}", storage_reader=reader, process_group=group)
                     assert_same(state, into, road)
                 for road in ROADS[2:]:
-                    assert_same(state, places.load(road, f"step-{step}", blank_of(state), process_group=pairs[1]))
-                dist.barrier(pairs[1])
+                    assert_same(state, places.load(road, f"step-{step}", blank_of(state), process_group=group))
+                dist.barrier(group)
     return "saved"
 
 
-def test_a_sub_group_saves_and_loads_while_other_ranks_stand_aside(places: Places) -> None:
-    assert run_ranks(_saves_in_a_sub_group, 3, places, timeout=100) == ["stood aside", "saved", "saved"]
+@pytest.mark.parametrize("members", [[0, 2], [1, 2]], ids=str)
+def test_a_sub_group_saves_and_loads_while_other_ranks_stand_aside(places: Places, members: list[int]) -> None:
+    if 0 not in members and not hasattr(_DistWrapper(None, False, 0), "global_coordinator_rank"):
+        pytest.skip(f"torch {torch.__version__} wants rank 0 in every group that saves")
+    outcomes = run_ranks(_saves_in_a_sub_group, 3, places, members, timeout=100)
+    assert outcomes == ["saved" if rank in members else "stood aside" for rank in range(3)]
     files = sorted(path.name[:4] for path in places.directory("storage", "step-1").glob("*.distcp"))
     assert files == ["__0_", "__1_"]
-    comes_back(places, "step-1", {"own.1": torch.full((5,), 1), "own.2": torch.full((5,), 2)})
+    comes_back(places, "step-1", {f"own.{rank}": torch.full((5,), rank) for rank in members})
 
 
 def _saves_with_another_group_than_its_own(places: Places) -> list[str]:
@@ -343,6 +351,7 @@ def _saves_each_rank_alone(places: Places) -> None:
         dist.barrier()
 
 
+@pytest.mark.skipif("no_dist" not in inspect.signature(dcp.save).parameters, reason="no no_dist here")
 def test_ranks_save_each_on_its_own_without_dist(places: Places) -> None:
     run_ranks(_saves_each_rank_alone, 2, places)
 

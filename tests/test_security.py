@@ -66,7 +66,9 @@ def test_everything_in_memory_and_on_a_local_disk_is_private(memory_root: Path, 
     job = Job(str(tmp_path / "storage" / "run"), str(memory_root / "root"))
     forked_ranks(_live_carelessly, ranks, job)
     found = [Path(job.memory), *Path(job.memory).rglob("*"), tmp_path / "storage", *(tmp_path / "storage").rglob("*")]
-    assert {"agent.log", "socket", "lock", ".metadata", ".history.jsonl", ".owner.json"} <= {path.name for path in found}
+    assert {"agent.log", "socket", "lock", ".metadata", ".history.jsonl", ".owner.json"} <= {
+        path.name for path in found
+    }
     exposed = {
         str(path): oct(stat.S_IMODE(path.lstat().st_mode))
         for path in found
@@ -90,8 +92,11 @@ def _knock_at_an_open_door(root: str) -> bytes:
         connection.settimeout(20)
         connection.connect(f"/proc/self/fd/{directory}/socket")
         message = pickle.dumps(Registration("job", f"{root}/elsewhere", overwrite=True))
-        connection.sendall(struct.pack("!I", len(message)) + message)
-        return connection.recv(1)
+        try:
+            connection.sendall(struct.pack("!I", len(message)) + message)
+            return connection.recv(1)
+        except ConnectionError:
+            return b""
 
 
 @needs_root
@@ -377,7 +382,7 @@ def test_a_checkpoint_reaches_no_file_outside_of_it(memory_root: Path, tmp_path:
 
 # -- secrets ---------------------------------------------------------------------------------------------------------------
 
-KEY, SECRET = "AKIAVERYSPECIALKEYID", "very+special/secret0access1key2"  # noqa: S105
+KEY, SECRET = "AKIAVERYSPECIALKEYID", "very+special/secret0access1key2"
 
 
 def _files_with(secrets: tuple[str, ...], *directories: Path) -> list[str]:
@@ -422,18 +427,22 @@ def test_credentials_are_written_nowhere(
     error = raised_by(lambda: load_anew(replace(astray, memory=str(memory_root / "none"))))
     assert isinstance(error, NoRecoverableCheckpoint)
     (agent,) = agents(memory_root)
+    arguments, environment = agent.cmdline(), agent.environ()
 
     assert _files_with(secrets, memory_root) == []
-    assert not [name for name in s3_root.names() if any(secret.encode() in s3_root.read(name) for secret in secrets)]
+    fs, path = s3_root.filesystem()
+    stored = fs.cat(fs.find(path))
+    assert len(stored) >= 8
+    assert not [name for name, data in stored.items() if any(secret.encode() in data for secret in secrets)]
     told = [
-        *agent.cmdline(),
+        *arguments,
         *(repr(each) for one in (writer, lost) for each in (one, one.settings, one.status())),
         *(_shown(each) for each in (error, failure.value)),
         caplog.text,
     ]
     assert not [text for text in told if any(secret in text for secret in secrets)]
     if by == "options":
-        assert not [name for name, text in agent.environ().items() if any(secret in text for secret in secrets)]
+        assert not [name for name, text in environment.items() if any(secret in text for secret in secrets)]
     log = Path(writer.agent_log).read_text()
     assert "step-2 is durable in s3://" in log
     assert "flush of step-2 failed" in log

@@ -76,7 +76,9 @@ def test_a_checkpoint_of_torchs_fsspec_writer_loads(places: Places) -> None:
 
 def test_ours_and_torchs_fsspec_classes_share_any_file_system(places: Places) -> None:
     url, state = f"memory://{Path(places.memory).name}/run", _state(3)
-    dcp.save(state, storage_writer=FsspecWriter(f"{url}/theirs", sync_files=False))  # torch 2.6 would ask it for a fileno
+    dcp.save(
+        state, storage_writer=FsspecWriter(f"{url}/theirs", sync_files=False)
+    )  # torch 2.6 would ask it for a fileno
     with MemoryStorageWriter(url, memory=places.memory, job="job", agent="thread") as writer:
         dcp.save(state, checkpoint_id="ours", storage_writer=writer)
         writer.wait("ours", timeout=60)
@@ -103,6 +105,7 @@ def _saves_with_torchs_writer(places: Places, collectives: bool) -> None:
     into = blank_of(state)
     dcp.load(into, storage_reader=MemoryStorageReader(places.url, memory=places.memory))
     assert_same(state, into)
+    dist.barrier()
 
 
 def test_what_torchs_writer_saved_on_two_ranks_loads_on_two_and_on_one(places: Places) -> None:

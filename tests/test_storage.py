@@ -73,7 +73,7 @@ OPERATIONS: dict[str, Callable[[Storage], object]] = {
     "ls": lambda storage: storage.ls(""),
     "delete": lambda storage: storage.delete("step-1/key"),
 }
-SECRET = "and+this/is+no+secret"  # noqa: S105
+SECRET = "and+this/is+no+secret"
 WRITING = ("put", "create", "put_stream")
 
 each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
@@ -152,7 +152,9 @@ def test_an_endpoint_that_nobody_listens_on_is_unavailable(
     unused_endpoint: str, operation: Callable[[Storage], object]
 ) -> None:
     options = {
-        **{"key": "AKIANOBODYKNOWSIT", "secret": SECRET, "endpoint_url": unused_endpoint},
+        "key": "AKIANOBODYKNOWSIT",
+        "secret": SECRET,
+        "endpoint_url": unused_endpoint,
         "config_kwargs": {"retries": {"total_max_attempts": 1}},
     }
     text = _failure(lambda: operation(_impatient(options)), StorageUnavailable, SECRET)

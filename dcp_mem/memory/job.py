@@ -153,11 +153,18 @@ class JobMemory:
         """Give the complete checkpoint's metadata the name under which torch's own readers look for it."""
         directory = self.checkpoint_directory(manifest.name)
         target = os.path.join(directory, names.metadata_file(manifest.scope))
-        temporary = f"{target}.{manifest.save_id}"
-        files.remove(temporary)
+        temporary = f"{target}.{uuid.uuid4().hex[:8]}"
         os.link(os.path.join(directory, names.own_metadata_file(manifest.save_id, manifest.metadata_crc)), temporary)
         os.rename(temporary, target)
         files.remove(temporary)  # renaming onto another name of the same file leaves both
+
+    def _is_shown(self, manifest: Manifest) -> bool:
+        directory = self.checkpoint_directory(manifest.name)
+        own = os.path.join(directory, names.own_metadata_file(manifest.save_id, manifest.metadata_crc))
+        try:
+            return os.path.samefile(own, os.path.join(directory, names.metadata_file(manifest.scope)))
+        except FileNotFoundError:
+            return not os.path.exists(own)
 
     def record_flush(self, held: Held, record: FlushRecord) -> None:
         """Write down how a flush went. Nothing is written for a checkpoint that has left memory meanwhile."""
@@ -214,6 +221,9 @@ class JobMemory:
         """Remove from a checkpoint's directory whatever its manifests don't list, and the directory when it is empty."""
         manifests = [held.manifest for held in self._held_in(directory)]
         segments = {segment.file for manifest in manifests for segment in manifest.segments}
+        for manifest in manifests:
+            if not self._is_shown(manifest):
+                self.show_to_stock_readers(manifest)  # before what `.metadata` still refers to goes
         for entry in _listdir(directory):
             if names.SEGMENT.fullmatch(entry) and entry not in segments:
                 self._retire_if_abandoned(os.path.join(directory, entry))
@@ -221,9 +231,6 @@ class JobMemory:
             return  # somebody is staging here, and needs what lies around
         _remove_others(os.path.join(directory, names.OWN), set().union(*map(_own_files, manifests)))
         _remove_others(directory, segments | {names.OWN} | {names.metadata_file(one.scope) for one in manifests})
-        for manifest in manifests:
-            if not os.path.exists(os.path.join(directory, names.metadata_file(manifest.scope))):
-                self.show_to_stock_readers(manifest)
         if not manifests:
             files.remove_directory_if_empty(os.path.join(directory, names.OWN))
             files.remove_directory_if_empty(directory)
@@ -292,7 +299,16 @@ class JobMemory:
             lines = files.read_bytes(os.path.join(self.directory, ".history.jsonl")).splitlines()
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in lines if line.endswith(b"}")]
+        return [entry for line in lines if (entry := _history_entry(line)) is not None]
+
+
+def _history_entry(line: bytes) -> dict[str, object] | None:
+    """A line of the history; None where it was cut off, because its writer was killed or memory was full."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and {"name", "save_id", "created", "outcome"} <= entry.keys() else None
 
 
 def _remove_unless_held(path: str) -> None:

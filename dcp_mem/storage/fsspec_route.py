@@ -154,7 +154,8 @@ class FsspecStorage:
         if isinstance(error, ImportError):
             return StorageRefused(self.url, f"{text}. Install the package that fsspec needs for this protocol.")
         if _is_refusal(error):
-            return StorageRefused(self.url, f"{text}. Check the URL, and that the credentials may read and write there.")
+            text = f"{text}. Check the URL, and that the credentials may read and write there."
+            return StorageRefused(self.url, text)
         return StorageUnavailable(self.url, text)
 
     def _redacted(self, text: str) -> str:
