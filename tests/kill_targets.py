@@ -75,7 +75,7 @@ class Forked:
 
     def wait_until_stopped(self, rank: int, timeout: float = 30.0) -> None:
         """Wait until a rank has stopped itself (or raise AssertionError)."""
-        wait_for(lambda: _is_stopped(self.pids[rank]), f"rank {rank} to stop", timeout, lambda: self._outputs())
+        wait_for(lambda: _is_stopped(self.pids[rank]), f"rank {rank} to stop", timeout, self._outputs)
 
     def join(self, *, timeout: float = 60.0, killed: Collection[int] = ()) -> list[Any]:
         """What each rank returned, by rank, and a RankDeath for those in `killed`, which must have died of SIGKILL.
@@ -406,7 +406,7 @@ def agents_of(root: str | os.PathLike[str]) -> list[psutil.Process]:
             told = process.cmdline()
             if told[-2:] == ["dcp_mem.agent", os.fspath(root)] and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # noqa: PERF203 (any of them may end while it is asked)
             continue
     return found
 
@@ -621,7 +621,7 @@ def load_all(place: Place, names: Sequence[str | None], storage: bool = True) ->
     for name in names:
         try:
             found.append(load(place, name, storage))
-        except FAILURES as error:
+        except FAILURES as error:  # noqa: PERF203 (each is asked by itself)
             found.append(f"{type(error).__name__}: {error}")
     return found
 
@@ -708,6 +708,6 @@ def _rank() -> int:
 
 
 if __name__ == "__main__":
-    from tests import kill_targets
+    from tests import kill_targets  # noqa: PLW0406 (pickles name this module, not __main__)
 
     kill_targets._serve()

@@ -209,7 +209,7 @@ def two_nodes(memory_root: Path, path: Path | None = None, keep: int = 2) -> Pla
     roots = [memory_root / "node0", memory_root / "node1"]
     for root in roots:
         root.mkdir(mode=0o700)
-    return Place(str(roots[0]), path and str(path), keep=keep, roots=tuple(map(str, roots)))
+    return Place(str(roots[0]), None if path is None else str(path), keep=keep, roots=tuple(map(str, roots)))
 
 
 def test_kill_before_the_new_metadata_is_shown_is_made_good_by_the_next_save(memory_root: Path) -> None:

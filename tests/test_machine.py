@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -277,7 +276,7 @@ class Checkpoints(RuleBasedStateMachine):
     def load(self, name: str | None) -> None:
         expected = self.model.loadable(name)
         if expected is None:
-            with pytest.raises(CallFailed, match="CheckpointNotFound|NoRecoverableCheckpoint|SegmentCorrupt"):
+            with pytest.raises(CallFailed, match=r"CheckpointNotFound|NoRecoverableCheckpoint|SegmentCorrupt"):
                 self.trainer().call("load", name)
             return
         found = self.trainer().call("load", name)
@@ -302,8 +301,8 @@ class Checkpoints(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def machine(memory_root: Path, tmp_path: Path) -> Iterator[type[Checkpoints]]:
-    yield type("Bound", (Checkpoints,), {"root": memory_root, "directory": tmp_path})
+def machine(memory_root: Path, tmp_path: Path) -> type[Checkpoints]:
+    return type("Bound", (Checkpoints,), {"root": memory_root, "directory": tmp_path})
 
 
 @pytest.mark.timeout(60 + 5 * SEQUENCES)
