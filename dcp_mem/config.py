@@ -57,7 +57,9 @@ def settings(
     if agent not in ("process", "thread"):
         raise ConfigError(f"agent={agent!r}: choose 'process' or 'thread'")
     if type(keep) is not int or keep < 1:
-        raise ConfigError(f"keep={keep!r}: at least 1 complete checkpoint must stay in memory")
+        raise ConfigError(f"keep={keep!r}: give a whole number; at least 1 complete checkpoint must stay in memory")
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise ConfigError(f"storage_options is a {type(storage_options).__name__}: give a mapping, as fsspec takes it")
     url = root_url(path)
     limit = memory_limit if memory_limit is not None else os.environ.get("DCP_MEM_MEMORY_LIMIT") or None
     return Settings(
@@ -86,7 +88,7 @@ def parse_bytes(size: int | str) -> int:
 
 def memory_root(memory: str | os.PathLike[str] | None) -> str:
     """The memory root: the argument, else $DCP_MEM_ROOT, else /dev/shm/dcp_mem-<uid>."""
-    root = os.fspath(memory) if memory is not None else os.environ.get("DCP_MEM_ROOT", "")
+    root = _text("memory", memory) if memory is not None else os.environ.get("DCP_MEM_ROOT", "")
     return os.path.abspath(root or f"/dev/shm/dcp_mem-{os.getuid()}")  # noqa: S108 (made private, or refused)
 
 
@@ -94,7 +96,7 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
     """The job's root: a plain path made absolute, or a URL whose protocol can be used here. Raises ConfigError."""
     if path is None:
         return None
-    text = os.fspath(path)
+    text = _text("path", path)
     if not text.strip():
         raise ConfigError(f"path={path!r}: give a directory, an fsspec URL such as 'abfs://container/run', or None")
     protocol, separator, rest = text.partition("://")
@@ -111,6 +113,16 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
         raise ConfigError(f"path={text!r}: a bucket, container or directory is missing after {protocol}://")
     _check_protocol(protocol, text)
     return text.rstrip("/")
+
+
+def _text(argument: str, value: Any) -> str:
+    try:
+        text = os.fspath(value)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise ConfigError(f"{argument}={value!r}: give a text or a path, not a {type(value).__name__}")
+    return text
 
 
 def _check_protocol(protocol: str, text: str) -> None:
@@ -135,7 +147,7 @@ def _check_protocol(protocol: str, text: str) -> None:
 def job_name(job: str | None, url: str | None) -> str:
     """Name of the job's memory directory: as given, else from the URL, else from the launcher's run id. Raises ConfigError."""
     if job is not None:
-        if not _NAME.fullmatch(job) or len(job) > 128:
+        if not _NAME.fullmatch(_text("job", job)) or len(job) > 128:
             raise ConfigError(f"job={job!r}: use up to 128 letters, digits and _.-=+,@%~: (no slash, no dot in front)")
         return job
     if url is not None:
@@ -150,7 +162,7 @@ def job_name(job: str | None, url: str | None) -> str:
 
 def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> str:
     """The checkpoint's name under the root, from a name, a full path or a full URL. Raises ConfigError."""
-    text = os.fspath(checkpoint_id)
+    text = _text("checkpoint_id", checkpoint_id)
     name = text
     if url is not None:
         for candidate in (text, os.path.abspath(text)):

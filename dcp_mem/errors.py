@@ -66,7 +66,7 @@ class MemoryBudgetExceeded(DcpMemError, MemoryError):
             )
         return (
             f"{self.what}: {gib(self.needed_bytes)} needed, {gib(self.limit_bytes)} allowed. Raise memory_limit or the "
-            f"tmpfs size, lower keep=, or choose on_full='wait' or 'skip'."
+            f"tmpfs size, lower keep=, or choose on_full='skip', or 'wait' where a flush will make room."
         )
 
 
@@ -154,7 +154,8 @@ class NoRecoverableCheckpoint(DcpMemError, FileNotFoundError):
         self.where, self.reasons = where, tuple(reasons)
 
     def __str__(self) -> str:
-        passed = "".join(f"\n  - {reason}" for reason in self.reasons) or "\n  - nothing was found at all"
+        nothing = "\n  - nothing was found at all: path=, job= and memory= must be those that the writer was given"
+        passed = "".join(f"\n  - {reason}" for reason in self.reasons) or nothing
         return f"no recoverable checkpoint in {self.where}:{passed}"
 
 

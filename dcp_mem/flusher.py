@@ -40,6 +40,7 @@ _ORPHAN_PATIENCE = 3600.0  # how long an unreachable storage is tried for a job 
 _ORPHAN_REFUSALS = 3
 _LONGEST_LOOK = 2.0
 _PEER_PATIENCE = 600.0  # how long a missing part of another node is nothing to speak of
+_PEER_LAG = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,10 @@ def credential_environment() -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Trouble:
-    """Failures of one checkpoint's flush so far. waits: how often other nodes' parts were missing, since `waiting`."""
+    """Failures of one checkpoint's flush so far. waits: how often other nodes' parts were missing, since `waiting`.
+
+    part: seconds that this node's own part took.
+    """
 
     job: str
     attempts: int = 0
@@ -78,6 +82,7 @@ class _Trouble:
     again: float = 0.0
     waits: int = 0
     waiting: float = 0.0
+    part: float = 0.0
 
 
 class Flusher:
@@ -178,7 +183,7 @@ class Flusher:
             log.info("%s left memory before it was flushed", held.name)
             return
         except NotYet as reason:
-            self._waits(memory, held, record, str(reason))
+            self._waits(memory, held, record, str(reason), time.monotonic() - started)
             return
         except Exception as error:  # whatever it was, training and the other checkpoints must go on
             self._storages.pop(registration.job, None)
@@ -198,20 +203,24 @@ class Flusher:
             self._storages[registration.job] = known
         return known[1]
 
-    def _waits(self, memory: JobMemory, held: Held, record: FlushRecord, reason: str) -> None:
-        """This node's part is up and another's is missing. One that stays away has dropped the checkpoint, or died."""
+    def _waits(self, memory: JobMemory, held: Held, record: FlushRecord, reason: str, seconds: float) -> None:
+        """This node's part is up and another's is missing. One that stays away has dropped the checkpoint, or died.
+
+        Where a newer one is durable there is little to lose: then it gets some times the time that the part took here.
+        """
         now = time.monotonic()
         trouble = self._trouble_of(memory, held)
+        trouble.part = max(trouble.part, seconds)
         trouble.waiting = trouble.waiting or now
         trouble.waits += 1
         trouble.again = now + min(_LONGEST_LOOK, 0.05 * 1.5 ** min(trouble.waits, 20))
-        if now - trouble.waiting < _PEER_PATIENCE:
-            return
-        if any(other.flush.outcome == "durable" and _is_newer(other, held) for other in memory.held()):
+        waited = now - trouble.waiting
+        is_superseded = any(other.flush.outcome == "durable" and _is_newer(other, held) for other in memory.held())
+        if is_superseded and waited > _PEER_LAG + 10 * trouble.part:
             self._record(memory, held, replace(record, outcome="skipped", error=f"{reason}; a newer one is durable"))
             log.warning("%s is skipped: %s", held.name, reason)
-            return
-        self._failed(memory, held, record, StorageUnavailable(self._jobs[memory.job].url, reason))
+        elif waited > _PEER_PATIENCE:
+            self._failed(memory, held, record, StorageUnavailable(self._jobs[memory.job].url, reason))
 
     def _failed(self, memory: JobMemory, held: Held, record: FlushRecord, error: Exception) -> None:
         text = str(error) if isinstance(error, DcpMemError) else f"{type(error).__name__}: {error}"

@@ -157,7 +157,7 @@ def agree(caller: Caller, planned: Planned | Exception) -> Attempt | None:
             caller.ranks.exchange(None)  # nobody stages before the room that is counted on is there
         if verdict.action == "stage":
             break
-        if caller.settings.on_full == "raise":
+        if caller.settings.on_full == "raise" or (caller.settings.on_full == "wait" and verdict.lasting):
             raise MemoryBudgetExceeded(verdict.needed, verdict.limit, f"{caller.name}: {verdict.why}")
         if caller.settings.on_full == "skip":
             log.warning("%s is skipped: %s", caller.name, verdict.why)

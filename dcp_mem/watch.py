@@ -89,7 +89,8 @@ def _reached(settings: Settings, name: str | None, state: str, before: dict[str,
     if not candidates:
         if name is None:
             return True  # nothing was saved that would get there
-        raise CheckpointNotFound(name, f"job {settings.job}", [one.name for one in status(settings)], [])
+        where = f"job {settings.job}, which has never saved it on this node"
+        raise CheckpointNotFound(name, where, [one.name for one in status(settings)], [])
     newest = candidates[0]
     if state == "complete" or newest.state is State.DURABLE:
         return newest.state is not State.SKIPPED or newest.in_memory or _raise(newest)

@@ -50,6 +50,7 @@ class MemoryStorageWriter(StorageWriter):
     keep: complete checkpoints that stay in memory. One more is staged beside them.
     memory_limit: bytes (or "64GiB") that the job may occupy on a node; default DCP_MEM_MEMORY_LIMIT, else keep + 1 checkpoints.
     on_full: "wait" for the flush to free a slot, "skip" the save, or "raise" MemoryBudgetExceeded; the same on all ranks.
+    Where no flush could free any, "wait" raises too.
     storage_options: passed to fsspec as they are. They reach the agent over a pipe, and are never written down.
     overwrite: False refuses a checkpoint id that is there already.
     agent: "process", or "thread" for platforms that allow no second process and for file systems that live in one.

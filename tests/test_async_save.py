@@ -61,60 +61,45 @@ def _spoil(state: State, future: "Future[Any]") -> None:
             (value.to_local() if hasattr(value, "to_local") else value).fill_(-77)
 
 
-def _saves_asynchronously(places: Places, executor: str, mixed: bool) -> None:
-    """Several asynchronous saves in a row, some with plain ones between them, all by one writer."""
-    with places.writer(keep=2, agent="process" if executor == "process" else "thread") as writer:
-        for step in range(5):
+def _saves_asynchronously(places: Places, executors: list[str]) -> None:
+    """Asynchronous saves in a row, the third followed by a plain one, all by one writer."""
+    with places.writer(keep=2, agent="process" if "process" in executors else "thread") as writer:
+        for step, executor in enumerate(executors):
             state = _state(step)
             future = _start(writer, state, f"step-{step}", executor)
             _spoil(state, future)
             future.result(timeout=60)
-            writer.wait(f"step-{step}", timeout=60)
-            if dist.is_initialized():
-                dist.barrier()
-            comes_back(places, f"step-{step}", _state(step))
-            if dist.is_initialized():
-                dist.barrier()
-            if mixed and step in (1, 2):
-                dcp.save(_state(step + 50), checkpoint_id=f"plain-{step}", storage_writer=writer)
-                writer.wait(f"plain-{step}", timeout=60)
-                if dist.is_initialized():
-                    dist.barrier()
-                comes_back(places, f"plain-{step}", _state(step + 50))
-                if dist.is_initialized():
-                    dist.barrier()
+            _is_there(places, writer, f"step-{step}", _state(step))
+            if step == 2:
+                dcp.save(_state(52), checkpoint_id="plain", storage_writer=writer)
+                _is_there(places, writer, "plain", _state(52))
         job = Path(places.memory, places.job)
         kept = sorted(path.name for path in job.iterdir() if path.name[0] != ".")
         assert len(kept) == 2, kept
 
 
+def _is_there(places: Places, writer: MemoryStorageWriter, name: str, state: State) -> None:
+    writer.wait(name, timeout=60)
+    if dist.is_initialized():
+        dist.barrier()
+    comes_back(places, name, state)
+    if dist.is_initialized():
+        dist.barrier()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_asynchronous_and_plain_saves_follow_each_other(places: Places, executor: str, ranks: int) -> None:
-    run_ranks(_saves_asynchronously, ranks, places, executor, True, timeout=100)
-
-
-def test_asynchronous_saves_work_without_a_process_group(places: Places) -> None:
-    run_fresh(_saves_asynchronously, places, "thread", True)
-
-
-def _saves_first_in_a_process(places: Places) -> None:
-    """The first save of all happens in the executor's process, and the trainer's own later."""
-    with places.writer(agent="process") as writer:
-        for step, executor in enumerate(["process", "thread", "process"]):
-            state = _state(step)
-            future = _start(writer, state, f"step-{step}", executor)
-            _spoil(state, future)
-            future.result(timeout=60)
-            writer.wait(f"step-{step}", timeout=60)
-            dist.barrier()
-            comes_back(places, f"step-{step}", _state(step))
-            dist.barrier()
+def test_saves_in_threads_and_plain_ones_follow_each_other(places: Places, ranks: int) -> None:
+    run_ranks(_saves_asynchronously, ranks, places, ["thread"] * 4, timeout=100)
 
 
 @needs_processes
-def test_saves_from_the_executors_process_and_from_the_trainer_share_a_job(places: Places) -> None:
-    run_ranks(_saves_first_in_a_process, 2, places, timeout=100)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(places: Places, ranks: int) -> None:
+    run_ranks(_saves_asynchronously, ranks, places, ["process", "thread", "process", "process"], timeout=100)
+
+
+def test_asynchronous_saves_work_without_a_process_group(places: Places) -> None:
+    run_fresh(_saves_asynchronously, places, ["thread"] * 4)
 
 
 class _Fails(dcp.DefaultSavePlanner):
@@ -126,8 +111,8 @@ class _Fails(dcp.DefaultSavePlanner):
 
 def _fails_asynchronously(places: Places, executor: str) -> list[str]:
     errors = []
-    with places.writer(agent="process") as writer:
-        for step in range(3):
+    with places.writer(persist=False) as writer:
+        for step in range(2):
             _start(writer, _state(step), f"good-{step}", executor).result(timeout=60)
             try:
                 _start(writer, _state(-1), "bad", executor, planner=_Fails()).result(timeout=60)
@@ -144,7 +129,7 @@ def test_an_asynchronous_save_that_fails_on_one_rank_fails_on_all_and_harms_noth
     places: Places, executor: str
 ) -> None:
     for errors in run_ranks(_fails_asynchronously, 2, places, executor, timeout=100):
-        assert len(errors) == 3
+        assert len(errors) == 2
         assert all("LookupError: no data" in error for error in errors), errors
 
 

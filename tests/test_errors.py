@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import dcp_mem.recover
 from dcp_mem import ConfigError, JobInUse, MemoryBudgetExceeded, MemoryStorageWriter, RankFailed, State, every, interval
@@ -37,6 +39,16 @@ _UNREACHABLE = "http://127.0.0.1:9"  # the discard port, where nothing listens
         ({"path": " "}, "give a directory, an fsspec URL"),
         ({"path": None}, r"give job='my-run'"),
         ({"path": "run", "job": "../other"}, "up to 128 letters"),
+        ({"path": b"run"}, "give a text or a path, not a bytes"),
+        ({"path": 7}, "path=7: give a text or a path, not a int"),
+        ({"path": "run", "job": 7}, "job=7: give a text or a path"),
+        ({"path": "run", "memory": 7}, "memory=7: give a text or a path"),
+        (
+            {"path": "run", "storage_options": "secret"},
+            "^storage_options is a str: give a mapping, as fsspec takes it$",
+        ),
+        ({"path": "run", "memory_limit": 0}, "give bytes, or a text such as"),
+        ({"path": "run", "keep": "2"}, "give a whole number"),
         ({"path": "run", "keep": 0}, "at least 1 complete checkpoint"),
         ({"path": "run", "memory_limit": "lots"}, "give bytes, or a text such as '64GiB'"),
         ({"path": "run", "on_full": "panic"}, "choose 'wait', 'skip' or 'raise'"),
@@ -67,9 +79,6 @@ def test_missing_package_of_a_protocol_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def _save_without_a_name(job: Job) -> str:
-    import torch
-    import torch.distributed.checkpoint as dcp
-
     error = raised_by(lambda: dcp.save({"a": torch.ones(1)}, storage_writer=job.writer()))
     return f"{type(error).__name__}: {error}"
 
@@ -84,9 +93,6 @@ def test_save_without_a_checkpoint_id_says_what_path_is(memory_root: Path) -> No
 
 def _fill(memory: str, on_full: str) -> tuple[str, list[str], int]:
     """Save 12 MiB at a time into a tmpfs of 32: the error, what status says of the saves, and what still loads."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-
     writer = MemoryStorageWriter(memory=memory, job="job", keep=4, on_full=on_full)
     state = {"a": torch.zeros(3 << 20), "step": 0}
     error: Exception | None = None
@@ -118,9 +124,6 @@ def test_checkpoint_larger_than_the_tmpfs_is_an_error_with_the_figures(memory_ro
 
 
 def _first_error(memory: str) -> str:
-    import torch
-    import torch.distributed.checkpoint as dcp
-
     with MemoryStorageWriter(memory=memory, job="job", on_full="raise") as writer:
         state = {"a": torch.zeros(3 << 20), "blob": b""}
         error = raised_by(lambda: dcp.save(state, checkpoint_id="step-1", storage_writer=writer))
@@ -129,9 +132,6 @@ def _first_error(memory: str) -> str:
 
 
 def _grow_a_byte_item(memory: str) -> tuple[str, int]:
-    import torch
-    import torch.distributed.checkpoint as dcp
-
     writer = MemoryStorageWriter(memory=memory, job="job", keep=1, on_full="raise")
     dcp.save({"a": torch.ones(8), "blob": b"small"}, checkpoint_id="step-1", storage_writer=writer)
     big = {"a": torch.ones(8), "blob": os.urandom(48 << 20)}  # the plan can't tell how large it is
@@ -158,6 +158,42 @@ def _save_over_the_limit(job: Job) -> str:
 def test_memory_limit_is_enforced_on_all_ranks_alike(memory_root: Path) -> None:
     answers = forked_ranks(_save_over_the_limit, 2, Job(None, str(memory_root)))
     assert all(answer.startswith("MemoryBudgetExceeded: step-1: the memory limit leaves no room") for answer in answers)
+
+
+def _save_into_too_little(job: Job, limit: str) -> list[Exception | None]:
+    """Two saves with the default of `on_full`, which is to wait."""
+    with job.writer(memory_limit=limit, keep=1, agent="thread") as writer:
+        return [raised_by(partial(save, writer, number)) for number in (1, 2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("persists", [False, True])
+def test_save_doesnt_wait_for_room_that_never_comes(
+    memory_root: Path, tmp_path: Path, ranks: int, persists: bool
+) -> None:
+    job = Job(str(tmp_path) if persists else None, str(memory_root))
+    for first, second in forked_ranks(_save_into_too_little, ranks, job, "1KiB"):
+        assert isinstance(first, MemoryBudgetExceeded)
+        assert isinstance(second, MemoryBudgetExceeded)
+    # The newest never leaves, so that the second has no place beside the first.
+    for first, second in forked_ranks(_save_into_too_little, ranks, job, f"{5 * ranks}MiB"):
+        assert first is None
+        assert isinstance(second, MemoryBudgetExceeded)
+        assert "step-2: the memory limit leaves no room for another checkpoint" in str(second)
+    assert forked(load_anew, job).number == 1
+
+
+def _skip_what_doesnt_fit(memory: str) -> list[tuple[str, str, str]]:
+    state = {"large": torch.zeros(3 << 20)}
+    with MemoryStorageWriter(memory=memory, job="job", on_full="skip") as writer:
+        dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
+        return [(one.name, one.state.value, one.error) for one in writer.status()]
+
+
+def test_save_that_doesnt_fit_into_the_tmpfs_is_skipped_on_every_rank(memory_root: Path) -> None:
+    with mounted_tmpfs(memory_root / "small", "8m") as small:
+        for status in forked_ranks(_skip_what_doesnt_fit, 2, str(small)):
+            assert status == [("step-1", "skipped", "memory was full")]
 
 
 def _root_of_one_rank_is_missing(memory: str) -> tuple[str, str]:
@@ -466,16 +502,29 @@ def _save_after_all(job: Job) -> Exception | None:
 # -- names of checkpoints ----------------------------------------------------------------------------------------------
 
 
-def _save_under(job: Job, names: list[str]) -> list[Exception | None]:
+def _save_under(job: Job, names: list[Any]) -> list[Exception | None]:
+    here = [name.format(rank=dist.get_rank()) if isinstance(name, str) else name for name in names]
     with job.writer(persist=False) as writer:
-        return [raised_by(partial(save, writer, 1, name.format(rank=dist.get_rank()))) for name in names]
+        return [raised_by(partial(save, writer, 1, name)) for name in here]
 
 
 def test_name_that_is_none_under_the_root_is_refused_on_every_rank(memory_root: Path, tmp_path: Path) -> None:
-    names = ["../step-1", "a/b", ".hidden", "s3://elsewhere/step-1", "/elsewhere/step-1", "x" * 300, "step-{rank}"]
+    names: list[Any] = [
+        7,
+        "../step-1",
+        "a/b",
+        ".hidden",
+        "s3://elsewhere/step-1",
+        "/elsewhere/step-1",
+        "x" * 300,
+        "step-{rank}",
+    ]
     for errors in forked_ranks(_save_under, 2, Job(str(tmp_path), str(memory_root)), names):
         for name, error in zip(names[:-1], errors, strict=False):
             assert isinstance(error, ConfigError), name
+            if name == 7:
+                assert "checkpoint_id=7: give a text or a path, not a int" in str(error)
+                continue
             assert "give a plain name such as 'step-100', or a full path or URL directly under the root" in str(error)
         assert isinstance(errors[-1], ConfigError)
         assert "the ranks save under different checkpoint ids: step-0, step-1" in str(errors[-1])

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 )
 
 from dcp_mem import faults
+from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.admission import Kept, NodeMemory, admit, retire
 from tests.kill_targets import CallFailed, Line, LineDead, Loaded, Place, full_state, slots_in, stock_load
 
@@ -242,10 +243,10 @@ class Checkpoints(RuleBasedStateMachine):
     def truncate_segment_in_memory(self, data: st.DataObject) -> None:
         copies = [copy for copy in self.model.memory.values() if not copy.pending]
         copy = data.draw(st.sampled_from(copies))
-        (segment,) = (self.memory / copy.name).glob("*.distcp")
         self.kill()  # its mapping is no place for a short file
-        with segment.open("r+b") as stream:
-            stream.truncate(data.draw(st.integers(0, 100_000)))
+        (held,) = JobMemory(self.place.root, self.place.job).find(copy.name)
+        (segment,) = held.manifest.segments
+        os.truncate(held.segment_path(segment.file), data.draw(st.integers(0, 100_000)))
         copy.damaged = True
 
     @precondition(lambda self: self.model.storage)

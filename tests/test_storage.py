@@ -22,7 +22,7 @@ from dcp_mem.storage.fsspec_route import FsspecStorage
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
 from tests.places import fill, mounted_tmpfs
-from tests.servers import S3Server, StorageRoot
+from tests.servers import BlobServer, S3Server, StorageRoot
 from tests.storage_conformance import StorageConformance
 
 # What adlfs hands to aiohttp; it is the flush's own thread that waits.
@@ -35,16 +35,32 @@ class TestLocalDirectory(StorageConformance):
         return lambda: PosixStorage(str(tmp_path / "absent" / "root"))
 
 
+@pytest.fixture(scope="module")
+def container(azurite: BlobServer) -> Iterator[StorageRoot]:
+    """A container for all tests of this file: making one takes longer than most of them."""
+    with azurite.fresh_root() as root:
+        yield root
+
+
+@pytest.fixture(scope="module")
+def bucket(moto: S3Server) -> Iterator[StorageRoot]:
+    """A bucket for all tests of this file."""
+    with moto.fresh_root() as root:
+        yield root
+
+
 class TestAzureBlob(StorageConformance):
     @pytest.fixture
-    def opened(self, abfs_root: StorageRoot) -> Callable[[], Storage]:
-        return lambda: FsspecStorage(f"{abfs_root.url}/job", abfs_root.storage_options)
+    def opened(self, container: StorageRoot) -> Callable[[], Storage]:
+        url = f"{container.url}/{secrets.token_hex(8)}"
+        return lambda: FsspecStorage(url, container.storage_options)
 
 
 class TestS3(StorageConformance):
     @pytest.fixture
-    def opened(self, s3_root: StorageRoot) -> Callable[[], Storage]:
-        return lambda: FsspecStorage(f"{s3_root.url}/job", s3_root.storage_options)
+    def opened(self, bucket: StorageRoot) -> Callable[[], Storage]:
+        url = f"{bucket.url}/{secrets.token_hex(8)}"
+        return lambda: FsspecStorage(url, bucket.storage_options)
 
 
 class TestMemoryFileSystem(StorageConformance):
@@ -89,7 +105,7 @@ def _failure(act: Callable[[], object], kind: type[DcpMemError], *secrets_of_it:
     return str(failure.value)
 
 
-@pytest.fixture(params=[pytest.param("abfs_root", id="abfs"), pytest.param("s3_root", id="s3")])
+@pytest.fixture(params=[pytest.param("container", id="abfs"), pytest.param("bucket", id="s3")])
 def remote_root(request: pytest.FixtureRequest) -> StorageRoot:
     root: StorageRoot = request.getfixturevalue(request.param)
     return root
@@ -108,20 +124,20 @@ def test_a_missing_bucket_or_container_is_refused(
 
 
 @each_operation
-def test_a_wrong_azure_key_is_refused(abfs_root: StorageRoot, operation: Callable[[Storage], object]) -> None:
+def test_a_wrong_azure_key_is_refused(container: StorageRoot, operation: Callable[[Storage], object]) -> None:
     key = base64.b64encode(b"a key that nobody gave out, long enough for Azure to take it so.").decode()
-    given = abfs_root.storage_options["connection_string"]
+    given = container.storage_options["connection_string"]
     options = {"connection_string": re.sub("AccountKey=[^;]*", f"AccountKey={key}", given)}
-    text = _failure(lambda: operation(open_storage(f"{abfs_root.url}/job", options)), StorageRefused, key)
+    text = _failure(lambda: operation(open_storage(f"{container.url}/job", options)), StorageRefused, key)
     assert "Check the URL, and that the credentials may read and write there" in text
     assert "\n" not in text
 
 
 @pytest.fixture
-def strict_moto(moto: S3Server, s3_root: StorageRoot) -> Iterator[StorageRoot]:
+def strict_moto(moto: S3Server, bucket: StorageRoot) -> Iterator[StorageRoot]:
     """A bucket that asks for credentials, which moto does only when told to."""
     _set_unchecked_actions(moto, "0")
-    yield s3_root
+    yield bucket
     _set_unchecked_actions(moto, "inf")
 
 
@@ -139,11 +155,11 @@ def test_a_wrong_s3_key_is_refused(strict_moto: StorageRoot, operation: Callable
 
 
 def test_missing_s3_credentials_are_refused(
-    s3_root: StorageRoot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: StorageRoot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # botocore looks there
-    options = {name: s3_root.storage_options[name] for name in ("endpoint_url", "client_kwargs")}
-    text = _failure(lambda: open_storage(f"{s3_root.url}/job", options).put("a/b", b"1"), StorageRefused)
+    options = {name: bucket.storage_options[name] for name in ("endpoint_url", "client_kwargs")}
+    text = _failure(lambda: open_storage(f"{bucket.url}/job", options).put("a/b", b"1"), StorageRefused)
     assert "credentials" in text
 
 

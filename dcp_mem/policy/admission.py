@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -42,7 +42,8 @@ class NodeMemory:
 class Verdict:
     """What all ranks do: evict these checkpoints (save ids), and then stage or not.
 
-    needed, limit: the figures of the node that decided it, in bytes, where the verdict is not "stage".
+    needed, limit: the figures of the node that decided it, in bytes, where the verdict is not "stage". lasting: no flush
+    will make room either, so that it is of no use to wait.
     """
 
     action: Literal["stage", "full"]
@@ -50,6 +51,7 @@ class Verdict:
     needed: int = 0
     limit: int = 0
     why: str = ""
+    lasting: bool = False
 
 
 def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
@@ -65,8 +67,16 @@ def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
     for node in nodes:
         full = _make_room(node, keep, evict, _evictable(node.kept, staying, whole))
         if full is not None:
-            return full
+            return replace(full, lasting=not _will_have_room(nodes, keep))
     return Verdict("stage", frozenset(evict))
+
+
+def _will_have_room(nodes: Sequence[NodeMemory], keep: int) -> bool:
+    """Whether there is room once everything is durable, and nobody reads or flushes any more."""
+    if not any(one.busy or one.pending for node in nodes for one in node.kept):
+        return False
+    done = [replace(node, kept=tuple(replace(one, busy=False, pending=False) for one in node.kept)) for node in nodes]
+    return admit(done, keep).action == "stage"
 
 
 def retire(kept: Sequence[Kept], keep: int) -> frozenset[str]:
