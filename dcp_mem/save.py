@@ -35,7 +35,7 @@ from dcp_mem.memory import pinning
 from dcp_mem.memory.copying import Move, copy
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
-from dcp_mem.memory.slots import Slot
+from dcp_mem.memory.slots import Slot, capacity_for
 from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, retire
 from dcp_mem.ranks import Ranks
 from dcp_mem.session import PlanLayout, SavedPlan, Session, Topology
@@ -192,8 +192,8 @@ def _survey(caller: Caller, topology: Topology, nbytes: int) -> _Survey:
         save_id=names.new_save_id(),
         persist=caller.settings.persist.wants(session.persisted.saves, session.persisted.seconds()),
         now=time.time(),
-        needed=nbytes,
-        spare=min(session.slots.spare_bytes(), nbytes),
+        needed=capacity_for(nbytes + _TAIL_ROOM),
+        spare=min(session.slots.spare_bytes(), capacity_for(nbytes + _TAIL_ROOM)),
     )
     if not topology.is_leader:
         return mine

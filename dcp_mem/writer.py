@@ -27,6 +27,7 @@ from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.metadata import with_storage
 from dcp_mem.heap import collector_paused
 from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
+from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
 from dcp_mem.ranks import Alone, run_token
@@ -412,7 +413,7 @@ def _after(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest)
     """Start what goes on behind the training loop: the flush, and the slots of the next saves."""
     if attempt.persist and attempt.topology.is_leader:
         caller.session.wake_agent(caller.settings)
-    node_nbytes = sum(segment.nbytes for segment in manifest.of_node(staged.segment.node))
+    node_nbytes = sum(capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node))
     if attempt.topology.is_leader:
         caller.session.memory.trim((caller.settings.keep + 1) * node_nbytes)
     caller.session.prefault_spares(caller.settings, staged.layout, caller.rank, node_nbytes)

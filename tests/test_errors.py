@@ -176,7 +176,7 @@ def test_save_doesnt_wait_for_room_that_never_comes(
         assert isinstance(first, MemoryBudgetExceeded)
         assert isinstance(second, MemoryBudgetExceeded)
     # The newest never leaves, so that the second has no place beside the first.
-    for first, second in forked_ranks(_save_into_too_little, ranks, job, f"{5 * ranks}MiB"):
+    for first, second in forked_ranks(_save_into_too_little, ranks, job, f"{3 * ranks}MiB"):
         assert first is None
         assert isinstance(second, MemoryBudgetExceeded)
         assert "step-2: the memory limit leaves no room for another checkpoint" in str(second)

@@ -27,6 +27,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+def capacity_for(nbytes: int) -> int:
+    """What a slot for so many bytes really takes."""
+    return -(-nbytes // _PAGE) * _PAGE
+
+
 @dataclass(eq=False)
 class Slot:
     """One slot that this process has open. capacity: bytes reserved. frames: key of the heads and tails that it holds.
@@ -52,7 +57,7 @@ class Slot:
         """
         if nbytes <= self.capacity:
             return
-        wanted = -(-nbytes // _PAGE) * _PAGE
+        wanted = capacity_for(nbytes)
         try:
             os.posix_fallocate(self.descriptor, 0, wanted)
         except OSError as error:
@@ -67,7 +72,7 @@ class Slot:
         if self.capacity > 2 * nbytes + (64 << 20):
             self.unmap()
             self.frames = ""
-            self.capacity = -(-nbytes // _PAGE) * _PAGE
+            self.capacity = capacity_for(nbytes)
             os.ftruncate(self.descriptor, self.capacity)
 
     def map(self, nbytes: int) -> int:
