@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
 
 from dcp_mem.errors import RankFailed
 from dcp_mem.format.frames import Spec
-from dcp_mem.save import Caller, Outcome, expected_specs
+from dcp_mem.save.agree import expected_specs
+from dcp_mem.save.values import Caller, Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,10 @@ from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
 from dcp_mem.ranks import Alone, run_token
-from dcp_mem.save import Attempt, Caller, Staged, agree, complete, keep_no_more, plan_segment, stage, write_results
+from dcp_mem.save.agree import agree, keep_no_more, plan_segment
+from dcp_mem.save.complete import complete
+from dcp_mem.save.stage import stage, write_results
+from dcp_mem.save.values import Attempt, Caller, Staged
 from dcp_mem.session import SavedPlan, Session, close_session, open_session, registration_of, session_for
 from dcp_mem.values import CheckpointStatus
 
@@ -99,7 +102,6 @@ class MemoryStorageWriter(StorageWriter):
         self._run = ""
         self._name: str | None = None
         self._refused: ConfigError | None = None
-        self._last: str | None = None
         self._save: _Save | None = None
         self._structures = _Structures()
         self._agent = AgentHandle(self.settings.memory_root)
@@ -161,7 +163,7 @@ class MemoryStorageWriter(StorageWriter):
         changed = structures.changed(planner, saved.get(key))
         manifest, staged = complete(save.caller, attempt, staged, lambda: structures.metadata(planner), changed)
         structures.settle(planner, saved[key])
-        self._last, save.manifest = manifest.name, manifest
+        save.manifest = manifest
         _after(save.caller, attempt, staged, manifest)
         return write_results(staged)
 

@@ -1,0 +1,204 @@
+"""First stage: all ranks settle on one save, and on what leaves memory for it."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from dcp_mem import faults
+from dcp_mem.errors import CheckpointExists, ConfigError, MemoryBudgetExceeded, RankFailed
+from dcp_mem.events import log
+from dcp_mem.format import names
+from dcp_mem.format.frames import Spec
+from dcp_mem.format.layout import align
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import is_leased
+from dcp_mem.memory.slots import capacity_for
+from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, retire
+from dcp_mem.save.values import Attempt, Caller, Planned
+from dcp_mem.session import Topology
+
+_EXPECTED = operator.attrgetter("tensor_data.properties.dtype", "tensor_data.chunk.sizes")
+TAIL_ROOM = 1 << 20
+"""Reserved behind a layout for byte items, whose sizes no plan tells."""
+_COMPLAIN_EVERY = 10.0
+
+
+def plan_segment(caller: Caller, plan: SavePlan) -> Planned:
+    """Find (or make) the layout of this rank's plan."""
+    tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+    objects = [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
+    layout = caller.session.plan_layout(expected_specs(tensors))
+    saved = caller.session.saved.get(caller.plan_key)
+    tail = sum(align(nbytes) for _, nbytes in saved.tail) if saved is not None else 0
+    return Planned(tensors, objects, layout, layout.layout.nbytes + tail)
+
+
+def expected_specs(tensors: Sequence[WriteItem]) -> list[Spec]:
+    """Dtypes and shapes as the plan has them."""
+    return list(map(_EXPECTED, tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What a rank brings to the agreement; what concerns its node comes from the node's leader.
+
+    save_id, persist, now: what this rank would choose as the coordinator. exists, newest: of its node's checkpoints.
+    """
+
+    name: str
+    save_id: str = ""
+    persist: bool = False
+    now: float = 0.0
+    needed: int = 0
+    spare: int = 0
+    node: NodeMemory | None = None
+    exists: bool = False
+    newest: float = 0.0
+    error: str = ""
+
+
+def agree(caller: Caller, planned: Planned | Exception) -> Attempt | None:
+    """Settle save id, persistence, eviction and admission for all ranks; None where the save is to be skipped.
+
+    planned: an exception where this rank couldn't plan. Raises on all ranks alike: MemoryBudgetExceeded,
+    CheckpointExists, ConfigError, RankFailed.
+    """
+    started = complained = time.monotonic()
+    session = caller.session
+    topology = session.topology(caller.ranks)
+    while True:
+        surveys = caller.ranks.exchange(_survey_or_error(caller, topology, planned))
+        if isinstance(planned, Exception):
+            raise planned
+        verdict = _verdict(caller, topology, surveys)
+        if topology.is_leader:
+            _evict(session.memory, verdict.evict, "to make room for a newer checkpoint")
+        if verdict.evict:
+            caller.ranks.exchange(None)  # nobody stages before the room that is counted on is there
+        if verdict.action == "stage":
+            break
+        if caller.settings.on_full == "raise" or (caller.settings.on_full == "wait" and verdict.lasting):
+            raise MemoryBudgetExceeded(verdict.needed, verdict.limit, f"{caller.name}: {verdict.why}")
+        if caller.settings.on_full == "skip":
+            log.warning("%s is skipped: %s", caller.name, verdict.why)
+            return None
+        complained = _complain(caller, verdict, started, complained)
+        session.wake_agent(caller.settings)
+        time.sleep(0.02)
+    faults.point("save.agreed")
+    proposal = surveys[0]  # the coordinator's
+    created = max(proposal.now, max(survey.newest for survey in surveys) + 1e-3)
+    return Attempt(proposal.save_id, created, proposal.persist, topology, started)
+
+
+def _survey_or_error(caller: Caller, topology: Topology, planned: Planned | Exception) -> _Survey:
+    try:
+        if isinstance(planned, Exception):
+            raise planned
+        caller.session.stop_prefaulting()
+        caller.session.slots.take_back(caller.session.memory.lists)  # if the last save failed, perhaps elsewhere
+        if topology.is_leader and not caller.session.swept:
+            caller.session.memory.sweep()
+        caller.session.swept = True
+        return _survey(caller, topology, planned.nbytes)
+    except Exception as error:
+        return _Survey(caller.name, error=f"{type(error).__name__}: {error}")
+
+
+def _survey(caller: Caller, topology: Topology, nbytes: int) -> _Survey:
+    session = caller.session
+    mine = _Survey(
+        name=caller.name,
+        save_id=names.new_save_id(),
+        persist=caller.settings.persist.wants(session.persisted.saves, session.persisted.seconds()),
+        now=time.time(),
+        needed=capacity_for(nbytes + TAIL_ROOM),
+        spare=min(session.slots.spare_bytes(), capacity_for(nbytes + TAIL_ROOM)),
+    )
+    if not topology.is_leader:
+        return mine
+    memory = caller.session.memory
+    kept = _kept(memory, caller.scope)
+    node = NodeMemory(
+        kept=kept,
+        used=memory.allocated_bytes(),
+        spare=0,
+        free=memory.free_bytes(),
+        limit=caller.settings.memory_limit,
+        needed=0,
+    )
+    exists = not caller.settings.overwrite and any(
+        held.manifest.scope == caller.scope for held in memory.find(caller.name)
+    )
+    return replace(mine, node=node, exists=exists, newest=max((one.created for one in kept), default=0.0))
+
+
+def keep_no_more(memory: JobMemory, scope: str, keep: int) -> None:
+    """Evict what a newer checkpoint has superseded, but for what is being read or flushed at this moment."""
+    _evict(memory, retire(_kept(memory, scope), keep), "superseded by a newer checkpoint")
+
+
+def _kept(memory: JobMemory, scope: str) -> tuple[Kept, ...]:
+    result = []
+    for held in memory.held():
+        if held.manifest.scope != scope:
+            continue
+        try:
+            busy = is_leased(held.manifest_path)
+        except FileNotFoundError:
+            continue
+        nbytes = sum(segment.nbytes for segment in held.manifest.of_node(memory.node))
+        result.append(
+            Kept(held.manifest.save_id, held.manifest.created, nbytes, held.manifest.persist, held.pending, busy)
+        )
+    return tuple(result)
+
+
+def _verdict(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> Verdict:
+    """The same on every rank, from what every rank brought."""
+    failures = [(rank, survey.error) for rank, survey in enumerate(surveys) if survey.error]
+    if failures:
+        raise RankFailed(f"preparing {caller.name}", failures)
+    named = sorted({survey.name for survey in surveys})
+    if len(named) > 1:
+        raise ConfigError(f"the ranks save under different checkpoint ids: {', '.join(named)}")
+    if any(survey.exists for survey in surveys):
+        raise CheckpointExists(caller.name, "memory")
+    nodes = []
+    for leader, survey in enumerate(surveys):
+        if survey.node is not None:
+            neighbours = topology.neighbours(topology.nodes[leader])
+            nodes.append(
+                replace(
+                    survey.node,
+                    needed=sum(surveys[rank].needed for rank in neighbours),
+                    spare=sum(surveys[rank].spare for rank in neighbours),
+                )
+            )
+    return admit(nodes, caller.settings.keep)
+
+
+def _evict(memory: JobMemory, save_ids: frozenset[str], why: str) -> None:
+    for held in memory.held() if save_ids else ():
+        if held.manifest.save_id in save_ids:
+            try:
+                memory.evict(held, why)
+            except OSError as error:  # the others go on to the next exchange, and so must this rank
+                log.warning("%s could not be evicted: %s", held.name, error)
+
+
+def _complain(caller: Caller, verdict: Verdict, started: float, complained: float) -> float:
+    if time.monotonic() - complained < _COMPLAIN_EVERY:
+        return complained
+    log.warning(
+        "%s has waited %.0f s for room in memory: %s (on_full='skip' would go on without it)",
+        caller.name,
+        time.monotonic() - started,
+        verdict.why,
+    )
+    return time.monotonic()

@@ -1,0 +1,263 @@
+"""Second stage: this rank's items are copied into a slot, which is sealed as a segment."""
+
+from __future__ import annotations
+
+import io
+import operator
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_mem import faults
+from dcp_mem.errors import DcpMemError
+from dcp_mem.format import names
+from dcp_mem.format.frames import Spec
+from dcp_mem.format.layout import align
+from dcp_mem.memory import pinning
+from dcp_mem.memory.copying import Move, copy
+from dcp_mem.memory.slots import Slot
+from dcp_mem.save.agree import TAIL_ROOM
+from dcp_mem.save.values import Attempt, Caller, Planned, Staged
+from dcp_mem.session import PlanLayout
+from dcp_mem.values import Segment
+
+_FQN = operator.attrgetter("index.fqn")
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_BATCH = 256 << 20
+
+
+class _OtherThanPlanned(Exception):
+    """A tensor isn't what the layout expects: the plan changed under a planner that transforms tensors."""
+
+
+def stage(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlanner) -> Staged:
+    """Copy this rank's items into a slot and seal it as a segment. Raises MemoryBudgetExceeded, or what the planner raises."""
+    try:
+        return _stage_into_slot(caller, attempt, planned, planner)
+    except _OtherThanPlanned:
+        dense = [_spec(_resolve(planner, item)) for item in planned.tensors]
+        learnt = caller.session.learn_layout(planned.layout.expected, dense)
+        return _stage_into_slot(caller, attempt, replace(planned, layout=learnt), planner)
+
+
+def _stage_into_slot(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlanner) -> Staged:
+    session, layout = caller.session, planned.layout.layout
+    slot = session.slots.claim(max(planned.nbytes, layout.nbytes) + TAIL_ROOM, planned.layout.frames)
+    try:
+        faults.point("stage.claimed")
+        session.put_frames(slot, planned.layout)
+        slow = _copy_tensors(slot, planned.layout, planned.tensors, planner)
+        faults.point("stage.copied")
+        tail = tuple(_append(slot, layout.nbytes, _streams(planner, slow, planned.objects)))
+        segment = _seal(caller, attempt, slot, planned.layout, tail)
+        faults.point("stage.sealed")
+    except BaseException:
+        session.slots.abandon(slot)
+        raise
+    slow_ids = set(map(id, slow))
+    dense = [item for item in planned.tensors if id(item) not in slow_ids] if slow else planned.tensors
+    return Staged(
+        segment,
+        [*dense, *slow, *planned.objects],
+        [*layout.offsets.tolist(), *(offset for offset, _ in tail)],
+        [*layout.lengths.tolist(), *(nbytes for _, nbytes in tail)],
+        slot,
+        planned.layout,
+    )
+
+
+def _spec(tensor: torch.Tensor) -> Spec | None:
+    """Dtype and shape of a tensor with a plain dense payload, None for one that takes the slow road."""
+    if not _is_dense(tensor):
+        return None
+    return tensor.dtype, tensor.shape
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
+    if plain and tensor.device.type == "meta":
+        raise DcpMemError("a tensor on the meta device has no data to save: materialise the module first")
+    return plain
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    tensor = planner.resolve_data(item)
+    if not isinstance(tensor, torch.Tensor):
+        raise DcpMemError(f"the planner resolved {item.index.fqn} to a {type(tensor).__name__}, not to a tensor")
+    return tensor.detach()
+
+
+def _hands_out_as_is(planner: SavePlanner) -> bool:
+    """Whether the planner is known to resolve a plain tensor to the one in its state dict."""
+    kind, default = type(planner), DefaultSavePlanner
+    hooks = ("resolve_data", "lookup_object", "transform_object")
+    return all(getattr(kind, hook, None) is getattr(default, hook) for hook in hooks)
+
+
+def _copy_tensors(
+    slot: Slot, plan_layout: PlanLayout, tensors: Sequence[WriteItem], planner: SavePlanner
+) -> list[WriteItem]:
+    """Copy every dense tensor to its place; returns the items that have none. Raises _OtherThanPlanned."""
+    layout = plan_layout.layout
+    places = list(zip((slot.address + layout.payload_offsets).tolist(), layout.payload_nbytes.tolist(), strict=True))
+    moves = _plain_moves(places, plan_layout, tensors, planner)
+    if moves is None:
+        return _copy_one_by_one(slot, places, plan_layout, tensors, planner)
+    _copy_batch(moves, _Others(slot))
+    return []
+
+
+def _plain_moves(
+    places: Sequence[tuple[int, int]], plan_layout: PlanLayout, tensors: Sequence[WriteItem], planner: SavePlanner
+) -> list[Move] | None:
+    """The moves of a plan that is all plain contiguous CPU tensors, handed out as they are; None for any other.
+
+    Twenty thousand tensors one by one, through the planner, take longer than the copy of their gigabyte.
+    """
+    if not _hands_out_as_is(planner) or not all(item.type is WriteItemType.TENSOR for item in tensors):
+        return None
+    state, tensor_type = planner.state_dict, torch.Tensor  # type: ignore[attr-defined]
+    found = [state.get(fqn) for fqn in map(_FQN, tensors)]
+    if not _PLAIN.issuperset(map(type, found)) or [(one.dtype, one.shape) for one in found] != plan_layout.dense:
+        return None
+    usual = all(one.is_cpu and one.layout is torch.strided for one in found) and all(
+        map(tensor_type.is_contiguous, found)
+    )
+    if not usual or any(map(tensor_type.is_neg, found)) or any(map(tensor_type.is_conj, found)):
+        return None
+    pointers = map(tensor_type.data_ptr, found)
+    return [(address, pointer, nbytes) for (address, nbytes), pointer in zip(places, pointers, strict=True) if nbytes]
+
+
+def _copy_one_by_one(
+    slot: Slot,
+    places: Sequence[tuple[int, int]],
+    plan_layout: PlanLayout,
+    tensors: Sequence[WriteItem],
+    planner: SavePlanner,
+) -> list[WriteItem]:
+    """Copy tensors of any kind, as the planner resolves them, in batches: it may make them just for us."""
+    others, slow, place = _Others(slot), [], iter(places)
+    moves: list[Move] = []
+    alive: list[torch.Tensor] = []
+    waiting = 0
+    for item, spec in zip(tensors, plan_layout.dense, strict=True):
+        tensor = _resolve(planner, item)
+        if _spec(tensor) != spec:
+            raise _OtherThanPlanned
+        if spec is None:
+            slow.append(item)
+            continue
+        address, nbytes = next(place)
+        if not nbytes:
+            continue
+        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+            moves.append((address, tensor.data_ptr(), nbytes))
+        else:
+            others.copy(tensor, address, nbytes)
+        alive.append(tensor)
+        waiting += nbytes
+        if waiting >= _BATCH:
+            _copy_batch(moves, others)
+            moves, alive, waiting = [], [], 0
+    _copy_batch(moves, others)
+    return slow
+
+
+def _copy_batch(moves: Sequence[Move], others: _Others) -> None:
+    if faults.is_armed("stage.copying"):
+        middle = len(moves) // 2
+        copy(moves[:middle])
+        faults.point("stage.copying")
+        moves = moves[middle:]
+    others.start()
+    copy(moves)
+    others.finish()
+
+
+class _Others:
+    """Copies of tensors that aren't plain CPU memory: strided ones, and those on devices, on a side stream each."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._waiting: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._streams: list[torch.cuda.Stream] = []
+
+    def copy(self, tensor: torch.Tensor, address: int, nbytes: int) -> None:
+        assert self._slot.mapping is not None
+        place = torch.frombuffer(
+            self._slot.mapping, dtype=torch.uint8, count=nbytes, offset=address - self._slot.address
+        )
+        target = place.view(tensor.dtype).view(tensor.shape)
+        if tensor.device.type != "cuda":
+            target.copy_(tensor.detach())
+            return
+        self._waiting.setdefault(tensor.device, []).append((target, tensor.detach()))
+
+    def start(self) -> None:
+        """Send off the copies from devices, behind whatever makes their sources: a planner may have launched it just now."""
+        for device, copies in self._waiting.items():
+            stream = pinning.side_stream(device)
+            self._streams.append(stream)
+            with torch.cuda.stream(stream):
+                for target, source in copies:
+                    # Resolved here: torch would conjugate or negate the target while the copy is still under way.
+                    target.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
+
+    def finish(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+        self._streams.clear()
+        self._waiting.clear()
+
+
+def _streams(planner: SavePlanner, slow: Sequence[WriteItem], objects: Sequence[WriteItem]) -> Iterator[memoryview]:
+    """The bytes of what goes to the tail, one item at a time."""
+    for item in slow:
+        stream = io.BytesIO()
+        tensor = _resolve(planner, item).cpu()
+        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save would write all of the storage that it is a view of
+        torch.save(tensor, stream)
+        yield stream.getbuffer()
+    for item in objects:
+        data = planner.resolve_data(item)
+        if not isinstance(data, io.BytesIO):
+            raise DcpMemError(f"the planner resolved {item.index.fqn} to a {type(data).__name__}, not to io.BytesIO")
+        yield data.getbuffer()
+
+
+def _append(slot: Slot, offset: int, streams: Iterator[memoryview]) -> Iterator[tuple[int, int]]:
+    """Write streams behind each other from `offset` on; yields where each lies."""
+    for data in streams:
+        slot.reserve(offset + len(data))
+        slot.write_at(offset, data)
+        yield offset, len(data)
+        offset = align(offset + max(len(data), 1))  # an empty item has a place of its own, by which it is found
+
+
+def _seal(
+    caller: Caller, attempt: Attempt, slot: Slot, plan_layout: PlanLayout, tail: tuple[tuple[int, int], ...]
+) -> Segment:
+    memory, layout = caller.session.memory, plan_layout.layout
+    directory = memory.make_checkpoint_directory(caller.name)
+    caller.session.link_layout(plan_layout, directory)
+    file = names.segment_file(caller.rank, attempt.save_id)
+    nbytes = tail[-1][0] + tail[-1][1] if tail else layout.nbytes
+    caller.session.slots.seal(slot, os.path.join(directory, file))
+    return Segment(caller.rank, memory.node, file, nbytes, layout.key, tail)
+
+
+def write_results(staged: Staged) -> list[WriteResult]:
+    """What DCP wants to know of every item."""
+    file = staged.segment.file
+    return [
+        WriteResult(item.index, length, _StorageInfo(file, offset, length))
+        for item, offset, length in zip(staged.items, staged.offsets, staged.lengths, strict=True)
+    ]
