@@ -19,6 +19,8 @@ import functools
 import importlib
 import os
 import pickle
+import re
+import select
 import signal
 import socket
 import subprocess
@@ -227,35 +229,42 @@ def _serve() -> None:
     """The zygote: fork what is asked for, and write down how it ended."""
     importlib.import_module("torch._dynamo")  # DTensor asks for it, and it takes a second
     running: dict[int, Path] = {}
+    # The signal itself would be lost where it comes just before a blocking read; its byte in the pipe isn't.
+    ended, ending = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(ending, warn_on_full_buffer=False)
+    while True:
+        ready, _, _ = select.select([sys.stdin, ended], [], [])
+        if ended in ready:
+            os.read(ended, 4096)
+            _reap(running)
+        if sys.stdin in ready:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            name, count = line.rsplit(maxsplit=1)
+            print(*[_fork(Path(name), rank, running) for rank in range(int(count))], flush=True)
 
-    def reap(*_: object) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if not pid:
-                    return
-                path = running.pop(pid)
-                temporary = path.with_name(f"{path.name}.tmp")
-                temporary.write_text(str(os.waitstatus_to_exitcode(status)))
-                temporary.rename(path)
 
-    signal.signal(signal.SIGCHLD, reap)
-    for line in sys.stdin:
-        name, count = line.rsplit(maxsplit=1)
-        directory = Path(name)
-        pids = []
-        # Neither a child's end nor anything else may come between a fork and its entry in `running`.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        for rank in range(int(count)):
-            pid = os.fork()
-            if pid == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-                _live(directory, rank)
-            running[pid] = directory / f"{rank}.status"
-            pids.append(pid)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        print(*pids, flush=True)
+def _reap(running: dict[int, Path]) -> None:
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        path = running.pop(pid)
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_text(str(os.waitstatus_to_exitcode(status)))
+        temporary.rename(path)
+
+
+def _fork(directory: Path, rank: int, running: dict[int, Path]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _live(directory, rank)
+    running[pid] = directory / f"{rank}.status"
+    return pid
 
 
 def _live(directory: Path, rank: int) -> None:
@@ -399,12 +408,18 @@ def stock_steps(directory: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def agents_of(root: str | os.PathLike[str]) -> list[psutil.Process]:
-    """The living agents of a memory root."""
+    """The living agents of a memory root, and killed ones that the kernel hasn't taken their files (and locks) from yet.
+
+    It takes a process's memory first, and with it the command line.
+    """
+    log_file = Path(agent.log_path(os.fspath(root)))
+    served = set(re.findall(r"agent (\d+) serves", log_file.read_text())) if log_file.exists() else set()
     found = []
     for process in psutil.process_iter():
         try:
             told = process.cmdline()
-            if told[-2:] == ["dcp_mem.agent", os.fspath(root)] and process.status() != psutil.STATUS_ZOMBIE:
+            is_agent = told[-2:] == ["dcp_mem.agent", os.fspath(root)] or (not told and str(process.pid) in served)
+            if is_agent and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # noqa: PERF203 (any of them may end while it is asked)
             continue
