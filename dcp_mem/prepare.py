@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
 
 from dcp_mem.errors import RankFailed
 from dcp_mem.format.frames import Spec
-from dcp_mem.save.agree import expected_specs
+from dcp_mem.save.agree import TAIL_ROOM, expected_specs
 from dcp_mem.save.values import Caller, Outcome
 
 
@@ -46,7 +46,8 @@ def prepare(caller: Caller, state_dict: dict[str, Any], planner: SavePlanner) ->
     if outcome.value is None:
         raise RankFailed("planning", [(0, outcome.error)])
     plan_layout = caller.session.plan_layout(outcome.value[caller.ranks.rank])
-    return Preparation(caller.session.prefault(plan_layout, caller.settings.keep + 1))
+    room = plan_layout.layout.nbytes + TAIL_ROOM
+    return Preparation(caller.session.prefault(plan_layout, room, caller.settings.keep + 1))
 
 
 def _specs(items: Sequence[Any]) -> list[Spec]:

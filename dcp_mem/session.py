@@ -7,6 +7,7 @@ worth keeping lives here, once for each process, memory root and job.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
 import time
@@ -152,22 +153,19 @@ class Session:
             files.write_atomically(path, described.to_bytes())
 
     def put_frames(self, slot: Slot, plan_layout: PlanLayout) -> None:
-        """Map the slot and write heads and tails into it, unless it holds this layout's already."""
-        layout = plan_layout.layout
-        slot.map(layout.nbytes)
+        """Write heads and tails into a mapped slot, unless it holds this layout's already."""
         if slot.frames != plan_layout.frames:
             slot.frames = ""
-            view = memoryview(slot.mapping) if slot.mapping is not None else memoryview(b"")
-            with view:
-                for offset, piece in frame_pieces(layout, [spec for spec in plan_layout.dense if spec is not None]):
-                    view[offset : offset + len(piece)] = piece
+            specs = [spec for spec in plan_layout.dense if spec is not None]
+            for offset, piece in frame_pieces(plan_layout.layout, specs):
+                ctypes.memmove(slot.address + offset, piece, len(piece))
             slot.frames = plan_layout.frames
         pinning.pin(slot)
 
     # -- prefaulting --------------------------------------------------------------------------------------------
 
-    def prefault(self, plan_layout: PlanLayout, slots: int) -> threading.Thread:
-        """Make up to `slots` free slots of this layout in the background, ready to be copied into."""
+    def prefault(self, plan_layout: PlanLayout, nbytes: int, slots: int) -> threading.Thread:
+        """Make up to `slots` free slots of `nbytes` in the background, ready to be copied into by this layout."""
         self.stop_prefaulting()
         self._prefault_wanted.set()
 
@@ -175,7 +173,7 @@ class Session:
             try:
                 self.slots.prefault(
                     slots,
-                    plan_layout.layout.nbytes,
+                    nbytes,
                     lambda slot: self.put_frames(slot, plan_layout),
                     self._prefault_wanted.is_set,
                 )
@@ -189,16 +187,18 @@ class Session:
         return self._prefaulting
 
     def stop_prefaulting(self) -> None:
-        """End the background work after the slot that it is at: finishing it is cheaper than doing it twice."""
+        """End the background work where it is; what it has done by then isn't lost."""
         self._prefault_wanted.clear()
         if self._prefaulting is not None:
             self._prefaulting.join()
             self._prefaulting = None
 
-    def prefault_spares(self, settings: Settings, plan_layout: PlanLayout, rank: int, node_nbytes: int) -> None:
+    def prefault_spares(
+        self, settings: Settings, plan_layout: PlanLayout, nbytes: int, rank: int, node_nbytes: int
+    ) -> None:
         """Bring this rank's slots up to `keep` + 1 in the background, as far as the memory budget goes.
 
-        node_nbytes: what one checkpoint takes on this node.
+        nbytes: of this rank's slot. node_nbytes: what one checkpoint takes on this node.
         """
         # In this order: a segment that retires in between is counted twice, and never overlooked.
         in_use = self.memory.count_segments(rank)
@@ -208,7 +208,7 @@ class Session:
             room = min(room, (settings.memory_limit - self.memory.allocated_bytes()) // max(node_nbytes, 1))
         wanted = min(settings.keep + 1 - in_use, free + max(room, 0))
         if wanted > free:
-            self.prefault(plan_layout, wanted)
+            self.prefault(plan_layout, nbytes, wanted)
 
     def give_back_heap(self) -> None:
         """Once after a plan was described: what that took is free by now, and tens of megabytes."""

@@ -98,8 +98,9 @@ def _reached(settings: Settings, name: str | None, state: str, before: dict[str,
         _raise(newest)
     if not newest.persist:
         raise FlushFailed(newest.name, "it is not meant for storage: persist= chose other saves")
-    if _refusals(settings).get(newest.save_id, 0) > before.get(newest.save_id, 0):
-        _raise(newest)
+    for held in JobMemory(settings.memory_root, settings.job).held():  # what is told may be newer than its status
+        if held.manifest.save_id == newest.save_id and _is_refused_again(held, before):
+            raise FlushFailed(held.name, held.flush.error)
     return False
 
 

@@ -31,7 +31,7 @@ from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
 from dcp_mem.ranks import Alone, run_token
-from dcp_mem.save.agree import agree, keep_no_more, plan_segment
+from dcp_mem.save.agree import TAIL_ROOM, agree, keep_no_more, plan_segment
 from dcp_mem.save.complete import complete
 from dcp_mem.save.stage import stage, write_results
 from dcp_mem.save.values import Attempt, Caller, Staged
@@ -418,7 +418,8 @@ def _after(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest)
     node_nbytes = sum(capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node))
     if attempt.topology.is_leader:
         caller.session.memory.trim((caller.settings.keep + 1) * node_nbytes)
-    caller.session.prefault_spares(caller.settings, staged.layout, caller.rank, node_nbytes)
+    room = staged.segment.nbytes + TAIL_ROOM
+    caller.session.prefault_spares(caller.settings, staged.layout, room, caller.rank, node_nbytes)
 
 
 def _publish_again(caller: Caller, manifest: Manifest, metadata: Metadata) -> None:

@@ -416,13 +416,13 @@ def agents_of(root: str | os.PathLike[str]) -> list[psutil.Process]:
     served = set(re.findall(r"agent (\d+) serves", log_file.read_text())) if log_file.exists() else set()
     found = []
     for process in psutil.process_iter():
-        try:
-            told = process.cmdline()
+        directory = Path(f"/proc/{process.pid}")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
+            told = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
             is_agent = told[-2:] == ["dcp_mem.agent", os.fspath(root)] or (not told and str(process.pid) in served)
-            if is_agent and process.status() != psutil.STATUS_ZOMBIE:
+            # A leader may be a zombie while other threads of it still hold its files.
+            if is_agent and (process.status() != psutil.STATUS_ZOMBIE or len(os.listdir(directory / "task")) > 1):
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):  # noqa: PERF203 (any of them may end while it is asked)
-            continue
     return found
 
 

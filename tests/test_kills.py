@@ -424,7 +424,7 @@ def test_agent_that_meets_one_about_to_end_takes_its_place(
     forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").one()
     wait_for(lambda: agents_of(memory_root) == [], "the agent to be killed")
     ending = os.open(memory_root / ".agent" / "lock", os.O_RDWR)
-    assert locks.try_lease(ending, exclusive=True)
+    wait_for(lambda: locks.try_lease(ending, exclusive=True), "the killed agent's lock to be free")
 
     def end_without_an_answer(*_: object) -> bool:
         locks.end_lease(ending)
@@ -444,6 +444,8 @@ def test_two_flushers_never_work_on_one_checkpoint(
     place = Place(str(memory_root), str(tmp_path / "storage"))
     forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").one()
     wait_for(lambda: agents_of(memory_root) == [], "the agent to be killed")
+    (held,) = JobMemory(str(memory_root), place.job).held()
+    wait_for(lambda: not locks.is_leased(held.manifest_path), "the killed agent's lease to end")
     streams: list[str] = []
     at_work, go_on, put_stream = threading.Event(), threading.Event(), PosixStorage.put_stream
 

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 Move = tuple[int, int, int]
 """(destination address, source address, bytes) of a copy, or (destination address, file offset, bytes) of a read."""
 
@@ -67,25 +69,33 @@ def _in_shares(moves: Sequence[Move], act: Callable[[Sequence[Move]], None]) -> 
     if threads == 1 or sum(nbytes for _, _, nbytes in moves) < _ALONE:
         act(moves)
         return
-    waiting = deque(shares(moves, threads * _SHARES_EACH))
-    helpers = [_pool(threads).submit(_work_off, waiting, act) for _ in range(threads - 1)]
+    work_off(shares(moves, threads * _SHARES_EACH), act)
+
+
+def work_off(work: Sequence[T], act: Callable[[T], None]) -> None:
+    """Do all of the work with as many threads as torch uses; raises the first error.
+
+    Each takes piece after piece until none is left: a thread that the machine holds up holds up only one.
+    """
+    threads = torch.get_num_threads()
+    waiting = deque(work)
+    helpers = [_pool(threads).submit(_take, waiting, act) for _ in range(min(threads, len(work)) - 1)]
     try:
-        _work_off(waiting, act)
+        _take(waiting, act)
     finally:
         wait(helpers)  # after an error too: nobody may touch the caller's memory once this has returned
     for helper in helpers:
         helper.result()
 
 
-def _work_off(waiting: deque[list[Move]], act: Callable[[Sequence[Move]], None]) -> None:
-    """Take share after share until none is left: a thread that the machine holds up holds up only one share."""
+def _take(waiting: deque[T], act: Callable[[T], None]) -> None:
     while True:
         try:
-            share = waiting.popleft()
+            piece = waiting.popleft()
         except IndexError:
             return
         try:
-            act(share)
+            act(piece)
         except BaseException:
             waiting.clear()
             raise

@@ -13,14 +13,16 @@ _pinned: set[tuple[int, int]] = set()
 
 def pin(slot: Slot) -> None:
     """Register the slot's mapping with CUDA, once; where that fails copies still work, only slower."""
-    key = (slot.address, slot.mapped_nbytes)
-    if key in _pinned or not torch.cuda.is_initialized():
+    if slot.mapping is None or not torch.cuda.is_initialized():
+        return
+    key = (slot.mapping.address, slot.mapping.nbytes)
+    if key in _pinned:
         return
     device = _device_in_use()
     if device is None:
         return
     with torch.cuda.device(device):
-        error = int(torch.cuda.cudart().cudaHostRegister(slot.address, slot.mapped_nbytes, _PORTABLE))
+        error = int(torch.cuda.cudart().cudaHostRegister(*key, _PORTABLE))
     if error:
         log.warning(
             "cudaHostRegister of %d bytes failed (error %d): copies go through CUDA's own buffer", key[1], error

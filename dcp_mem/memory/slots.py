@@ -7,36 +7,33 @@ mapped it recognises it by its inode and goes on using the mapping.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from dcp_mem import files
 from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory.locks import end_lease, in_turn, share, try_lease
+from dcp_mem.memory.mapping import HUGE, Mapping
 
 _SUFFIX = ".slot"
-_PAGE = 2 << 20  # room for huge pages where the mount has them
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_POPULATE_STEP = 64 << 20
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def capacity_for(nbytes: int) -> int:
     """What a slot for so many bytes really takes."""
-    return -(-nbytes // _PAGE) * _PAGE
+    return -(-nbytes // HUGE) * HUGE
 
 
 @dataclass(eq=False)
 class Slot:
-    """One slot that this process has open. capacity: bytes reserved. frames: key of the heads and tails that it holds.
+    """One slot that this process has open. capacity: size of its file. frames: key of the heads and tails that it holds.
 
-    Its descriptor carries a lease for as long as it is open: exclusive while staging, shared afterwards.
+    Its descriptor carries a lease for as long as it is open: exclusive while staging, shared afterwards. The mapping,
+    where there is one, has all its pages; room beyond it may still have to be found.
     """
 
     path: str
@@ -44,28 +41,64 @@ class Slot:
     capacity: int
     inode: int
     frames: str = ""
-    mapping: mmap.mmap | None = None
-    mapped_nbytes: int = 0
-    address: int = 0
+    mapping: Mapping | None = None
     on_unmap: list[Callable[[], None]] = field(default_factory=list)
     busy: bool = True  # claimed or being prefaulted by a thread of this process; its own lease can't tell
 
-    def reserve(self, nbytes: int) -> None:
-        """Make sure that `nbytes` can be written without running out of space (which would be SIGBUS in a mapping).
+    @property
+    def address(self) -> int:
+        """Of the first byte, in the mapping."""
+        assert self.mapping is not None
+        return self.mapping.address
 
-        Raises MemoryBudgetExceeded; what was reserved before stays.
+    def map(self, nbytes: int, room: int, wanted: Callable[[], bool] | None = None) -> None:
+        """Map at least `nbytes`, every page present: where they aren't yet, all of a capacity of `room` or more.
+
+        wanted: asked now and then whether to go on; the slot stays unmapped where it wasn't.
+        Raises MemoryBudgetExceeded; a slot that was mapped before keeps what it had.
         """
-        if nbytes <= self.capacity:
+        had = 0 if self.mapping is None else self.mapping.nbytes
+        if had and had >= nbytes:
             return
-        wanted = capacity_for(nbytes)
+        self.unmap()
+        room = max(self.capacity, capacity_for(max(nbytes, room, 1)))
         try:
-            os.posix_fallocate(self.descriptor, 0, wanted)
+            if room > self.capacity:
+                os.ftruncate(self.descriptor, room)
+            mapping = Mapping(self.descriptor, room)
+            is_whole = mapping.populate(wanted)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            free = files.free_bytes(os.path.dirname(self.path)) + self.capacity
-            raise MemoryBudgetExceeded(nbytes, free, f"the memory root of {self.path} is full") from None
-        self.capacity = wanted
+            if not had:  # nobody knows which of its pages are there
+                self.capacity, self.frames = 0, ""
+            os.ftruncate(self.descriptor, self.capacity)
+            self._raise_full(error, room)
+        self.mapping, self.capacity = mapping if is_whole else None, room
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for `nbytes` in all, beyond the mapping. Raises MemoryBudgetExceeded."""
+        if nbytes > self.capacity:
+            wanted = capacity_for(nbytes)
+            try:
+                os.posix_fallocate(self.descriptor, self.capacity, wanted - self.capacity)
+            except OSError as error:
+                self._raise_full(error, wanted)
+            self.capacity = wanted
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        """Write bytes that don't belong to the mapped part. Raises MemoryBudgetExceeded."""
+        view = memoryview(data)
+        while view:
+            try:
+                written = os.pwrite(self.descriptor, view, offset)
+            except OSError as error:
+                self._raise_full(error, offset + len(view))
+            view, offset = view[written:], offset + written
+
+    def _raise_full(self, error: OSError, nbytes: int) -> NoReturn:
+        if error.errno not in _FULL:
+            raise error
+        free = files.free_bytes(os.path.dirname(self.path)) + os.fstat(self.descriptor).st_blocks * 512
+        raise MemoryBudgetExceeded(nbytes, free, f"the memory root of {self.path} is full") from None
 
     def shrink(self, nbytes: int) -> None:
         """Give back what is far beyond `nbytes`: the plan has become much smaller."""
@@ -75,37 +108,18 @@ class Slot:
             self.capacity = capacity_for(nbytes)
             os.ftruncate(self.descriptor, self.capacity)
 
-    def map(self, nbytes: int) -> int:
-        """Address of the first byte of a mapping of at least `nbytes`, with every page present."""
-        if self.mapping is None or self.mapped_nbytes < nbytes:
+    def see_truncation(self) -> None:
+        """Forget pages that somebody has cut off meanwhile: a store into them would be SIGBUS."""
+        nbytes = os.fstat(self.descriptor).st_size
+        if nbytes < self.capacity:
             self.unmap()
-            self.mapped_nbytes = max(nbytes, mmap.PAGESIZE)
-            self.mapping = mmap.mmap(self.descriptor, self.mapped_nbytes)
-            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
-            self._populate()
-        return self.address
-
-    def _populate(self) -> None:
-        # In steps and through ctypes, which lets other threads run; older kernels answer EINVAL and fault pages in later.
-        for offset in range(0, self.mapped_nbytes, _POPULATE_STEP):
-            step = min(_POPULATE_STEP, self.mapped_nbytes - offset)
-            if _libc.madvise(self.address + offset, step, _POPULATE_WRITE) != 0:
-                return
+            self.capacity, self.frames = nbytes, ""
 
     def unmap(self) -> None:
         for callback in self.on_unmap:
             callback()
         self.on_unmap.clear()
-        if self.mapping is not None:
-            mapping, self.mapping, self.address, self.mapped_nbytes = self.mapping, None, 0, 0
-            _close(mapping)
-
-    def write_at(self, offset: int, data: bytes | memoryview) -> None:
-        """Write bytes that don't belong to the mapped part. The space must have been reserved."""
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(self.descriptor, view, offset)
-            view, offset = view[written:], offset + written
+        self.mapping = None
 
     def close(self) -> None:
         self.unmap()
@@ -115,13 +129,6 @@ class Slot:
             self.descriptor = -1
 
 
-def _close(mapping: mmap.mmap) -> None:
-    try:
-        mapping.close()
-    except BufferError:
-        return  # a view of it is still alive; the mapping goes with the last one
-
-
 class SlotPool:
     """The slots of one process in one job's directory."""
 
@@ -129,8 +136,10 @@ class SlotPool:
         self._directory = directory
         self._open: dict[int, Slot] = {}
 
-    def claim(self, nbytes: int, frames: str) -> Slot:
+    def claim(self, nbytes: int, frames: str, mapped: int | None = None) -> Slot:
         """A slot that nobody else uses, with room for `nbytes`: a free one where there is one, else a new one.
+
+        At least `mapped` bytes of it (by default all) are mapped, with every page present.
 
         Prefers one that holds these frames already, then one that is mapped, then the one of nearest size.
         Raises MemoryBudgetExceeded.
@@ -139,6 +148,7 @@ class SlotPool:
             slot = self._claim_free(nbytes, frames) or self._create()
         try:
             slot.shrink(nbytes)
+            slot.map(nbytes if mapped is None else mapped, nbytes)
             slot.reserve(nbytes)
         except BaseException:
             self.abandon(slot)
@@ -146,7 +156,7 @@ class SlotPool:
         return slot
 
     def spare_bytes(self) -> int:
-        """Capacity of the free slot that a claim would most likely get; 0 where there is none."""
+        """What is there of the free slot that a claim would most likely get; 0 where there is none."""
         with in_turn(self._directory):
             return max((size for _, _, size in self._free()), default=0)
 
@@ -186,8 +196,9 @@ class SlotPool:
         while wanted() and self.free_count() < count:
             slot = self._create()
             try:
-                slot.reserve(nbytes)
-                prepare(slot)
+                slot.map(nbytes, nbytes, wanted)
+                if slot.mapping is not None:
+                    prepare(slot)
             except MemoryBudgetExceeded:
                 files.remove(slot.path)
                 self._forget(slot)
@@ -220,6 +231,7 @@ class SlotPool:
                 self._forget(slot)
                 continue
             slot.path, slot.busy = path, True
+            slot.see_truncation()
             return slot
         return None
 
@@ -233,14 +245,7 @@ class SlotPool:
             os.close(descriptor)
             return None
         facts = os.fstat(descriptor)
-        slot = Slot(path, descriptor, 0, facts.st_ino)
-        try:
-            slot.reserve(facts.st_size)  # whoever made it may have been killed before it had its pages
-        except MemoryBudgetExceeded:
-            files.remove(path)
-            slot.close()
-            return None
-        self._open[facts.st_ino] = slot
+        slot = self._open[facts.st_ino] = Slot(path, descriptor, facts.st_size, facts.st_ino)
         return slot
 
     def _create(self) -> Slot:
@@ -254,7 +259,7 @@ class SlotPool:
         return slot
 
     def _free(self) -> Sequence[tuple[str, int, int]]:
-        """(name, inode, size) of the free slots that this process holds, and of those that nobody holds."""
+        """(name, inode, bytes present) of the free slots that this process holds, and of those that nobody holds."""
         self._drop_deleted()
         found = []
         with os.scandir(self._directory) as entries:
@@ -267,7 +272,7 @@ class SlotPool:
                     continue
                 mine = self._open.get(facts.st_ino)
                 if not mine.busy if mine is not None else _is_unheld(entry.path):
-                    found.append((entry.name, facts.st_ino, facts.st_size))
+                    found.append((entry.name, facts.st_ino, min(facts.st_size, facts.st_blocks * 512)))
         return found
 
     def _drop_deleted(self) -> None:

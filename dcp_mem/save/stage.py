@@ -48,7 +48,9 @@ def stage(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlann
 
 def _stage_into_slot(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlanner) -> Staged:
     session, layout = caller.session, planned.layout.layout
-    slot = session.slots.claim(max(planned.nbytes, layout.nbytes) + TAIL_ROOM, planned.layout.frames)
+    slot = session.slots.claim(
+        max(planned.nbytes, layout.nbytes) + TAIL_ROOM, planned.layout.frames, mapped=layout.nbytes
+    )
     try:
         faults.point("stage.claimed")
         session.put_frames(slot, planned.layout)
@@ -191,9 +193,8 @@ class _Others:
 
     def copy(self, tensor: torch.Tensor, address: int, nbytes: int) -> None:
         assert self._slot.mapping is not None
-        place = torch.frombuffer(
-            self._slot.mapping, dtype=torch.uint8, count=nbytes, offset=address - self._slot.address
-        )
+        buffer, start = self._slot.mapping.buffer, self._slot.address
+        place = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=address - start)
         target = place.view(tensor.dtype).view(tensor.shape)
         if tensor.device.type != "cuda":
             target.copy_(tensor.detach())
