@@ -11,8 +11,8 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
 
 from dcp_mem.errors import RankFailed
-from dcp_mem.format.frames import Spec
-from dcp_mem.save.agree import TAIL_ROOM, expected_specs
+from dcp_mem.format.frames import Specs
+from dcp_mem.save.plan import TAIL_ROOM, expected_specs
 from dcp_mem.save.values import Caller, Outcome
 
 
@@ -36,7 +36,7 @@ def prepare(caller: Caller, state_dict: dict[str, Any], planner: SavePlanner) ->
         planner._enable_plan_caching = False  # type: ignore[attr-defined]
     planner.set_up_planner(state_dict=state_dict, storage_meta=None, is_coordinator=coordinator)
     plans = caller.ranks.gather(planner.create_local_plan())
-    outcome: Outcome[list[list[Spec]]] = Outcome()
+    outcome: Outcome[list[Specs]] = Outcome()
     if coordinator:
         try:
             outcome = Outcome([_specs(plan.items) for plan in planner.create_global_plan(plans)[0]])
@@ -50,5 +50,5 @@ def prepare(caller: Caller, state_dict: dict[str, Any], planner: SavePlanner) ->
     return Preparation(caller.session.prefault(plan_layout, room, caller.settings.keep + 1))
 
 
-def _specs(items: Sequence[Any]) -> list[Spec]:
+def _specs(items: Sequence[Any]) -> Specs:
     return expected_specs([item for item in items if item.type != WriteItemType.BYTE_IO])

@@ -114,6 +114,7 @@ class GlooRanks:
         while self._store.check([self._broken_key()]):
             self._generation += 1
             self._group = None
+            self.notes.clear()
 
     def close(self) -> None:
         """Leave the group. Its threads must end while the interpreter still runs, or they may abort the process."""

@@ -21,7 +21,7 @@ from dcp_mem.config import Settings
 from dcp_mem.events import log
 from dcp_mem.flusher import Flusher, Registration, credential_environment
 from dcp_mem.format import names
-from dcp_mem.format.frames import QUANTISED, Spec, frame_pieces, frames_key, lay_out
+from dcp_mem.format.frames import QUANTISED, Spec, Specs, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.metadata import MetadataTemplate
 from dcp_mem.heap import give_back_heap
@@ -41,13 +41,15 @@ class PlanLayout:
     """A plan's layout.
 
     expected: dtypes and shapes as the plan has them. dense: as the tensors really have them, None for the slow road.
+    is_plain: whether that is the same for every tensor.
     frames: names the heads and tails; other shapes or dtypes may well lie at the same offsets.
     """
 
-    expected: Sequence[Spec]
+    expected: Specs
     dense: Sequence[Spec | None]
     layout: Layout
     frames: str
+    is_plain: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class Session:
 
     # -- layouts ------------------------------------------------------------------------------------------------
 
-    def plan_layout(self, expected: Sequence[Spec]) -> PlanLayout:
+    def plan_layout(self, expected: Specs) -> PlanLayout:
         """The layout of a plan with these dtypes and shapes: the one used last time if there was one."""
         for key, known in reversed(self._layouts.items()):
             if known.expected == expected:
@@ -123,7 +125,7 @@ class Session:
                 return known
         return self.learn_layout(expected, [spec if spec[0] not in QUANTISED else None for spec in expected])
 
-    def learn_layout(self, expected: Sequence[Spec], dense: Sequence[Spec | None]) -> PlanLayout:
+    def learn_layout(self, expected: Specs, dense: Sequence[Spec | None]) -> PlanLayout:
         """Lay a plan out anew: its tensors turned out to have other dtypes or shapes than it says, or no dense form."""
         layout = lay_out([spec for spec in dense if spec is not None])
         described = _described(layout, expected, dense)
@@ -132,7 +134,8 @@ class Session:
             files.write_atomically(os.path.join(self._layout_directory, layout.key), described.to_bytes())
         for key in [key for key, known in self._layouts.items() if known.expected == expected]:
             del self._layouts[key]
-        plan_layout = PlanLayout(expected, dense, layout, frames_key([spec for spec in dense if spec is not None]))
+        frames = frames_key([spec for spec in dense if spec is not None])
+        plan_layout = PlanLayout(expected, dense, layout, frames, is_plain=list(expected) == dense)
         self._layouts[id(plan_layout)] = plan_layout
         while len(self._layouts) > _LAYOUTS_KEPT:
             self._layouts.popitem(last=False)
@@ -268,7 +271,7 @@ class Session:
             files.remove(os.path.join(self._layout_directory, entry))
 
 
-def _described(layout: Layout, expected: Sequence[Spec], dense: Sequence[Spec | None]) -> Layout:
+def _described(layout: Layout, expected: Specs, dense: Sequence[Spec | None]) -> Layout:
     """The layout as it is written down: by the plan's dtypes and shapes, where the tensors are as the plan has them."""
     return layout.describing([spec == plan for spec, plan in zip(dense, expected, strict=True) if spec is not None])
 

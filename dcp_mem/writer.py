@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
@@ -31,9 +31,10 @@ from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
 from dcp_mem.ranks import Alone, run_token
-from dcp_mem.save.agree import TAIL_ROOM, agree, keep_no_more, plan_segment
+from dcp_mem.save.agree import agree, keep_no_more
 from dcp_mem.save.complete import complete
-from dcp_mem.save.stage import stage, write_results
+from dcp_mem.save.plan import TAIL_ROOM, plan_segment
+from dcp_mem.save.stage import Results, stage
 from dcp_mem.save.values import Attempt, Caller, Staged
 from dcp_mem.session import SavedPlan, Session, close_session, open_session, registration_of, session_for
 from dcp_mem.values import CheckpointStatus
@@ -137,6 +138,10 @@ class MemoryStorageWriter(StorageWriter):
 
     @picklable
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        with collector_paused():
+            return self._see(plans)
+
+    def _see(self, plans: list[SavePlan]) -> list[SavePlan]:
         size = self._begun().caller.ranks.size
         if len(plans) != size:
             raise ConfigError(
@@ -150,9 +155,9 @@ class MemoryStorageWriter(StorageWriter):
         with collector_paused():
             return _completed(self._write(plan, planner))
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Sequence[WriteResult]:
         save = self._begun()
-        planned = _result_or_error(lambda: plan_segment(save.caller, plan))
+        planned = _result_or_error(lambda: plan_segment(save.caller, plan, planner))
         attempt = agree(save.caller, planned)
         if attempt is None:
             watch.record_skipped(save.caller, "memory was full")
@@ -165,10 +170,14 @@ class MemoryStorageWriter(StorageWriter):
         structures.settle(planner, saved[key])
         save.manifest = manifest
         _after(save.caller, attempt, staged, manifest)
-        return write_results(staged)
+        return Results(staged)
 
     @picklable
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with collector_paused():
+            self._finish(metadata, results)
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save, self._save, self._name = self._begun(), None, None
         if save.manifest is None:
             self._structures.release()
@@ -437,7 +446,7 @@ def _publish_again(caller: Caller, manifest: Manifest, metadata: Metadata) -> No
         caller.session.wake_agent(caller.settings)
 
 
-def _completed(results: list[WriteResult]) -> Future[list[WriteResult]]:
+def _completed(results: Sequence[WriteResult]) -> Future[list[WriteResult]]:
     future: Future[list[WriteResult]] = Future()
-    future.set_result(results)
+    future.set_result(cast("list[WriteResult]", results))  # DCP goes through them, and pickles them
     return future

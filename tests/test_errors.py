@@ -155,6 +155,20 @@ def _save_over_the_limit(job: Job) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _save_a_large_object(job: Job) -> str:
+    writer = job.writer(memory_limit="16MiB", on_full="raise")
+    state = {"blob": b"x" * (32 << 20)}
+    error = raised_by(lambda: dcp.save(state, checkpoint_id="step-1", storage_writer=writer))
+    return f"{type(error).__name__}: {error}"
+
+
+def test_memory_limit_counts_byte_items_of_a_first_save(memory_root: Path) -> None:
+    """No plan tells their sizes, and no earlier save does."""
+    job = Job(None, str(memory_root))
+    assert forked(_save_a_large_object, job).startswith("MemoryBudgetExceeded: step-1: the memory limit leaves no room")
+    assert not list(job.directory.glob("step-1/*.distcp"))
+
+
 def test_memory_limit_is_enforced_on_all_ranks_alike(memory_root: Path) -> None:
     answers = forked_ranks(_save_over_the_limit, 2, Job(None, str(memory_root)))
     assert all(answer.startswith("MemoryBudgetExceeded: step-1: the memory limit leaves no room") for answer in answers)

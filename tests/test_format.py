@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_mem import DcpMemError, ManifestInvalid, UntrustedMetadata
-from dcp_mem.format import names
+from dcp_mem.format import frames, names
 from dcp_mem.format.checksums import ItemChecksums, checksum
 from dcp_mem.format.frames import QUANTISED, Spec, frame, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import ALIGNMENT, Layout
@@ -71,6 +71,24 @@ def test_a_frame_around_a_payload_is_what_torch_loads(dtype: torch.dtype) -> Non
             assert loaded.is_contiguous()
             assert not loaded.requires_grad
             assert bits(loaded) == bits(tensor)
+
+
+def test_frame_of_a_tensor_larger_than_memory() -> None:
+    made = frame(torch.float32, (1 << 10, 100 << 20))
+    assert made.payload_nbytes == 400 << 30
+    assert made.nbytes < (400 << 30) + 4096
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_frame_is_the_same_whether_memory_was_reserved_or_not(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame.cache_clear()
+    reserved = frame(dtype, (3, 100))
+    frame.cache_clear()
+    monkeypatch.setattr(frames, "_LARGE", 0)
+    assert frame(dtype, (3, 100)) == reserved
+    frame.cache_clear()
 
 
 def test_a_frame_does_not_depend_on_values() -> None:

@@ -77,6 +77,7 @@ def test_slot_that_cant_grow_keeps_what_it_had(tmp_path: Path) -> None:
             slot.map(32 * _MIB, 32 * _MIB)
         assert slot.capacity == 6 * _MIB == os.fstat(slot.descriptor).st_size
         slot.map(6 * _MIB, 0)
+        assert slot.mapping is not None
         assert bytes(slot.mapping.buffer[5 * _MIB : 5 * _MIB + 4]) == b"held"
         pool.close()
         assert os.listdir(directory) == []
@@ -113,6 +114,7 @@ def test_slot_that_was_cut_off_behind_our_back_is_mapped_anew(memory_root: Path)
     again = pool.claim(4 * _MIB, "frames")
     assert again is slot
     assert again.frames == ""
+    assert again.mapping is not None
     again.mapping.buffer[4 * _MIB - 1] = 1
     pool.close()
 

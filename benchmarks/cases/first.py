@@ -111,7 +111,7 @@ def _fresh(directory: Path, ranks: int, *, prepare: bool, floor_first: bool) -> 
 
 def _measure(rank: Rank, spec: Spec) -> Measured:
     state = trained(WORKLOAD, rank)
-    touch_memory(spec.directory / f"touch-{rank.rank}", 2 * state.local_bytes)
+    touch_memory(spec.directory / f"touch-{rank.rank}", TMPFS_TIMES * state.local_bytes)
     with (
         warm_mapping(spec.directory / f"floor-{rank.rank}", state.local) as mapping,
         ways_to_copy(rank.threads, state.local) as ways,
@@ -141,7 +141,7 @@ def _prepare(saves: Saves) -> float:
 
 def _measure_torch(rank: Rank, directory: Path) -> Sample:
     state = trained(WORKLOAD, rank)
-    touch_memory(directory / f"touch-{rank.rank}", 2 * state.local_bytes)
+    touch_memory(directory / f"touch-{rank.rank}", TMPFS_TIMES * state.local_bytes)
     return torch_own.async_save_seconds(rank, state, directory / "torch", SAVES)
 
 

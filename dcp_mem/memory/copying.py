@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import operator
 import os
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -24,6 +25,7 @@ Move = tuple[int, int, int]
 """(destination address, source address, bytes) of a copy, or (destination address, file offset, bytes) of a read."""
 
 _CHUNK = 32 << 20
+_NBYTES = operator.itemgetter(2)
 _SHARES_EACH = 8
 _ALONE = 4 << 20  # below this the hand-over to threads costs more than it gains
 _memmove = ctypes.CDLL(None).memmove
@@ -66,7 +68,7 @@ def _read_share(descriptor: int, moves: Sequence[Move]) -> None:
 
 def _in_shares(moves: Sequence[Move], act: Callable[[Sequence[Move]], None]) -> None:
     threads = torch.get_num_threads()
-    if threads == 1 or sum(nbytes for _, _, nbytes in moves) < _ALONE:
+    if threads == 1 or sum(map(_NBYTES, moves)) < _ALONE:
         act(moves)
         return
     work_off(shares(moves, threads * _SHARES_EACH), act)
@@ -103,7 +105,7 @@ def _take(waiting: deque[T], act: Callable[[T], None]) -> None:
 
 def shares(moves: Sequence[Move], count: int) -> list[list[Move]]:
     """Cut moves into at most `count` shares of nearly equal bytes, splitting moves; nothing is lost or doubled."""
-    ends = list(accumulate(nbytes for _, _, nbytes in moves))
+    ends = list(accumulate(map(_NBYTES, moves)))
     total = ends[-1] if ends else 0
     cuts = [total * share // count for share in range(count + 1)]
     return [_between(moves, ends, start, stop) for start, stop in pairwise(cuts) if start < stop]

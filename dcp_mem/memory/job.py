@@ -6,10 +6,11 @@ files `0600`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dcp_mem import files
@@ -22,6 +23,7 @@ from dcp_mem.memory.root import node_id, open_root, private_directory
 
 _HISTORY_LINES = 1000
 _SLACK = 64 << 20
+_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,18 @@ class JobMemory:
         private_directory(os.path.join(directory, names.OWN))
         return directory
 
+    def add_segment(self, name: str, add: Callable[[str], None]) -> None:
+        """Have `add` put a segment, and what belongs to it, into a checkpoint's directory, while nobody tidies that up."""
+        for left in reversed(range(_TRIES)):
+            directory = self.make_checkpoint_directory(name)
+            try:
+                with in_turn(directory):
+                    add(directory)
+                    return
+            except FileNotFoundError:  # it may just have been removed as empty
+                if not left:
+                    raise
+
     def publish_metadata(self, manifest: Manifest, metadata: bytes) -> None:
         """Put the attempt's metadata beside its segments, under a name of its own: nothing refers to it yet."""
         file = names.own_metadata_file(manifest.save_id, manifest.metadata_crc)
@@ -219,6 +233,10 @@ class JobMemory:
 
     def tidy(self, directory: str) -> None:
         """Remove from a checkpoint's directory whatever its manifests don't list, and the directory when it is empty."""
+        with contextlib.suppress(FileNotFoundError), in_turn(directory):
+            self._tidy(directory)
+
+    def _tidy(self, directory: str) -> None:
         manifests = [held.manifest for held in self._held_in(directory)]
         segments = {segment.file for manifest in manifests for segment in manifest.segments}
         for manifest in manifests:

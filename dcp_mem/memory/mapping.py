@@ -14,6 +14,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 
 from dcp_mem.memory.copying import work_off
 
@@ -21,7 +22,8 @@ HUGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
 _STEP = 64 << 20
-_SLOW_COLLAPSE = 1e-3 / (1 << 20)  # seconds per byte; beyond that plain pages are quicker: memory is fragmented, say
+_FIRST_STEP = 8 << 20
+_SLOW_COLLAPSE = 1e-3 / (1 << 20)  # seconds per byte; beyond that plain pages are quicker (memory is fragmented, say)
 _PROT_NONE, _MAP_FIXED, _MAP_FAILED = 0, 0x10, ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -52,7 +54,9 @@ class Mapping:
         With all threads; or, where `wanted` is given, in this one for as long as it says so. Whether all is done.
         Raises OSError (ENOSPC) where there is no room; pages made by then stay.
         """
-        steps = [(offset, min(_STEP, self.nbytes - offset)) for offset in range(0, self.nbytes, _STEP)]
+        # A short one first: it tells whether huge pages are worth while.
+        starts = [0, *range(_FIRST_STEP, self.nbytes, _STEP)]
+        steps = [(start, stop - start) for start, stop in pairwise([*starts, self.nbytes])]
         if wanted is None:
             work_off(steps, self._populate)
             return True

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from dcp_mem import faults
 from dcp_mem.errors import CheckpointExists, ConfigError, MemoryBudgetExceeded, RankFailed
 from dcp_mem.events import log
 from dcp_mem.format import names
-from dcp_mem.format.frames import Spec
-from dcp_mem.format.layout import align
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, retire
+from dcp_mem.save.plan import TAIL_ROOM
 from dcp_mem.save.values import Attempt, Caller, Planned
 from dcp_mem.session import Topology
 
-_EXPECTED = operator.attrgetter("tensor_data.properties.dtype", "tensor_data.chunk.sizes")
-TAIL_ROOM = 1 << 20
-"""Reserved behind a layout for byte items, whose sizes no plan tells."""
 _COMPLAIN_EVERY = 10.0
-
-
-def plan_segment(caller: Caller, plan: SavePlan) -> Planned:
-    """Find (or make) the layout of this rank's plan."""
-    tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
-    objects = [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
-    layout = caller.session.plan_layout(expected_specs(tensors))
-    saved = caller.session.saved.get(caller.plan_key)
-    tail = sum(align(nbytes) for _, nbytes in saved.tail) if saved is not None else 0
-    return Planned(tensors, objects, layout, layout.layout.nbytes + tail)
-
-
-def expected_specs(tensors: Sequence[WriteItem]) -> list[Spec]:
-    """Dtypes and shapes as the plan has them."""
-    return list(map(_EXPECTED, tensors))
 
 
 @dataclass(frozen=True, slots=True)

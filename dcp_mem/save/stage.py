@@ -7,11 +7,11 @@ import operator
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import overload
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_mem import faults
@@ -22,13 +22,12 @@ from dcp_mem.format.layout import align
 from dcp_mem.memory import pinning
 from dcp_mem.memory.copying import Move, copy
 from dcp_mem.memory.slots import Slot
-from dcp_mem.save.agree import TAIL_ROOM
+from dcp_mem.save.plan import PLAIN, TAIL_ROOM
 from dcp_mem.save.values import Attempt, Caller, Planned, Staged
 from dcp_mem.session import PlanLayout
 from dcp_mem.values import Segment
 
-_FQN = operator.attrgetter("index.fqn")
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_INDEX = operator.attrgetter("index")
 _BATCH = 256 << 20
 
 
@@ -43,7 +42,7 @@ def stage(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlann
     except _OtherThanPlanned:
         dense = [_spec(_resolve(planner, item)) for item in planned.tensors]
         learnt = caller.session.learn_layout(planned.layout.expected, dense)
-        return _stage_into_slot(caller, attempt, replace(planned, layout=learnt), planner)
+        return _stage_into_slot(caller, attempt, replace(planned, layout=learnt, sources=None), planner)
 
 
 def _stage_into_slot(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlanner) -> Staged:
@@ -54,7 +53,7 @@ def _stage_into_slot(caller: Caller, attempt: Attempt, planned: Planned, planner
     try:
         faults.point("stage.claimed")
         session.put_frames(slot, planned.layout)
-        slow = _copy_tensors(slot, planned.layout, planned.tensors, planner)
+        slow = _copy_tensors(slot, planned, planner)
         faults.point("stage.copied")
         tail = tuple(_append(slot, layout.nbytes, _streams(planner, slow, planned.objects)))
         segment = _seal(caller, attempt, slot, planned.layout, tail)
@@ -82,7 +81,7 @@ def _spec(tensor: torch.Tensor) -> Spec | None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
+    plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
     if plain and tensor.device.type == "meta":
         raise DcpMemError("a tensor on the meta device has no data to save: materialise the module first")
     return plain
@@ -95,46 +94,15 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     return tensor.detach()
 
 
-def _hands_out_as_is(planner: SavePlanner) -> bool:
-    """Whether the planner is known to resolve a plain tensor to the one in its state dict."""
-    kind, default = type(planner), DefaultSavePlanner
-    hooks = ("resolve_data", "lookup_object", "transform_object")
-    return all(getattr(kind, hook, None) is getattr(default, hook) for hook in hooks)
-
-
-def _copy_tensors(
-    slot: Slot, plan_layout: PlanLayout, tensors: Sequence[WriteItem], planner: SavePlanner
-) -> list[WriteItem]:
+def _copy_tensors(slot: Slot, planned: Planned, planner: SavePlanner) -> list[WriteItem]:
     """Copy every dense tensor to its place; returns the items that have none. Raises _OtherThanPlanned."""
-    layout = plan_layout.layout
-    places = list(zip((slot.address + layout.payload_offsets).tolist(), layout.payload_nbytes.tolist(), strict=True))
-    moves = _plain_moves(places, plan_layout, tensors, planner)
-    if moves is None:
-        return _copy_one_by_one(slot, places, plan_layout, tensors, planner)
-    _copy_batch(moves, _Others(slot))
+    layout = planned.layout.layout
+    addresses, lengths = (slot.address + layout.payload_offsets).tolist(), layout.payload_nbytes.tolist()
+    if planned.sources is None:
+        places = list(zip(addresses, lengths, strict=True))
+        return _copy_one_by_one(slot, places, planned.layout, planned.tensors, planner)
+    _copy_batch(list(zip(addresses, planned.sources, lengths, strict=True)), _Others(slot))
     return []
-
-
-def _plain_moves(
-    places: Sequence[tuple[int, int]], plan_layout: PlanLayout, tensors: Sequence[WriteItem], planner: SavePlanner
-) -> list[Move] | None:
-    """The moves of a plan that is all plain contiguous CPU tensors, handed out as they are; None for any other.
-
-    Twenty thousand tensors one by one, through the planner, take longer than the copy of their gigabyte.
-    """
-    if not _hands_out_as_is(planner) or not all(item.type is WriteItemType.TENSOR for item in tensors):
-        return None
-    state, tensor_type = planner.state_dict, torch.Tensor  # type: ignore[attr-defined]
-    found = [state.get(fqn) for fqn in map(_FQN, tensors)]
-    if not _PLAIN.issuperset(map(type, found)) or [(one.dtype, one.shape) for one in found] != plan_layout.dense:
-        return None
-    usual = all(one.is_cpu and one.layout is torch.strided for one in found) and all(
-        map(tensor_type.is_contiguous, found)
-    )
-    if not usual or any(map(tensor_type.is_neg, found)) or any(map(tensor_type.is_conj, found)):
-        return None
-    pointers = map(tensor_type.data_ptr, found)
-    return [(address, pointer, nbytes) for (address, nbytes), pointer in zip(places, pointers, strict=True) if nbytes]
 
 
 def _copy_one_by_one(
@@ -247,18 +215,36 @@ def _seal(
     caller: Caller, attempt: Attempt, slot: Slot, plan_layout: PlanLayout, tail: tuple[tuple[int, int], ...]
 ) -> Segment:
     memory, layout = caller.session.memory, plan_layout.layout
-    directory = memory.make_checkpoint_directory(caller.name)
-    caller.session.link_layout(plan_layout, directory)
     file = names.segment_file(caller.rank, attempt.save_id)
     nbytes = tail[-1][0] + tail[-1][1] if tail else layout.nbytes
-    caller.session.slots.seal(slot, os.path.join(directory, file))
+
+    def add(directory: str) -> None:
+        caller.session.link_layout(plan_layout, directory)
+        caller.session.slots.seal(slot, os.path.join(directory, file))
+
+    memory.add_segment(caller.name, add)
     return Segment(caller.rank, memory.node, file, nbytes, layout.key, tail)
 
 
-def write_results(staged: Staged) -> list[WriteResult]:
-    """What DCP wants to know of every item."""
-    file = staged.segment.file
-    return [
-        WriteResult(item.index, length, _StorageInfo(file, offset, length))
-        for item, offset, length in zip(staged.items, staged.offsets, staged.lengths, strict=True)
-    ]
+class Results(Sequence[WriteResult]):
+    """What DCP wants to know of every item, made when it is looked at."""
+
+    def __init__(self, staged: Staged) -> None:
+        self._file = staged.segment.file
+        self._indexes = list(map(_INDEX, staged.items))
+        self._offsets, self._lengths = staged.offsets, staged.lengths
+
+    def __len__(self) -> int:
+        return len(self._indexes)
+
+    @overload
+    def __getitem__(self, number: int) -> WriteResult: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[WriteResult]: ...
+
+    def __getitem__(self, number: int | slice) -> WriteResult | list[WriteResult]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        offset, length = self._offsets[number], self._lengths[number]
+        return WriteResult(self._indexes[number], length, _StorageInfo(self._file, offset, length))

@@ -59,12 +59,17 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """This rank's plan, taken apart. nbytes: what its segment will take, as far as plan and last save can tell."""
+    """This rank's plan, taken apart.
+
+    nbytes: what its segment will take, as far as plan and last save can tell. sources: addresses of the tensors' data
+    where all of them are plain CPU memory; None where they have to be looked at one by one.
+    """
 
     tensors: Sequence[WriteItem]
     objects: Sequence[WriteItem]
     layout: PlanLayout
     nbytes: int
+    sources: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
