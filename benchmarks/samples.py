@@ -28,6 +28,9 @@ class Sample:
         low, _, high = quantiles(self.values, n=4, method="inclusive")
         return low, high
 
+    def __add__(self, other: Sample) -> Sample:
+        return Sample(tuple(a + b for a, b in zip(self.values, other.values, strict=True)))
+
     def __sub__(self, other: Sample) -> Sample:
         return Sample(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
 

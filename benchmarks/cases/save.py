@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks import torch_own
+from benchmarks import nothing, torch_own
 from benchmarks.clock import datas, others, seconds, wholes
 from benchmarks.floors import warm_mapping, ways_to_copy
 from benchmarks.ours import Saves
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 TITLE = "Blocking save, warm"
 TIMES_LESS = 10.0
 WRITE_DATA_MANY = 2.0
+LEAST = "the least that any writer could reach"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,14 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds on one rank, or of the slowest.
+    """Seconds on one rank, or of the slowest. nothing: of dcp.save through a writer that does nothing.
 
     Floors by the way to copy: the tensors as they are, and, where they are many, all bytes as one.
     """
 
     floors: Mapping[str, Sample]
     floors_as_one: Mapping[str, Sample]
+    nothing: Sample
     whole: Sample
     data: Sample
     other: Sample
@@ -98,7 +100,7 @@ def _part(settings: Settings, workload: Workload, ranks: int) -> Part:
 
 def _measure(rank: Rank, spec: Spec) -> Measured:
     state = trained(spec.workload, rank)
-    floors, as_one, ours = _measure_ours(rank, spec, state)
+    floors, as_one, idle, ours = _measure_ours(rank, spec, state)
     torch_own.remove(rank, spec.directory / "memory")
     directory = spec.directory / "torch"
     # The first of the asynchronous saves fills buffers, and grows the heap.
@@ -110,6 +112,7 @@ def _measure(rank: Rank, spec: Spec) -> Measured:
     return Measured(
         floors=floors,
         floors_as_one=as_one,
+        nothing=idle,
         whole=wholes(ours),
         data=datas(ours),
         other=others(ours),
@@ -122,7 +125,7 @@ def _measure(rank: Rank, spec: Spec) -> Measured:
 
 def _measure_ours(
     rank: Rank, spec: Spec, state: State
-) -> tuple[dict[str, Sample], dict[str, Sample], Sequence[Phases]]:
+) -> tuple[dict[str, Sample], dict[str, Sample], Sample, Sequence[Phases]]:
     with ExitStack() as stack:
         floors = _floors(rank, spec.directory / f"floor-{rank.rank}", state.local, stack)
         as_one: dict[str, Callable[[], float]] = {}
@@ -130,9 +133,10 @@ def _measure_ours(
             path = spec.directory / f"floor-as-one-{rank.rank}"
             as_one = _floors(rank, path, [torch.cat(state.local)], stack)
         saves = stack.enter_context(closing(Saves(state, memory=spec.directory / "memory", keep=spec.keep)))
-        measures = {
+        measures: dict[str, Callable[[], float]] = {
             **{f"tensors {way}": floor for way, floor in floors.items()},
             **{f"as one {way}": floor for way, floor in as_one.items()},
+            "nothing": partial(nothing.save, state),
             "ours": saves.save,
         }
         # One more than there are slots: from then on every save reuses one.
@@ -140,6 +144,7 @@ def _measure_ours(
         return (
             {way: samples[f"tensors {way}"] for way in floors},
             {way: samples[f"as one {way}"] for way in as_one},
+            samples["nothing"],
             saves.history[-spec.repeats :],
         )
 
@@ -156,6 +161,7 @@ def _slowest(ranks: Sequence[Measured]) -> Measured:
     return Measured(
         floors=slowest_by_name([m.floors for m in ranks]),
         floors_as_one=slowest_by_name([m.floors_as_one for m in ranks]),
+        nothing=slowest([m.nothing for m in ranks]),
         whole=slowest([m.whole for m in ranks]),
         data=slowest([m.data for m in ranks]),
         other=slowest([m.other for m in ranks]),
@@ -170,8 +176,11 @@ def _rows_of_large(m: Measured, limit: float) -> list[Row]:
     floor = fastest(m.floors.values())
     return [
         beside_floor("dcp.save; floor: a copy", floor, m.whole, at_most=limit),
+        beside_floor("write_data; floor: a copy", floor, m.data),
         beside_peer("dcp.save; peer: FileSystemWriter", m.whole, m.torch_whole, at_least=TIMES_LESS),
         *_rows_beside_async(m),
+        beside_floor(f"{LEAST}; floor: a copy", floor, floor + m.nothing),
+        beside_peer(f"{LEAST}; peer: FileSystemWriter", floor + m.nothing, m.torch_whole),
     ]
 
 
@@ -186,6 +195,7 @@ def _rows_of_many(m: Measured) -> list[Row]:
         beside_peer("dcp.save; peer: FileSystemWriter", m.whole, m.torch_whole),
         beside_floor("dcp.save; floor: one large copy", as_one, m.whole),
         *_rows_beside_async(m),
+        beside_peer(f"{LEAST}; peer: dcp.async_save", by_tensor + m.nothing, m.torch_async),
     ]
 
 
