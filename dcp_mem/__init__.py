@@ -33,6 +33,7 @@ from dcp_mem.policy.persistence import Persist, every, interval
 from dcp_mem.values import CheckpointStatus, State
 
 if TYPE_CHECKING:
+    from dcp_mem.api import save
     from dcp_mem.housekeeping import Reclaimed, reclaim
     from dcp_mem.reader import MemoryStorageReader
     from dcp_mem.writer import MemoryStorageWriter
@@ -45,6 +46,7 @@ _LAZY = {
     "MemoryStorageWriter": "dcp_mem.writer",
     "Reclaimed": "dcp_mem.housekeeping",
     "reclaim": "dcp_mem.housekeeping",
+    "save": "dcp_mem.api",
 }
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "every",
     "interval",
     "reclaim",
+    "save",
 ]
 
 

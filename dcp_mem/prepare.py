@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
 
 from dcp_mem.errors import RankFailed
 from dcp_mem.format.frames import Specs
-from dcp_mem.save.plan import TAIL_ROOM, expected_specs
-from dcp_mem.save.values import Caller, Outcome
+from dcp_mem.saving.plan import TAIL_ROOM, expected_specs
+from dcp_mem.saving.values import Caller, Outcome
 
 
 @dataclass(frozen=True, slots=True)

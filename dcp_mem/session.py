@@ -105,7 +105,8 @@ class Session:
         self.lock = JobLock(self.memory.directory, job, identity)
         self.slots = SlotPool(self.memory.slots)
         self.persisted = PersistCounter()
-        self.saved: dict[tuple[str, str], SavedPlan] = {}
+        self.saved: dict[tuple[str, str, str], SavedPlan] = {}
+        self.collective: object = None  # what saving/collective.py keeps
         self.swept = False
         self.heap_grew = False
         self._layouts: OrderedDict[int, PlanLayout] = OrderedDict()

@@ -11,7 +11,7 @@ from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, ConfigError, FlushFailed, WaitTimeout
 from dcp_mem.events import log
 from dcp_mem.memory.job import Held, JobMemory
-from dcp_mem.save.values import Caller
+from dcp_mem.saving.values import Caller
 from dcp_mem.values import CheckpointStatus, State
 
 _LONGEST_PAUSE = 0.2

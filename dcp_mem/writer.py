@@ -20,22 +20,23 @@ from dcp_mem import faults, watch
 from dcp_mem.agent import AgentHandle
 from dcp_mem.config import Settings, checkpoint_name, run_identity, settings
 from dcp_mem.dcp_call import DcpCall, dcp_call, global_metadata
-from dcp_mem.errors import ConfigError, picklable
+from dcp_mem.errors import ConfigError, RankFailed, picklable
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.manifest import FlushRecord, Manifest
-from dcp_mem.format.metadata import with_storage
+from dcp_mem.format.metadata import RenderedMetadata, with_storage
 from dcp_mem.heap import collector_paused
 from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
-from dcp_mem.ranks import Alone, run_token
-from dcp_mem.save.agree import agree, keep_no_more
-from dcp_mem.save.complete import complete
-from dcp_mem.save.plan import TAIL_ROOM, plan_segment
-from dcp_mem.save.stage import Results, stage
-from dcp_mem.save.values import Attempt, Caller, Staged
+from dcp_mem.ranks import Alone, ranks_of, run_token
+from dcp_mem.saving.agree import NoCommonPlan, agree, keep_no_more
+from dcp_mem.saving.collective import collective_of
+from dcp_mem.saving.complete import complete
+from dcp_mem.saving.plan import TAIL_ROOM, plan_segment
+from dcp_mem.saving.stage import Results, stage
+from dcp_mem.saving.values import Attempt, Caller, Planned, Staged
 from dcp_mem.session import SavedPlan, Session, close_session, open_session, registration_of, session_for
 from dcp_mem.values import CheckpointStatus
 
@@ -163,7 +164,7 @@ class MemoryStorageWriter(StorageWriter):
             watch.record_skipped(save.caller, "memory was full")
             return []
         assert not isinstance(planned, Exception)  # agree has raised it
-        staged = _result_or_error(lambda: stage(save.caller, attempt, planned, planner))
+        staged = _result_or_error(lambda: stage(save.caller, attempt, planned))
         structures, saved, key = self._structures, save.caller.session.saved, save.caller.plan_key
         changed = structures.changed(planner, saved.get(key))
         manifest, staged = complete(save.caller, attempt, staged, lambda: structures.metadata(planner), changed)
@@ -191,6 +192,75 @@ class MemoryStorageWriter(StorageWriter):
             metadata.version = finished.version
         self._structures.release()
         faults.point("save.finished")
+
+    # -- the road of dcp_mem.save ------------------------------------------------------------------------------------
+
+    def save_collectively(
+        self,
+        state: Mapping[str, Any],
+        checkpoint_id: str | os.PathLike[str] | None,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+    ) -> Metadata:
+        """Save by a plan of dcp_mem's own; see `dcp_mem.save`.
+
+        Raises NoCommonPlan, on all ranks and with nothing done, where the state dict needs DCP's planner.
+        """
+        self.reset(checkpoint_id)
+        group = process_group if process_group is not None else self._process_group
+        ranks = Alone() if no_dist else ranks_of(group, f"save {self.settings.job}")
+        caller = self._open_together(DcpCall(ranks, ranks.rank))
+        with collector_paused():
+            return self._save_by_own_plan(caller, state)
+
+    def _open_together(self, call: DcpCall) -> Caller:
+        """This rank's session, opened on all ranks or on none: later errors travel with the exchanges of the save."""
+        opened: Session | Exception = _result_or_error(self._open)
+        if "opened" not in call.ranks.notes:
+            texts = call.ranks.exchange("" if isinstance(opened, Session) else f"{type(opened).__name__}: {opened}")
+            failures = [(rank, text) for rank, text in enumerate(texts) if text]
+            if failures and isinstance(opened, Session):
+                raise RankFailed("opening the job's memory", failures)
+            if not failures:
+                call.ranks.notes["opened"] = True
+        if not isinstance(opened, Session):
+            raise opened
+        assert self._name is not None
+        return Caller(self.settings, opened, call.ranks, call.rank, names.COLLECTIVE, self._name)
+
+    def _open(self) -> Session:
+        if self._refused is not None:
+            raise self._refused
+        if self._name is None:
+            raise ConfigError("pass checkpoint_id=: path= of the writer is the root of all checkpoints of a job")
+        session = session_for(self.settings, self._identity())
+        session.give_back_heap()
+        return session
+
+    def _save_by_own_plan(self, caller: Caller, state: Mapping[str, Any]) -> Metadata:
+        collective = collective_of(caller.session)
+        is_new = False
+        while True:
+            planned = _result_or_error(lambda: collective.plan(caller, state))
+            try:
+                attempt = agree(caller, planned)
+                break
+            except NoCommonPlan as reason:
+                if reason.why_not or is_new:
+                    raise
+            collective.plan_together(caller, state)
+            is_new = True
+        if attempt is None:
+            watch.record_skipped(caller, "memory was full")
+            return Metadata({})
+        assert isinstance(planned, Planned)  # agree has raised what else there may be
+        caller = replace(caller, plan_id=planned.plan_id)
+        staged = _result_or_error(lambda: stage(caller, attempt, planned))
+        manifest, staged = complete(caller, attempt, staged, lambda: collective.metadata(planned.plan_id), is_new)
+        _after(caller, attempt, staged, manifest)
+        faults.point("save.finished")
+        template = caller.session.saved[caller.plan_key].template
+        return RenderedMetadata(lambda: template.render(manifest.save_id))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

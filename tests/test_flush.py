@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 import dcp_mem.agent
 import dcp_mem.flusher
-import dcp_mem.save.agree
+import dcp_mem.saving.agree
 import dcp_mem.session
 from dcp_mem import (
     CheckpointExists,
@@ -307,7 +307,7 @@ class _Listener(logging.Handler):
 def _save_into_full_memory(memory: str, on_full: str) -> _Full:
     gate = install_gate()
     gate.close()
-    dcp_mem.save.agree._COMPLAIN_EVERY = 0.0  # so that a save that waits says so at once
+    dcp_mem.saving.agree._COMPLAIN_EVERY = 0.0  # so that a save that waits says so at once
     listener = _Listener(lambda text: gate.open() if "has waited" in text else None)
     leads = not dist.is_initialized() or dist.get_rank() == 0
     with Job("gated://bucket/run", memory).writer(agent="thread", keep=1, on_full=on_full) as writer:

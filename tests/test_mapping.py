@@ -98,7 +98,7 @@ def test_prefaulting_stops_when_it_is_no_longer_wanted_and_loses_nothing(memory_
     prepared: list[Slot] = []
     pool.prefault(1, 192 * _MIB, prepared.append, lambda: next(answers))
     assert prepared == []
-    assert pool.spare_bytes() == 8 * _MIB
+    assert pool.spare_bytes() == 4 * _MIB
     slot = pool.claim(192 * _MIB, "")
     assert present(slot.descriptor) == slot.capacity == 192 * _MIB
     assert pool.free_count() == 0

@@ -13,9 +13,9 @@ import pathlib
 import pickle
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -78,6 +78,48 @@ def with_storage(metadata: Metadata, storage_data: Any, save_id: str) -> Metadat
     if hasattr(result, "version"):
         result.version = DCP_VERSION
     return result
+
+
+class RenderedMetadata(Metadata):
+    """Metadata that is unpickled when it is first looked at, as few callers of a save ever do."""
+
+    def __init__(self, render: Callable[[], bytes]) -> None:
+        self.__dict__["_render"] = render
+
+    def _whole(self) -> Metadata:
+        whole = self.__dict__.get("_read")
+        if whole is None:
+            whole = self.__dict__["_read"] = read_metadata(self.__dict__["_render"]())
+        return cast(Metadata, whole)
+
+    def __eq__(self, other: object) -> bool:
+        return self._whole() == (other._whole() if isinstance(other, RenderedMetadata) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._whole())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self._whole(),)
+
+
+def _itself(metadata: Metadata) -> Metadata:
+    return metadata
+
+
+def _field(name: str) -> property:
+    def read(self: RenderedMetadata) -> Any:
+        return getattr(self._whole(), name)
+
+    def write(self: RenderedMetadata, value: Any) -> None:
+        setattr(self._whole(), name, value)
+
+    return property(read, write)
+
+
+for _one in fields(Metadata):
+    setattr(RenderedMetadata, _one.name, _field(_one.name))
 
 
 def read_metadata(data: bytes) -> Metadata:

@@ -21,8 +21,8 @@ from dcp_mem.memory.copying import work_off
 HUGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
-_STEP = 64 << 20
-_FIRST_STEP = 8 << 20
+_STEP = 16 << 20
+_FIRST_STEP = 4 << 20
 _SLOW_COLLAPSE = 1e-3 / (1 << 20)  # seconds per byte; beyond that plain pages are quicker (memory is fragmented, say)
 _PROT_NONE, _MAP_FIXED, _MAP_FAILED = 0, 0x10, ctypes.c_void_p(-1).value
 

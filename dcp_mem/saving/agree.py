@@ -14,8 +14,8 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, retire
-from dcp_mem.save.plan import TAIL_ROOM
-from dcp_mem.save.values import Attempt, Caller, Planned
+from dcp_mem.saving.plan import TAIL_ROOM
+from dcp_mem.saving.values import Attempt, Caller, Planned, Unplanned
 from dcp_mem.session import Topology
 
 _COMPLAIN_EVERY = 10.0
@@ -26,6 +26,7 @@ class _Survey:
     """What a rank brings to the agreement; what concerns its node comes from the node's leader.
 
     save_id, persist, now: what this rank would choose as the coordinator. exists, newest: of its node's checkpoints.
+    plan_id, why_not: as in Planned and Unplanned.
     """
 
     name: str
@@ -37,14 +38,24 @@ class _Survey:
     node: NodeMemory | None = None
     exists: bool = False
     newest: float = 0.0
+    plan_id: str = ""
+    why_not: str = ""
     error: str = ""
 
 
-def agree(caller: Caller, planned: Planned | Exception) -> Attempt | None:
+class NoCommonPlan(Exception):
+    """The ranks have no plan in common yet, or not any more. why_not: why they must leave it to DCP's planner, if they must."""
+
+    def __init__(self, why_not: str) -> None:
+        super().__init__(why_not)
+        self.why_not = why_not
+
+
+def agree(caller: Caller, planned: Planned | Unplanned | Exception) -> Attempt | None:
     """Settle save id, persistence, eviction and admission for all ranks; None where the save is to be skipped.
 
     planned: an exception where this rank couldn't plan. Raises on all ranks alike: MemoryBudgetExceeded,
-    CheckpointExists, ConfigError, RankFailed.
+    CheckpointExists, ConfigError, RankFailed, and NoCommonPlan, before anything has been decided.
     """
     started = complained = time.monotonic()
     session = caller.session
@@ -74,7 +85,7 @@ def agree(caller: Caller, planned: Planned | Exception) -> Attempt | None:
     return Attempt(proposal.save_id, created, proposal.persist, topology, started)
 
 
-def _survey_or_error(caller: Caller, topology: Topology, planned: Planned | Exception) -> _Survey:
+def _survey_or_error(caller: Caller, topology: Topology, planned: Planned | Unplanned | Exception) -> _Survey:
     try:
         if isinstance(planned, Exception):
             raise planned
@@ -83,7 +94,9 @@ def _survey_or_error(caller: Caller, topology: Topology, planned: Planned | Exce
         if topology.is_leader and not caller.session.swept:
             caller.session.memory.sweep()
         caller.session.swept = True
-        return _survey(caller, topology, planned.nbytes)
+        if isinstance(planned, Unplanned):
+            return _Survey(caller.name, why_not=planned.why_not)
+        return replace(_survey(caller, topology, planned.nbytes), plan_id=planned.plan_id)
     except Exception as error:
         return _Survey(caller.name, error=f"{type(error).__name__}: {error}")
 
@@ -145,6 +158,10 @@ def _verdict(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> 
     named = sorted({survey.name for survey in surveys})
     if len(named) > 1:
         raise ConfigError(f"the ranks save under different checkpoint ids: {', '.join(named)}")
+    if len({survey.plan_id for survey in surveys}) > 1 or not surveys[0].plan_id:
+        raise NoCommonPlan(
+            next((f"rank {rank} has {survey.why_not}" for rank, survey in enumerate(surveys) if survey.why_not), "")
+        )
     if any(survey.exists for survey in surveys):
         raise CheckpointExists(caller.name, "memory")
     nodes = []

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem.format.frames import Specs
 from dcp_mem.format.layout import align
-from dcp_mem.save.values import Caller, Planned
+from dcp_mem.saving.values import Caller, Planned
 
 TAIL_ROOM = 1 << 20
 """Reserved behind a layout for byte items, whose sizes no plan tells."""
@@ -27,7 +28,7 @@ TAIL_ROOM = 1 << 20
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Tensor types whose data is what their pointer says."""
 
-_TYPE, _FQN = operator.attrgetter("type"), operator.attrgetter("index.fqn")
+_TYPE, _FQN, _OFFSET = map(operator.attrgetter, ("type", "index.fqn", "index.offset"))
 _PLANNED_DTYPE = operator.attrgetter("tensor_data.properties.dtype")
 _PLANNED_SHAPE = operator.attrgetter("tensor_data.chunk.sizes")
 _DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
@@ -43,25 +44,36 @@ def plan_segment(caller: Caller, plan: SavePlan, planner: SavePlanner) -> Planne
     objects = list(compress(plan.items, is_object))
     tensors = list(compress(plan.items, map(operator.not_, is_object)))
     is_shard = [kind is WriteItemType.SHARD for kind in kinds if kind is not WriteItemType.BYTE_IO]
-    plain = _plain_tensors(tensors, is_shard, planner)
-    found = Specs(list(map(_DTYPE, plain)), list(map(_SHAPE, plain))) if plain is not None else None
+    plain = _handed_out(tensors, is_shard, planner)
+    found = specs_of(plain) if plain is not None else None
     is_known = found is not None and not any(is_shard) and _plans_as_is(planner)
     layout = caller.session.plan_layout(found if found is not None and is_known else expected_specs(tensors))
     sources = None
     if plain is not None and layout.is_plain and found == layout.expected:
         sources = list(map(torch.Tensor.data_ptr, plain))
-    nbytes = layout.layout.nbytes + _expected_tail(caller, objects, planner)
-    return Planned(tensors, objects, layout, nbytes, sources)
+    nbytes = layout.layout.nbytes + expected_tail(caller, objects, planner.resolve_data)
+    return Planned(PlannerItems(planner), tensors, objects, layout, nbytes, sources)
 
 
-def _expected_tail(caller: Caller, objects: Sequence[WriteItem], planner: SavePlanner) -> int:
+class PlannerItems:
+    """Items of a plan that DCP's planner made."""
+
+    def __init__(self, planner: SavePlanner) -> None:
+        self.resolve = planner.resolve_data
+        self.index = operator.attrgetter("index")
+
+    def fingerprint(self, items: Sequence[WriteItem]) -> int:
+        return hash((*map(_FQN, items), *map(_OFFSET, items)))  # the items themselves would hold megabytes
+
+
+def expected_tail(caller: Caller, objects: Sequence[Any], resolve: Callable[[Any], Any]) -> int:
     """Bytes that the byte items will take: those of the last save; else, where there is a limit to keep, measured."""
     saved = caller.session.saved.get(caller.plan_key)
     if saved is not None:
         return sum(align(nbytes) for _, nbytes in saved.tail)
     if caller.settings.memory_limit is None:
         return 0
-    streams = (planner.resolve_data(item) for item in objects)
+    streams = (resolve(item) for item in objects)
     return sum(align(stream.getbuffer().nbytes) for stream in streams if isinstance(stream, io.BytesIO))
 
 
@@ -70,27 +82,36 @@ def expected_specs(tensors: Sequence[WriteItem]) -> Specs:
     return Specs(list(map(_PLANNED_DTYPE, tensors)), list(map(_PLANNED_SHAPE, tensors)))
 
 
-def _plain_tensors(
+def _handed_out(
     items: Sequence[WriteItem], is_shard: Sequence[bool], planner: SavePlanner
 ) -> Sequence[torch.Tensor] | None:
-    """What the items stand for, where all of it is plain contiguous CPU memory that the planner hands out as it is."""
+    """What the items stand for, where the planner hands it out as it is, and all of it is plain."""
     if not _has_default(planner, _RESOLVING):
         return None
-    kind = torch.Tensor
     found = list(map(planner.state_dict.get, map(_FQN, items)))  # type: ignore[attr-defined]
     if any(is_shard):
         if [type(one) is DTensor for one in found] != is_shard:
             return None
         found = [one._local_tensor if shard else one for one, shard in zip(found, is_shard, strict=True)]
-    is_plain = (
-        PLAIN.issuperset(map(type, found))
-        and all(map(_IS_CPU, found))
-        and {torch.strided}.issuperset(map(_LAYOUT, found))
-        and all(map(kind.is_contiguous, found))
-        and not any(map(kind.is_neg, found))
-        and not any(map(kind.is_conj, found))
+    return found if are_plain(found) else None
+
+
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all of these are contiguous CPU memory that their pointers tell all of."""
+    kind = torch.Tensor
+    return (
+        PLAIN.issuperset(map(type, tensors))
+        and all(map(_IS_CPU, tensors))
+        and {torch.strided}.issuperset(map(_LAYOUT, tensors))
+        and all(map(kind.is_contiguous, tensors))
+        and not any(map(kind.is_neg, tensors))
+        and not any(map(kind.is_conj, tensors))
     )
-    return found if is_plain else None
+
+
+def specs_of(tensors: Sequence[torch.Tensor]) -> Specs:
+    """Dtypes and shapes as the tensors have them."""
+    return Specs(list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors)))
 
 
 def _plans_as_is(planner: SavePlanner) -> bool:

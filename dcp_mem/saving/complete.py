@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_mem import faults
 from dcp_mem.errors import RankFailed
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.metadata import MetadataTemplate, RankItems, make_template
-from dcp_mem.save.agree import keep_no_more
-from dcp_mem.save.values import Attempt, Caller, Outcome, Staged
+from dcp_mem.saving.agree import keep_no_more
+from dcp_mem.saving.values import Attempt, Caller, Outcome, Staged
 from dcp_mem.session import SavedPlan
 from dcp_mem.values import Segment
-
-_FQN, _OFFSET = operator.attrgetter("index.fqn"), operator.attrgetter("index.offset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +93,14 @@ def _differs(saved: SavedPlan | None, staged: Staged) -> bool:
         saved is None
         or saved.layout != staged.segment.layout
         or saved.tail != staged.segment.tail
-        or saved.items != _fingerprint(staged.items)
+        or saved.items != staged.plan.fingerprint(staged.items)
     )
-
-
-def _fingerprint(items: Sequence[WriteItem]) -> int:
-    """The same for the same names and offsets in the same order. (The items themselves would hold megabytes.)"""
-    return hash((*map(_FQN, items), *map(_OFFSET, items)))
 
 
 def _new_saved_plan(caller: Caller, staged: Staged, metadata: Callable[[], Metadata]) -> SavedPlan:
     """The coordinator makes the metadata template from everyone's items; everyone gets it."""
     extents = list(zip(staged.offsets, staged.lengths, strict=True))
-    gathered = caller.ranks.gather(RankItems(caller.rank, [item.index for item in staged.items], extents))
+    gathered = caller.ranks.gather(RankItems(caller.rank, list(map(staged.plan.index, staged.items)), extents))
     outcome: Outcome[MetadataTemplate] = Outcome()
     if caller.ranks.rank == 0:
         try:
@@ -121,7 +112,7 @@ def _new_saved_plan(caller: Caller, staged: Staged, metadata: Callable[[], Metad
         raise RankFailed(f"describing {caller.name}", [(0, outcome.error)])
     return SavedPlan(
         outcome.value,
-        _fingerprint(staged.items),
+        staged.plan.fingerprint(staged.items),
         staged.segment.layout,
         staged.segment.tail,
     )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-import operator
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_mem import faults
@@ -22,12 +20,11 @@ from dcp_mem.format.layout import align
 from dcp_mem.memory import pinning
 from dcp_mem.memory.copying import Move, copy
 from dcp_mem.memory.slots import Slot
-from dcp_mem.save.plan import PLAIN, TAIL_ROOM
-from dcp_mem.save.values import Attempt, Caller, Planned, Staged
+from dcp_mem.saving.plan import PLAIN, TAIL_ROOM
+from dcp_mem.saving.values import Attempt, Caller, Items, Planned, Staged
 from dcp_mem.session import PlanLayout
 from dcp_mem.values import Segment
 
-_INDEX = operator.attrgetter("index")
 _BATCH = 256 << 20
 
 
@@ -35,17 +32,17 @@ class _OtherThanPlanned(Exception):
     """A tensor isn't what the layout expects: the plan changed under a planner that transforms tensors."""
 
 
-def stage(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlanner) -> Staged:
+def stage(caller: Caller, attempt: Attempt, planned: Planned) -> Staged:
     """Copy this rank's items into a slot and seal it as a segment. Raises MemoryBudgetExceeded, or what the planner raises."""
     try:
-        return _stage_into_slot(caller, attempt, planned, planner)
+        return _stage_into_slot(caller, attempt, planned)
     except _OtherThanPlanned:
-        dense = [_spec(_resolve(planner, item)) for item in planned.tensors]
+        dense = [_spec(_resolve(planned.plan, item)) for item in planned.tensors]
         learnt = caller.session.learn_layout(planned.layout.expected, dense)
-        return _stage_into_slot(caller, attempt, replace(planned, layout=learnt, sources=None), planner)
+        return _stage_into_slot(caller, attempt, replace(planned, layout=learnt, sources=None))
 
 
-def _stage_into_slot(caller: Caller, attempt: Attempt, planned: Planned, planner: SavePlanner) -> Staged:
+def _stage_into_slot(caller: Caller, attempt: Attempt, planned: Planned) -> Staged:
     session, layout = caller.session, planned.layout.layout
     slot = session.slots.claim(
         max(planned.nbytes, layout.nbytes) + TAIL_ROOM, planned.layout.frames, mapped=layout.nbytes
@@ -53,9 +50,9 @@ def _stage_into_slot(caller: Caller, attempt: Attempt, planned: Planned, planner
     try:
         faults.point("stage.claimed")
         session.put_frames(slot, planned.layout)
-        slow = _copy_tensors(slot, planned, planner)
+        slow = _copy_tensors(slot, planned)
         faults.point("stage.copied")
-        tail = tuple(_append(slot, layout.nbytes, _streams(planner, slow, planned.objects)))
+        tail = tuple(_append(slot, layout.nbytes, _streams(planned.plan, slow, planned.objects)))
         segment = _seal(caller, attempt, slot, planned.layout, tail)
         faults.point("stage.sealed")
     except BaseException:
@@ -65,6 +62,7 @@ def _stage_into_slot(caller: Caller, attempt: Attempt, planned: Planned, planner
     dense = [item for item in planned.tensors if id(item) not in slow_ids] if slow else planned.tensors
     return Staged(
         segment,
+        planned.plan,
         [*dense, *slow, *planned.objects],
         [*layout.offsets.tolist(), *(offset for offset, _ in tail)],
         [*layout.lengths.tolist(), *(nbytes for _, nbytes in tail)],
@@ -87,38 +85,32 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return plain
 
 
-def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    tensor = planner.resolve_data(item)
+def _resolve(plan: Items, item: Any) -> torch.Tensor:
+    tensor = plan.resolve(item)
     if not isinstance(tensor, torch.Tensor):
-        raise DcpMemError(f"the planner resolved {item.index.fqn} to a {type(tensor).__name__}, not to a tensor")
+        raise DcpMemError(f"the planner resolved {plan.index(item).fqn} to a {type(tensor).__name__}, not to a tensor")
     return tensor.detach()
 
 
-def _copy_tensors(slot: Slot, planned: Planned, planner: SavePlanner) -> list[WriteItem]:
+def _copy_tensors(slot: Slot, planned: Planned) -> list[Any]:
     """Copy every dense tensor to its place; returns the items that have none. Raises _OtherThanPlanned."""
     layout = planned.layout.layout
     addresses, lengths = (slot.address + layout.payload_offsets).tolist(), layout.payload_nbytes.tolist()
     if planned.sources is None:
         places = list(zip(addresses, lengths, strict=True))
-        return _copy_one_by_one(slot, places, planned.layout, planned.tensors, planner)
+        return _copy_one_by_one(slot, places, planned)
     _copy_batch(list(zip(addresses, planned.sources, lengths, strict=True)), _Others(slot))
     return []
 
 
-def _copy_one_by_one(
-    slot: Slot,
-    places: Sequence[tuple[int, int]],
-    plan_layout: PlanLayout,
-    tensors: Sequence[WriteItem],
-    planner: SavePlanner,
-) -> list[WriteItem]:
+def _copy_one_by_one(slot: Slot, places: Sequence[tuple[int, int]], planned: Planned) -> list[Any]:
     """Copy tensors of any kind, as the planner resolves them, in batches: it may make them just for us."""
     others, slow, place = _Others(slot), [], iter(places)
     moves: list[Move] = []
     alive: list[torch.Tensor] = []
     waiting = 0
-    for item, spec in zip(tensors, plan_layout.dense, strict=True):
-        tensor = _resolve(planner, item)
+    for item, spec in zip(planned.tensors, planned.layout.dense, strict=True):
+        tensor = _resolve(planned.plan, item)
         if _spec(tensor) != spec:
             raise _OtherThanPlanned
         if spec is None:
@@ -186,19 +178,21 @@ class _Others:
         self._waiting.clear()
 
 
-def _streams(planner: SavePlanner, slow: Sequence[WriteItem], objects: Sequence[WriteItem]) -> Iterator[memoryview]:
+def _streams(plan: Items, slow: Sequence[Any], objects: Sequence[Any]) -> Iterator[memoryview]:
     """The bytes of what goes to the tail, one item at a time."""
     for item in slow:
         stream = io.BytesIO()
-        tensor = _resolve(planner, item).cpu()
+        tensor = _resolve(plan, item).cpu()
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # torch.save would write all of the storage that it is a view of
         torch.save(tensor, stream)
         yield stream.getbuffer()
     for item in objects:
-        data = planner.resolve_data(item)
+        data = plan.resolve(item)
         if not isinstance(data, io.BytesIO):
-            raise DcpMemError(f"the planner resolved {item.index.fqn} to a {type(data).__name__}, not to io.BytesIO")
+            raise DcpMemError(
+                f"the planner resolved {plan.index(item).fqn} to a {type(data).__name__}, not to io.BytesIO"
+            )
         yield data.getbuffer()
 
 
@@ -231,7 +225,7 @@ class Results(Sequence[WriteResult]):
 
     def __init__(self, staged: Staged) -> None:
         self._file = staged.segment.file
-        self._indexes = list(map(_INDEX, staged.items))
+        self._indexes = list(map(staged.plan.index, staged.items))
         self._offsets, self._lengths = staged.offsets, staged.lengths
 
     def __len__(self) -> int:

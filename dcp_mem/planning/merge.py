@@ -1,0 +1,333 @@
+"""All ranks' plans become one: every chunk is written once, and whatever doesn't fit together is refused.
+
+A pure function of columns. Nothing here is quadratic in items or ranks: rows are sorted once, by name and place, and
+what is left is arithmetic on the sorted columns.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_mem.planning.columns import Ints, Kind, LocalPlan, Path, Properties
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+_MOST_ERRORS = 10
+
+
+class PlanInvalid(ValueError):
+    """The ranks' plans contradict each other, or leave a tensor incomplete."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GlobalPlan:
+    """What is written, one row an item, by writer and then in the order of the writer's own plan.
+
+    names, paths, table: as in a LocalPlan, of all ranks. writer: rank; row: of the item in that rank's plan. The other
+    columns are those of a LocalPlan.
+    """
+
+    names: Sequence[str]
+    paths: Sequence[Path]
+    table: Sequence[Properties]
+    writer: Ints
+    row: Ints
+    name: Ints
+    kind: Ints
+    properties: Ints
+    dimensions: Ints
+    size: Ints
+    offset: Ints
+    extent: Ints
+
+    def __len__(self) -> int:
+        return len(self.writer)
+
+    def rows_of(self, rank: int) -> Ints:
+        """Which rows of its own plan a rank writes, in order."""
+        start, stop = np.searchsorted(self.writer, [rank, rank + 1])
+        return self.row[start:stop]
+
+
+def merge(plans: Sequence[LocalPlan]) -> GlobalPlan:
+    """Settle who writes what. Raises PlanInvalid with what is wrong, up to ten times.
+
+    A chunk that several ranks hold goes to one of them: bytes are balanced over the ranks, and neighbours in the plan stay
+    together, so that loading one shard takes few files.
+    """
+    joined = _join(plans)
+    order = _by_place(joined)
+    starts = _starts_of_groups(joined, order)
+    _refuse_contradictions(joined, order, starts, len(plans))
+    writer_row = _choose_writers(joined, order, starts, len(plans))
+    chosen = np.sort(writer_row)  # rows lie by rank, and then as in its plan
+    return GlobalPlan(
+        joined.names,
+        joined.paths,
+        joined.table,
+        joined.rank[chosen],
+        joined.row[chosen],
+        *(column[chosen] for column in joined.columns),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """Rows of all ranks, by rank; names and properties are numbered for all."""
+
+    names: list[str]
+    paths: list[Path]
+    table: list[Properties]
+    rank: Ints
+    row: Ints
+    name: Ints
+    kind: Ints
+    properties: Ints
+    dimensions: Ints
+    size: Ints
+    offset: Ints
+    extent: Ints
+
+    @property
+    def columns(self) -> tuple[Ints, ...]:
+        return (self.name, self.kind, self.properties, self.dimensions, self.size, self.offset, self.extent)
+
+    def nbytes(self) -> Ints:
+        """Bytes of each row's chunk; a byte item's size isn't known, and counts as one."""
+        itemsize = np.array([one.dtype.itemsize for one in self.table] + [1], np.int64)
+        nbytes: Ints = self.extent.prod(axis=1) * itemsize[self.properties]
+        return nbytes
+
+
+def _join(plans: Sequence[LocalPlan]) -> _Joined:
+    numbers: dict[str, int] = {}
+    paths: list[Path] = []
+    kinds: dict[Properties, int] = {}
+    name, properties = [], []
+    last: tuple[tuple[str, ...], Ints] = ((), np.zeros(0, np.int64))
+    for plan in plans:
+        if plan.names != last[0]:
+            before = len(numbers)
+            mapped = np.fromiter(
+                (numbers.setdefault(one, len(numbers)) for one in plan.names), np.int64, len(plan.names)
+            )
+            paths.extend(path for path, number in zip(plan.paths, mapped.tolist(), strict=True) if number >= before)
+            last = (plan.names, mapped)
+        name.append(last[1][plan.name])
+        table = [kinds.setdefault(one, len(kinds)) for one in plan.table]
+        properties.append(np.array([*table, -1], np.int64)[plan.properties])
+    width = max((plan.size.shape[1] for plan in plans), default=1)
+    lengths = [len(plan) for plan in plans]
+    return _Joined(
+        names=list(numbers),
+        paths=paths,
+        table=list(kinds),
+        rank=np.repeat(np.arange(len(plans)), lengths),
+        row=np.concatenate([np.arange(length) for length in lengths]) if plans else np.zeros(0, np.int64),
+        name=np.concatenate(name),
+        kind=np.concatenate([plan.kind for plan in plans]),
+        properties=np.concatenate(properties),
+        dimensions=np.concatenate([plan.dimensions for plan in plans]),
+        size=np.concatenate([_padded(plan.size, width, 1) for plan in plans]),
+        offset=np.concatenate([_padded(plan.offset, width, 0) for plan in plans]),
+        extent=np.concatenate([_padded(plan.extent, width, 1) for plan in plans]),
+    )
+
+
+def _padded(columns: Ints, width: int, value: int) -> Ints:
+    missing = width - columns.shape[1]
+    return np.pad(columns, ((0, 0), (0, missing)), constant_values=value) if missing else columns
+
+
+# -- the same chunk on several ranks -----------------------------------------------------------------------------------
+
+
+def _by_place(joined: _Joined) -> Ints:
+    """Order of the rows by name and offset; rows of one place stay in the order of ranks."""
+    return np.lexsort((*joined.offset.T[::-1], joined.name))
+
+
+def _starts_of_groups(joined: _Joined, order: Ints) -> Ints:
+    """Where, in that order, rows of another place begin."""
+    if not len(order):
+        return np.zeros(0, np.int64)
+    name, offset = joined.name[order], joined.offset[order]
+    differs = (name[1:] != name[:-1]) | (offset[1:] != offset[:-1]).any(axis=1)
+    return np.flatnonzero(np.concatenate([[True], differs]))
+
+
+def _choose_writers(joined: _Joined, order: Ints, starts: Ints, ranks: int) -> Ints:
+    """For each place the row that writes it.
+
+    Places that the same ranks hold are dealt out together, in the order of the plan, each rank getting a run of them:
+    those with the fewest holders first, so that what can lie anywhere fills up what is left.
+    """
+    holders = np.diff(np.append(starts, len(order)))
+    nbytes = joined.nbytes()[order][starts]
+    writer = order[starts]
+    alone = holders == 1
+    load: Floats = np.bincount(joined.rank[writer[alone]], weights=nbytes[alone], minlength=ranks).astype(np.float64)
+    for places in _by_holders(joined, order, starts, holders):
+        held_by = joined.rank[order[starts[places[0]] : starts[places[0]] + holders[places[0]]]]
+        share = _deal_out(nbytes[places], load[held_by])
+        writer[places] = order[starts[places] + share]
+        load += np.bincount(held_by[share], weights=nbytes[places], minlength=ranks)
+    return writer
+
+
+def _by_holders(joined: _Joined, order: Ints, starts: Ints, holders: Ints) -> Iterator[Ints]:
+    """Places that several ranks hold, together where those are the same ranks; in the order of the plan."""
+    shared = np.flatnonzero(holders > 1)
+    if not len(shared):
+        return
+    # A set of ranks is told from others by a sum of random words: equal by chance once in 2**64.
+    words = np.random.default_rng(0).integers(0, 1 << 63, int(joined.rank.max()) + 1, dtype=np.uint64)
+    sums = np.add.reduceat(words[joined.rank[order]], starts)[shared]
+    by_plan = np.lexsort((joined.row[order[starts[shared]]], sums, holders[shared]))
+    shared, sums = shared[by_plan], sums[by_plan]
+    cuts = np.flatnonzero(sums[1:] != sums[:-1]) + 1
+    yield from np.split(shared, cuts)
+
+
+def _deal_out(nbytes: Ints, load: Floats) -> Ints:
+    """Which of the holders takes each of these places: runs of them, so that loads come as near to each other as they can."""
+    total = float(nbytes.sum())
+    ordered = np.sort(load)
+    # Fill up the least loaded to one level: the level is where all bytes are used up.
+    filled = (total + np.cumsum(ordered)) / np.arange(1, len(load) + 1)
+    reach = filled > ordered
+    level = filled[np.flatnonzero(reach)[-1]] if reach.any() else ordered[0]
+    ends = np.cumsum(np.maximum(level - load, 0))
+    middles = np.cumsum(nbytes) - nbytes / 2
+    return np.minimum(np.searchsorted(ends, middles, side="right"), len(load) - 1)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def _refuse_contradictions(joined: _Joined, order: Ints, starts: Ints, ranks: int) -> None:
+    problems = [
+        *_doubled(joined, order, starts),
+        *_mixed(joined),
+        *_out_of_bounds(joined),
+        *_badly_covered(joined, order, starts, ranks),
+    ]
+    if problems:
+        more = f" (and {len(problems) - _MOST_ERRORS} more)" if len(problems) > _MOST_ERRORS else ""
+        raise PlanInvalid("; ".join(problems[:_MOST_ERRORS]) + more)
+
+
+def _doubled(joined: _Joined, order: Ints, starts: Ints) -> list[str]:
+    """Chunks that one rank has twice, and those that ranks have in different sizes."""
+    name, rank = joined.name[order], joined.rank[order]
+    same_place = np.ones(len(order), bool)
+    same_place[starts] = False
+    twice = np.flatnonzero(same_place[1:] & (rank[1:] == rank[:-1])) + 1
+    is_shard = joined.kind[order] == Kind.SHARD
+    extent = joined.extent[order]
+    other = np.flatnonzero(same_place[1:] & is_shard[1:] & (extent[1:] != extent[:-1]).any(axis=1)) + 1
+    return [
+        *(
+            f"{joined.names[name[one]]}: rank {rank[one]} has the chunk at {_place(joined, order[one])} twice"
+            for one in twice
+        ),
+        *(f"{joined.names[name[one]]}: overlapping chunks at {_place(joined, order[one])}" for one in other),
+    ]
+
+
+def _mixed(joined: _Joined) -> list[str]:
+    """Names that are a chunk on one rank and something whole on another, or tensors of different sizes."""
+    is_chunk = np.zeros(len(joined.names), bool)
+    is_whole = np.zeros(len(joined.names), bool)
+    is_chunk[joined.name[joined.kind == Kind.SHARD]] = True
+    is_whole[joined.name[joined.kind != Kind.SHARD]] = True
+    mixed = np.flatnonzero(is_chunk & is_whole)
+    largest, least = np.zeros((2, len(joined.names), joined.size.shape[1]), np.int64)
+    shards = np.flatnonzero(joined.kind == Kind.SHARD)
+    least[:] = np.iinfo(np.int64).max
+    np.maximum.at(largest, joined.name[shards], joined.size[shards])
+    np.minimum.at(least, joined.name[shards], joined.size[shards])
+    uneven = np.flatnonzero(is_chunk & (largest != least).any(axis=1))
+    return [
+        *(f"{joined.names[one]}: sharded on one rank and not on another" for one in mixed),
+        *(f"{joined.names[one]}: ranks have different sizes of the whole tensor" for one in uneven),
+    ]
+
+
+def _out_of_bounds(joined: _Joined) -> list[str]:
+    outside = (joined.offset < 0) | (joined.extent < 0) | (joined.offset + joined.extent > joined.size)
+    return [
+        f"{joined.names[joined.name[one]]}: the chunk at {_place(joined, one)} is out of bounds"
+        for one in np.flatnonzero(outside.any(axis=1)).tolist()
+    ]
+
+
+def _badly_covered(joined: _Joined, order: Ints, starts: Ints, ranks: int) -> list[str]:
+    """Tensors whose chunks overlap, or leave a part out. A rank alone may save a part: that is what it has."""
+    chunks = order[starts]
+    chunks = chunks[joined.kind[chunks] == Kind.SHARD]
+    if not len(chunks):
+        return []
+    name = joined.name[chunks]
+    firsts = np.flatnonzero(np.concatenate([[True], name[1:] != name[:-1]]))
+    counts = np.diff(np.append(firsts, len(name)))
+    volume = np.add.reduceat(joined.extent[chunks].prod(axis=1), firsts)
+    whole = joined.size[chunks[firsts]].prod(axis=1)
+    gaps = np.flatnonzero(volume != whole) if ranks > 1 else np.zeros(0, np.int64)
+    doubtful = np.flatnonzero((counts > 1) & ~_are_grids(joined, chunks, firsts))
+    overlapping = [
+        one for one in doubtful.tolist() if _overlap(joined, chunks[firsts[one] : firsts[one] + counts[one]])
+    ]
+    return [
+        *(f"{joined.names[name[firsts[one]]]}: chunks cover {volume[one]} of {whole[one]} elements" for one in gaps),
+        *(f"{joined.names[name[firsts[one]]]}: overlapping chunks" for one in overlapping),
+    ]
+
+
+def _are_grids(joined: _Joined, chunks: Ints, firsts: Ints) -> Bools:
+    """For each tensor whether its chunks are cells of a grid, none of which can overlap (places differ already).
+
+    They are where, dimension by dimension, the intervals that occur follow each other without overlapping.
+    """
+    tensor = np.repeat(np.arange(len(firsts)), np.diff(np.append(firsts, len(chunks))))
+    result = np.ones(len(firsts), bool)
+    for offset, extent in zip(joined.offset[chunks].T, joined.extent[chunks].T, strict=True):
+        by_offset = np.lexsort((extent, offset, tensor))
+        owner, start, stop = tensor[by_offset], offset[by_offset], (offset + extent)[by_offset]
+        neighbours = owner[1:] == owner[:-1]
+        same = (start[1:] == start[:-1]) & (stop[1:] == stop[:-1])
+        bad = neighbours & ~same & (start[1:] < stop[:-1])
+        result[owner[1:][bad]] = False
+    return result
+
+
+def _overlap(joined: _Joined, chunks: Ints) -> bool:
+    """Whether any two of these chunks of one tensor share an element: a sweep along the longest dimension."""
+    offset, extent = joined.offset[chunks], joined.extent[chunks]
+    keep = (extent > 0).all(axis=1)
+    offset, extent = offset[keep], extent[keep]
+    if not len(offset):
+        return False
+    along = int(np.argmax(joined.size[chunks[0]]))
+    active: list[tuple[int, int]] = []
+    for one in np.argsort(offset[:, along], kind="stable").tolist():
+        start = int(offset[one, along])
+        while active and active[0][0] <= start:
+            active.pop(0)
+        for _, other in active:
+            if ((offset[one] < offset[other] + extent[other]) & (offset[other] < offset[one] + extent[one])).all():
+                return True
+        insort(active, (start + int(extent[one, along]), one))
+    return False
+
+
+def _place(joined: _Joined, row: int) -> tuple[int, ...]:
+    return tuple(joined.offset[row, : joined.dimensions[row]].tolist())
+
+
+__all__ = ["GlobalPlan", "PlanInvalid", "merge"]

@@ -1,0 +1,191 @@
+"""The road of `dcp_mem.save`: the ranks plan together once, and by that plan for as long as their state dicts look alike.
+
+A warm save exchanges what every save does (see agree.py and complete.py), with a plan id in it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from dcp_mem.errors import RankFailed
+from dcp_mem.events import log
+from dcp_mem.format.frames import Specs
+from dcp_mem.planning.columns import Kind
+from dcp_mem.planning.describe import describe
+from dcp_mem.planning.local import NotDescribable, Structure
+from dcp_mem.planning.merge import GlobalPlan, merge
+from dcp_mem.saving.plan import are_plain, expected_tail, specs_of
+from dcp_mem.saving.values import Caller, Outcome, Planned, Unplanned
+from dcp_mem.session import Session
+
+_PLANS_KEPT = 4
+
+
+@dataclass(eq=False)
+class _Plan:
+    """What a rank keeps of a plan that all ranks made together.
+
+    group: which ranks. tensors, objects: rows of the local plan that this rank writes, in order. is_written: of each leaf.
+    specs: of the tensors. whole: the plan of all ranks, on the coordinator.
+    """
+
+    plan_id: str
+    group: tuple[str, str]
+    structure: Structure
+    tensors: Sequence[int]
+    objects: Sequence[int]
+    is_written: Sequence[bool]
+    specs: Specs
+    whole: GlobalPlan | None
+
+
+class Collective:
+    """One rank's plans in common with others, kept for as long as its job's session is."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[str, _Plan] = OrderedDict()
+        self._new: Structure | None = None
+
+    def plan(self, caller: Caller, state: Mapping[str, Any]) -> Planned | Unplanned:
+        """This rank's part in saving a state dict, by a plan that fits it where there is one."""
+        self._new = None
+        mine = [plan for plan in reversed(self._plans.values()) if plan.group == caller.group]
+        for plan in mine:
+            leaves = plan.structure.recognise(state)
+            if leaves is not None:
+                return self._planned(caller, plan, leaves)
+        try:
+            self._new = Structure(state)
+        except NotDescribable as reason:
+            return Unplanned(str(reason))
+        for plan in mine:
+            if plan.structure.plan.is_same(
+                self._new.plan
+            ):  # what has changed doesn't count: the type of a byte item, say
+                plan.structure = self._new
+                return self._planned(caller, plan, self._new.leaves_of(state))
+        return Unplanned()
+
+    def plan_together(self, caller: Caller, state: Mapping[str, Any]) -> None:
+        """Make one plan of all ranks' state dicts. Raises RankFailed on all of them where they don't fit together."""
+        started = time.monotonic()
+        structure = self._new if self._new is not None else Structure(state)
+        gathered = caller.ranks.gather(structure.plan)
+        outcome: Outcome[tuple[str, list[bytes]]] = Outcome()
+        whole: GlobalPlan | None = None
+        if caller.ranks.rank == 0:
+            try:
+                whole = merge(gathered)
+                masks = [_mask(len(plan), whole.rows_of(rank)) for rank, plan in enumerate(gathered)]
+                outcome = Outcome((uuid.uuid4().hex[:16], masks))
+            except Exception as error:
+                outcome = Outcome(error=f"{type(error).__name__}: {error}")
+        outcome = caller.ranks.broadcast(outcome)
+        if outcome.value is None:
+            raise RankFailed(f"planning {caller.name}", [(0, outcome.error)])
+        plan_id, masks = outcome.value
+        self._plans[plan_id] = _plan_of(plan_id, caller.group, structure, masks[caller.ranks.rank], whole)
+        while len(self._plans) > _PLANS_KEPT:
+            dropped, _ = self._plans.popitem(last=False)
+            caller.session.saved.pop(replace(caller, plan_id=dropped).plan_key, None)
+        log.info("planned %s with %d ranks in %.2f s", caller.name, caller.ranks.size, time.monotonic() - started)
+
+    def metadata(self, plan_id: str) -> Metadata:
+        """What DCP writes down of a plan, without storage data; the coordinator alone is asked."""
+        whole = self._plans[plan_id].whole
+        assert whole is not None
+        return describe(whole)[0]
+
+    def _planned(self, caller: Caller, plan: _Plan, leaves: Sequence[Any]) -> Planned:
+        self._plans.move_to_end(plan.plan_id)
+        return _planned(replace(caller, plan_id=plan.plan_id), plan, leaves)
+
+
+def collective_of(session: Session) -> Collective:
+    """The plans in common of this process's session of a job."""
+    if session.collective is None:
+        session.collective = Collective()
+    assert isinstance(session.collective, Collective)
+    return session.collective
+
+
+def _mask(count: int, rows: Any) -> bytes:
+    mask = np.zeros(count, bool)
+    mask[rows] = True
+    return np.packbits(mask).tobytes()
+
+
+def _plan_of(
+    plan_id: str, group: tuple[str, str], structure: Structure, mask: bytes, whole: GlobalPlan | None
+) -> _Plan:
+    local = structure.plan
+    written = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(local)).astype(bool)
+    is_object = local.kind == Kind.OBJECT
+    tensors = np.flatnonzero(written & ~is_object)
+    shapes = [
+        torch.Size(extent[:dimensions])
+        for extent, dimensions in zip(local.extent[tensors].tolist(), local.dimensions[tensors].tolist(), strict=True)
+    ]
+    is_written = np.zeros(len(local.names), bool)
+    is_written[local.name[tensors]] = True
+    return _Plan(
+        plan_id,
+        group,
+        structure,
+        tensors.tolist(),
+        np.flatnonzero(written & is_object).tolist(),
+        is_written.tolist(),
+        Specs([local.table[number].dtype for number in local.properties[tensors].tolist()], shapes),
+        whole,
+    )
+
+
+def _planned(caller: Caller, plan: _Plan, leaves: Sequence[Any]) -> Planned:
+    items = _LeafItems(plan, leaves)
+    layout = caller.session.plan_layout(plan.specs)
+    tensors = list(compress(leaves, plan.is_written))  # one item a leaf, in the same order
+    if DTensor in set(map(type, tensors)):
+        tensors = [one._local_tensor if type(one) is DTensor else one for one in tensors]
+    sources = None
+    if layout.is_plain and are_plain(tensors) and specs_of(tensors) == layout.expected:
+        sources = list(map(torch.Tensor.data_ptr, tensors))
+    nbytes = layout.layout.nbytes + expected_tail(caller, plan.objects, items.resolve)
+    return Planned(items, plan.tensors, plan.objects, layout, nbytes, sources, plan.plan_id)
+
+
+class _LeafItems:
+    """Items are rows of the local plan, and stand for leaves of the state dict."""
+
+    def __init__(self, plan: _Plan, leaves: Sequence[Any]) -> None:
+        self._plan, self._leaves = plan, leaves
+        self._local = plan.structure.plan
+
+    def resolve(self, item: int) -> Any:
+        leaf = self._leaves[self._local.name[item]]
+        if self._local.kind[item] == Kind.OBJECT:
+            stream = io.BytesIO()
+            torch.save(leaf, stream)
+            return stream
+        return leaf.to_local() if isinstance(leaf, DTensor) else leaf
+
+    def index(self, item: int) -> MetadataIndex:
+        local = self._local
+        fqn = local.names[local.name[item]]
+        if local.kind[item] == Kind.OBJECT:
+            return MetadataIndex(fqn)
+        return MetadataIndex(fqn, torch.Size(local.offset[item, : local.dimensions[item]].tolist()))
+
+    def fingerprint(self, items: Sequence[int]) -> int:
+        return hash((self._plan.plan_id, len(items)))
