@@ -260,7 +260,7 @@ class MemoryStorageWriter(StorageWriter):
         _after(caller, attempt, staged, manifest)
         faults.point("save.finished")
         template = caller.session.saved[caller.plan_key].template
-        return RenderedMetadata(lambda: template.render(manifest.save_id))
+        return RenderedMetadata(lambda: template.render(manifest.save_id, manifest.tails))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -541,9 +541,16 @@ def test_a_pickle_that_changes_a_class_is_refused_and_undone(target: str, attrib
 
 def _items(*ranks: Sequence[str]) -> list[RankItems]:
     return [
-        RankItems(rank, [MetadataIndex(fqn) for fqn in fqns], [(64 * i, 10 + i) for i, _ in enumerate(fqns)])
+        RankItems(rank, [MetadataIndex(fqn) for fqn in fqns], [(64 * i, 10 + i) for i, _ in enumerate(fqns)], fixed=1)
         for rank, fqns in enumerate(ranks)
     ]
+
+
+def _tails(items: Sequence[RankItems], grown: int = 0) -> dict[int, list[tuple[int, int]]]:
+    return {
+        one.rank: [(offset + grown, length * (grown + 1)) for offset, length in one.extents[one.fixed :]]
+        for one in items
+    }
 
 
 @pytest.mark.parametrize(
@@ -555,15 +562,18 @@ def _items(*ranks: Sequence[str]) -> list[RankItems]:
 def test_a_template_renders_what_pickling_anew_would(ranks: list[list[str]]) -> None:
     metadata = _metadata()
     template = make_template(metadata, _items(*ranks))
-    for save_id in ("0123abcd", "ffffffff"):
-        found = read_metadata(template.render(save_id))
+    for save_id, grown in (("0123abcd", 0), ("ffffffff", 1 << 40)):
+        tails = _tails(_items(*ranks), grown)
+        found = read_metadata(template.render(save_id, tails))
         storage_data = {
             index: _StorageInfo(names.segment_file(of_rank.rank, save_id), offset, length)
             for of_rank in _items(*ranks)
-            for index, (offset, length) in zip(of_rank.indexes, of_rank.extents, strict=True)
+            for index, (offset, length) in zip(
+                of_rank.indexes, [*of_rank.extents[: of_rank.fixed], *tails[of_rank.rank]], strict=True
+            )
         }
         assert found == with_storage(metadata, storage_data, save_id)
-        assert pickle.loads(template.render(save_id)) == found
+        assert pickle.loads(template.render(save_id, tails)) == found
         assert found.storage_meta is not None
         assert found.storage_meta.save_id == save_id
 
@@ -572,7 +582,8 @@ def test_a_template_renders_what_pickling_anew_would(ranks: list[list[str]]) -> 
 def test_names_that_look_like_save_ids_are_left_alone(fqns: list[str]) -> None:
     assume("deadbeef" not in fqns)
     metadata = Metadata({fqn: BytesStorageMetadata() for fqn in fqns}, planner_data={fqn: (fqn,) for fqn in fqns})
-    found = read_metadata(make_template(metadata, _items(fqns)).render("deadbeef"))
+    items = _items(fqns)
+    found = read_metadata(make_template(metadata, items).render("deadbeef", _tails(items)))
     assert set(found.state_dict_metadata) == {index.fqn for index in found.storage_data} == set(fqns)
 
 

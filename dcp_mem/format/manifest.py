@@ -52,6 +52,11 @@ class Manifest:
     def nodes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(segment.node for segment in self.segments))
 
+    @property
+    def tails(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """By rank, where the items behind the layout of its segment lie."""
+        return {segment.rank: segment.tail for segment in self.segments}
+
     def of_node(self, node: str) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.node == node)
 

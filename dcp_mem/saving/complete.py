@@ -61,6 +61,8 @@ def _complete(
     if saved is None or any(receipt.changed for receipt in receipts):
         saved = _new_saved_plan(caller, staged, metadata)
         caller.session.heap_grew = True
+    elif saved.tail != staged.segment.tail:
+        saved = replace(saved, tail=staged.segment.tail)
     manifest = _manifest(caller, attempt, [receipt.segment for receipt in receipts])
     manifest = _publish_on_all_nodes(caller, attempt, manifest, saved.template)
     if attempt.topology.is_leader:
@@ -92,7 +94,7 @@ def _differs(saved: SavedPlan | None, staged: Staged) -> bool:
     return (
         saved is None
         or saved.layout != staged.segment.layout
-        or saved.tail != staged.segment.tail
+        or len(saved.tail) != len(staged.segment.tail)
         or saved.items != staged.plan.fingerprint(staged.items)
     )
 
@@ -100,7 +102,8 @@ def _differs(saved: SavedPlan | None, staged: Staged) -> bool:
 def _new_saved_plan(caller: Caller, staged: Staged, metadata: Callable[[], Metadata]) -> SavedPlan:
     """The coordinator makes the metadata template from everyone's items; everyone gets it."""
     extents = list(zip(staged.offsets, staged.lengths, strict=True))
-    gathered = caller.ranks.gather(RankItems(caller.rank, list(map(staged.plan.index, staged.items)), extents))
+    indexes = list(map(staged.plan.index, staged.items))
+    gathered = caller.ranks.gather(RankItems(caller.rank, indexes, extents, len(staged.layout.layout)))
     outcome: Outcome[MetadataTemplate] = Outcome()
     if caller.ranks.rank == 0:
         try:
@@ -158,7 +161,7 @@ def _publish(caller: Caller, manifest: Manifest, template: MetadataTemplate) -> 
     memory = caller.session.memory
     memory.make_checkpoint_directory(caller.name)
     replaced = [held for held in memory.find(caller.name) if held.manifest.scope == caller.scope]
-    metadata = template.render(manifest.save_id)
+    metadata = template.render(manifest.save_id, manifest.tails)
     manifest = replace(manifest, metadata_crc=checksum(metadata))
     memory.publish_metadata(manifest, metadata)
     faults.point("complete.metadata")
