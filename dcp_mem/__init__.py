@@ -27,13 +27,14 @@ from dcp_mem.errors import (
     StorageRefused,
     StorageUnavailable,
     UntrustedMetadata,
+    UntrustedObject,
     WaitTimeout,
 )
 from dcp_mem.policy.persistence import Persist, every, interval
 from dcp_mem.values import CheckpointStatus, State
 
 if TYPE_CHECKING:
-    from dcp_mem.api import save
+    from dcp_mem.api import load, save
     from dcp_mem.housekeeping import Reclaimed, reclaim
     from dcp_mem.reader import MemoryStorageReader
     from dcp_mem.writer import MemoryStorageWriter
@@ -45,6 +46,7 @@ _LAZY = {
     "MemoryStorageReader": "dcp_mem.reader",
     "MemoryStorageWriter": "dcp_mem.writer",
     "Reclaimed": "dcp_mem.housekeeping",
+    "load": "dcp_mem.api",
     "reclaim": "dcp_mem.housekeeping",
     "save": "dcp_mem.api",
 }
@@ -73,9 +75,11 @@ __all__ = [
     "StorageRefused",
     "StorageUnavailable",
     "UntrustedMetadata",
+    "UntrustedObject",
     "WaitTimeout",
     "every",
     "interval",
+    "load",
     "reclaim",
     "save",
 ]

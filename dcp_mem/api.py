@@ -1,4 +1,4 @@
-"""`dcp_mem.save`: a drop-in for `torch.distributed.checkpoint.save` that plans once, and then as good as never."""
+"""`dcp_mem.save` and `dcp_mem.load`: drop-ins for those of `torch.distributed.checkpoint`, with plans of dcp_mem's own."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageWriter
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.errors import ConfigError
 from dcp_mem.events import log
+from dcp_mem.planning.load import LocalLoadPlanner
+from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.saving.agree import NoCommonPlan
 from dcp_mem.writer import MemoryStorageWriter
 
@@ -70,6 +72,50 @@ def save(
         **options,
     )
     return metadata
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    weights_only: bool = True,
+) -> None:
+    """Load into a state dict, in place, as `torch.distributed.checkpoint.load` does; with a MemoryStorageReader, each rank
+    plans by itself and no plan is exchanged.
+
+    weights_only: byte items that could run code when unpickled are refused (UntrustedObject); False loads whatever was saved,
+    as torch's planner does. A planner of your own decides for itself.
+
+    Raises what dcp.load raises, without wrapping it in CheckpointException, on all ranks or on none.
+    """
+    if planner is None:
+        planner = LocalLoadPlanner(weights_only=weights_only)
+    elif type(planner) is DefaultLoadPlanner and planner.flatten_state_dict and planner.flatten_sharded_tensors:
+        planner = LocalLoadPlanner(weights_only=weights_only, allow_partial_load=planner.allow_partial_load)
+    if not (isinstance(storage_reader, MemoryStorageReader) and isinstance(planner, LocalLoadPlanner)):
+        log.info("%s is planned by torch: its reader or planner isn't dcp_mem's or the default", checkpoint_id)
+        dcp.load(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_reader=storage_reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+        return
+    dist_off = no_dist or not (dist.is_available() and dist.is_initialized())
+    ordered = {key: state_dict[key] for key in sorted(state_dict)}  # stateful objects may wait for each other's ranks
+    plain = _without_stateful(ordered)
+    storage_reader.load_collectively(plain, checkpoint_id, process_group, dist_off, planner)
+    for key, value in ordered.items():
+        if type(value) not in _NEVER_STATEFUL and isinstance(value, Stateful):
+            value.load_state_dict(plain[key])
+        else:
+            state_dict[key] = plain[key]
 
 
 def _without_stateful(state: dict[str, Any]) -> dict[str, Any]:

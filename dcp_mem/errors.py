@@ -232,6 +232,20 @@ def gib(nbytes: int) -> str:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class UntrustedObject(DcpMemError):
+    """A byte item holds more than weights_only loading admits."""
+
+    def __init__(self, fqn: str, reason: str) -> None:
+        super().__init__(fqn, reason)
+        self.fqn, self.reason = fqn, reason
+
+    def __str__(self) -> str:
+        return (
+            f"{self.fqn} isn't loaded: unpickling it could run code ({self.reason}). If you trust whoever wrote the checkpoint, "
+            f"pass weights_only=False to dcp_mem.load, or admit its classes by torch.serialization.add_safe_globals."
+        )
+
+
 def picklable(method: F) -> F:
     """Let only exceptions out that survive pickling: DCP sends them to the other ranks, and another kind hangs those."""
 

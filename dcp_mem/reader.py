@@ -22,6 +22,7 @@ from dcp_mem.errors import ConfigError, DcpMemError, NoRecoverableCheckpoint, Ra
 from dcp_mem.events import log
 from dcp_mem.heap import collector_paused
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.ranks import Alone, ranks_of
 from dcp_mem.read import read_items
 from dcp_mem.recover import Opened, Origin, Recovery, open_next, recover
 from dcp_mem.sources import Failures
@@ -132,6 +133,35 @@ class MemoryStorageReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return bool(os.fspath(checkpoint_id))
 
+    # -- the road of dcp_mem.load ------------------------------------------------------------------------------------
+
+    def load_collectively(
+        self,
+        state: dict[str, Any],
+        checkpoint_id: str | os.PathLike[str] | None,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+        planner: DefaultLoadPlanner,
+    ) -> None:
+        """Load by plans that each rank makes by itself; see `dcp_mem.load`. All ranks raise, or none does."""
+        self.reset(checkpoint_id)
+        self._started = time.monotonic()
+        self.close()
+        group = process_group if process_group is not None else self._process_group
+        ranks = Alone() if no_dist else ranks_of(group, f"load {self.settings.job}")
+        self._recovery = recovery = self._begin(DcpCall(ranks, ranks.rank))
+        self._is_coordinator = ranks.rank == 0
+        with collector_paused():
+            self._opened = opened = recover(recovery)
+            try:
+                plan, trouble = _plan(planner, state, opened.metadata, self._is_coordinator)
+                self._raise_together(recovery, f"planning the load of {opened.choice.name}", trouble)
+            except BaseException:
+                self.close()
+                raise
+        assert plan is not None
+        self.read_data(plan, planner).wait()
+
     # -- around the load ---------------------------------------------------------------------------------------------
 
     def report(self) -> RecoveryReport:
@@ -196,10 +226,16 @@ class MemoryStorageReader(StorageReader):
         self._opened = older = open_next(recovery)
         log.warning("%s is damaged (%s); loading %s", opened.choice.name, failures[0][1], older.choice.name)
         plan, trouble = _plan_again(planner, older.metadata, self._is_coordinator)
-        troubles = [(rank, text) for rank, text in enumerate(recovery.ranks.exchange(_text(trouble))) if text]
-        if troubles or plan is None:
-            raise trouble if trouble is not None else RankFailed(f"planning the load of {older.choice.name}", troubles)
+        self._raise_together(recovery, f"planning the load of {older.choice.name}", trouble)
+        assert plan is not None
         return older, plan
+
+    def _raise_together(self, recovery: Recovery, what: str, trouble: Exception | None) -> None:
+        troubles = [(rank, text) for rank, text in enumerate(recovery.ranks.exchange(_text(trouble))) if text]
+        if trouble is not None:
+            raise trouble
+        if troubles:
+            raise RankFailed(what, troubles)
 
     def _reported(self, recovery: Recovery, opened: Opened, used: set[str]) -> RecoveryReport:
         everywhere = set().union(*recovery.ranks.exchange(used))
@@ -233,9 +269,16 @@ def _plan_again(
 ) -> tuple[LoadPlan | None, Exception | None]:
     assert isinstance(planner, DefaultLoadPlanner)
     state = planner.original_state_dict
+    if hasattr(planner, "keys"):  # torch's planner that fills an empty state dict from the metadata
+        state.clear()
+    return _plan(planner, state, metadata, is_coordinator)
+
+
+def _plan(
+    planner: DefaultLoadPlanner, state: dict[str, Any], metadata: Metadata, is_coordinator: bool
+) -> tuple[LoadPlan | None, Exception | None]:
+    """This rank's plan, or why there is none: an error travels with the next exchange."""
     try:
-        if hasattr(planner, "keys"):  # torch's planner that fills an empty state dict from the metadata
-            state.clear()
         planner.set_up_planner(state, metadata, is_coordinator)
         plan = planner.create_global_plan([planner.create_local_plan()])[0]
         return planner.finish_plan(plan), None

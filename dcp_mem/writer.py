@@ -246,9 +246,11 @@ class MemoryStorageWriter(StorageWriter):
                 attempt = agree(caller, planned)
                 break
             except NoCommonPlan as reason:
-                if reason.why_not or is_new:
+                if reason.why_not:
                     raise
-            collective.plan_together(caller, state)
+                if is_new:
+                    raise NoCommonPlan("a structure that is another each time it is looked at") from None
+            collective.plan_together(caller)
             is_new = True
         if attempt is None:
             watch.record_skipped(caller, "memory was full")

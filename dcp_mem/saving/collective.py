@@ -56,32 +56,30 @@ class Collective:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
-        self._new: Structure | None = None
+        self._looked_at: Structure | None = None
 
     def plan(self, caller: Caller, state: Mapping[str, Any]) -> Planned | Unplanned:
         """This rank's part in saving a state dict, by a plan that fits it where there is one."""
-        self._new = None
         mine = [plan for plan in reversed(self._plans.values()) if plan.group == caller.group]
         for plan in mine:
             leaves = plan.structure.recognise(state)
             if leaves is not None:
                 return self._planned(caller, plan, leaves)
         try:
-            self._new = Structure(state)
+            structure = self._looked_at = Structure(state)
         except NotDescribable as reason:
             return Unplanned(str(reason))
         for plan in mine:
-            if plan.structure.plan.is_same(
-                self._new.plan
-            ):  # what has changed doesn't count: the type of a byte item, say
-                plan.structure = self._new
-                return self._planned(caller, plan, self._new.leaves_of(state))
+            if plan.structure.plan.is_same(structure.plan):
+                plan.structure = structure  # what has changed doesn't count: the type of a byte item, say
+                return self._planned(caller, plan, structure.leaves_of(state))
         return Unplanned()
 
-    def plan_together(self, caller: Caller, state: Mapping[str, Any]) -> None:
-        """Make one plan of all ranks' state dicts. Raises RankFailed on all of them where they don't fit together."""
+    def plan_together(self, caller: Caller) -> None:
+        """Make one plan of what `plan` looked at last. Raises RankFailed on all ranks where it doesn't fit together."""
         started = time.monotonic()
-        structure = self._new if self._new is not None else Structure(state)
+        structure = self._looked_at
+        assert structure is not None
         gathered = caller.ranks.gather(structure.plan)
         outcome: Outcome[tuple[str, list[bytes]]] = Outcome()
         whole: GlobalPlan | None = None
@@ -110,6 +108,7 @@ class Collective:
 
     def _planned(self, caller: Caller, plan: _Plan, leaves: Sequence[Any]) -> Planned:
         self._plans.move_to_end(plan.plan_id)
+        self._looked_at = plan.structure
         return _planned(replace(caller, plan_id=plan.plan_id), plan, leaves)
 
 
