@@ -24,6 +24,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.storage.posix import PosixStorage
 from tests.kill_targets import (
+    OWN_PLAN,
     CallFailed,
     Line,
     Loaded,
@@ -121,6 +122,32 @@ def test_kill_of_one_of_two_ranks_leaves_the_staged_checkpoint_or_the_previous_o
     assert outcomes[1 - rank], "the save returned where a rank was killed in it"
     # Rank 1 is not needed any more once it has told that it sealed: then rank 0 may or may not have heard it.
     newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
+    check_memory(place, 2, newest)
+    check_restart(place, 2, newest)
+
+
+@pytest.mark.parametrize("point", SAVE_POINTS)
+def test_kill_of_a_lone_rank_with_an_own_plan(point: str, memory_root: Path) -> None:
+    place = Place(str(memory_root))
+    forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}, env={OWN_PLAN: "1"}).join(killed={0})
+    check_memory(place, None, {newest_after(point)})
+    check_restart(place, None, {newest_after(point)})
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"), [*((point, 0) for point in SAVE_POINTS), *((point, 1) for point in OF_BOTH)]
+)
+def test_kill_of_one_of_two_ranks_with_an_own_plan(point: str, rank: int, memory_root: Path) -> None:
+    """No collective of DCP's comes after ours here: a rank whose save returned knows all the same that it is complete."""
+    place = Place(str(memory_root))
+    outcomes = forked(save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}, env={OWN_PLAN: "1"}).join(
+        killed={rank}
+    )
+    newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
+    if point not in ("complete.evicted", "save.finished"):  # by then the other one may go on
+        assert outcomes[1 - rank], "the save returned where a rank was killed in it"
+    if not outcomes[1 - rank]:
+        newest = {3}
     check_memory(place, 2, newest)
     check_restart(place, 2, newest)
 

@@ -138,7 +138,10 @@ def _manifest(caller: Caller, attempt: Attempt, segments: Sequence[Segment]) -> 
 
 
 def _publish_on_all_nodes(caller: Caller, attempt: Attempt, manifest: Manifest, template: MetadataTemplate) -> Manifest:
-    """Publish on this node, if this rank leads it; no node gives up an older checkpoint before all have this one."""
+    """Publish on this node, if this rank leads it; no node gives up an older checkpoint before all have this one.
+
+    No rank of an own plan goes on before that either. (DCP keeps its ranks together by itself, until `finish`.)
+    """
     outcome: Outcome[Manifest] = Outcome(manifest)
     failure: Exception | None = None
     if attempt.topology.is_leader:
@@ -147,7 +150,7 @@ def _publish_on_all_nodes(caller: Caller, attempt: Attempt, manifest: Manifest, 
         except Exception as error:
             failure, outcome = error, Outcome(error=f"{type(error).__name__}: {error}")
     errors = [outcome.error]
-    if len(set(attempt.topology.nodes)) > 1:
+    if len(set(attempt.topology.nodes)) > 1 or caller.plan_id:
         errors = caller.ranks.exchange(outcome.error)
     if failure is not None:
         raise failure

@@ -1,0 +1,343 @@
+"""`dcp_mem.load`: what dcp.load would have brought, or its error, on all ranks alike; and no code from byte items."""
+
+import collections
+import copy
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import dcp_mem
+from dcp_mem import CheckpointNotFound, RankFailed, UntrustedObject
+from tests.forks import forked, forked_ranks, raised_by
+from tests.jobs import Job, make_state, number_of
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "even": (8, 6),
+    "uneven": (7, 5),
+    "few": (1, 3),
+    "wide": (3, 16),
+    "scalar": (),
+    "empty": (0, 4),
+}
+
+
+@pytest.fixture
+def job(memory_root: Path) -> Job:
+    return Job(None, str(memory_root))
+
+
+def _full(name: str) -> torch.Tensor:
+    shape = SHAPES[name]
+    count = int(torch.Size(shape).numel())
+    return torch.arange(count, dtype=torch.float32).reshape(shape) + len(name)
+
+
+def _state(sharding: str, filled: bool) -> dict[str, Any]:
+    """Tensors sharded in a certain way over the ranks there are, with a nested dict, a list and byte items."""
+
+    def placed(name: str) -> torch.Tensor:
+        full = _full(name) if filled else torch.full(SHAPES[name], -1.0)
+        if not dist.is_initialized() or sharding == "plain" or not SHAPES[name]:
+            return full
+        size = dist.get_world_size()
+        if sharding == "replicas" and size % 2 == 0:
+            mesh = init_device_mesh("cpu", (2, size // 2))
+            return distribute_tensor(full, mesh, [Replicate(), Shard(0)])
+        return distribute_tensor(full, init_device_mesh("cpu", (size,)), [Shard(1 if sharding == "columns" else 0)])
+
+    tensors = {name: placed(name) for name in SHAPES}
+    inner = {"list": [placed("even"), {"deep": placed("wide")}], "rate": 0.5 if filled else 0.0}
+    return {**tensors, "inner": inner, "text": "saved" if filled else "", "step": 7 if filled else 0}
+
+
+def _check(state: dict[str, Any]) -> None:
+    tensors = {
+        **{name: state[name] for name in SHAPES},
+        "even ": state["inner"]["list"][0],
+        "wide ": state["inner"]["list"][1]["deep"],
+    }
+    for name, found in tensors.items():
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        assert torch.equal(whole, _full(name.strip())), name
+    assert (state["inner"]["rate"], state["text"], state["step"]) == (0.5, "saved", 7)
+
+
+def _save(job: Job, sharding: str) -> None:
+    with job.writer() as writer:
+        dcp_mem.save(_state(sharding, filled=True), checkpoint_id="step-1", storage_writer=writer)
+
+
+def _load(job: Job, sharding: str) -> None:
+    state = _state(sharding, filled=False)
+    with job.reader() as reader:
+        dcp_mem.load(state, storage_reader=reader)
+        assert reader.report().source == "memory"
+    _check(state)
+
+
+@pytest.mark.parametrize("saved", [(1, "plain"), (2, "rows"), (3, "columns"), (4, "replicas")], ids=str)
+@pytest.mark.parametrize("loaded", [(1, "plain"), (2, "columns"), (3, "rows"), (4, "replicas")], ids=str)
+def test_any_sharding_loads_into_any_other(job: Job, saved: tuple[int, str], loaded: tuple[int, str]) -> None:
+    forked_ranks(_save, saved[0], job, saved[1])
+    forked_ranks(_load, loaded[0], job, loaded[1])
+
+
+def _load_what_dcp_saved(job: Job, directory: str) -> list[int]:
+    with job.writer() as writer:
+        dcp.save(make_state(3), checkpoint_id="step-3", storage_writer=writer)
+    dcp.save(make_state(4), checkpoint_id=directory)
+    numbers = []
+    for reader in (
+        job.reader(),
+        dcp.FileSystemReader(directory),
+        Job(str(Path(directory).parent), job.memory, name="other").reader(),
+    ):
+        state = make_state(0)
+        dcp_mem.load(state, storage_reader=reader)
+        numbers.append(number_of(state))
+    return numbers
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_dcp_saved_loads_too(job: Job, tmp_path: Path, ranks: int) -> None:
+    for numbers in forked_ranks(_load_what_dcp_saved, ranks, job, str(tmp_path / "stock")):
+        assert numbers == [3, 4, 4]
+
+
+# -- errors are dcp.load's ----------------------------------------------------------------------------------------------
+
+
+def _errors_of_both(job: Job) -> list[tuple[str, str]]:
+    """What dcp.load and dcp_mem.load say of states that don't fit the checkpoint."""
+    with job.writer() as writer:
+        dcp_mem.save(make_state(1), checkpoint_id="step-1", storage_writer=writer)
+    unfit: list[dict[str, Any]] = [
+        {**make_state(0), "one more": torch.zeros(3)},
+        {**make_state(0), "replicated": torch.zeros(34, dtype=torch.bfloat16)},
+        {**make_state(0), "replicated": "text"},
+    ]
+    pairs = []
+    for state in unfit:
+        theirs = raised_by(partial(dcp.load, copy.copy(state), storage_reader=job.reader()))
+        ours = raised_by(partial(dcp_mem.load, copy.copy(state), storage_reader=job.reader()))
+        pairs.append((f"{type(theirs).__name__}: {theirs}", f"{type(ours).__name__}: {ours}"))
+    state = make_state(0)
+    dcp_mem.load(state, storage_reader=job.reader())
+    assert number_of(state) == 1
+    return pairs
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_dict_that_doesnt_fit_gets_torchs_error(job: Job, ranks: int) -> None:
+    for pairs in forked_ranks(_errors_of_both, ranks, job):
+        for theirs, ours in pairs:
+            assert ours == theirs
+        assert [theirs.partition(":")[0] for theirs, _ in pairs] == ["RuntimeError", "ValueError", "ValueError"]
+        assert "one more" in pairs[0][1]
+
+
+def _one_rank_is_unfit(job: Job) -> str:
+    with job.writer() as writer:
+        dcp_mem.save(make_state(1), checkpoint_id="step-1", storage_writer=writer)
+    state = make_state(0)
+    if dist.get_rank() == 1:
+        state["one more"] = torch.zeros(3)
+    error = raised_by(lambda: dcp_mem.load(state, storage_reader=job.reader()))
+    return f"{type(error).__name__}: {error}"
+
+
+def test_one_rank_that_cant_plan_fails_all_of_them(job: Job) -> None:
+    fine, unfit = forked_ranks(_one_rank_is_unfit, 2, job)
+    assert unfit == "RuntimeError: Missing key in checkpoint state_dict: one more."
+    assert fine.startswith(f"{RankFailed.__name__}:")
+    assert "one more" in fine
+
+
+def _load_partly(job: Job) -> tuple[Any, Any, Any]:
+    with job.writer() as writer:
+        dcp_mem.save({"a": torch.ones(3), "b": 2, "c": torch.zeros(2)}, checkpoint_id="step-1", storage_writer=writer)
+    fewer: dict[str, Any] = {"a": torch.zeros(3)}
+    dcp_mem.load(fewer, storage_reader=job.reader())
+    more: dict[str, Any] = {"a": torch.zeros(3), "d": torch.full((2,), 5.0)}
+    dcp_mem.load(more, storage_reader=job.reader(), planner=DefaultLoadPlanner(allow_partial_load=True))
+    missing = raised_by(
+        lambda: dcp_mem.load({"a": torch.zeros(3)}, checkpoint_id="step-9", storage_reader=job.reader())
+    )
+    return fewer, more, missing
+
+
+def test_partial_loads_and_missing_checkpoints(job: Job) -> None:
+    fewer, more, missing = forked(_load_partly, job)
+    assert torch.equal(fewer["a"], torch.ones(3))
+    assert torch.equal(more["a"], torch.ones(3))
+    assert torch.equal(more["d"], torch.full((2,), 5.0))
+    assert isinstance(missing, CheckpointNotFound)
+
+
+# -- byte items ---------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    """Unpickling it makes a directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def _load_evil(job: Job, path: str) -> tuple[str, bool, bool]:
+    with job.writer() as writer:
+        dcp_mem.save({"w": torch.ones(2), "evil": Evil(path)}, checkpoint_id="step-1", storage_writer=writer)
+    state: dict[str, Any] = {"w": torch.zeros(2), "evil": None}
+    error = raised_by(lambda: dcp_mem.load(state, storage_reader=job.reader()))
+    ran = os.path.isdir(path)
+    dcp_mem.load(state, storage_reader=job.reader(), weights_only=False)
+    return f"{type(error).__name__}: {error}", ran, os.path.isdir(path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_byte_item_that_would_run_code_is_refused_unless_asked_for(job: Job, tmp_path: Path, ranks: int) -> None:
+    for rank, (error, ran, ran_when_asked_for) in enumerate(forked_ranks(_load_evil_apart, ranks, job, str(tmp_path))):
+        assert error.startswith((f"{UntrustedObject.__name__}: evil isn't loaded", f"{RankFailed.__name__}:")), rank
+        assert "weights_only=False" in error
+        assert not ran
+        assert ran_when_asked_for
+
+
+def _load_evil_apart(job: Job, directory: str) -> tuple[str, bool, bool]:
+    rank = dist.get_rank()
+    own = Job(None, str(Path(job.memory) / f"rank{rank}"))
+    Path(own.memory).mkdir(mode=0o700)
+    with own.writer(process_group=None) as writer:
+        path = f"{directory}/made-by-{rank}"
+        state = {"w": torch.ones(2), "evil": Evil(path)}
+        dcp_mem.save(state, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
+    state = {"w": torch.zeros(2), "evil": None}  # type: ignore[dict-item]
+    error = raised_by(lambda: dcp_mem.load(state, storage_reader=own.reader(), no_dist=True))
+    ran = os.path.isdir(path)
+    dcp_mem.load(state, storage_reader=own.reader(), weights_only=False, no_dist=True)
+    return f"{type(error).__name__}: {error}", ran, os.path.isdir(path)
+
+
+def _save_and_load_usual_objects(job: Job) -> dict[str, Any]:
+    objects = {
+        "number": 3,
+        "rate": 0.1,
+        "text": "x",
+        "none": None,
+        "flags": [True, False],
+        "pair": (1, "b"),
+        "ordered": collections.OrderedDict(a=1),
+        "dtype": torch.bfloat16,
+        "nested": {"betas": (0.9, 0.99), "sizes": torch.Size([2, 3])},
+    }
+    with job.writer() as writer:
+        dcp_mem.save({"w": torch.ones(2), **objects}, checkpoint_id="step-1", storage_writer=writer)
+    state: dict[str, Any] = {"w": torch.zeros(2), **dict.fromkeys(objects)}
+    state["nested"] = {"betas": None, "sizes": None}
+    state["ordered"] = {"a": None}
+    dcp_mem.load(state, storage_reader=job.reader())
+    assert {key: state[key] for key in objects} == objects
+    return state
+
+
+def test_the_objects_that_training_states_are_made_of_load_by_default(job: Job) -> None:
+    forked(_save_and_load_usual_objects, job)
+
+
+# -- what else dcp.load does -------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """A stateful object, as a data loader is one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "buffer": torch.full((3,), float(self.count))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state["buffer"], torch.full((3,), float(state["count"])))
+        self.count = state["count"]
+
+
+def _load_stateful(job: Job) -> int:
+    with job.writer() as writer:
+        dcp_mem.save({"loader": Counter(5), "w": torch.ones(2)}, checkpoint_id="step-1", storage_writer=writer)
+    state = {"loader": Counter(0), "w": torch.zeros(2)}
+    dcp_mem.load(state, storage_reader=job.reader())
+    assert torch.equal(state["w"], torch.ones(2))
+    loader = state["loader"]
+    assert isinstance(loader, Counter)
+    return loader.count
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stateful_objects_are_saved_and_loaded(job: Job, ranks: int) -> None:
+    assert forked_ranks(_load_stateful, ranks, job) == [5] * ranks
+
+
+class Upside(DefaultLoadPlanner):
+    """A planner of somebody's own."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        self.asked = getattr(self, "asked", 0) + 1
+        return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
+
+
+def _load_by_own_planner(job: Job) -> int:
+    with job.writer() as writer:
+        dcp_mem.save(make_state(1), checkpoint_id="step-1", storage_writer=writer)
+    state, planner = make_state(0), Upside()
+    dcp_mem.load(state, storage_reader=job.reader(), planner=planner)
+    assert number_of(state) == 1
+    return planner.asked
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_planner_of_ones_own_is_honoured(job: Job, ranks: int) -> None:
+    assert all(asked > 0 for asked in forked_ranks(_load_by_own_planner, ranks, job))
+
+
+def _load_the_older(url: str, memory: str) -> tuple[int, str, tuple[str, ...]]:
+    job = Job(url, memory)
+    with job.writer() as writer:
+        for number in (1, 2):
+            dcp_mem.save(make_state(number), checkpoint_id=f"step-{number}", storage_writer=writer)
+            writer.wait(f"step-{number}")
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank == 0:
+        for segment in Path(url, "step-2").glob("*.distcp"):
+            with segment.open("r+b") as stream:
+                stream.seek(segment.stat().st_size // 3)
+                stream.write(b"damage")
+    dist.barrier()
+    elsewhere = Job(url, f"{memory}/elsewhere")
+    if rank == 0:
+        Path(elsewhere.memory).mkdir(mode=0o700)
+    dist.barrier()
+    state = make_state(0)
+    with elsewhere.reader() as reader:
+        dcp_mem.load(state, storage_reader=reader)
+        report = reader.report()
+    return number_of(state), report.checkpoint_id, report.passed_over
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_damage_found_while_reading_falls_through_to_the_older(tmp_path: Path, memory_root: Path, ranks: int) -> None:
+    for number, name, passed_over in forked_ranks(_load_the_older, ranks, str(tmp_path / "run"), str(memory_root)):
+        assert (number, name) == (1, "step-1")
+        assert any("step-2" in reason for reason in passed_over)
