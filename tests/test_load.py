@@ -223,7 +223,7 @@ def _load_evil_apart(job: Job, directory: str) -> tuple[str, bool, bool]:
         path = f"{directory}/made-by-{rank}"
         state = {"w": torch.ones(2), "evil": Evil(path)}
         dcp_mem.save(state, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
-    state = {"w": torch.zeros(2), "evil": None}  # type: ignore[dict-item]
+    state = {"w": torch.zeros(2), "evil": None}
     error = raised_by(lambda: dcp_mem.load(state, storage_reader=own.reader(), no_dist=True))
     ran = os.path.isdir(path)
     dcp_mem.load(state, storage_reader=own.reader(), weights_only=False, no_dist=True)
@@ -276,7 +276,7 @@ class Counter:
 def _load_stateful(job: Job) -> int:
     with job.writer() as writer:
         dcp_mem.save({"loader": Counter(5), "w": torch.ones(2)}, checkpoint_id="step-1", storage_writer=writer)
-    state = {"loader": Counter(0), "w": torch.zeros(2)}
+    state: dict[str, Any] = {"loader": Counter(0), "w": torch.zeros(2)}
     dcp_mem.load(state, storage_reader=job.reader())
     assert torch.equal(state["w"], torch.ones(2))
     loader = state["loader"]
