@@ -152,6 +152,8 @@ def duration(sample: Sample) -> str:
     """Median and middle half of seconds."""
     low, high = sample.quartiles
     scale, unit, digits = (1.0, "s", 2) if sample.median >= 1 else (1e3, "ms", 1)
+    if sample.median < 1e-4:
+        scale, unit = 1e6, "µs"
     figures = [f"{value * scale:.{digits}f}" for value in (sample.median, low, high)]
     return f"{figures[0]} {unit} ({figures[1]}-{figures[2]})"
 

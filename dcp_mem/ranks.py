@@ -50,6 +50,13 @@ class Ranks(Protocol):
     def notes(self) -> dict[str, Any]:
         """What its ranks have found out about each other; kept for as long as the set is."""
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the ranks have talked to each other before."""
+
+    def leave(self) -> None:
+        """Part from the others, who are told by an error in their next call: they must not wait for this rank."""
+
     def exchange(self, value: T) -> list[T]:
         """Every rank gets every rank's value, by rank."""
 
@@ -68,6 +75,10 @@ class Alone:
     size: int = 1
     key: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
+    is_connected: bool = True
+
+    def leave(self) -> None:
+        return
 
     def exchange(self, value: T) -> list[T]:
         return [value]
@@ -115,6 +126,14 @@ class GlooRanks:
             self._generation += 1
             self._group = None
             self.notes.clear()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._group is not None
+
+    def leave(self) -> None:
+        self._say_broken()
+        self.close()
 
     def close(self) -> None:
         """Leave the group. Its threads must end while the interpreter still runs, or they may abort the process."""

@@ -214,15 +214,15 @@ class MemoryStorageWriter(StorageWriter):
             return self._save_by_own_plan(caller, state)
 
     def _open_together(self, call: DcpCall) -> Caller:
-        """This rank's session, opened on all ranks or on none: later errors travel with the exchanges of the save."""
+        """This rank's session, where all ranks have theirs; later errors travel with the exchanges of the save."""
         opened: Session | Exception = _result_or_error(self._open)
-        if "opened" not in call.ranks.notes:
+        if not call.ranks.is_connected:
             texts = call.ranks.exchange("" if isinstance(opened, Session) else f"{type(opened).__name__}: {opened}")
             failures = [(rank, text) for rank, text in enumerate(texts) if text]
             if failures and isinstance(opened, Session):
                 raise RankFailed("opening the job's memory", failures)
-            if not failures:
-                call.ranks.notes["opened"] = True
+        elif not isinstance(opened, Session):
+            call.ranks.leave()
         if not isinstance(opened, Session):
             raise opened
         assert self._name is not None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import dcp_mem
 from benchmarks import nothing, torch_own
 from benchmarks.clock import datas, others, seconds, wholes
 from benchmarks.floors import warm_mapping, ways_to_copy
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 TITLE = "Blocking save, warm"
 TIMES_LESS = 10.0
 WRITE_DATA_MANY = 2.0
+OWN_LARGE = 1.05
+OWN_MANY = {1: 2.0, 2: 2.5}
+"""By the number of ranks."""
 LEAST = "the least that any writer could reach"
 
 
@@ -57,10 +61,20 @@ class Measured:
     whole: Sample
     data: Sample
     other: Sample
+    own: Own
     torch_whole: Sample
     torch_data: Sample
     torch_async: Sample
     torch_async_kept: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The same of dcp_mem.save: whole saves, and the floors that were taken in turn with them."""
+
+    floors: Mapping[str, Sample]
+    floors_as_one: Mapping[str, Sample]
+    whole: Sample
 
 
 def run(settings: Settings) -> Section:
@@ -94,7 +108,10 @@ def _part(settings: Settings, workload: Workload, ranks: int) -> Part:
         )
         by_rank = in_fresh_processes(_measure, spec, ranks=ranks)
     m = _slowest(by_rank)
-    rows = _rows_of_many(m) if workload.many else _rows_of_large(m, _large_limit(workload, ranks))
+    if workload.many:
+        rows = [*_rows_of_many(m), *_rows_of_many_own(m, OWN_MANY[ranks])]
+    else:
+        rows = [*_rows_of_large(m, _large_limit(workload, ranks)), *_rows_of_large_own(m, _own_limit(workload, ranks))]
     return Part(rows, _notes(m))
 
 
@@ -102,6 +119,8 @@ def _measure(rank: Rank, spec: Spec) -> Measured:
     state = trained(spec.workload, rank)
     floors, as_one, idle, ours = _measure_ours(rank, spec, state)
     torch_own.remove(rank, spec.directory / "memory")
+    own = _measure_own(rank, spec, state)  # now that there is room for its slots
+    torch_own.remove(rank, spec.directory / "own")
     directory = spec.directory / "torch"
     # The first of the asynchronous saves fills buffers, and grows the heap.
     repeats = 1 + spec.async_repeats
@@ -116,6 +135,7 @@ def _measure(rank: Rank, spec: Spec) -> Measured:
         whole=wholes(ours),
         data=datas(ours),
         other=others(ours),
+        own=own,
         torch_whole=wholes(saves),
         torch_data=datas(saves),
         torch_async=Sample(peer().values[1:]),
@@ -127,11 +147,7 @@ def _measure_ours(
     rank: Rank, spec: Spec, state: State
 ) -> tuple[dict[str, Sample], dict[str, Sample], Sample, Sequence[Phases]]:
     with ExitStack() as stack:
-        floors = _floors(rank, spec.directory / f"floor-{rank.rank}", state.local, stack)
-        as_one: dict[str, Callable[[], float]] = {}
-        if spec.workload.many:
-            path = spec.directory / f"floor-as-one-{rank.rank}"
-            as_one = _floors(rank, path, [torch.cat(state.local)], stack)
+        floors, as_one = _all_floors(rank, spec, state, stack)
         saves = stack.enter_context(closing(Saves(state, memory=spec.directory / "memory", keep=spec.keep)))
         measures: dict[str, Callable[[], float]] = {
             **{f"tensors {way}": floor for way, floor in floors.items()},
@@ -147,6 +163,35 @@ def _measure_ours(
             samples["nothing"],
             saves.history[-spec.repeats :],
         )
+
+
+def _measure_own(rank: Rank, spec: Spec, state: State) -> Own:
+    with ExitStack() as stack:
+        floors, as_one = _all_floors(rank, spec, state, stack)
+        own = Saves(state, memory=spec.directory / "own", keep=spec.keep, save=dcp_mem.save)
+        saves = stack.enter_context(closing(own))
+        measures: dict[str, Callable[[], float]] = {
+            **{f"tensors {way}": floor for way, floor in floors.items()},
+            **{f"as one {way}": floor for way, floor in as_one.items()},
+            "own": saves.save,
+        }
+        samples = rank.in_turn(measures, repeats=spec.repeats, warm_ups=spec.keep + 2)
+    return Own(
+        {way: samples[f"tensors {way}"] for way in floors},
+        {way: samples[f"as one {way}"] for way in as_one},
+        samples["own"],
+    )
+
+
+def _all_floors(
+    rank: Rank, spec: Spec, state: State, stack: ExitStack
+) -> tuple[dict[str, Callable[[], float]], dict[str, Callable[[], float]]]:
+    """Copies of the tensors as they are, and, where they are many, of all bytes as one."""
+    floors = _floors(rank, spec.directory / f"floor-{rank.rank}", state.local, stack)
+    if not spec.workload.many:
+        return floors, {}
+    path = spec.directory / f"floor-as-one-{rank.rank}"
+    return floors, _floors(rank, path, [torch.cat(state.local)], stack)
 
 
 def _floors(
@@ -165,6 +210,11 @@ def _slowest(ranks: Sequence[Measured]) -> Measured:
         whole=slowest([m.whole for m in ranks]),
         data=slowest([m.data for m in ranks]),
         other=slowest([m.other for m in ranks]),
+        own=Own(
+            floors=slowest_by_name([m.own.floors for m in ranks]),
+            floors_as_one=slowest_by_name([m.own.floors_as_one for m in ranks]),
+            whole=slowest([m.own.whole for m in ranks]),
+        ),
         torch_whole=slowest([m.torch_whole for m in ranks]),
         torch_data=slowest([m.torch_data for m in ranks]),
         torch_async=slowest([m.torch_async for m in ranks]),
@@ -199,6 +249,30 @@ def _rows_of_many(m: Measured) -> list[Row]:
     ]
 
 
+def _rows_of_large_own(m: Measured, limit: float | None) -> list[Row]:
+    floor = fastest(m.own.floors.values())
+    return [
+        beside_floor("dcp_mem.save; floor: a copy", floor, m.own.whole, at_most=limit),
+        *_rows_of_own_beside_peers(m),
+    ]
+
+
+def _rows_of_many_own(m: Measured, limit: float) -> list[Row]:
+    as_one, by_tensor = fastest(m.own.floors_as_one.values()), fastest(m.own.floors.values())
+    return [
+        beside_floor("dcp_mem.save; floor: one large copy", as_one, m.own.whole, at_most=limit),
+        beside_floor("dcp_mem.save; floor: as many copies", by_tensor, m.own.whole, at_most=limit),
+        *_rows_of_own_beside_peers(m),
+    ]
+
+
+def _rows_of_own_beside_peers(m: Measured) -> list[Row]:
+    return [
+        beside_peer("dcp_mem.save; peer: FileSystemWriter", m.own.whole, m.torch_whole),
+        beside_peer("dcp_mem.save; peer: dcp.async_save", m.own.whole, m.torch_async, at_least=1),
+    ]
+
+
 def _rows_beside_async(m: Measured) -> list[Row]:
     kept = "dcp.save; peer: dcp.async_save, stager kept by the caller"
     return [
@@ -214,6 +288,10 @@ def _large_limit(workload: Workload, ranks: int) -> float:
     return 1.10 if ranks == 1 else 1.15
 
 
+def _own_limit(workload: Workload, ranks: int) -> float | None:
+    return OWN_LARGE if workload.nominal_bytes >= 2 * GIB and ranks == 1 else None
+
+
 def _notes(m: Measured) -> list[str]:
     planning = m.whole - m.data - m.other
     ours = (
@@ -224,5 +302,9 @@ def _notes(m: Measured) -> list[str]:
         ours,
         f"of torch's dcp.save: write_data {duration(m.torch_data)}",
         f"floors: {named(m.floors)}",
+        f"floors beside dcp_mem.save: {named(m.own.floors)}",
     ]
-    return [*notes, f"floors, all bytes as one: {named(m.floors_as_one)}"] if m.floors_as_one else notes
+    if m.floors_as_one:
+        notes.append(f"floors, all bytes as one: {named(m.floors_as_one)}")
+        notes.append(f"floors, all bytes as one, beside dcp_mem.save: {named(m.own.floors_as_one)}")
+    return notes

@@ -13,6 +13,7 @@ import io
 import pathlib
 import pickle
 import random
+import re
 import struct
 import uuid
 from collections import OrderedDict
@@ -30,7 +31,7 @@ from dcp_mem.format.names import segment_file
 
 DCP_VERSION = "1.0.0"
 _NUMBER = struct.Struct("<q")
-_LONG = pickle.LONG1 + bytes([_NUMBER.size])
+_NUMBERS = re.compile(b"(?=" + re.escape(pickle.LONG1 + bytes([_NUMBER.size])) + b"(.{8}))", re.DOTALL)
 Extent = tuple[int, int]
 """(offset, length) of an item in its segment."""
 
@@ -91,13 +92,16 @@ def _try_template(metadata: Metadata, items: Sequence[RankItems], placeholder: s
     written = len({info.relative_path for info in storage_data.values()})
     if data.count(placeholder.encode()) != written + 1:  # one string for each file, one for the save id
         return None
+    places: dict[bytes, list[int]] = {}
+    for match in _NUMBERS.finditer(data) if holes else ():
+        places.setdefault(match[1], []).append(match.start(1))
     found = []
     for index, (rank, number) in holes.items():
         for part, value in enumerate((storage_data[index].offset, storage_data[index].length)):
-            pickled = _LONG + _NUMBER.pack(value)
-            if data.count(pickled) != 1:
+            positions = places.get(_NUMBER.pack(value), [])
+            if len(positions) != 1:
                 return None
-            found.append((data.index(pickled) + len(_LONG), rank, number, part))
+            found.append((positions[0], rank, number, part))
     return MetadataTemplate(data, placeholder.encode(), found)
 
 

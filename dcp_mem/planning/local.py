@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dcp_mem.planning.columns import Kind, LocalPlan, Path, Properties, Row, local_plan
 
-_DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
+_DTYPE, _SHAPE, _LAYOUT = map(operator.attrgetter, ("dtype", "shape", "layout"))
 _REQUIRES_GRAD, _SPEC = operator.attrgetter("requires_grad"), operator.attrgetter("_spec")
 _LOCAL = operator.attrgetter("_local_tensor")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -36,6 +37,7 @@ class _Container:
 
     kind: type
     keys: Sequence[Any]
+    key_types: Sequence[type]
     inner: Mapping[int, _Container]
 
 
@@ -43,8 +45,8 @@ class _Container:
 class _Facts:
     """What is compared of the leaves, in their order; of tensors and of DTensors apart."""
 
-    types: Sequence[type]
     dtypes: Sequence[torch.dtype]
+    layouts: Sequence[torch.layout]
     shapes: Sequence[torch.Size]
     requires_grad: Sequence[bool]
     specs: Sequence[Any]
@@ -54,8 +56,8 @@ class _Facts:
 
     def is_same(self, other: _Facts) -> bool:
         return (
-            self.types == other.types
-            and self.dtypes == other.dtypes
+            self.dtypes == other.dtypes
+            and self.layouts == other.layouts
             and self.shapes == other.shapes
             and self.requires_grad == other.requires_grad
             and self.local_types == other.local_types
@@ -77,7 +79,8 @@ class Structure:
         leaves: list[Any] = []
         paths: list[Path] = []
         self._root = _container(state, (), leaves, paths)
-        self._tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self._types = list(map(type, leaves))
+        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         self._facts = self._facts_of(leaves)
         names = [".".join(map(str, path)) for path in paths]
         if len(set(names)) < len(names):
@@ -96,19 +99,17 @@ class Structure:
         leaves: list[Any] = []
         if not _collect(state, self._root, leaves):
             return None
-        if len(leaves) != len(self._tensors) or not self._facts.is_same(self._facts_of(leaves)):
+        if list(map(type, leaves)) != self._types or not self._facts.is_same(self._facts_of(leaves)):
             return None
         return leaves
 
     def _facts_of(self, leaves: Sequence[Any]) -> _Facts:
-        tensors = [leaf for leaf, is_tensor in zip(leaves, self._tensors, strict=True) if is_tensor]
-        if not all(isinstance(leaf, torch.Tensor) for leaf in tensors):
-            tensors = []  # the types tell
+        tensors = list(compress(leaves, self._is_tensor))
         distributed = [leaf for leaf in tensors if type(leaf) is DTensor]
         local = list(map(_LOCAL, distributed))
         return _Facts(
-            types=list(map(type, leaves)),
             dtypes=list(map(_DTYPE, tensors)),
+            layouts=list(map(_LAYOUT, tensors)),
             shapes=list(map(_SHAPE, tensors)),
             requires_grad=list(map(_REQUIRES_GRAD, tensors)),
             specs=list(map(_SPEC, distributed)),
@@ -136,7 +137,7 @@ def _container(value: Any, path: Path, leaves: list[Any], paths: list[Path]) -> 
         else:
             leaves.append(entry)
             paths.append((*path, part))
-    return _Container(type(value), keys, inner)
+    return _Container(type(value), keys, list(map(type, keys)), inner)
 
 
 def _collect(value: Any, known: _Container, leaves: list[Any]) -> bool:
@@ -144,7 +145,7 @@ def _collect(value: Any, known: _Container, leaves: list[Any]) -> bool:
     if type(value) is not known.kind:
         return False
     keys = _keys(value)
-    if keys != known.keys:
+    if keys != known.keys or list(map(type, keys)) != known.key_types:  # 1 == True, and they have other names
         return False
     values = list(_values(value))
     done = 0

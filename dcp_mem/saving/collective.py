@@ -38,7 +38,8 @@ class _Plan:
     """What a rank keeps of a plan that all ranks made together.
 
     group: which ranks. tensors, objects: rows of the local plan that this rank writes, in order. is_written: of each leaf.
-    specs: of the tensors. whole: the plan of all ranks, on the coordinator.
+    specs: of the tensors. whole: the plan of all ranks, on the coordinator. is_as_described: whether leaves that are
+    recognised are known to have these specs.
     """
 
     plan_id: str
@@ -49,6 +50,7 @@ class _Plan:
     is_written: Sequence[bool]
     specs: Specs
     whole: GlobalPlan | None
+    is_as_described: bool = False
 
 
 class Collective:
@@ -71,7 +73,10 @@ class Collective:
             return Unplanned(str(reason))
         for plan in mine:
             if plan.structure.plan.is_same(structure.plan):
-                plan.structure = structure  # what has changed doesn't count: the type of a byte item, say
+                plan.structure, plan.is_as_described = (
+                    structure,
+                    False,
+                )  # what has changed doesn't count: the type of a byte item, say
                 return self._planned(caller, plan, structure.leaves_of(state))
         return Unplanned()
 
@@ -158,8 +163,10 @@ def _planned(caller: Caller, plan: _Plan, leaves: Sequence[Any]) -> Planned:
     if DTensor in set(map(type, tensors)):
         tensors = [one._local_tensor if type(one) is DTensor else one for one in tensors]
     sources = None
-    if layout.is_plain and are_plain(tensors) and specs_of(tensors) == layout.expected:
-        sources = list(map(torch.Tensor.data_ptr, tensors))
+    if layout.is_plain and are_plain(tensors):
+        plan.is_as_described = plan.is_as_described or specs_of(tensors) == layout.expected
+        if plan.is_as_described:
+            sources = list(map(torch.Tensor.data_ptr, tensors))
     nbytes = layout.layout.nbytes + expected_tail(caller, plan.objects, items.resolve)
     return Planned(items, plan.tensors, plan.objects, layout, nbytes, sources, plan.plan_id)
 
