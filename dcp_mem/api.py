@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,9 +52,9 @@ def save(
     if not why_not:
         assert isinstance(storage_writer, MemoryStorageWriter)
         dist_off = no_dist or not (dist.is_available() and dist.is_initialized())
-        plain = _without_stateful(state_dict)
+        make_state = partial(_without_stateful, state_dict)
         try:
-            return storage_writer.save_collectively(plain, checkpoint_id, process_group, dist_off)
+            return storage_writer.save_collectively(make_state, checkpoint_id, process_group, dist_off)
         except NoCommonPlan as reason:
             why_not = reason.why_not
     log.info("%s is planned by torch: %s", checkpoint_id, why_not)
@@ -109,8 +110,8 @@ def load(
         return
     dist_off = no_dist or not (dist.is_available() and dist.is_initialized())
     ordered = {key: state_dict[key] for key in sorted(state_dict)}  # stateful objects may wait for each other's ranks
-    plain = _without_stateful(ordered)
-    storage_reader.load_collectively(plain, checkpoint_id, process_group, dist_off, planner)
+    make_state = partial(_without_stateful, ordered)
+    plain = storage_reader.load_collectively(make_state, checkpoint_id, process_group, dist_off, planner)
     for key, value in ordered.items():
         if type(value) not in _NEVER_STATEFUL and isinstance(value, Stateful):
             value.load_state_dict(plain[key])

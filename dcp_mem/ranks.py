@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import os
 import pickle
 import sys
@@ -54,8 +55,8 @@ class Ranks(Protocol):
     def is_connected(self) -> bool:
         """Whether the ranks have talked to each other before."""
 
-    def leave(self) -> None:
-        """Part from the others, who are told by an error in their next call: they must not wait for this rank."""
+    def leave(self, why: str) -> None:
+        """Part from the others, who are told so by an error in their next call: they must not wait for this rank."""
 
     def exchange(self, value: T) -> list[T]:
         """Every rank gets every rank's value, by rank."""
@@ -77,7 +78,7 @@ class Alone:
     notes: dict[str, Any] = field(default_factory=dict)
     is_connected: bool = True
 
-    def leave(self) -> None:
+    def leave(self, why: str) -> None:
         return
 
     def exchange(self, value: T) -> list[T]:
@@ -104,6 +105,7 @@ class GlooRanks:
         self._store = dist.distributed_c10d._get_default_store()
         self._timeout = timedelta(seconds=exchange_timeout())
         self._generation = 0
+        self._calls = 0
         self._group: dist.ProcessGroupGloo | None = None
 
     def exchange(self, value: T) -> list[T]:
@@ -120,19 +122,24 @@ class GlooRanks:
         """Called as a save or load begins: leave a group that broke in an earlier one.
 
         Whoever saw it break said so in the store before it raised; DCP's own collective at the end of that call
-        came later, so now every rank reads the same.
+        came later, so now every rank reads the same. Where there is none, whoever parts from the others says in which call.
+        Raises RankFailed where that is this one.
         """
+        self._calls += 1
         while self._store.check([self._broken_key()]):
+            left = self._who_left()
             self._generation += 1
             self._group = None
             self.notes.clear()
+            if left is not None and left[2] == self._calls:  # it was quick to leave the very call that begins here
+                raise RankFailed("the call", [left[:2]])
 
     @property
     def is_connected(self) -> bool:
         return self._group is not None
 
-    def leave(self) -> None:
-        self._say_broken()
+    def leave(self, why: str) -> None:
+        self._say_broken(json.dumps([self.rank, why, self._calls]))
         self.close()
 
     def close(self) -> None:
@@ -150,6 +157,9 @@ class GlooRanks:
         except DcpMemError:
             raise
         except Exception as error:
+            left = self._who_left()
+            if left is not None:
+                raise RankFailed(what, [left[:2]]) from None
             self._say_broken()
             text = str(error).split("\n")[0][:300]
             raise RankFailed(
@@ -158,9 +168,19 @@ class GlooRanks:
                 [(self.rank, text)],
             ) from None
 
-    def _say_broken(self) -> None:
+    def _who_left(self) -> tuple[int, str, int] | None:
+        """The rank that broke the group on purpose, why it did, and in which call."""
         try:
-            self._store.set(self._broken_key(), "1")
+            if self._store.check([self._broken_key()]):
+                rank, why, call = json.loads(self._store.get(self._broken_key()))
+                return int(rank), str(why), int(call)
+        except (RuntimeError, ValueError, TypeError):  # the store is gone too, or nobody said why
+            return None
+        return None
+
+    def _say_broken(self, why: str = "null") -> None:
+        try:
+            self._store.compare_set(self._broken_key(), "", why)  # the first one knows best
         except Exception as error:
             print(f"dcp_mem: the store is gone too: {error}", file=sys.stderr)
 

@@ -137,13 +137,20 @@ class MemoryStorageReader(StorageReader):
 
     def load_collectively(
         self,
-        state: dict[str, Any],
+        make_state: Callable[[], dict[str, Any]],
         checkpoint_id: str | os.PathLike[str] | None,
         process_group: dist.ProcessGroup | None,
         no_dist: bool,
         planner: DefaultLoadPlanner,
-    ) -> None:
-        """Load by plans that each rank makes by itself; see `dcp_mem.load`. All ranks raise, or none does."""
+    ) -> dict[str, Any]:
+        """Load by plans that each rank makes by itself; see `dcp_mem.load`. All ranks raise, or none does.
+
+        make_state: gives the state dict, and may raise; what it gave is loaded into, and returned.
+        """
+        try:
+            state: dict[str, Any] | Exception = make_state()
+        except Exception as error:  # it travels with the exchange after planning
+            state = error
         self.reset(checkpoint_id)
         self._started = time.monotonic()
         self.close()
@@ -156,11 +163,13 @@ class MemoryStorageReader(StorageReader):
             try:
                 plan, trouble = _plan(planner, state, opened.metadata, self._is_coordinator)
                 self._raise_together(recovery, f"planning the load of {opened.choice.name}", trouble)
+                assert not isinstance(state, Exception)
             except BaseException:
                 self.close()
                 raise
         assert plan is not None
         self.read_data(plan, planner).wait()
+        return state
 
     # -- around the load ---------------------------------------------------------------------------------------------
 
@@ -275,10 +284,12 @@ def _plan_again(
 
 
 def _plan(
-    planner: DefaultLoadPlanner, state: dict[str, Any], metadata: Metadata, is_coordinator: bool
+    planner: DefaultLoadPlanner, state: dict[str, Any] | Exception, metadata: Metadata, is_coordinator: bool
 ) -> tuple[LoadPlan | None, Exception | None]:
     """This rank's plan, or why there is none: an error travels with the next exchange."""
     try:
+        if isinstance(state, Exception):
+            raise state
         planner.set_up_planner(state, metadata, is_coordinator)
         plan = planner.create_global_plan([planner.create_local_plan()])[0]
         return planner.finish_plan(plan), None

@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -197,32 +198,44 @@ class MemoryStorageWriter(StorageWriter):
 
     def save_collectively(
         self,
-        state: Mapping[str, Any],
+        make_state: Callable[[], Mapping[str, Any]],
         checkpoint_id: str | os.PathLike[str] | None,
         process_group: dist.ProcessGroup | None,
         no_dist: bool,
     ) -> Metadata:
-        """Save by a plan of dcp_mem's own; see `dcp_mem.save`.
+        """Save by a plan of dcp_mem's own; see `dcp_mem.save`. make_state: gives the state dict, and may raise.
 
         Raises NoCommonPlan, on all ranks and with nothing done, where the state dict needs DCP's planner.
         """
         self.reset(checkpoint_id)
         group = process_group if process_group is not None else self._process_group
-        ranks = Alone() if no_dist else ranks_of(group, f"save {self.settings.job}")
-        caller = self._open_together(DcpCall(ranks, ranks.rank))
-        with collector_paused():
-            return self._save_by_own_plan(caller, state)
+        opened = _result_or_error(self._open)
+        try:
+            ranks = Alone() if no_dist else ranks_of(group, f"save {self.settings.job}")
+        except RankFailed:
+            if isinstance(opened, Exception):
+                raise opened from None
+            raise
+        caller = self._begin_together(DcpCall(ranks, ranks.rank), opened)
+        try:
+            state = _result_or_error(make_state)
+            with collector_paused():
+                return self._save_by_own_plan(caller, state)
+        except NoCommonPlan:
+            raise
+        except BaseException as error:
+            ranks.leave(f"{type(error).__name__}: {error}")  # wherever the others are, they must not wait for this one
+            raise
 
-    def _open_together(self, call: DcpCall) -> Caller:
-        """This rank's session, where all ranks have theirs; later errors travel with the exchanges of the save."""
-        opened: Session | Exception = _result_or_error(self._open)
+    def _begin_together(self, call: DcpCall, opened: Session | Exception) -> Caller:
+        """Begin where all ranks have opened their session; later errors travel with the exchanges of the save."""
         if not call.ranks.is_connected:
             texts = call.ranks.exchange("" if isinstance(opened, Session) else f"{type(opened).__name__}: {opened}")
             failures = [(rank, text) for rank, text in enumerate(texts) if text]
             if failures and isinstance(opened, Session):
                 raise RankFailed("opening the job's memory", failures)
         elif not isinstance(opened, Session):
-            call.ranks.leave()
+            call.ranks.leave(f"{type(opened).__name__}: {opened}")
         if not isinstance(opened, Session):
             raise opened
         assert self._name is not None
@@ -237,11 +250,11 @@ class MemoryStorageWriter(StorageWriter):
         session.give_back_heap()
         return session
 
-    def _save_by_own_plan(self, caller: Caller, state: Mapping[str, Any]) -> Metadata:
+    def _save_by_own_plan(self, caller: Caller, state: Mapping[str, Any] | Exception) -> Metadata:
         collective = collective_of(caller.session)
-        is_new = False
+        is_new, wanted = False, ""
         while True:
-            planned = _result_or_error(lambda: collective.plan(caller, state))
+            planned = _result_or_error(partial(collective.plan, caller, state, wanted))
             try:
                 attempt = agree(caller, planned)
                 break
@@ -250,8 +263,10 @@ class MemoryStorageWriter(StorageWriter):
                     raise
                 if is_new:
                     raise NoCommonPlan("a structure that is another each time it is looked at") from None
-            collective.plan_together(caller)
-            is_new = True
+                wanted = "" if wanted else reason.in_common
+            if not wanted:
+                collective.plan_together(caller)
+                is_new = True
         if attempt is None:
             watch.record_skipped(caller, "memory was full")
             return Metadata({})

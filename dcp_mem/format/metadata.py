@@ -126,6 +126,9 @@ def with_storage(metadata: Metadata, storage_data: Any, save_id: str) -> Metadat
 class RenderedMetadata(Metadata):
     """Metadata that is unpickled when it is first looked at, as few callers of a save ever do."""
 
+    def __new__(cls, render: Callable[[], bytes] | None = None, **changed: Any) -> Any:
+        return super().__new__(cls) if render is not None else Metadata(**changed)  # dataclasses.replace asks for one
+
     def __init__(self, render: Callable[[], bytes]) -> None:
         self.__dict__["_render"] = render
 

@@ -79,6 +79,7 @@ class Structure:
         leaves: list[Any] = []
         paths: list[Path] = []
         self._root = _container(state, (), leaves, paths)
+        rows = list(_rows(leaves))  # before anything is asked of leaves that can't be described
         self._types = list(map(type, leaves))
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         self._facts = self._facts_of(leaves)
@@ -86,7 +87,7 @@ class Structure:
         if len(set(names)) < len(names):
             doubled = next(name for index, name in enumerate(names) if name in names[:index])
             raise ValueError(f"two entries of the state dict have the same flattened name: {doubled}")
-        self.plan: LocalPlan = local_plan(names, paths, list(_rows(leaves)))
+        self.plan: LocalPlan = local_plan(names, paths, rows)
 
     def leaves_of(self, state: Mapping[str, Any]) -> Sequence[Any]:
         """The leaves of the state dict that was described."""

@@ -241,7 +241,14 @@ def _doubled(joined: _Joined, order: Ints, starts: Ints) -> list[str]:
 
 
 def _mixed(joined: _Joined) -> list[str]:
-    """Names that are a chunk on one rank and something whole on another, or tensors of different sizes."""
+    """Names that are different things on different ranks, or tensors of different sizes."""
+    is_object, is_tensor = np.zeros((2, len(joined.names)), bool)
+    is_object[joined.name[joined.kind == Kind.OBJECT]] = True
+    is_tensor[joined.name[joined.kind != Kind.OBJECT]] = True
+    most, fewest = np.zeros(len(joined.names), np.int64), np.full(len(joined.names), np.iinfo(np.int64).max)
+    np.maximum.at(most, joined.name, joined.dimensions)
+    np.minimum.at(fewest, joined.name, joined.dimensions)
+    unlike = np.flatnonzero((is_object & is_tensor) | ((most != fewest) & is_tensor))
     is_chunk = np.zeros(len(joined.names), bool)
     is_whole = np.zeros(len(joined.names), bool)
     is_chunk[joined.name[joined.kind == Kind.SHARD]] = True
@@ -254,6 +261,7 @@ def _mixed(joined: _Joined) -> list[str]:
     np.minimum.at(least, joined.name[shards], joined.size[shards])
     uneven = np.flatnonzero(is_chunk & (largest != least).any(axis=1))
     return [
+        *(f"{joined.names[one]}: something else on another rank" for one in unlike),
         *(f"{joined.names[one]}: sharded on one rank and not on another" for one in mixed),
         *(f"{joined.names[one]}: ranks have different sizes of the whole tensor" for one in uneven),
     ]

@@ -26,7 +26,7 @@ class _Survey:
     """What a rank brings to the agreement; what concerns its node comes from the node's leader.
 
     save_id, persist, now: what this rank would choose as the coordinator. exists, newest: of its node's checkpoints.
-    plan_id, why_not: as in Planned and Unplanned.
+    plan_id, others, why_not: as in Planned and Unplanned.
     """
 
     name: str
@@ -39,16 +39,20 @@ class _Survey:
     exists: bool = False
     newest: float = 0.0
     plan_id: str = ""
+    others: tuple[str, ...] = ()
     why_not: str = ""
     error: str = ""
 
 
 class NoCommonPlan(Exception):
-    """The ranks have no plan in common yet, or not any more. why_not: why they must leave it to DCP's planner, if they must."""
+    """The ranks don't save by the same plan yet, or not any more.
 
-    def __init__(self, why_not: str) -> None:
-        super().__init__(why_not)
-        self.why_not = why_not
+    why_not: why they must leave it to DCP's planner, if they must. in_common: a plan that fits on every rank, if there is one.
+    """
+
+    def __init__(self, why_not: str, in_common: str = "") -> None:
+        super().__init__(why_not, in_common)
+        self.why_not, self.in_common = why_not, in_common
 
 
 def agree(caller: Caller, planned: Planned | Unplanned | Exception) -> Attempt | None:
@@ -96,7 +100,7 @@ def _survey_or_error(caller: Caller, topology: Topology, planned: Planned | Unpl
         caller.session.swept = True
         if isinstance(planned, Unplanned):
             return _Survey(caller.name, why_not=planned.why_not)
-        return replace(_survey(caller, topology, planned.nbytes), plan_id=planned.plan_id)
+        return replace(_survey(caller, topology, planned.nbytes), plan_id=planned.plan_id, others=planned.others)
     except Exception as error:
         return _Survey(caller.name, error=f"{type(error).__name__}: {error}")
 
@@ -159,9 +163,7 @@ def _verdict(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> 
     if len(named) > 1:
         raise ConfigError(f"the ranks save under different checkpoint ids: {', '.join(named)}")
     if len({survey.plan_id for survey in surveys}) > 1 or not surveys[0].plan_id:
-        raise NoCommonPlan(
-            next((f"rank {rank} has {survey.why_not}" for rank, survey in enumerate(surveys) if survey.why_not), "")
-        )
+        raise _no_common_plan(surveys)
     if any(survey.exists for survey in surveys):
         raise CheckpointExists(caller.name, "memory")
     nodes = []
@@ -176,6 +178,12 @@ def _verdict(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> 
                 )
             )
     return admit(nodes, caller.settings.keep)
+
+
+def _no_common_plan(surveys: Sequence[_Survey]) -> NoCommonPlan:
+    reasons = [f"rank {rank} has {survey.why_not}" for rank, survey in enumerate(surveys) if survey.why_not]
+    fitting = set.intersection(*({survey.plan_id, *survey.others} for survey in surveys)) - {""}
+    return NoCommonPlan(reasons[0] if reasons else "", min(fitting, default=""))
 
 
 def _evict(memory: JobMemory, save_ids: frozenset[str], why: str) -> None:

@@ -60,10 +60,15 @@ class Collective:
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
         self._looked_at: Structure | None = None
 
-    def plan(self, caller: Caller, state: Mapping[str, Any]) -> Planned | Unplanned:
-        """This rank's part in saving a state dict, by a plan that fits it where there is one."""
+    def plan(self, caller: Caller, state: Mapping[str, Any] | Exception, wanted: str = "") -> Planned | Unplanned:
+        """This rank's part in saving a state dict, by a plan that fits it where there is one (the wanted one, if it does).
+
+        state: an exception where there is none; it is raised.
+        """
+        if isinstance(state, Exception):
+            raise state
         mine = [plan for plan in reversed(self._plans.values()) if plan.group == caller.group]
-        for plan in mine:
+        for plan in sorted(mine, key=lambda plan: plan.plan_id != wanted):
             leaves = plan.structure.recognise(state)
             if leaves is not None:
                 return self._planned(caller, plan, leaves)
@@ -73,18 +78,22 @@ class Collective:
             return Unplanned(str(reason))
         for plan in mine:
             if plan.structure.plan.is_same(structure.plan):
-                plan.structure, plan.is_as_described = (
-                    structure,
-                    False,
-                )  # what has changed doesn't count: the type of a byte item, say
+                self._replace(plan.structure, structure)  # what has changed doesn't count: the type of a byte item, say
                 return self._planned(caller, plan, structure.leaves_of(state))
         return Unplanned()
+
+    def _replace(self, known: Structure, structure: Structure) -> None:
+        for plan in self._plans.values():
+            if plan.structure is known:
+                plan.structure, plan.is_as_described = structure, False
 
     def plan_together(self, caller: Caller) -> None:
         """Make one plan of what `plan` looked at last. Raises RankFailed on all ranks where it doesn't fit together."""
         started = time.monotonic()
         structure = self._looked_at
         assert structure is not None
+        mine = (plan.structure for plan in self._plans.values() if plan.group == caller.group)
+        structure = next((known for known in mine if known.plan.is_same(structure.plan)), structure)
         gathered = caller.ranks.gather(structure.plan)
         outcome: Outcome[tuple[str, list[bytes]]] = Outcome()
         whole: GlobalPlan | None = None
@@ -114,7 +123,9 @@ class Collective:
     def _planned(self, caller: Caller, plan: _Plan, leaves: Sequence[Any]) -> Planned:
         self._plans.move_to_end(plan.plan_id)
         self._looked_at = plan.structure
-        return _planned(replace(caller, plan_id=plan.plan_id), plan, leaves)
+        others = (other for other in self._plans.values() if other is not plan and other.group == plan.group)
+        fitting = tuple(other.plan_id for other in others if other.structure is plan.structure)
+        return replace(_planned(replace(caller, plan_id=plan.plan_id), plan, leaves), others=fitting)
 
 
 def collective_of(session: Session) -> Collective:
