@@ -29,7 +29,7 @@ class Settings:
 
     @property
     def restarts(self) -> int:
-        return 2 if self.quick else 3
+        return 5
 
     def repeats_of(self, workload: Workload) -> int:
         """Runs within a process; where torch's planning makes each of them long, fewer."""
