@@ -523,7 +523,7 @@ FAILING_POINTS = [
 
 
 def test_an_error_at_any_point_before_it_is_complete_fails_the_save_on_every_rank(places: Places) -> None:
-    first, second = forked_ranks(_fails_at_every_point, 2, places, env={"DCP_MEM_TIMEOUT": "2"})
+    first, second = forked_ranks(_fails_at_every_point, 2, places, env={"DCP_MEM_TIMEOUT": "30"})
     passed_by_leaders_only = {"complete.metadata on rank 1"}
     silent = {name for name in first if first[name] is None or second[name] is None}
     assert silent == passed_by_leaders_only
@@ -612,7 +612,7 @@ def _saves_raising_objects(places: Places) -> Exception | None:
 
 
 def test_an_object_whose_state_dict_raises_on_one_rank_fails_the_save_on_all(places: Places) -> None:
-    first, second = forked_ranks(_saves_raising_objects, 2, places, env={"DCP_MEM_TIMEOUT": "2"})
+    first, second = forked_ranks(_saves_raising_objects, 2, places, env={"DCP_MEM_TIMEOUT": "30"})
     assert isinstance(second, KeyError)
     assert isinstance(first, RankFailed)
     assert [rank for rank, _ in first.failures] == [1]
@@ -640,7 +640,7 @@ def test_memory_that_one_rank_can_not_open_later_on_fails_the_save_on_all(places
     refused = tmp_path / "open to all"
     refused.mkdir()
     refused.chmod(0o777)
-    first, second = forked_ranks(_opens_on_one_rank_only, 2, places, str(refused), env={"DCP_MEM_TIMEOUT": "2"})
+    first, second = forked_ranks(_opens_on_one_rank_only, 2, places, str(refused), env={"DCP_MEM_TIMEOUT": "30"})
     assert isinstance(second, DcpMemError)
     assert not isinstance(second, RankFailed)
     assert isinstance(first, RankFailed)
