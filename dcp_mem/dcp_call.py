@@ -35,8 +35,7 @@ def dcp_call(process_group: dist.ProcessGroup | None, purpose: str) -> DcpCall:
     """The running `dcp.save` or `dcp.load`, or, outside of one, a call over `process_group`."""
     wrapper = _calling_wrapper()
     if wrapper is None:
-        ranks = ranks_of(process_group, purpose)
-        return DcpCall(ranks, ranks.rank)
+        return direct_call(process_group, False, purpose)
     if not wrapper.use_dist:
         return DcpCall(Alone(), wrapper.rank)
     if process_group is not None and _members(process_group) != _members(wrapper.group):
@@ -45,6 +44,12 @@ def dcp_call(process_group: dist.ProcessGroup | None, purpose: str) -> DcpCall:
             f"give dcp.save or dcp.load the same process_group"
         )
     return DcpCall(ranks_of(wrapper.group, purpose), wrapper.rank)
+
+
+def direct_call(process_group: dist.ProcessGroup | None, no_dist: bool, purpose: str) -> DcpCall:
+    """A call of dcp_mem's own, over `process_group`, or of this rank alone. Raises RankFailed where one has left it already."""
+    ranks = Alone() if no_dist else ranks_of(process_group, purpose)
+    return DcpCall(ranks, ranks.rank)
 
 
 def is_called_by_dcp() -> bool:

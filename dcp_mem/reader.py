@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_mem.config import checkpoint_name, settings
-from dcp_mem.dcp_call import DcpCall, dcp_call, is_called_by_dcp
+from dcp_mem.dcp_call import DcpCall, dcp_call, direct_call, is_called_by_dcp
 from dcp_mem.errors import ConfigError, DcpMemError, NoRecoverableCheckpoint, RankFailed, SegmentCorrupt, picklable
 from dcp_mem.events import log
 from dcp_mem.heap import collector_paused
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.ranks import Alone, ranks_of
 from dcp_mem.read import read_items
 from dcp_mem.recover import Opened, Origin, Recovery, open_next, recover
 from dcp_mem.sources import Failures
@@ -155,9 +154,9 @@ class MemoryStorageReader(StorageReader):
         self._started = time.monotonic()
         self.close()
         group = process_group if process_group is not None else self._process_group
-        ranks = Alone() if no_dist else ranks_of(group, f"load {self.settings.job}")
-        self._recovery = recovery = self._begin(DcpCall(ranks, ranks.rank))
-        self._is_coordinator = ranks.rank == 0
+        call = direct_call(group, no_dist, f"load {self.settings.job}")
+        self._recovery = recovery = self._begin(call)
+        self._is_coordinator = call.rank == 0
         with collector_paused():
             self._opened = opened = recover(recovery)
             try:

@@ -20,7 +20,7 @@ from torch.futures import Future
 from dcp_mem import faults, watch
 from dcp_mem.agent import AgentHandle
 from dcp_mem.config import Settings, checkpoint_name, run_identity, settings
-from dcp_mem.dcp_call import DcpCall, dcp_call, global_metadata
+from dcp_mem.dcp_call import DcpCall, dcp_call, direct_call, global_metadata
 from dcp_mem.errors import ConfigError, RankFailed, picklable
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
@@ -31,7 +31,7 @@ from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
-from dcp_mem.ranks import Alone, ranks_of, run_token
+from dcp_mem.ranks import Alone, run_token
 from dcp_mem.saving.agree import NoCommonPlan, agree, keep_no_more
 from dcp_mem.saving.collective import collective_of
 from dcp_mem.saving.complete import complete
@@ -211,12 +211,12 @@ class MemoryStorageWriter(StorageWriter):
         group = process_group if process_group is not None else self._process_group
         opened = _result_or_error(self._open)
         try:
-            ranks = Alone() if no_dist else ranks_of(group, f"save {self.settings.job}")
+            call = direct_call(group, no_dist, f"save {self.settings.job}")
         except RankFailed:
             if isinstance(opened, Exception):
                 raise opened from None
             raise
-        caller = self._begin_together(DcpCall(ranks, ranks.rank), opened)
+        caller = self._begin_together(call, opened)
         try:
             state = _result_or_error(make_state)
             with collector_paused():
@@ -224,7 +224,9 @@ class MemoryStorageWriter(StorageWriter):
         except NoCommonPlan:
             raise
         except BaseException as error:
-            ranks.leave(f"{type(error).__name__}: {error}")  # wherever the others are, they must not wait for this one
+            call.ranks.leave(
+                f"{type(error).__name__}: {error}"
+            )  # wherever the others are, they must not wait for this one
             raise
 
     def _begin_together(self, call: DcpCall, opened: Session | Exception) -> Caller:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -52,9 +50,3 @@ def _properties(one: Properties) -> TensorProperties:
         memory_format=torch.contiguous_format,
         pin_memory=one.pin_memory,
     )
-
-
-def rows_by_rank(plan: GlobalPlan, ranks: int) -> Sequence[slice]:
-    """Where each rank's items lie in the plan."""
-    cuts = np.searchsorted(plan.writer, np.arange(ranks + 1))
-    return [slice(start, stop) for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)]

@@ -119,6 +119,3 @@ def _described(state: dict[str, Any]) -> Structure | None:
 
 def _find(entry: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> int:
     return next((index for index, saved in enumerate(entry.chunks) if saved == chunk), -1)
-
-
-__all__ = ["LocalLoadPlanner"]

@@ -336,6 +336,3 @@ def _overlap(joined: _Joined, chunks: Ints) -> bool:
 
 def _place(joined: _Joined, row: int) -> tuple[int, ...]:
     return tuple(joined.offset[row, : joined.dimensions[row]].tolist())
-
-
-__all__ = ["GlobalPlan", "PlanInvalid", "merge"]
