@@ -10,7 +10,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_mem.planning.columns import Kind, Properties, Row, local_plan
+from dcp_mem.format.catalog import Properties
+from dcp_mem.planning.columns import Kind, Row, local_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

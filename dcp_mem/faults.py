@@ -16,7 +16,7 @@ POINTS = (
     "stage.copied",  # all payload bytes are copied
     "stage.sealed",  # the slot has the segment's name
     "complete.receipts",  # every rank knows that every rank has sealed
-    "complete.metadata",  # this node has .metadata, but no manifest yet
+    "complete.catalog",  # this node has the catalog, but no manifest yet
     "complete.manifest",  # this node's manifest is in place: COMPLETE
     "complete.evicted",  # retention was applied
     "save.finished",  # torch's own finish has run on the coordinator

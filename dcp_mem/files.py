@@ -6,11 +6,12 @@ import contextlib
 import errno
 import os
 import uuid
+from mmap import mmap
 
 from dcp_mem.errors import MemoryBudgetExceeded
 
 
-def write_atomically(path: str, data: bytes, *, sync: bool = False) -> None:
+def write_atomically(path: str, data: bytes | memoryview | mmap, *, sync: bool = False) -> None:
     """Replace the file at `path` whole, with mode 0600; whoever reads it sees all of the old or all of the new.
 
     sync: also make it survive a power cut (file and directory). Raises MemoryBudgetExceeded when the file system is full.

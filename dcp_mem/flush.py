@@ -15,12 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcp_mem import faults
-from dcp_mem.errors import CheckpointExists, SegmentCorrupt, StorageKeyMissing, StorageUnavailable
+from dcp_mem.errors import CheckpointExists, ManifestInvalid, SegmentCorrupt, StorageKeyMissing, StorageUnavailable
 from dcp_mem.files import read_bytes
 from dcp_mem.format import names
+from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.checksums import ItemChecksums
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
+from dcp_mem.format.pickled import template_of
+from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, open_leased, share, try_lease
 from dcp_mem.storage import Storage
@@ -66,7 +69,7 @@ def flush(job: FlushJob) -> None:
 def _flush(job: FlushJob) -> None:
     manifest = job.held.manifest
     faults.point("flush.started")
-    if committed_save_id(job.storage, manifest) == manifest.save_id and not _metadata_changed(job):
+    if committed_save_id(job.storage, manifest) == manifest.save_id and not _is_described_anew(job):
         if manifest.committer == job.node:
             collect_older_attempts(job)  # whoever committed it may have been killed before it came to that
         return
@@ -109,7 +112,7 @@ def with_lease(held: Held, act: Callable[[], None]) -> None:
 @contextmanager
 def _alone_at(held: Held) -> Iterator[None]:
     """Keep out other flushers of this node, agents or flush threads: they would write to the same objects."""
-    descriptor = os.open(held.metadata_path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(held.flushing_path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not try_lease(descriptor, exclusive=True):
             raise NotYet("another process of this node is flushing it")
@@ -162,13 +165,14 @@ def put_part(job: FlushJob) -> None:
 def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTable]:
     """Upload this node's segments, several at once; those that storage has whole already are only read for their checksums."""
     stored = {entry.name: entry.nbytes for entry in job.storage.ls(job.held.name)}
+    catalog = _catalog(job.held)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="dcp_mem-flush") as pool:
-        tables = pool.map(lambda segment: _put_segment(job, segment, stored.get(segment.file)), segments)
+        tables = pool.map(lambda segment: _put_segment(job, segment, catalog, stored.get(segment.file)), segments)
         return dict(zip((segment.file for segment in segments), tables, strict=True))
 
 
-def _put_segment(job: FlushJob, segment: Segment, stored_nbytes: int | None) -> ItemTable:
-    table = _items(job.held, segment)
+def _put_segment(job: FlushJob, segment: Segment, catalog: Catalog, stored_nbytes: int | None) -> ItemTable:
+    table = _items(catalog.layout(segment.rank), segment)
     checksums = ItemChecksums(table.offsets.tolist(), table.lengths.tolist())
     pieces = _pieces(job.held, segment, checksums)
     if stored_nbytes == segment.nbytes:
@@ -201,12 +205,9 @@ def _pieces(held: Held, segment: Segment, checksums: ItemChecksums) -> Iterator[
         os.close(descriptor)
 
 
-def _items(held: Held, segment: Segment) -> ItemTable:
+def _items(layout: Layout, segment: Segment) -> ItemTable:
     """The segment's items, dense ones and tail, in the order of their offsets, without checksums."""
-    columns = (np.zeros(0, dtype="<i8"),) * 4
-    if segment.layout:
-        layout = Layout.from_bytes(read_bytes(os.path.join(held.directory, names.layout_file(segment.layout))))
-        columns = (layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes)
+    columns = (layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes)
     tail = np.array([(offset, nbytes, -1, 0) for offset, nbytes in segment.tail], dtype="<i8").reshape(-1, 4)
     joined: list[Columns] = [np.concatenate([dense, tail[:, i]]) for i, dense in enumerate(columns)]
     return ItemTable(joined[0], joined[1], joined[2], joined[3], np.zeros(0, dtype="<u4"))
@@ -215,9 +216,11 @@ def _items(held: Held, segment: Segment) -> ItemTable:
 def commit(job: FlushJob) -> None:
     """Publish the checkpoint's manifest and then, last and in one put, its `.metadata`."""
     manifest = job.held.manifest
+    catalog = _catalog(job.held)
+    job.storage.put(job.key(names.catalog_file(manifest.catalog)), catalog.to_bytes())
     job.storage.put(job.key(names.stored_manifest(manifest.save_id)), manifest.to_json())
     faults.point("flush.manifest")
-    metadata = read_bytes(job.held.metadata_path)
+    metadata = template_of(catalog).render(manifest.save_id, manifest.tails)
     key = job.key(names.metadata_file(manifest.scope))
     faults.point("flush.commit")
     try:
@@ -227,6 +230,15 @@ def commit(job: FlushJob) -> None:
         if not _holds(job.storage, key, metadata):
             raise
     faults.point("flush.committed")
+
+
+def _catalog(held: Held) -> Catalog:
+    try:
+        return read_catalog(held.directory, held.manifest.catalog)
+    except FileNotFoundError:
+        raise SegmentCorrupt(held.name, 0, "memory", "its catalog is gone") from None
+    except ManifestInvalid as error:
+        raise SegmentCorrupt(held.name, 0, "memory", str(error)) from None
 
 
 def committed_save_id(storage: Storage, manifest: Manifest) -> str:
@@ -250,17 +262,22 @@ def collect_older_attempts(job: FlushJob) -> None:
             job.storage.delete(job.key(entry.name))
     if manifest.scope == names.COLLECTIVE:
         for entry in job.storage.ls(job.key(names.OWN)):
-            if manifest.save_id not in entry.name and not entry.is_directory:
+            is_ours = (
+                manifest.save_id in entry.name or entry.name == names.catalog_file(manifest.catalog).rpartition("/")[2]
+            )
+            if not is_ours and not entry.is_directory:
                 job.storage.delete(job.key(f"{names.OWN}/{entry.name}"))
 
 
-def _metadata_changed(job: FlushJob) -> bool:
-    """Whether the coordinator rewrote `.metadata` after it had been published (planners that only then hand it over)."""
+def _is_described_anew(job: FlushJob) -> bool:
+    """Whether the coordinator rewrote the catalog after it had been committed (planners that only then hand it over)."""
     manifest = job.held.manifest
     if manifest.committer != job.node:
         return False
-    key = job.key(names.metadata_file(manifest.scope))
-    return not _holds(job.storage, key, read_bytes(job.held.metadata_path))
+    try:
+        return Manifest.from_json(job.storage.get(job.key(names.stored_manifest(manifest.save_id)))) != manifest
+    except (StorageKeyMissing, ManifestInvalid):
+        return True
 
 
 def _holds(storage: Storage, key: str, data: bytes) -> bool:

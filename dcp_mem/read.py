@@ -11,7 +11,7 @@ import io
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcp_mem.errors import DcpMemError, SegmentCorrupt, UntrustedMetadata
@@ -28,6 +28,8 @@ from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.copying import Move
+from dcp_mem.planning.plain import is_plain
+from dcp_mem.planning.reads import Reads, Saved, Wanted
 from dcp_mem.recover import Opened
 from dcp_mem.sources import Failures, MemorySource, Source
 
@@ -35,21 +37,6 @@ _RUN = 32 << 20
 _GAP = 1 << 20
 _RUNS_AT_ONCE = 4
 _BATCH = 2 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """One item to read: where its stream lies, and what is known of its payload."""
-
-    request: ReadItem
-    file: str
-    offset: int
-    length: int
-    transforms: Sequence[str]
-
-    @property
-    def stop(self) -> int:
-        return self.offset + self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +49,33 @@ class _Payload:
     shape: torch.Size
 
 
-def read_items(opened: Opened, plan: LoadPlan, planner: LoadPlanner, *, verify: bool) -> set[str]:
+def read_items(opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, *, verify: bool) -> set[str]:
     """Read every item of the plan, from the nearest source that has it whole; returns the labels of those that were used.
 
     Raises SegmentCorrupt when no source has an item whole; by then some destinations hold its bytes already.
     """
+    if isinstance(plan, LoadPlan):
+        return _read_wanted(opened, wanted_of(opened.metadata, plan), planner, verify)
+    nearest = opened.sources[0]
+    if not isinstance(nearest, MemorySource):
+        return _read_wanted(opened, plan.everything(), planner, verify)
+    try:
+        for file, moves in plan.straight():
+            nearest.read(file, moves)
+        return {nearest.label} | _read_wanted(opened, plan.rest(), planner, verify)
+    except Failures as error:
+        if len(opened.sources) == 1:
+            raise
+        log.warning("%s; going on with %s", error, opened.sources[1].label)
+        return _read_wanted(opened, plan.everything(), planner, verify)
+
+
+def _read_wanted(opened: Opened, wanted: Iterable[Wanted], planner: LoadPlanner, verify: bool) -> set[str]:
     used: set[str] = set()
-    for file, wanted in _by_file(opened.metadata, plan).items():
+    for file, of_file in _by_file(wanted).items():
         for position, source in enumerate(opened.sources):
             try:
-                _read_file(source, file, wanted, opened, planner, verify)
+                _read_file(source, file, of_file, opened.choice.name, planner, verify)
                 used.add(source.label)
                 break
             except Failures as error:
@@ -81,28 +85,44 @@ def read_items(opened: Opened, plan: LoadPlan, planner: LoadPlanner, *, verify: 
     return used
 
 
-def _by_file(metadata: Metadata, plan: LoadPlan) -> dict[str, list[_Wanted]]:
-    files: dict[str, list[_Wanted]] = {}
+def wanted_of(metadata: Metadata, plan: LoadPlan) -> Iterator[Wanted]:
+    """What a plan of torch's needs, by DCP's metadata. Raises UntrustedMetadata where that names other files."""
     for request in plan.items:
         info = metadata.storage_data[request.storage_index]
         if "/" in info.relative_path or info.relative_path in ("", "..", "."):
             raise UntrustedMetadata(f"metadata that names a file outside of the checkpoint: {info.relative_path}")
         transforms = getattr(info, "transform_descriptors", None) or ()
-        wanted = _Wanted(request, info.relative_path, info.offset, info.length, transforms)
-        files.setdefault(info.relative_path, []).append(wanted)
-    for wanted_of_file in files.values():
-        wanted_of_file.sort(key=lambda wanted: wanted.offset)
+        yield Wanted(request, info.relative_path, info.offset, info.length, _saved(metadata, request), transforms)
+
+
+def _saved(metadata: Metadata, request: ReadItem) -> Saved | None:
+    """Dtype and shape of the chunk that is asked for, as it was saved."""
+    known = metadata.state_dict_metadata.get(request.storage_index.fqn)
+    if not isinstance(known, TensorStorageMetadata):
+        return None
+    chunks, hint, place = known.chunks, request.storage_index.index, request.storage_index.offset
+    if hint is not None and hint < len(chunks) and chunks[hint].offsets == place:
+        return known.properties.dtype, chunks[hint].sizes
+    return next(((known.properties.dtype, chunk.sizes) for chunk in chunks if chunk.offsets == place), None)
+
+
+def _by_file(wanted: Iterable[Wanted]) -> dict[str, list[Wanted]]:
+    files: dict[str, list[Wanted]] = {}
+    for item in wanted:
+        files.setdefault(item.file, []).append(item)
+    for of_file in files.values():
+        of_file.sort(key=lambda item: item.offset)
     return files
 
 
 def _read_file(
-    source: Source, file: str, wanted: Sequence[_Wanted], opened: Opened, planner: LoadPlanner, verify: bool
+    source: Source, file: str, wanted: Sequence[Wanted], name: str, planner: LoadPlanner, verify: bool
 ) -> None:
     table = source.table(file)
     index = _TableIndex(table) if table is not None else None
     if isinstance(source, MemorySource):
-        wanted = _read_straight(source, file, wanted, opened.metadata, planner, index)
-    _read_runs(source, file, wanted, opened, planner, index, verify)
+        wanted = _read_straight(source, file, wanted, planner, index)
+    _read_runs(source, file, wanted, name, planner, index, verify)
 
 
 class _TableIndex:
@@ -125,25 +145,24 @@ class _TableIndex:
 def _read_straight(
     source: Source,
     file: str,
-    wanted: Sequence[_Wanted],
-    metadata: Metadata,
+    wanted: Sequence[Wanted],
     planner: LoadPlanner,
     index: _TableIndex | None,
-) -> list[_Wanted]:
+) -> list[Wanted]:
     """Read what can go straight from the segment into a tensor's memory; returns the rest."""
-    rest: list[_Wanted] = []
+    rest: list[Wanted] = []
     moves: list[Move] = []
     targets: list[tuple[ReadItem, torch.Tensor]] = []
     waiting = 0
     for item in wanted:
-        payload = _payload(item, metadata, index)
+        payload = _payload(item, index)
         span = _span(payload, item.request) if payload is not None else None
         if payload is None or span is None:
             rest.append(item)
             continue
         target = planner.resolve_tensor(item.request).detach()
         _check_shape(item.request, target)
-        if not _takes_bytes(target, payload.dtype):
+        if target.dtype is not payload.dtype or not is_plain(target):
             buffer = _buffer(span[1] - span[0])
             source.read(file, [(_address(buffer), payload.offset + span[0], span[1] - span[0])])
             data = torch.frombuffer(buffer, dtype=payload.dtype) if len(buffer) else torch.empty(0, dtype=payload.dtype)
@@ -172,26 +191,17 @@ def _finish(
         planner.commit_tensor(request, target)
 
 
-def _payload(item: _Wanted, metadata: Metadata, index: _TableIndex | None) -> _Payload | None:
-    """The item's raw data, where the segment's table and the metadata agree that it has such; else None."""
-    if index is None or item.transforms or item.request.type != LoadItemType.TENSOR:
+def _payload(item: Wanted, index: _TableIndex | None) -> _Payload | None:
+    """The item's raw data, where the segment's table and the plan agree that it has such; else None."""
+    if index is None or item.transforms or item.saved is None or item.request.type != LoadItemType.TENSOR:
         return None
     row = index.row(item.offset)
-    known = metadata.state_dict_metadata.get(item.request.storage_index.fqn)
-    if row is None or index.payload_offsets[row] < 0 or not isinstance(known, TensorStorageMetadata):
+    if row is None or index.payload_offsets[row] < 0:
         return None
-    sizes = _chunk_sizes(known, item.request.storage_index)
-    nbytes = index.payload_nbytes[row]
-    if sizes is None or nbytes != math.prod(sizes) * known.properties.dtype.itemsize:
+    (dtype, shape), nbytes = item.saved, index.payload_nbytes[row]
+    if nbytes != math.prod(shape) * dtype.itemsize:
         return None
-    return _Payload(index.payload_offsets[row], nbytes, known.properties.dtype, sizes)
-
-
-def _chunk_sizes(known: TensorStorageMetadata, index: MetadataIndex) -> torch.Size | None:
-    chunks, hint = known.chunks, index.index
-    if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
-        return chunks[hint].sizes
-    return next((chunk.sizes for chunk in chunks if chunk.offsets == index.offset), None)
+    return _Payload(index.payload_offsets[row], nbytes, dtype, shape)
 
 
 def _span(payload: _Payload, request: ReadItem) -> tuple[int, int] | None:
@@ -212,26 +222,14 @@ def _span(payload: _Payload, request: ReadItem) -> tuple[int, int] | None:
     return start, start + math.prod(lengths) * itemsize
 
 
-def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    return (
-        target.dtype is dtype
-        and target.is_cpu
-        and type(target) in (torch.Tensor, torch.nn.Parameter)
-        and target.layout is torch.strided
-        and target.is_contiguous()
-        and not target.is_neg()
-        and not target.is_conj()
-    )
-
-
 # -- in runs ---------------------------------------------------------------------------------------------------------
 
 
 def _read_runs(
     source: Source,
     file: str,
-    wanted: Sequence[_Wanted],
-    opened: Opened,
+    wanted: Sequence[Wanted],
+    name: str,
     planner: LoadPlanner,
     index: _TableIndex | None,
     verify: bool,
@@ -242,13 +240,13 @@ def _read_runs(
             for item in run:
                 data = memoryview(buffer)[item.offset - run[0].offset : item.stop - run[0].offset]
                 if verify and index is not None:
-                    _verify(source, opened.choice.name, item, data, index)
-                _hand_on(item, data, opened.metadata, planner, index)
+                    _verify(source, name, item, data, index)
+                _hand_on(item, data, planner, index)
 
 
-def _runs(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+def _runs(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
     """Neighbouring items that are better fetched together."""
-    run: list[_Wanted] = []
+    run: list[Wanted] = []
     for item in wanted:
         if run and (item.offset - run[-1].stop > _GAP or item.stop - run[0].offset > _RUN):
             yield run
@@ -259,8 +257,8 @@ def _runs(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, source: Source, file: str, runs: Sequence[list[_Wanted]]
-) -> Iterator[tuple[list[_Wanted], bytearray]]:
+    pool: ThreadPoolExecutor, source: Source, file: str, runs: Sequence[list[Wanted]]
+) -> Iterator[tuple[list[Wanted], bytearray]]:
     """Each run with its bytes, in order, while the next ones are being read."""
     reading: deque[Future[bytearray]] = deque()
     ahead = waiting = 0
@@ -273,7 +271,7 @@ def _ahead(
         yield run, reading.popleft().result()
 
 
-def _fetch(source: Source, file: str, run: Sequence[_Wanted]) -> bytearray:
+def _fetch(source: Source, file: str, run: Sequence[Wanted]) -> bytearray:
     start = run[0].offset
     buffer = _buffer(max(item.stop for item in run) - start)
     if buffer:
@@ -281,7 +279,7 @@ def _fetch(source: Source, file: str, run: Sequence[_Wanted]) -> bytearray:
     return buffer
 
 
-def _verify(source: Source, checkpoint: str, item: _Wanted, data: memoryview, index: _TableIndex) -> None:
+def _verify(source: Source, checkpoint: str, item: Wanted, data: memoryview, index: _TableIndex) -> None:
     if not index.crcs:
         return
     row, found = index.row(item.offset), checksum(data)
@@ -296,14 +294,12 @@ def _verify(source: Source, checkpoint: str, item: _Wanted, data: memoryview, in
         )
 
 
-def _hand_on(
-    item: _Wanted, data: memoryview, metadata: Metadata, planner: LoadPlanner, index: _TableIndex | None
-) -> None:
+def _hand_on(item: Wanted, data: memoryview, planner: LoadPlanner, index: _TableIndex | None) -> None:
     request = item.request
     if request.type == LoadItemType.BYTE_IO:
         planner.load_bytes(request, io.BytesIO(_plain_stream(item, data).read()))
         return
-    payload = _payload(item, metadata, index)
+    payload = _payload(item, index)
     if payload is not None:
         start = payload.offset - item.offset
         raw = data[start : start + payload.nbytes]
@@ -321,7 +317,7 @@ def _hand_on(
     planner.commit_tensor(request, target)
 
 
-def _plain_stream(item: _Wanted, data: memoryview) -> Any:
+def _plain_stream(item: Wanted, data: memoryview) -> Any:
     stream: Any = io.BytesIO(data)
     if item.transforms:
         transforms = getattr(filesystem, "_StorageReaderTransforms", None)

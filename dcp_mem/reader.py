@@ -22,6 +22,8 @@ from dcp_mem.errors import ConfigError, DcpMemError, NoRecoverableCheckpoint, Ra
 from dcp_mem.events import log
 from dcp_mem.heap import collector_paused
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.planning.load import LocalLoadPlanner
+from dcp_mem.planning.reads import Reads
 from dcp_mem.read import read_items
 from dcp_mem.recover import Opened, Origin, Recovery, open_next, recover
 from dcp_mem.sources import Failures
@@ -111,6 +113,10 @@ class MemoryStorageReader(StorageReader):
 
     @picklable
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._read_all(plan, planner)
+        return _completed()
+
+    def _read_all(self, plan: LoadPlan | Reads, planner: LoadPlanner) -> None:
         if self._recovery is None or self._opened is None:
             raise ConfigError("DCP calls read_metadata before this: drive the reader through dcp.load")
         recovery, opened, used = self._recovery, self._opened, set[str]()
@@ -126,7 +132,6 @@ class MemoryStorageReader(StorageReader):
             self.close()
         self._report = self._reported(recovery, opened, used)
         log.info("loaded %s from %s in %.2f s", opened.choice.name, self._report.source, self._report.seconds)
-        return _completed()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -140,7 +145,7 @@ class MemoryStorageReader(StorageReader):
         checkpoint_id: str | os.PathLike[str] | None,
         process_group: dist.ProcessGroup | None,
         no_dist: bool,
-        planner: DefaultLoadPlanner,
+        planner: LocalLoadPlanner,
     ) -> dict[str, Any]:
         """Load by plans that each rank makes by itself; see `dcp_mem.load`. All ranks raise, or none does.
 
@@ -160,14 +165,14 @@ class MemoryStorageReader(StorageReader):
         with collector_paused():
             self._opened = opened = recover(recovery)
             try:
-                plan, trouble = _plan(planner, state, opened.metadata, self._is_coordinator)
+                plan, trouble = _plan(planner, state, opened, self._is_coordinator)
                 self._raise_together(recovery, f"planning the load of {opened.choice.name}", trouble)
                 assert not isinstance(state, Exception)
             except BaseException:
                 self.close()
                 raise
         assert plan is not None
-        self.read_data(plan, planner).wait()
+        self._read_all(plan, planner)
         return state
 
     # -- around the load ---------------------------------------------------------------------------------------------
@@ -209,7 +214,7 @@ class MemoryStorageReader(StorageReader):
         storage = open_storage(chosen.url, chosen.storage_options) if chosen.url is not None else None
         return Origin(memory, storage, chosen.job)
 
-    def _read(self, opened: Opened, plan: LoadPlan, planner: LoadPlanner) -> tuple[set[str], Exception | None]:
+    def _read(self, opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner) -> tuple[set[str], Exception | None]:
         try:
             with collector_paused():
                 return read_items(opened, plan, planner, verify=self._verify), None
@@ -223,7 +228,7 @@ class MemoryStorageReader(StorageReader):
         planner: LoadPlanner,
         failure: Exception | None,
         failures: list[tuple[int, str]],
-    ) -> tuple[Opened, LoadPlan]:
+    ) -> tuple[Opened, LoadPlan | Reads]:
         """Go on with the next older checkpoint, where the newer one turned out to be damaged and none was asked for."""
         damaged = all(text.startswith(_DAMAGE) for _, text in failures)
         if not damaged or recovery.wanted is not None or not _plans_alone(planner):
@@ -233,7 +238,7 @@ class MemoryStorageReader(StorageReader):
         opened.close()
         self._opened = older = open_next(recovery)
         log.warning("%s is damaged (%s); loading %s", opened.choice.name, failures[0][1], older.choice.name)
-        plan, trouble = _plan_again(planner, older.metadata, self._is_coordinator)
+        plan, trouble = _plan_again(planner, older, self._is_coordinator)
         self._raise_together(recovery, f"planning the load of {older.choice.name}", trouble)
         assert plan is not None
         return older, plan
@@ -273,27 +278,37 @@ def _plans_alone(planner: LoadPlanner) -> bool:
 
 
 def _plan_again(
-    planner: LoadPlanner, metadata: Metadata, is_coordinator: bool
-) -> tuple[LoadPlan | None, Exception | None]:
+    planner: LoadPlanner, opened: Opened, is_coordinator: bool
+) -> tuple[LoadPlan | Reads | None, Exception | None]:
     assert isinstance(planner, DefaultLoadPlanner)
     state = planner.original_state_dict
     if hasattr(planner, "keys"):  # torch's planner that fills an empty state dict from the metadata
         state.clear()
-    return _plan(planner, state, metadata, is_coordinator)
+    return _plan(planner, state, opened, is_coordinator)
 
 
 def _plan(
-    planner: DefaultLoadPlanner, state: dict[str, Any] | Exception, metadata: Metadata, is_coordinator: bool
-) -> tuple[LoadPlan | None, Exception | None]:
+    planner: DefaultLoadPlanner, state: dict[str, Any] | Exception, opened: Opened, is_coordinator: bool
+) -> tuple[LoadPlan | Reads | None, Exception | None]:
     """This rank's plan, or why there is none: an error travels with the next exchange."""
     try:
         if isinstance(state, Exception):
             raise state
-        planner.set_up_planner(state, metadata, is_coordinator)
+        reads = _plan_by_catalog(planner, state, opened)
+        if reads is not None:
+            return reads, None
+        planner.set_up_planner(state, opened.metadata, is_coordinator)
         plan = planner.create_global_plan([planner.create_local_plan()])[0]
         return planner.finish_plan(plan), None
     except Exception as error:
         return None, error
+
+
+def _plan_by_catalog(planner: DefaultLoadPlanner, state: dict[str, Any], opened: Opened) -> Reads | None:
+    catalog = opened.description.catalog
+    if catalog is None or not isinstance(planner, LocalLoadPlanner):
+        return None
+    return planner.plan(state, catalog, opened.description.save_id, opened.description.tails)
 
 
 def _completed() -> Future[None]:

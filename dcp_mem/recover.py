@@ -24,7 +24,7 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.policy.election import Choice, Finding, RecoveryPlan, elect, in_common
 from dcp_mem.ranks import Ranks
-from dcp_mem.sources import MemorySource, Source, StorageSource
+from dcp_mem.sources import Description, MemorySource, Source, StorageSource
 from dcp_mem.storage import Entry, Storage
 
 T = TypeVar("T")
@@ -77,8 +77,12 @@ class Opened:
     """A checkpoint that every rank has opened. sources: nearest first."""
 
     choice: Choice
-    metadata: Metadata
+    description: Description
     sources: tuple[Source, ...]
+
+    @property
+    def metadata(self) -> Metadata:
+        return self.description.metadata
 
     def close(self) -> None:
         for source in self.sources:
@@ -176,22 +180,22 @@ def _nothing(recovery: Recovery) -> NoRecoverableCheckpoint:
 
 
 def _open(recovery: Recovery, choice: Choice) -> tuple[Opened | None, str]:
-    """Open every source that has the checkpoint; the first that shows its metadata leads."""
+    """Open every source that has the checkpoint; the first that shows what it consists of leads."""
     sources: list[Source] = []
-    metadata: Metadata | None = None
+    description: Description | None = None
     troubles: list[str] = []
     for source in _sources(recovery, choice, troubles):
         try:
-            metadata = metadata if metadata is not None else source.metadata()
+            description = description if description is not None else source.describe()
         except DcpMemError as error:
             troubles.append(str(error))
             source.close()
             continue
         sources.append(source)
-    if metadata is None:
+    if description is None:
         return None, "; ".join(troubles) or "it is gone"
     recovery.reasons.extend(f"{choice.name}: {text}" for text in troubles)
-    return Opened(choice, metadata, tuple(sources)), ""
+    return Opened(choice, description, tuple(sources)), ""
 
 
 def _sources(recovery: Recovery, choice: Choice, troubles: list[str]) -> list[Source]:

@@ -15,22 +15,22 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dcp_mem import files
 from dcp_mem.agent import AgentHandle
 from dcp_mem.config import Settings
 from dcp_mem.events import log
 from dcp_mem.flusher import Flusher, Registration, credential_environment
-from dcp_mem.format import names
 from dcp_mem.format.frames import QUANTISED, Spec, Specs, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import Layout
-from dcp_mem.format.metadata import MetadataTemplate
+from dcp_mem.format.manifest import Manifest
 from dcp_mem.heap import give_back_heap
 from dcp_mem.memory import pinning
+from dcp_mem.memory.catalogs import Catalogs
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import JobLock, RunIdentity
-from dcp_mem.memory.root import private_directory
+from dcp_mem.memory.shows import Shows
 from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.ranks import Ranks
+from dcp_mem.values import Segment
 
 _LAYOUTS_KEPT = 8
 _DRAIN_AT_EXIT = 60.0
@@ -41,13 +41,14 @@ class PlanLayout:
     """A plan's layout.
 
     expected: dtypes and shapes as the plan has them. dense: as the tensors really have them, None for the slow road.
-    is_plain: whether that is the same for every tensor.
-    frames: names the heads and tails; other shapes or dtypes may well lie at the same offsets.
+    is_plain: whether that is the same for every tensor. described: the layout as the catalog has it, for readers that go by
+    the plan. frames: names the heads and tails; other shapes or dtypes may well lie at the same offsets.
     """
 
     expected: Specs
     dense: Sequence[Spec | None]
     layout: Layout
+    described: Layout
     frames: str
     is_plain: bool
 
@@ -86,15 +87,15 @@ class PersistCounter:
 
 @dataclass(slots=True)
 class SavedPlan:
-    """What the last complete save of a scope was made of; while it stays the same, the metadata template does.
+    """What the last complete save of a plan was made of; while it stays the same, the catalog does.
 
-    items: fingerprint of this rank's items, by name and offset.
+    catalog: its key. items: fingerprint of this rank's items, by name and offset. segments: of all ranks. save_id: of that save.
     """
 
-    template: MetadataTemplate
+    catalog: str
     items: int
-    layout: str
-    tail: tuple[tuple[int, int], ...]
+    segments: Sequence[Segment]
+    save_id: str = ""
 
 
 class Session:
@@ -110,11 +111,12 @@ class Session:
         self.swept = False
         self.heap_grew = False
         self._layouts: OrderedDict[int, PlanLayout] = OrderedDict()
-        self._layout_directory = private_directory(os.path.join(self.memory.directory, ".layouts"))
+        self.catalogs = Catalogs(self.memory.directory)
         self._prefaulting: threading.Thread | None = None
         self._prefault_wanted = threading.Event()
         self._agent = AgentHandle(root)
         self._thread: _FlushThread | None = None
+        self._shows: Shows | None = None
 
     # -- layouts ------------------------------------------------------------------------------------------------
 
@@ -129,32 +131,17 @@ class Session:
     def learn_layout(self, expected: Specs, dense: Sequence[Spec | None]) -> PlanLayout:
         """Lay a plan out anew: its tensors turned out to have other dtypes or shapes than it says, or no dense form."""
         layout = lay_out([spec for spec in dense if spec is not None])
-        described = _described(layout, expected, dense)
-        layout = replace(layout, key=described.key)
-        if layout.key:
-            files.write_atomically(os.path.join(self._layout_directory, layout.key), described.to_bytes())
+        is_as_planned = [spec == plan for spec, plan in zip(dense, expected, strict=True) if spec is not None]
         for key in [key for key, known in self._layouts.items() if known.expected == expected]:
             del self._layouts[key]
         frames = frames_key([spec for spec in dense if spec is not None])
-        plan_layout = PlanLayout(expected, dense, layout, frames, is_plain=list(expected) == dense)
+        plan_layout = PlanLayout(
+            expected, dense, layout, layout.describing(is_as_planned), frames, is_plain=list(expected) == dense
+        )
         self._layouts[id(plan_layout)] = plan_layout
         while len(self._layouts) > _LAYOUTS_KEPT:
             self._layouts.popitem(last=False)
         return plan_layout
-
-    def link_layout(self, plan_layout: PlanLayout, checkpoint_directory: str) -> None:
-        """Put the layout's columns beside the checkpoint's segments."""
-        layout = plan_layout.layout
-        if not layout.key:
-            return
-        path = os.path.join(checkpoint_directory, names.layout_file(layout.key))
-        try:
-            os.link(os.path.join(self._layout_directory, layout.key), path)
-        except FileExistsError:
-            return
-        except FileNotFoundError:  # another process of the job has closed its writer, and tidied up
-            described = _described(layout, plan_layout.expected, plan_layout.dense)
-            files.write_atomically(path, described.to_bytes())
 
     def put_frames(self, slot: Slot, plan_layout: PlanLayout) -> None:
         """Write heads and tails into a mapped slot, unless it holds this layout's already."""
@@ -227,6 +214,7 @@ class Session:
         nodes = ranks.notes.get(self.memory.node)
         if nodes is None:
             nodes = ranks.notes[self.memory.node] = tuple(ranks.exchange(self.memory.node))
+            ranks.arrange(nodes)
         return Topology(nodes, ranks.rank)
 
     def wake_agent(self, settings: Settings, *, now: bool = False) -> None:
@@ -249,32 +237,33 @@ class Session:
             self._thread = _FlushThread(self.memory.root)
         self._thread.wake(replace(registration, environment=None))
 
+    def show(self, manifest: Manifest) -> None:
+        """Put `.metadata` beside a complete checkpoint, in the background."""
+        if self._shows is None:
+            self._shows = Shows(self.memory, self.catalogs)
+        self._shows.add(manifest)
+
     def close(self, *, drop_free: bool) -> None:
         """Give back slots, mappings and the job's lock. drop_free: and the memory of free slots."""
         self.stop_prefaulting()
+        if self._shows is not None:
+            self._shows.close()
+            self._shows = None
         if self._thread is not None:
             self._thread.stop()
         self.slots.close(keep_free=not drop_free)
         if drop_free:
             self.memory.sweep()
             self.memory.drop_free_slots()
-            self._drop_layouts()
+            self.catalogs.clear()
         self.lock.close()
 
     def drain(self) -> None:
-        """Let a flush thread finish what is pending; an agent needs no such thing."""
+        """Let this process's threads finish what is pending."""
+        if self._shows is not None:
+            self._shows.close()
         if self._thread is not None:
             self._thread.drain()
-
-    def _drop_layouts(self) -> None:
-        # Layouts that a checkpoint needs are linked beside it.
-        for entry in os.listdir(self._layout_directory):
-            files.remove(os.path.join(self._layout_directory, entry))
-
-
-def _described(layout: Layout, expected: Specs, dense: Sequence[Spec | None]) -> Layout:
-    """The layout as it is written down: by the plan's dtypes and shapes, where the tensors are as the plan has them."""
-    return layout.describing([spec == plan for spec, plan in zip(dense, expected, strict=True) if spec is not None])
 
 
 class _FlushThread:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -14,14 +14,42 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, StorageKeyMissing, UntrustedMetadata
 from dcp_mem.files import read_bytes
 from dcp_mem.format import names
-from dcp_mem.format.checksums import checksum
-from dcp_mem.format.layout import Layout
+from dcp_mem.format.catalog import Catalog, Extent, catalog_key
+from dcp_mem.format.described import metadata_of
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.metadata import read_metadata
+from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.copying import Move, read
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.storage import Storage
+
+
+class Description:
+    """What a checkpoint consists of. catalog: None where only DCP's metadata says it, because others have written it."""
+
+    def __init__(self, catalog: Catalog | None, manifest: Manifest | None, metadata: Metadata | None = None) -> None:
+        self.catalog = catalog
+        self._manifest = manifest
+        self._metadata = metadata
+
+    @property
+    def save_id(self) -> str:
+        return "" if self._manifest is None else self._manifest.save_id
+
+    @property
+    def tails(self) -> Mapping[int, Sequence[Extent]]:
+        """By rank, where the items behind the layout of its segment lie."""
+        return {} if self._manifest is None else self._manifest.tails
+
+    @property
+    def metadata(self) -> Metadata:
+        """The checkpoint's DCP metadata, made when it is first asked for."""
+        if self._metadata is None:
+            assert self.catalog is not None
+            assert self._manifest is not None
+            self._metadata = metadata_of(self.catalog, self._manifest.save_id, self.tails)
+        return self._metadata
 
 
 class Source(Protocol):
@@ -29,8 +57,8 @@ class Source(Protocol):
 
     label: str
 
-    def metadata(self) -> Metadata:
-        """The checkpoint's DCP metadata."""
+    def describe(self) -> Description:
+        """What the checkpoint consists of. Raises UntrustedMetadata as well."""
 
     def table(self, file: str) -> ItemTable | None:
         """Extents, payloads and checksums of a segment's items; None where nothing of ours describes it."""
@@ -51,6 +79,7 @@ class MemorySource:
         self._held = held
         self._resources = ExitStack()
         self._descriptors: dict[str, int] = {}
+        self._catalog: Catalog | None = None
         self._ranks = {segment.file: segment.rank for segment in held.manifest.segments}
         try:
             self._open_all()
@@ -69,23 +98,14 @@ class MemorySource:
             if os.fstat(descriptor).st_size < segment.nbytes:
                 raise self._corrupt(segment.rank, f"{os.fstat(descriptor).st_size} of {segment.nbytes} bytes")
 
-    def metadata(self) -> Metadata:
-        data = self._read_file(self._held.metadata_path)
-        if checksum(data) != self._held.manifest.metadata_crc:
-            raise self._corrupt(0, "its metadata is damaged (checksum)")
-        return read_metadata(data)
+    def describe(self) -> Description:
+        return Description(self._read_catalog(), self._held.manifest)
 
     def table(self, file: str) -> ItemTable | None:
-        segment = next((one for one in self._held.manifest.segments if one.file == file), None)
-        if segment is None or not segment.layout:
+        rank = self._ranks.get(file)
+        if rank is None:
             return None
-        path = os.path.join(self._held.directory, names.layout_file(segment.layout))
-        try:
-            layout = Layout.from_bytes(self._read_file(path))
-        except ManifestInvalid as error:
-            raise self._corrupt(segment.rank, str(error)) from None
-        if layout.key != segment.layout:
-            raise self._corrupt(segment.rank, "its layout is damaged")
+        layout = self._read_catalog().layout(rank)
         return ItemTable(
             layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes, np.zeros(0, "<u4")
         )
@@ -111,6 +131,17 @@ class MemorySource:
         self._resources.callback(end_lease, descriptor)
         return descriptor
 
+    def _read_catalog(self) -> Catalog:
+        if self._catalog is None:
+            key = self._held.manifest.catalog
+            try:
+                self._catalog = read_catalog(self._held.directory, key)
+            except OSError as error:
+                raise self._corrupt(0, f"{names.catalog_file(key)}: {os.strerror(error.errno or 0)}") from None
+            except ManifestInvalid as error:
+                raise self._corrupt(0, str(error)) from None
+        return self._catalog
+
     def _read_file(self, path: str) -> bytes:
         try:
             return read_bytes(path)
@@ -130,15 +161,20 @@ class StorageSource:
         self._tables: dict[str, ItemTable] | None = None
         self._manifest: Manifest | None = None
 
-    def metadata(self) -> Metadata:
-        data = self._get(names.metadata_file(self._scope))
+    def describe(self) -> Description:
+        metadata = self._get(names.metadata_file(self._scope))
         if not self._save_id:
-            return self._foreign(read_metadata(data))
-        if checksum(data) != self._read_manifest().metadata_crc:
-            if self._save_id.encode() in data:
-                raise self._corrupt(0, "its .metadata is damaged (checksum)")
+            return Description(None, None, self._foreign(read_metadata(metadata)))
+        if self._save_id.encode() not in metadata:
             raise self._corrupt(0, f"what is committed there isn't save {self._save_id}")
-        return read_metadata(data)
+        manifest = self._read_manifest()
+        data = self._get(names.catalog_file(manifest.catalog))
+        try:
+            if catalog_key(data) != manifest.catalog:
+                raise ManifestInvalid("its catalog is damaged")
+            return Description(Catalog.from_bytes(data), manifest)
+        except ManifestInvalid as error:
+            raise self._corrupt(0, str(error)) from None
 
     def _foreign(self, metadata: Metadata) -> Metadata:
         """What torch wrote has no manifest; a checkpoint of ours without one has lost its checksums."""

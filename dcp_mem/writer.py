@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -23,9 +23,10 @@ from dcp_mem.config import Settings, checkpoint_name, run_identity, settings
 from dcp_mem.dcp_call import DcpCall, dcp_call, direct_call, global_metadata
 from dcp_mem.errors import ConfigError, RankFailed, picklable
 from dcp_mem.format import names
-from dcp_mem.format.checksums import checksum
+from dcp_mem.format.catalog import Catalog
+from dcp_mem.format.described import RankItems, catalog_of, metadata_of
 from dcp_mem.format.manifest import FlushRecord, Manifest
-from dcp_mem.format.metadata import RenderedMetadata, with_storage
+from dcp_mem.format.metadata import LazyMetadata, with_storage
 from dcp_mem.heap import collector_paused
 from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.memory.slots import capacity_for
@@ -37,8 +38,9 @@ from dcp_mem.saving.collective import collective_of
 from dcp_mem.saving.complete import complete
 from dcp_mem.saving.plan import TAIL_ROOM, plan_segment
 from dcp_mem.saving.stage import Results, stage
+from dcp_mem.saving.structures import Structures
 from dcp_mem.saving.values import Attempt, Caller, Planned, Staged
-from dcp_mem.session import SavedPlan, Session, close_session, open_session, registration_of, session_for
+from dcp_mem.session import Session, close_session, open_session, registration_of, session_for
 from dcp_mem.values import CheckpointStatus
 
 T = TypeVar("T")
@@ -106,7 +108,7 @@ class MemoryStorageWriter(StorageWriter):
         self._name: str | None = None
         self._refused: ConfigError | None = None
         self._save: _Save | None = None
-        self._structures = _Structures()
+        self._structures = Structures()
         self._agent = AgentHandle(self.settings.memory_root)
 
     # -- DCP's contract, in the order of its calls -------------------------------------------------------------------
@@ -168,7 +170,7 @@ class MemoryStorageWriter(StorageWriter):
         staged = _result_or_error(lambda: stage(save.caller, attempt, planned))
         structures, saved, key = self._structures, save.caller.session.saved, save.caller.plan_key
         changed = structures.changed(planner, saved.get(key))
-        manifest, staged = complete(save.caller, attempt, staged, lambda: structures.metadata(planner), changed)
+        manifest, staged = complete(save.caller, attempt, staged, structures.describing(planner), changed)
         structures.settle(planner, saved[key])
         save.manifest = manifest
         _after(save.caller, attempt, staged, manifest)
@@ -187,7 +189,7 @@ class MemoryStorageWriter(StorageWriter):
         storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         finished = with_storage(metadata, storage_data, save.manifest.save_id)
         if not self._structures.is_published(metadata):
-            _publish_again(save.caller, save.manifest, finished)
+            _publish_again(save.caller, save.manifest, metadata, results)
         metadata.storage_data, metadata.storage_meta = finished.storage_data, finished.storage_meta
         if hasattr(metadata, "version"):
             metadata.version = finished.version
@@ -275,11 +277,11 @@ class MemoryStorageWriter(StorageWriter):
         assert isinstance(planned, Planned)  # agree has raised what else there may be
         caller = replace(caller, plan_id=planned.plan_id)
         staged = _result_or_error(lambda: stage(caller, attempt, planned))
-        manifest, staged = complete(caller, attempt, staged, lambda: collective.metadata(planned.plan_id), is_new)
+        manifest, staged = complete(caller, attempt, staged, collective.describing(planned.plan_id), is_new)
         _after(caller, attempt, staged, manifest)
         faults.point("save.finished")
-        template = caller.session.saved[caller.plan_key].template
-        return RenderedMetadata(lambda: template.render(manifest.save_id, manifest.tails))
+        catalog = caller.session.catalogs.hold(manifest.catalog)
+        return LazyMetadata(lambda: metadata_of(Catalog.from_bytes(catalog), manifest.save_id, manifest.tails))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -350,7 +352,7 @@ class MemoryStorageWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         # For async_save's process executor: the copy opens a session of its own, and finds its group by itself. But it
         # belongs to this run, which its own environment and store would give another name.
-        state = {**self.__dict__, "_save": None, "_process_group": None, "_structures": _Structures()}
+        state = {**self.__dict__, "_save": None, "_process_group": None, "_structures": Structures()}
         return {**state, "_run": self._identity().run}
 
     def _identity(self) -> RunIdentity:
@@ -393,108 +395,6 @@ class _Save:
         self.manifest: Manifest | None = None
 
 
-class _Structures:
-    """What the coordinator knows of the global plan: the metadata that goes with it, and whether it has changed.
-
-    The metadata that DCP will hand to `finish` is built before `write_data`, but not shown to the writer: it is looked up
-    in DCP's own frame. Under other drivers of the contract, planners derived from torch's default keep it, and for others
-    it is made again from the global plans; `finish` then puts right what differs.
-    """
-
-    def __init__(self) -> None:
-        self._plans: Sequence[SavePlan] = ()
-        self._seen: object = None
-        self._given: Metadata | None = None
-        self._kept: Metadata | None = None
-        self._saved: SavedPlan | None = None
-        self._changed = True
-
-    def see(self, plans: Sequence[SavePlan], metadata: Metadata | None) -> None:
-        """The global plan of the save that begins. A plan that isn't usable stands for "as before" (torch's plan caching)."""
-        self._plans, self._given = plans, metadata
-        seen = [_structure(plan) for plan in plans] if all(map(_is_usable, plans)) else None
-        self._changed = self._changed or seen != self._seen
-        self._seen = seen
-
-    def changed(self, planner: SavePlanner, saved: SavedPlan | None) -> bool:
-        """Whether the metadata must be described anew. Always False on ranks that aren't the coordinator.
-
-        saved: what was saved last, perhaps by another writer of the same job.
-        """
-        if not self._plans:
-            return False
-        if saved is not self._saved:
-            return True
-        # Plan caching keeps the very same metadata for as long as nothing changes.
-        cached_anew = self._seen is None and self._known(planner) is not self._kept
-        return self._changed or cached_anew or _describes_by_itself(planner)
-
-    def metadata(self, planner: SavePlanner) -> Metadata:
-        """The metadata of the global plan, without storage data."""
-        known = self._known(planner)
-        if known is not None:
-            return known
-        _, metadata = create_default_global_save_plan(list(self._plans), rewrite_index_hints=False)
-        mappings = [plan.planner_data for plan in self._plans if isinstance(plan.planner_data, dict)]
-        metadata.planner_data = {key: value for mapping in reversed(mappings) for key, value in mapping.items()} or None
-        return metadata
-
-    def settle(self, planner: SavePlanner, saved: SavedPlan) -> None:
-        """The checkpoint is complete with this structure."""
-        if self._plans:
-            self._kept, self._saved, self._changed = self._known(planner), saved, _describes_by_itself(planner)
-
-    def release(self) -> None:
-        """Let go of the plans, outside of what the save waits for."""
-        self._plans, self._given = (), None
-        if self._seen is not None:
-            self._kept = None  # plan caching alone asks for it again
-
-    def is_published(self, metadata: Metadata) -> bool:
-        """Whether this is the very metadata that went with the checkpoint."""
-        return metadata is self._kept
-
-    def _known(self, planner: SavePlanner) -> Metadata | None:
-        if self._given is not None:
-            return self._given
-        kept = getattr(planner, "metadata", None) if isinstance(planner, DefaultSavePlanner) else None
-        return kept if isinstance(kept, Metadata) else None
-
-
-def _describes_by_itself(planner: SavePlanner) -> bool:
-    """Whether the planner's metadata may change while its plan doesn't."""
-    hooks = ("create_global_plan", "_create_global_plan")
-    return any(getattr(type(planner), hook, None) is not getattr(DefaultSavePlanner, hook, None) for hook in hooks)
-
-
-def _is_usable(plan: SavePlan) -> bool:
-    """Whether this is a plan, and not one that stands for the last one (torch's plan caching, 2.7 and later)."""
-    return bool(getattr(plan, "usable", True))
-
-
-def _structure(plan: SavePlan) -> object:
-    """A fingerprint of what the metadata of a plan is made of; the thing itself where its planner's data can't be hashed."""
-    items = tuple(
-        (item.index.fqn, item.index.offset, item.type)
-        if item.tensor_data is None
-        else (
-            item.index.fqn,
-            item.index.offset,
-            item.type,
-            item.tensor_data.size,
-            item.tensor_data.chunk.sizes,
-            item.tensor_data.properties.dtype,
-            item.tensor_data.properties.requires_grad,
-        )
-        for item in plan.items
-    )
-    data = plan.planner_data
-    try:
-        return hash(items), hash(tuple(data.items()) if isinstance(data, dict) else data)
-    except TypeError:
-        return items, data
-
-
 def _begin(chosen: Settings, session: Session, call: DcpCall, name: str, use_collectives: bool) -> _Save:
     if use_collectives:
         return _Save(Caller(chosen, session, call.ranks, call.rank, names.COLLECTIVE, name))
@@ -510,7 +410,9 @@ def _result_or_error(act: Callable[[], T]) -> T | Exception:
 
 
 def _after(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest) -> None:
-    """Start what goes on behind the training loop: the flush, and the slots of the next saves."""
+    """Start what goes on behind the training loop: the flush, `.metadata` for stock readers, the slots of the next saves."""
+    if attempt.topology.is_leader:
+        caller.session.show(manifest)
     if attempt.persist and attempt.topology.is_leader:
         caller.session.wake_agent(caller.settings)
     node_nbytes = sum(capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node))
@@ -520,14 +422,20 @@ def _after(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest)
     caller.session.prefault_spares(caller.settings, staged.layout, room, caller.rank, node_nbytes)
 
 
-def _publish_again(caller: Caller, manifest: Manifest, metadata: Metadata) -> None:
+def _publish_again(
+    caller: Caller, manifest: Manifest, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+) -> None:
     """Replace the metadata of a complete checkpoint: its planner handed it over only now."""
-    memory = caller.session.memory
-    data = pickle.dumps(metadata, protocol=4)
-    manifest = replace(manifest, metadata_crc=checksum(data))
-    memory.publish_metadata(manifest, data)
+    session, memory = caller.session, caller.session.memory
+    layouts = session.catalogs.get(manifest.catalog)
+    items = [
+        RankItems(segment.rank, [result.index for result in of_rank], layouts.layout(segment.rank))
+        for segment, of_rank in zip(manifest.segments, results, strict=True)
+    ]
+    manifest = replace(manifest, catalog=session.catalogs.put(catalog_of(metadata, items).to_bytes()))
+    session.catalogs.link(manifest.catalog, memory.checkpoint_directory(manifest.name))
     memory.publish(manifest)
-    memory.show_to_stock_readers(manifest)
+    session.show(manifest)
     for held in memory.find(manifest.name):
         if held.manifest.save_id == manifest.save_id and held.flush.outcome == "durable":
             memory.record_flush(held, FlushRecord(manifest.save_id))  # it was quick, and committed the other one

@@ -524,7 +524,7 @@ FAILING_POINTS = [
 
 def test_an_error_at_any_point_before_it_is_complete_fails_the_save_on_every_rank(places: Places) -> None:
     first, second = forked_ranks(_fails_at_every_point, 2, places, env={"DCP_MEM_TIMEOUT": "30"})
-    passed_by_leaders_only = {"complete.metadata on rank 1"}
+    passed_by_leaders_only = {"complete.catalog on rank 1"}
     silent = {name for name in first if first[name] is None or second[name] is None}
     assert silent == passed_by_leaders_only
     for name in first.keys() - passed_by_leaders_only:

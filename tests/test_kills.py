@@ -51,7 +51,7 @@ from tests.kill_targets import (
 
 SAVE_POINTS = [point for point in faults.POINTS if not point.startswith("flush.")]
 FLUSH_POINTS = [point for point in faults.POINTS if point.startswith("flush.")]
-LEADER_POINTS = ["complete.metadata", "complete.manifest", "complete.evicted", "save.finished"]
+LEADER_POINTS = ["complete.catalog", "complete.manifest", "complete.evicted", "save.finished"]
 """Points that only a node's leader or the coordinator passes."""
 OF_BOTH = [point for point in SAVE_POINTS if point not in LEADER_POINTS]
 COMPLETE_FROM = SAVE_POINTS.index("complete.manifest")
@@ -497,7 +497,7 @@ def test_two_flushers_never_work_on_one_checkpoint(
     check_storage(place, {name_of(1): 1})
 
 
-@pytest.mark.parametrize("point", ["stage.claimed", "stage.copying", "stage.sealed", "complete.metadata"])
+@pytest.mark.parametrize("point", ["stage.claimed", "stage.copying", "stage.sealed", "complete.catalog"])
 def test_stopped_trainer_and_its_restart_never_share_a_slot(point: str, memory_root: Path) -> None:
     place = Place(str(memory_root), keep=1)
     with Line(place) as old, Line(place) as new:
@@ -534,7 +534,7 @@ def test_kill_in_the_middle_of_a_copy_really_leaves_a_mix_in_a_slot_that_nobody_
     check_memory(place, None, {2})
 
 
-@pytest.mark.parametrize("point", ["complete.receipts", "complete.metadata", "complete.manifest"])
+@pytest.mark.parametrize("point", ["complete.receipts", "complete.catalog", "complete.manifest"])
 def test_rank_that_is_ahead_of_its_leader_reserves_no_slot_too_many(point: str, memory_root: Path) -> None:
     place = Place(str(memory_root))
     ranks = forked(save_armed, 2, place, [1, 2, 3], 4, {0: f"{point}:stop:1"})

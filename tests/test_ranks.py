@@ -686,7 +686,7 @@ def _fails_at_every_point(places: Places) -> dict[str, str]:
         job = Path(places.memory, places.job)
         for _ in range(5):  # the others have no word of it until DCP's own
             if rank == 0:
-                faults.arm("complete.metadata:raise:1")
+                faults.arm("complete.catalog:raise:1")
             errors["leader"] = _error_of(lambda: dcp.save(state(-1), checkpoint_id="bad", storage_writer=writer))
         good += 1
         for _ in range(2):
@@ -699,7 +699,7 @@ def _fails_at_every_point(places: Places) -> dict[str, str]:
 
 
 # Points that only a node's leader or the coordinator passes, and those after which a checkpoint is complete.
-LEADERS = {"complete.metadata-1", "complete.manifest-1", "complete.evicted-1", "save.finished-1"}
+LEADERS = {"complete.catalog-1", "complete.manifest-1", "complete.evicted-1", "save.finished-1"}
 
 
 def test_an_error_at_any_point_fails_the_save_on_every_rank_and_nothing_else(places: Places) -> None:

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dcp_mem.errors import ManifestInvalid
-
 ALIGNMENT = 64
 Columns = npt.NDArray[np.int64]
-_MAGIC = b"dcpmemL1"
 
 
 def align(offset: int) -> int:
@@ -49,18 +46,6 @@ class Layout:
         return layout_of(
             np.stack([self.offsets, self.lengths, np.where(plain, self.payload_offsets, -1), self.payload_nbytes])
         )
-
-    def to_bytes(self) -> bytes:
-        """The columns as they lie beside the segment: a magic word and four rows of little-endian 64-bit integers."""
-        rows = (self.offsets, self.lengths, self.payload_offsets, self.payload_nbytes)
-        return _MAGIC + np.stack(rows).astype("<i8").tobytes()
-
-    @staticmethod
-    def from_bytes(data: bytes) -> Layout:
-        """Read what `to_bytes` wrote. Raises ManifestInvalid."""
-        if data[:8] != _MAGIC or (len(data) - 8) % 32:
-            raise ManifestInvalid("a layout file is damaged")
-        return layout_of(np.frombuffer(data, dtype="<i8", offset=8).reshape(4, -1))
 
 
 def layout_of(columns: Columns) -> Layout:

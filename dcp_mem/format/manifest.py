@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,11 @@ import numpy as np
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import Crcs
 from dcp_mem.format.layout import Columns
+from dcp_mem.format.names import segment_file
 from dcp_mem.values import Segment
 
-VERSION = 1
+VERSION = 2
+_BODY = ', "body": '
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Manifest:
 
     created: seconds since the epoch on the coordinator's clock, but never earlier than an older checkpoint's: it
     orders checkpoints. scope: "" or the rank that saved alone. committer: the node that publishes `.metadata`.
-    metadata_crc: CRC32C of the `.metadata` file.
+    catalog: key of the catalog that describes it.
     """
 
     name: str
@@ -41,7 +43,7 @@ class Manifest:
     persist: bool
     committer: str
     segments: tuple[Segment, ...]
-    metadata_crc: int
+    catalog: str
     stage_seconds: float = 0.0
 
     @property
@@ -61,14 +63,15 @@ class Manifest:
         return tuple(segment for segment in self.segments if segment.node == node)
 
     def to_json(self) -> bytes:
-        return _dump("manifest", asdict(self))
+        scalars = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "segments"}
+        return _dump("manifest", {**scalars, "segments": _columns(self.segments)})
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
         """Read what `to_json` wrote. Raises ManifestInvalid."""
-        fields = _parse("manifest", data)
+        body = _parse("manifest", data)
         try:
-            return Manifest(**{**fields, "segments": tuple(_segment(entry) for entry in fields["segments"])})
+            return Manifest(**{**body, "segments": tuple(_segments(body["save_id"], **body["segments"]))})
         except (TypeError, KeyError, ValueError) as error:
             raise ManifestInvalid(f"a manifest lacks or misnames a field: {error}") from None
 
@@ -99,13 +102,13 @@ class NodeManifest:
     @staticmethod
     def from_json(data: bytes) -> NodeManifest:
         """Read what `to_json` wrote. Raises ManifestInvalid."""
-        fields = _parse("node", data)
+        body = _parse("node", data)
         try:
             tables = {
                 file: ItemTable(**{name: _unpack(packed[name], dtype) for name, dtype in _DTYPES.items()})
-                for file, packed in fields["tables"].items()
+                for file, packed in body["tables"].items()
             }
-            return NodeManifest(fields["save_id"], fields["node"], tables)
+            return NodeManifest(body["save_id"], body["node"], tables)
         except (TypeError, KeyError, ValueError, AttributeError, zlib.error) as error:
             raise ManifestInvalid(f"a node manifest is damaged: {error}") from None
 
@@ -145,31 +148,57 @@ _DTYPES = {
 }
 
 
-def _segment(entry: Mapping[str, Any]) -> Segment:
-    tail = tuple((int(offset), int(nbytes)) for offset, nbytes in entry["tail"])
-    return Segment(**{**entry, "tail": tail})
+def _columns(segments: Sequence[Segment]) -> dict[str, Any]:
+    """Segments by field: there may be thousands, and a manifest is written by every save. Files follow from the save id."""
+    nodes = {node: number for number, node in enumerate(dict.fromkeys(one.node for one in segments))}
+    layouts = {layout: number for number, layout in enumerate(dict.fromkeys(one.layout for one in segments))}
+    return {
+        "nodes": list(nodes),
+        "layouts": list(layouts),
+        "rank": [one.rank for one in segments],
+        "node": [nodes[one.node] for one in segments],
+        "nbytes": [one.nbytes for one in segments],
+        "layout": [layouts[one.layout] for one in segments],
+        "tail": [one.tail for one in segments],
+    }
 
 
-def _dump(kind: str, fields: Mapping[str, Any]) -> bytes:
-    body = json.dumps(fields, separators=(",", ":"), sort_keys=True)
+def _segments(
+    save_id: str,
+    nodes: Sequence[str],
+    layouts: Sequence[str],
+    rank: Sequence[int],
+    node: Sequence[int],
+    nbytes: Sequence[int],
+    layout: Sequence[int],
+    tail: Sequence[Sequence[Sequence[int]]],
+) -> Iterator[Segment]:
+    for one, at, size, laid_out, behind in zip(rank, node, nbytes, layout, tail, strict=True):
+        extents = tuple((int(offset), int(length)) for offset, length in behind)
+        yield Segment(one, nodes[at], segment_file(one, save_id), size, layouts[laid_out], extents)
+
+
+def _dump(kind: str, body_fields: Mapping[str, Any]) -> bytes:
+    body = json.dumps(body_fields, separators=(",", ":"), sort_keys=True)
     head = {"format": f"dcp_mem/{kind}", "version": VERSION, "crc": zlib.crc32(body.encode())}
-    return (json.dumps(head)[:-1] + f', "body": {body}}}').encode()
+    return (json.dumps(head)[:-1] + f"{_BODY}{body}}}").encode()
 
 
 def _parse(kind: str, data: bytes) -> dict[str, Any]:
+    head, _, body = data.partition(_BODY.encode())
     try:
-        document = json.loads(data)
-        body = document["body"]
+        document = json.loads(head + b"}")
         version, form, crc = document["version"], document["format"], document["crc"]
     except (ValueError, KeyError, TypeError) as error:
         raise ManifestInvalid(f"not a {kind} manifest of dcp_mem: {error}") from None
     if form != f"dcp_mem/{kind}" or version != VERSION:
         raise ManifestInvalid(f"{form} version {version} is not {kind} version {VERSION}: use a newer dcp_mem")
-    if zlib.crc32(json.dumps(body, separators=(",", ":"), sort_keys=True).encode()) != crc or not isinstance(
-        body, dict
-    ):
+    if body[-1:] != b"}" or zlib.crc32(body[:-1]) != crc:
         raise ManifestInvalid(f"a {kind} manifest is damaged (checksum)")
-    return body
+    found = json.loads(body[:-1])
+    if not isinstance(found, dict):
+        raise ManifestInvalid(f"a {kind} manifest is damaged: it holds a {type(found).__name__}")
+    return found
 
 
 def _pack(column: np.ndarray[Any, Any]) -> str:

@@ -1,10 +1,4 @@
-"""DCP's own `.metadata`: made for stock readers, read without free unpickling.
-
-The pickle of a checkpoint's metadata is the same from save to save but for the save id in its file names, as long as
-the plan and the lengths of the byte items are. So it is made once, with a placeholder for the id, and rendered by
-replacing bytes: pickling 20,000 tensors anew would cost a fifth of a second of every save. Where the items behind the
-layout lie differs from save to save; so these numbers are pickled with eight bytes each, and put in place as well.
-"""
+"""DCP's own `Metadata`: read without free unpickling, and made when it is first looked at."""
 
 from __future__ import annotations
 
@@ -12,102 +6,19 @@ import enum
 import io
 import pathlib
 import pickle
-import random
-import re
-import struct
-import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_mem.errors import UntrustedMetadata
-from dcp_mem.format.names import segment_file
 
 DCP_VERSION = "1.0.0"
-_NUMBER = struct.Struct("<q")
-_NUMBERS = re.compile(b"(?=" + re.escape(pickle.LONG1 + bytes([_NUMBER.size])) + b"(.{8}))", re.DOTALL)
-Extent = tuple[int, int]
-"""(offset, length) of an item in its segment."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankItems:
-    """Where one rank's items lie in its segment: the indexes DCP knows them by, and their extents in bytes.
-
-    fixed: how many of them, from the first on, lie in the same place in every save.
-    """
-
-    rank: int
-    indexes: Sequence[MetadataIndex]
-    extents: Sequence[Extent]
-    fixed: int
-
-
-@dataclass(frozen=True, slots=True)
-class MetadataTemplate:
-    """A pickled `Metadata` with placeholders for what differs from save to save.
-
-    holes: (position, rank, number of the item in the rank's tail, 0 for its offset and 1 for its length).
-    """
-
-    data: bytes
-    placeholder: bytes
-    holes: Sequence[tuple[int, int, int, int]]
-
-    def render(self, save_id: str, tails: Mapping[int, Sequence[Extent]]) -> bytes:
-        """The bytes of `.metadata` for this save. tails: of each rank, where the items that aren't fixed lie."""
-        data = bytearray(self.data)
-        for position, rank, number, part in self.holes:
-            _NUMBER.pack_into(data, position, tails[rank][number][part])
-        return bytes(data).replace(self.placeholder, save_id.encode())
-
-
-def make_template(metadata: Metadata, items: Sequence[RankItems]) -> MetadataTemplate:
-    """Pickle `metadata` with the storage data of all ranks' items; the argument itself is left as it is."""
-    while True:
-        template = _try_template(metadata, items, uuid.uuid4().hex[:8])
-        if template is not None:
-            return template
-
-
-def _try_template(metadata: Metadata, items: Sequence[RankItems], placeholder: str) -> MetadataTemplate | None:
-    """A template, unless its placeholders are by chance part of the metadata."""
-    storage_data: dict[MetadataIndex, _StorageInfo] = {}
-    holes: dict[MetadataIndex, tuple[int, int]] = {}
-    for of_rank in items:
-        file = segment_file(of_rank.rank, placeholder)
-        for number, (index, (offset, length)) in enumerate(zip(of_rank.indexes, of_rank.extents, strict=True)):
-            holes.pop(index, None)
-            if number >= of_rank.fixed:
-                offset, length = _placeholder_number(), _placeholder_number()
-                holes[index] = (of_rank.rank, number - of_rank.fixed)
-            storage_data[index] = _StorageInfo(file, offset, length)
-    data = pickle.dumps(with_storage(metadata, storage_data, placeholder), protocol=4)
-    written = len({info.relative_path for info in storage_data.values()})
-    if data.count(placeholder.encode()) != written + 1:  # one string for each file, one for the save id
-        return None
-    places: dict[bytes, list[int]] = {}
-    for match in _NUMBERS.finditer(data) if holes else ():
-        places.setdefault(match[1], []).append(match.start(1))
-    found = []
-    for index, (rank, number) in holes.items():
-        for part, value in enumerate((storage_data[index].offset, storage_data[index].length)):
-            positions = places.get(_NUMBER.pack(value), [])
-            if len(positions) != 1:
-                return None
-            found.append((positions[0], rank, number, part))
-    return MetadataTemplate(data, placeholder.encode(), found)
-
-
-def _placeholder_number() -> int:
-    """A number that pickle writes with eight bytes; any other may take their place."""
-    return random.randrange(1 << 55, 1 << 63)
 
 
 def with_storage(metadata: Metadata, storage_data: Any, save_id: str) -> Metadata:
@@ -123,23 +34,23 @@ def with_storage(metadata: Metadata, storage_data: Any, save_id: str) -> Metadat
     return result
 
 
-class RenderedMetadata(Metadata):
-    """Metadata that is unpickled when it is first looked at, as few callers of a save ever do."""
+class LazyMetadata(Metadata):
+    """Metadata that is made when it is first looked at, as few callers of a save ever do."""
 
-    def __new__(cls, render: Callable[[], bytes] | None = None, **changed: Any) -> Any:
-        return super().__new__(cls) if render is not None else Metadata(**changed)  # dataclasses.replace asks for one
+    def __new__(cls, make: Callable[[], Metadata] | None = None, **changed: Any) -> Any:
+        return super().__new__(cls) if make is not None else Metadata(**changed)  # dataclasses.replace asks for one
 
-    def __init__(self, render: Callable[[], bytes]) -> None:
-        self.__dict__["_render"] = render
+    def __init__(self, make: Callable[[], Metadata]) -> None:
+        self.__dict__["_make"] = make
 
     def _whole(self) -> Metadata:
-        whole = self.__dict__.get("_read")
+        whole = self.__dict__.get("_made")
         if whole is None:
-            whole = self.__dict__["_read"] = read_metadata(self.__dict__["_render"]())
+            whole = self.__dict__["_made"] = self.__dict__["_make"]()
         return cast(Metadata, whole)
 
     def __eq__(self, other: object) -> bool:
-        return self._whole() == (other._whole() if isinstance(other, RenderedMetadata) else other)
+        return self._whole() == (other._whole() if isinstance(other, LazyMetadata) else other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -155,17 +66,17 @@ def _itself(metadata: Metadata) -> Metadata:
 
 
 def _field(name: str) -> property:
-    def read(self: RenderedMetadata) -> Any:
+    def read(self: LazyMetadata) -> Any:
         return getattr(self._whole(), name)
 
-    def write(self: RenderedMetadata, value: Any) -> None:
+    def write(self: LazyMetadata, value: Any) -> None:
         setattr(self._whole(), name, value)
 
     return property(read, write)
 
 
 for _one in fields(Metadata):
-    setattr(RenderedMetadata, _one.name, _field(_one.name))
+    setattr(LazyMetadata, _one.name, _field(_one.name))
 
 
 def read_metadata(data: bytes) -> Metadata:

@@ -33,17 +33,22 @@ def manifest_file(scope: str) -> str:
     return f"{OWN}/manifest{scope and '-' + scope}.json"
 
 
-def own_metadata_file(save_id: str, crc: int) -> str:
-    """The metadata of one attempt, under a name that nothing else replaces: the manifest, which has both, says which."""
-    return f"{OWN}/metadata-{save_id}-{crc:08x}"
+def own_metadata_file(save_id: str) -> str:
+    """The metadata of one attempt, under a name that nothing else replaces."""
+    return f"{OWN}/metadata-{save_id}"
+
+
+def catalog_file(key: str) -> str:
+    return f"{OWN}/catalog-{key}"
+
+
+def flushing_file(save_id: str) -> str:
+    """Whoever flushes this attempt holds it."""
+    return f"{OWN}/flushing-{save_id}"
 
 
 def flush_file(scope: str) -> str:
     return f"{OWN}/flush{scope and '-' + scope}.json"
-
-
-def layout_file(layout: str) -> str:
-    return f"{OWN}/layout-{layout}"
 
 
 def stored_manifest(save_id: str) -> str:

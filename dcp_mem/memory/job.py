@@ -18,6 +18,8 @@ from dcp_mem.errors import ManifestInvalid, MemoryBudgetExceeded
 from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.manifest import FlushRecord, Manifest
+from dcp_mem.format.pickled import MetadataTemplate, template_of
+from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.locks import end_lease, in_turn, is_leased, try_lease
 from dcp_mem.memory.root import node_id, open_root, private_directory
 
@@ -48,9 +50,9 @@ class Held:
         return os.path.join(self.directory, names.manifest_file(self.manifest.scope))
 
     @property
-    def metadata_path(self) -> str:
-        """The metadata of this very attempt; `.metadata`, for stock readers, is another name of the same file."""
-        return os.path.join(self.directory, names.own_metadata_file(self.manifest.save_id, self.manifest.metadata_crc))
+    def flushing_path(self) -> str:
+        """Whoever flushes this attempt holds a lease on it."""
+        return os.path.join(self.directory, names.flushing_file(self.manifest.save_id))
 
     def segment_path(self, file: str) -> str:
         return os.path.join(self.directory, file)
@@ -65,6 +67,7 @@ class JobMemory:
         self.node = node_id(root)
         self.directory = private_directory(os.path.join(root, job))
         self.slots = private_directory(os.path.join(self.directory, ".slots"))
+        self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
 
     # -- what is there ------------------------------------------------------------------------------------------
 
@@ -90,9 +93,7 @@ class JobMemory:
     def lists(self, path: str) -> bool:
         """Whether a complete checkpoint consists of this segment, among others."""
         directory, file = os.path.split(path)
-        own = os.path.join(directory, names.OWN)
-        manifests = (os.path.join(own, entry) for entry in _listdir(own) if _is_manifest(entry))
-        return any(file.encode() in _read_or_empty(manifest) for manifest in manifests)
+        return any(segment.file == file for held in self._held_in(directory) for segment in held.manifest.segments)
 
     def allocated_bytes(self) -> int:
         return files.allocated_bytes(self.directory)
@@ -117,8 +118,14 @@ class JobMemory:
 
     def _read(self, directory: str, path: str) -> Held | None:
         try:
-            manifest = Manifest.from_json(files.read_bytes(path))
+            facts = os.stat(path)
+            version = facts.st_ino, facts.st_mtime_ns, facts.st_size
+            known = self._manifests.get(path)
+            if known is None or known[0] != version:  # every save looks through all of them
+                known = self._manifests[path] = version, Manifest.from_json(files.read_bytes(path))
+            manifest = known[1]
         except FileNotFoundError:
+            self._manifests.pop(path, None)
             return None  # evicted meanwhile
         except ManifestInvalid as error:
             log.warning("passing over %s: %s", path, error)
@@ -152,33 +159,41 @@ class JobMemory:
                 if not left:
                     raise
 
-    def publish_metadata(self, manifest: Manifest, metadata: bytes) -> None:
-        """Put the attempt's metadata beside its segments, under a name of its own: nothing refers to it yet."""
-        file = names.own_metadata_file(manifest.save_id, manifest.metadata_crc)
-        path = os.path.join(self.checkpoint_directory(manifest.name), file)
-        files.write_atomically(path, metadata)
-
     def publish(self, manifest: Manifest) -> None:
         """Put the manifest in place: from here on the checkpoint is COMPLETE on this node."""
         path = os.path.join(self.checkpoint_directory(manifest.name), names.manifest_file(manifest.scope))
         files.write_atomically(path, manifest.to_json())
 
-    def show_to_stock_readers(self, manifest: Manifest) -> None:
-        """Give the complete checkpoint's metadata the name under which torch's own readers look for it."""
+    def show_to_stock_readers(self, manifest: Manifest, template: MetadataTemplate | None = None) -> None:
+        """Put `.metadata` beside a complete checkpoint, for torch's own readers, unless it has left memory by now.
+
+        Nothing of ours depends on it. template: of the checkpoint's catalog, made anew by default.
+        """
+        with contextlib.suppress(FileNotFoundError), in_turn(self.checkpoint_directory(manifest.name)):
+            if any(held.manifest.save_id == manifest.save_id for held in self.find(manifest.name)):
+                self._show(manifest, template)
+
+    def _show(self, manifest: Manifest, template: MetadataTemplate | None = None) -> None:
+        if len(manifest.nodes) > 1:
+            return  # no other reader gets at the other nodes' segments
         directory = self.checkpoint_directory(manifest.name)
+        own = os.path.join(directory, names.own_metadata_file(manifest.save_id))
+        if not os.path.exists(own):
+            template = template or template_of(read_catalog(directory, manifest.catalog))
+            files.write_atomically(own, template.render(manifest.save_id, manifest.tails))
         target = os.path.join(directory, names.metadata_file(manifest.scope))
         temporary = f"{target}.{uuid.uuid4().hex[:8]}"
-        os.link(os.path.join(directory, names.own_metadata_file(manifest.save_id, manifest.metadata_crc)), temporary)
+        os.link(own, temporary)
         os.rename(temporary, target)
         files.remove(temporary)  # renaming onto another name of the same file leaves both
 
     def _is_shown(self, manifest: Manifest) -> bool:
         directory = self.checkpoint_directory(manifest.name)
-        own = os.path.join(directory, names.own_metadata_file(manifest.save_id, manifest.metadata_crc))
+        own = os.path.join(directory, names.own_metadata_file(manifest.save_id))
         try:
             return os.path.samefile(own, os.path.join(directory, names.metadata_file(manifest.scope)))
         except FileNotFoundError:
-            return not os.path.exists(own)
+            return False
 
     def record_flush(self, held: Held, record: FlushRecord) -> None:
         """Write down how a flush went. Nothing is written for a checkpoint that has left memory meanwhile."""
@@ -219,6 +234,7 @@ class JobMemory:
         Whoever still reads or flushes it has leases on them, under which they aren't claimed.
         """
         self._remember(held, "replaced by a newer save of the same name")
+        files.remove(os.path.join(held.directory, names.metadata_file(held.manifest.scope)))  # it names what goes now
         for segment in held.manifest.of_node(self.node):
             self._retire(held.segment_path(segment.file))
         self.tidy(held.directory)
@@ -229,19 +245,28 @@ class JobMemory:
         A segment that a live process is staging or holds is left alone.
         """
         for directory in list(self._checkpoint_directories()):
-            self.tidy(directory)
+            self.tidy(directory, show=True)
 
-    def tidy(self, directory: str) -> None:
-        """Remove from a checkpoint's directory whatever its manifests don't list, and the directory when it is empty."""
+    def tidy(self, directory: str, *, show: bool = False) -> None:
+        """Remove from a checkpoint's directory whatever its manifests don't list, and the directory when it is empty.
+
+        show: give a checkpoint the `.metadata` that its writer was killed before it made.
+        """
         with contextlib.suppress(FileNotFoundError), in_turn(directory):
             self._tidy(directory)
+            for held in self._held_in(directory) if show else ():
+                if not self._is_shown(held.manifest):
+                    self._show_if_possible(held.manifest)
+
+    def _show_if_possible(self, manifest: Manifest) -> None:
+        try:
+            self._show(manifest)
+        except ManifestInvalid as error:
+            log.warning("%s has no .metadata for torch's own readers: %s", manifest.name, error)
 
     def _tidy(self, directory: str) -> None:
         manifests = [held.manifest for held in self._held_in(directory)]
         segments = {segment.file for manifest in manifests for segment in manifest.segments}
-        for manifest in manifests:
-            if not self._is_shown(manifest):
-                self.show_to_stock_readers(manifest)  # before what `.metadata` still refers to goes
         for entry in _listdir(directory):
             if names.SEGMENT.fullmatch(entry) and entry not in segments:
                 self._retire_if_abandoned(os.path.join(directory, entry))
@@ -346,21 +371,15 @@ def _is_manifest(entry: str) -> bool:
     return entry.startswith("manifest") and entry.endswith(".json")
 
 
-def _read_or_empty(path: str) -> bytes:
-    try:
-        return files.read_bytes(path)
-    except FileNotFoundError:
-        return b""
-
-
 def _own_files(manifest: Manifest) -> set[str]:
     """Names, under `.dcp_mem`, of what belongs to a complete checkpoint."""
     paths = [
         names.manifest_file(manifest.scope),
         names.flush_file(manifest.scope),
-        names.own_metadata_file(manifest.save_id, manifest.metadata_crc),
+        names.own_metadata_file(manifest.save_id),
+        names.flushing_file(manifest.save_id),
+        names.catalog_file(manifest.catalog),
     ]
-    paths += [names.layout_file(segment.layout) for segment in manifest.segments]
     return {path.rpartition("/")[2] for path in paths}
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-Ints = npt.NDArray[np.int64]
-Path = tuple[str | int, ...]
+from dcp_mem.format.catalog import Ints, Path, Properties
+
+COLUMNS = ("name", "kind", "properties", "dimensions", "size", "offset", "extent")
 
 
 class Kind(IntEnum):
@@ -20,16 +20,6 @@ class Kind(IntEnum):
     OBJECT = 0
     TENSOR = 1
     SHARD = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Properties:
-    """What DCP writes down of a tensor besides its shape."""
-
-    dtype: torch.dtype
-    layout: torch.layout
-    requires_grad: bool
-    pin_memory: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,10 +48,28 @@ class LocalPlan:
 
     def is_same(self, other: LocalPlan) -> bool:
         """Whether the two describe the same structure."""
-        columns = ("name", "kind", "properties", "dimensions", "size", "offset", "extent")
         return (self.names, self.paths, self.table) == (other.names, other.paths, other.table) and all(
-            np.array_equal(getattr(self, column), getattr(other, column)) for column in columns
+            np.array_equal(getattr(self, column), getattr(other, column)) for column in COLUMNS
         )
+
+
+def share_columns(plans: Sequence[LocalPlan]) -> list[LocalPlan]:
+    """The same plans; what several ranks have in common, as most names and numbers are, is one object."""
+    texts: list[LocalPlan] = []
+    known: dict[tuple[str, bytes], Ints] = {}
+    return [_shared(plan, texts, known) for plan in plans]
+
+
+def _shared(plan: LocalPlan, texts: list[LocalPlan], known: dict[tuple[str, bytes], Ints]) -> LocalPlan:
+    mine = plan.names, plan.paths, plan.table
+    alike = next((one for one in texts if (one.names, one.paths, one.table) == mine), None)
+    if alike is None:
+        texts.append(plan)
+    columns: dict[str, Any] = {
+        name: known.setdefault((str(column.shape), column.tobytes()), column)
+        for name, column in zip(COLUMNS, map(plan.__getattribute__, COLUMNS), strict=True)
+    }
+    return replace(alike or plan, **columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dcp_mem.planning.columns import Kind, LocalPlan, Path, Properties, Row, local_plan
+from dcp_mem.format.catalog import Path, Properties
+from dcp_mem.planning.columns import Kind, LocalPlan, Row, local_plan
 
 _DTYPE, _SHAPE, _LAYOUT = map(operator.attrgetter, ("dtype", "shape", "layout"))
 _REQUIRES_GRAD, _SPEC = operator.attrgetter("requires_grad"), operator.attrgetter("_spec")

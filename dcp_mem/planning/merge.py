@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dcp_mem.planning.columns import Ints, Kind, LocalPlan, Path, Properties
+from dcp_mem.format.catalog import Ints, Path, Properties
+from dcp_mem.planning.columns import Kind, LocalPlan
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]

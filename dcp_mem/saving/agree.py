@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from dcp_mem import faults
 from dcp_mem.errors import CheckpointExists, ConfigError, MemoryBudgetExceeded, RankFailed
@@ -25,14 +27,12 @@ _COMPLAIN_EVERY = 10.0
 class _Survey:
     """What a rank brings to the agreement; what concerns its node comes from the node's leader.
 
-    save_id, persist, now: what this rank would choose as the coordinator. exists, newest: of its node's checkpoints.
+    proposal: the coordinator's save id, whether it persists, and its time. exists, newest: of its node's checkpoints.
     plan_id, others, why_not: as in Planned and Unplanned.
     """
 
     name: str
-    save_id: str = ""
-    persist: bool = False
-    now: float = 0.0
+    proposal: tuple[str, bool, float] | None = None
     needed: int = 0
     spare: int = 0
     node: NodeMemory | None = None
@@ -42,6 +42,30 @@ class _Survey:
     others: tuple[str, ...] = ()
     why_not: str = ""
     error: str = ""
+
+
+class _Ballot(NamedTuple):
+    """What all ranks' surveys come to; it stays as small as this however many ranks there are.
+
+    name: a digest of the checkpoint's. is_usual: no rank sees anything that speaks against staging at once.
+    proposal: the coordinator's save id, whether it persists, and its time.
+    """
+
+    name: bytes
+    plan_id: str
+    is_usual: bool
+    newest: float
+    proposal: tuple[str, bool, float] | None
+
+    def join(self, other: _Ballot) -> _Ballot:
+        alike = (self.name, self.plan_id) == (other.name, other.plan_id)
+        return _Ballot(
+            self.name,
+            self.plan_id,
+            alike and self.is_usual and other.is_usual,
+            max(self.newest, other.newest),
+            self.proposal or other.proposal,
+        )
 
 
 class NoCommonPlan(Exception):
@@ -61,32 +85,61 @@ def agree(caller: Caller, planned: Planned | Unplanned | Exception) -> Attempt |
     planned: an exception where this rank couldn't plan. Raises on all ranks alike: MemoryBudgetExceeded,
     CheckpointExists, ConfigError, RankFailed, and NoCommonPlan, before anything has been decided.
     """
+    started = time.monotonic()
+    topology = caller.session.topology(caller.ranks)
+    survey = _survey_or_error(caller, topology, planned)
+    ballot = caller.ranks.all_reduce(_ballot(caller, survey), _Ballot.join)
+    proposal, newest = ballot.proposal, ballot.newest
+    if not ballot.is_usual:
+        surveys = _agree_at_length(caller, topology, planned, survey)
+        if surveys is None:
+            return None
+        proposal, newest = surveys[0].proposal, max(survey.newest for survey in surveys)
+    faults.point("save.agreed")
+    assert proposal is not None
+    save_id, persist, now = proposal
+    return Attempt(save_id, max(now, newest + 1e-3), persist, topology, started)
+
+
+def _ballot(caller: Caller, survey: _Survey) -> _Ballot:
+    node, limit = survey.node, caller.settings.memory_limit
+    has_room = survey.needed <= survey.spare and (
+        node is None or (len(node.kept) <= caller.settings.keep and (limit is None or node.used <= limit))
+    )
+    return _Ballot(
+        hashlib.sha256(survey.name.encode()).digest()[:8],
+        survey.plan_id,
+        bool(survey.plan_id) and has_room and not (survey.error or survey.exists),
+        survey.newest,
+        survey.proposal,
+    )
+
+
+def _agree_at_length(
+    caller: Caller, topology: Topology, planned: Planned | Unplanned | Exception, survey: _Survey
+) -> Sequence[_Survey] | None:
+    """Look at every rank's survey: why not to stage, what to evict first, how long to wait. None where the save is skipped."""
     started = complained = time.monotonic()
-    session = caller.session
-    topology = session.topology(caller.ranks)
     while True:
-        surveys = caller.ranks.exchange(_survey_or_error(caller, topology, planned))
+        surveys = caller.ranks.exchange(survey)
         if isinstance(planned, Exception):
             raise planned
         verdict = _verdict(caller, topology, surveys)
         if topology.is_leader:
-            _evict(session.memory, verdict.evict, "to make room for a newer checkpoint")
+            _evict(caller.session.memory, verdict.evict, "to make room for a newer checkpoint")
         if verdict.evict:
             caller.ranks.exchange(None)  # nobody stages before the room that is counted on is there
         if verdict.action == "stage":
-            break
+            return surveys
         if caller.settings.on_full == "raise" or (caller.settings.on_full == "wait" and verdict.lasting):
             raise MemoryBudgetExceeded(verdict.needed, verdict.limit, f"{caller.name}: {verdict.why}")
         if caller.settings.on_full == "skip":
             log.warning("%s is skipped: %s", caller.name, verdict.why)
             return None
         complained = _complain(caller, verdict, started, complained)
-        session.wake_agent(caller.settings)
+        caller.session.wake_agent(caller.settings)
         time.sleep(0.02)
-    faults.point("save.agreed")
-    proposal = surveys[0]  # the coordinator's
-    created = max(proposal.now, max(survey.newest for survey in surveys) + 1e-3)
-    return Attempt(proposal.save_id, created, proposal.persist, topology, started)
+        survey = _survey_or_error(caller, topology, planned)
 
 
 def _survey_or_error(caller: Caller, topology: Topology, planned: Planned | Unplanned | Exception) -> _Survey:
@@ -109,9 +162,7 @@ def _survey(caller: Caller, topology: Topology, nbytes: int) -> _Survey:
     session = caller.session
     mine = _Survey(
         name=caller.name,
-        save_id=names.new_save_id(),
-        persist=caller.settings.persist.wants(session.persisted.saves, session.persisted.seconds()),
-        now=time.time(),
+        proposal=_proposal(caller) if caller.ranks.rank == 0 else None,
         needed=capacity_for(nbytes + TAIL_ROOM),
         spare=min(session.slots.spare_bytes(), capacity_for(nbytes + TAIL_ROOM)),
     )
@@ -131,6 +182,11 @@ def _survey(caller: Caller, topology: Topology, nbytes: int) -> _Survey:
         held.manifest.scope == caller.scope for held in memory.find(caller.name)
     )
     return replace(mine, node=node, exists=exists, newest=max((one.created for one in kept), default=0.0))
+
+
+def _proposal(caller: Caller) -> tuple[str, bool, float]:
+    persisted = caller.session.persisted
+    return names.new_save_id(), caller.settings.persist.wants(persisted.saves, persisted.seconds()), time.time()
 
 
 def keep_no_more(memory: JobMemory, scope: str, keep: int) -> None:

@@ -16,18 +16,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.errors import RankFailed
 from dcp_mem.events import log
+from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.frames import Specs
-from dcp_mem.planning.columns import Kind
-from dcp_mem.planning.describe import describe
+from dcp_mem.planning.columns import Kind, share_columns
+from dcp_mem.planning.describe import Written, describe, shared
 from dcp_mem.planning.local import NotDescribable, Structure
 from dcp_mem.planning.merge import GlobalPlan, merge
-from dcp_mem.saving.plan import are_plain, expected_tail, specs_of
-from dcp_mem.saving.values import Caller, Outcome, Planned, Unplanned
+from dcp_mem.planning.plain import are_plain
+from dcp_mem.saving.plan import expected_tail, specs_of
+from dcp_mem.saving.values import Caller, Planned, Staged, Unplanned
 from dcp_mem.session import Session
 
 _PLANS_KEPT = 4
@@ -94,31 +96,28 @@ class Collective:
         assert structure is not None
         mine = (plan.structure for plan in self._plans.values() if plan.group == caller.group)
         structure = next((known for known in mine if known.plan.is_same(structure.plan)), structure)
-        gathered = caller.ranks.gather(structure.plan)
-        outcome: Outcome[tuple[str, list[bytes]]] = Outcome()
+        gathered = caller.ranks.gather(structure.plan, share_columns)
+        parts: list[tuple[str, bytes, str]] = []
         whole: GlobalPlan | None = None
         if caller.ranks.rank == 0:
             try:
                 whole = merge(gathered)
-                masks = [_mask(len(plan), whole.rows_of(rank)) for rank, plan in enumerate(gathered)]
-                outcome = Outcome((uuid.uuid4().hex[:16], masks))
+                plan_id = uuid.uuid4().hex[:16]
+                parts = [(plan_id, _mask(len(one), whole.rows_of(rank)), "") for rank, one in enumerate(gathered)]
             except Exception as error:
-                outcome = Outcome(error=f"{type(error).__name__}: {error}")
-        outcome = caller.ranks.broadcast(outcome)
-        if outcome.value is None:
-            raise RankFailed(f"planning {caller.name}", [(0, outcome.error)])
-        plan_id, masks = outcome.value
-        self._plans[plan_id] = _plan_of(plan_id, caller.group, structure, masks[caller.ranks.rank], whole)
+                parts = [("", b"", f"{type(error).__name__}: {error}")] * len(gathered)
+        plan_id, mask, trouble = caller.ranks.scatter(parts)
+        if trouble:
+            raise RankFailed(f"planning {caller.name}", [(0, trouble)])
+        self._plans[plan_id] = _plan_of(plan_id, caller.group, structure, mask, whole)
         while len(self._plans) > _PLANS_KEPT:
             dropped, _ = self._plans.popitem(last=False)
             caller.session.saved.pop(replace(caller, plan_id=dropped).plan_key, None)
         log.info("planned %s with %d ranks in %.2f s", caller.name, caller.ranks.size, time.monotonic() - started)
 
-    def metadata(self, plan_id: str) -> Metadata:
-        """What DCP writes down of a plan, without storage data; the coordinator alone is asked."""
-        whole = self._plans[plan_id].whole
-        assert whole is not None
-        return describe(whole)[0]
+    def describing(self, plan_id: str) -> Describing:
+        """How the catalog of a plan comes about."""
+        return Describing(self._plans[plan_id].whole)
 
     def _planned(self, caller: Caller, plan: _Plan, leaves: Sequence[Any]) -> Planned:
         self._plans.move_to_end(plan.plan_id)
@@ -180,6 +179,23 @@ def _planned(caller: Caller, plan: _Plan, leaves: Sequence[Any]) -> Planned:
             sources = list(map(torch.Tensor.data_ptr, tensors))
     nbytes = layout.layout.nbytes + expected_tail(caller, plan.objects, items.resolve)
     return Planned(items, plan.tensors, plan.objects, layout, nbytes, sources, plan.plan_id)
+
+
+class Describing:
+    """Each rank says which of its rows it has put where; all else is in the global plan, which the coordinator has."""
+
+    def __init__(self, whole: GlobalPlan | None) -> None:
+        self._whole = whole
+
+    def part(self, rank: int, staged: Staged) -> Written:
+        return Written(rank, np.array(staged.items, np.int64), staged.layout.described)
+
+    def share(self, parts: Sequence[Written]) -> Sequence[Written]:
+        return shared(parts)
+
+    def catalog(self, parts: Sequence[Written]) -> Catalog:
+        assert self._whole is not None
+        return describe(self._whole, parts)
 
 
 class _LeafItems:

@@ -3,42 +3,89 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
-from torch.distributed.checkpoint.metadata import Metadata
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from dcp_mem import faults
 from dcp_mem.errors import RankFailed
-from dcp_mem.format.checksums import checksum
+from dcp_mem.format import names
+from dcp_mem.format.catalog import Catalog, catalog_key
 from dcp_mem.format.manifest import Manifest
-from dcp_mem.format.metadata import MetadataTemplate, RankItems, make_template
 from dcp_mem.saving.agree import keep_no_more
-from dcp_mem.saving.values import Attempt, Caller, Outcome, Staged
+from dcp_mem.saving.values import Attempt, Caller, Staged
 from dcp_mem.session import SavedPlan
 from dcp_mem.values import Segment
 
+P = TypeVar("P")
+Tail = tuple[tuple[int, int], ...]
+Failures = tuple[tuple[int, str], ...]
+_MOST_FAILURES = 8
 
-@dataclass(frozen=True, slots=True)
-class _Receipt:
-    segment: Segment
-    changed: bool
+
+class Describe(Protocol[P]):
+    """How the catalog comes about: each rank gives its part, and the coordinator puts them together."""
+
+    def part(self, rank: int, staged: Staged) -> P:
+        """What a rank says of its segment."""
+
+    def share(self, parts: Sequence[P]) -> Sequence[P]:
+        """The parts, with what is equal in several of them as one object."""
+
+    def catalog(self, parts: Sequence[P]) -> Catalog:
+        """Asked of the coordinator, with all ranks' parts."""
+
+
+class _Receipts(NamedTuple):
+    """What all ranks have to say once they have staged; next to nothing where all went as in the last save.
+
+    last: save id of what this plan saved last, as far as each rank knows. is_new: some segment isn't made as it was then.
+    tails: of the ranks whose tails lie elsewhere. failures: (rank, text), some of them.
+    """
+
+    last: str
+    is_new: bool
+    tails: tuple[tuple[int, Tail], ...]
+    failures: Failures
+
+    def join(self, other: _Receipts) -> _Receipts:
+        return _Receipts(
+            self.last,
+            self.is_new or other.is_new or self.last != other.last,
+            self.tails + other.tails,
+            _some(self.failures + other.failures),
+        )
+
+
+def _some(failures: Failures) -> Failures:
+    return tuple(sorted(failures)[:_MOST_FAILURES])
 
 
 def complete(
     caller: Caller,
     attempt: Attempt,
     staged: Staged | Exception,
-    metadata: Callable[[], Metadata],
+    describe: Describe[Any],
     structure_changed: bool,
 ) -> tuple[Manifest, Staged]:
     """Exchange receipts and mark the checkpoint COMPLETE on every node; on return this node can restore it.
 
-    staged: this rank's segment, or why it has none. metadata: makes the global metadata; asked of the
-    coordinator, and only when the plan changed. Raises on all ranks where any of them failed.
+    staged: this rank's segment, or why it has none. describe: makes the catalog on the coordinator; asked only
+    when the plan changed. Raises on all ranks where any of them failed.
     """
     try:
-        return _complete(caller, attempt, staged, metadata, structure_changed)
+        receipts = _exchange_receipts(caller, staged, structure_changed)
+        assert isinstance(staged, Staged)
+        faults.point("complete.receipts")
+        saved = _as_last_time(caller, attempt, receipts) or _anew(caller, staged, describe)
+        manifest = _manifest(caller, attempt, saved)
+        _publish_on_all_nodes(caller, attempt, manifest)
+        if attempt.topology.is_leader:
+            keep_no_more(caller.session.memory, caller.scope, caller.settings.keep)
+            faults.point("complete.evicted")
+        caller.session.saved[caller.plan_key] = replace(saved, save_id=attempt.save_id)
+        caller.session.persisted.note(attempt.persist)
+        return manifest, staged
     except BaseException:
         caller.session.swept = False
         raise
@@ -47,81 +94,73 @@ def complete(
             caller.session.slots.share(staged.slot)
 
 
-def _complete(
-    caller: Caller,
-    attempt: Attempt,
-    staged: Staged | Exception,
-    metadata: Callable[[], Metadata],
-    structure_changed: bool,
-) -> tuple[Manifest, Staged]:
-    receipts = _exchange_receipts(caller, staged, structure_changed)
-    assert isinstance(staged, Staged)
-    faults.point("complete.receipts")
+def _exchange_receipts(caller: Caller, staged: Staged | Exception, structure_changed: bool) -> _Receipts:
     saved = caller.session.saved.get(caller.plan_key)
-    if saved is None or any(receipt.changed for receipt in receipts):
-        saved = _new_saved_plan(caller, staged, metadata)
-        caller.session.heap_grew = True
-    elif saved.tail != staged.segment.tail:
-        saved = replace(saved, tail=staged.segment.tail)
-    manifest = _manifest(caller, attempt, [receipt.segment for receipt in receipts])
-    manifest = _publish_on_all_nodes(caller, attempt, manifest, saved.template)
-    if attempt.topology.is_leader:
-        keep_no_more(caller.session.memory, caller.scope, caller.settings.keep)
-        faults.point("complete.evicted")
-    caller.session.saved[caller.plan_key] = saved
-    caller.session.persisted.note(attempt.persist)
-    return manifest, staged
-
-
-def _exchange_receipts(caller: Caller, staged: Staged | Exception, structure_changed: bool) -> list[_Receipt]:
     if isinstance(staged, Staged):
-        changed = structure_changed or _differs(caller.session.saved.get(caller.plan_key), staged)
-        mine = Outcome(_Receipt(staged.segment, changed))
+        tail = staged.segment.tail
+        is_elsewhere = saved is not None and saved.segments[caller.ranks.rank].tail != tail
+        news = ((caller.ranks.rank, tail),) if is_elsewhere else ()
+        is_new = structure_changed or _differs(saved, staged, caller.ranks.rank)
+        mine = _Receipts("" if saved is None else saved.save_id, is_new, news, ())
     else:
-        mine = Outcome(error=f"{type(staged).__name__}: {staged}")
-    outcomes = caller.ranks.exchange(mine)
-    failures = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error]
-    if failures:
-        caller.session.swept = False
+        mine = _Receipts("", False, (), ((caller.ranks.rank, f"{type(staged).__name__}: {staged}"),))
+    receipts = caller.ranks.all_reduce(mine, _Receipts.join)
+    if receipts.failures:
         if not isinstance(staged, Staged):
             raise staged
         caller.session.slots.abandon(staged.slot)
-        raise RankFailed(f"saving {caller.name}", failures)
-    return [outcome.value for outcome in outcomes if outcome.value is not None]
+        raise RankFailed(f"saving {caller.name}", list(receipts.failures))
+    return receipts
 
 
-def _differs(saved: SavedPlan | None, staged: Staged) -> bool:
+def _differs(saved: SavedPlan | None, staged: Staged, number: int) -> bool:
     return (
         saved is None
-        or saved.layout != staged.segment.layout
-        or len(saved.tail) != len(staged.segment.tail)
+        or saved.segments[number].layout != staged.segment.layout
+        or len(saved.segments[number].tail) != len(staged.segment.tail)
         or saved.items != staged.plan.fingerprint(staged.items)
     )
 
 
-def _new_saved_plan(caller: Caller, staged: Staged, metadata: Callable[[], Metadata]) -> SavedPlan:
-    """The coordinator makes the metadata template from everyone's items; everyone gets it."""
-    extents = list(zip(staged.offsets, staged.lengths, strict=True))
-    indexes = list(map(staged.plan.index, staged.items))
-    gathered = caller.ranks.gather(RankItems(caller.rank, indexes, extents, len(staged.layout.layout)))
-    outcome: Outcome[MetadataTemplate] = Outcome()
-    if caller.ranks.rank == 0:
+def _as_last_time(caller: Caller, attempt: Attempt, receipts: _Receipts) -> SavedPlan | None:
+    """What this plan saved last, with what the receipts say; None where that doesn't tell all."""
+    saved = caller.session.saved.get(caller.plan_key)
+    if saved is None or receipts.is_new:
+        return None
+    tails = dict(receipts.tails)
+    segments = [_moved_on(segment, attempt.save_id, tails.get(number)) for number, segment in enumerate(saved.segments)]
+    return replace(saved, segments=segments)
+
+
+def _moved_on(segment: Segment, save_id: str, tail: Tail | None) -> Segment:
+    file = names.segment_file(segment.rank, save_id)
+    if tail is None:
+        return Segment(segment.rank, segment.node, file, segment.nbytes, segment.layout, segment.tail)
+    return replace(segment, file=file, nbytes=sum(tail[-1]), tail=tail)
+
+
+def _anew(caller: Caller, staged: Staged, describe: Describe[Any]) -> SavedPlan:
+    """The coordinator makes the catalog from everyone's items; the nodes' leaders get it."""
+    session, ranks = caller.session, caller.ranks
+    segments = ranks.exchange(staged.segment)
+    parts = ranks.gather(describe.part(caller.rank, staged), describe.share)
+    data, error = b"", ""
+    if ranks.rank == 0:
         try:
-            outcome = Outcome(make_template(metadata(), gathered))
-        except Exception as error:
-            outcome = Outcome(error=f"{type(error).__name__}: {error}")
-    outcome = caller.ranks.broadcast(outcome)
-    if outcome.value is None:
-        raise RankFailed(f"describing {caller.name}", [(0, outcome.error)])
-    return SavedPlan(
-        outcome.value,
-        staged.plan.fingerprint(staged.items),
-        staged.segment.layout,
-        staged.segment.tail,
-    )
+            data = describe.catalog(parts).to_bytes()
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    key, error = ranks.broadcast((catalog_key(data), error))
+    if error:
+        raise RankFailed(f"describing {caller.name}", [(0, error)])
+    received = ranks.tell_leaders(data)
+    if received is not None:
+        session.catalogs.put(received)
+    session.heap_grew = True
+    return SavedPlan(key, staged.plan.fingerprint(staged.items), segments)
 
 
-def _manifest(caller: Caller, attempt: Attempt, segments: Sequence[Segment]) -> Manifest:
+def _manifest(caller: Caller, attempt: Attempt, saved: SavedPlan) -> Manifest:
     return Manifest(
         name=caller.name,
         save_id=attempt.save_id,
@@ -130,47 +169,42 @@ def _manifest(caller: Caller, attempt: Attempt, segments: Sequence[Segment]) -> 
         created=attempt.created,
         world_size=caller.ranks.size,
         persist=attempt.persist,
-        committer=segments[0].node,
-        segments=tuple(segments),
-        metadata_crc=0,
+        committer=saved.segments[0].node,
+        segments=tuple(saved.segments),
+        catalog=saved.catalog,
         stage_seconds=time.monotonic() - attempt.started,
     )
 
 
-def _publish_on_all_nodes(caller: Caller, attempt: Attempt, manifest: Manifest, template: MetadataTemplate) -> Manifest:
+def _publish_on_all_nodes(caller: Caller, attempt: Attempt, manifest: Manifest) -> None:
     """Publish on this node, if this rank leads it; no node gives up an older checkpoint before all have this one.
 
     No rank of an own plan goes on before that either. (DCP keeps its ranks together by itself, until `finish`.)
     """
-    outcome: Outcome[Manifest] = Outcome(manifest)
     failure: Exception | None = None
     if attempt.topology.is_leader:
         try:
-            outcome = Outcome(_publish(caller, manifest, template))
+            _publish(caller, manifest)
         except Exception as error:
-            failure, outcome = error, Outcome(error=f"{type(error).__name__}: {error}")
-    errors = [outcome.error]
+            failure = error
+    failures: Failures = ()
+    if failure is not None:
+        failures = ((caller.ranks.rank, f"{type(failure).__name__}: {failure}"),)
     if len(set(attempt.topology.nodes)) > 1 or caller.plan_id:
-        errors = caller.ranks.exchange(outcome.error)
+        failures = caller.ranks.all_reduce(failures, lambda some, others: _some(some + others))
     if failure is not None:
         raise failure
-    failures = [(rank, error) for rank, error in enumerate(errors) if error]
-    if failures or outcome.value is None:
-        raise RankFailed(f"publishing {caller.name}", failures)
-    return outcome.value
+    if failures:
+        raise RankFailed(f"publishing {caller.name}", list(failures))
 
 
-def _publish(caller: Caller, manifest: Manifest, template: MetadataTemplate) -> Manifest:
+def _publish(caller: Caller, manifest: Manifest) -> None:
     memory = caller.session.memory
-    memory.make_checkpoint_directory(caller.name)
+    directory = memory.make_checkpoint_directory(caller.name)
     replaced = [held for held in memory.find(caller.name) if held.manifest.scope == caller.scope]
-    metadata = template.render(manifest.save_id, manifest.tails)
-    manifest = replace(manifest, metadata_crc=checksum(metadata))
-    memory.publish_metadata(manifest, metadata)
-    faults.point("complete.metadata")
+    caller.session.catalogs.link(manifest.catalog, directory)
+    faults.point("complete.catalog")
     memory.publish(manifest)
     faults.point("complete.manifest")
-    memory.show_to_stock_readers(manifest)
     for held in replaced:
         memory.retire_replaced(held)
-    return manifest

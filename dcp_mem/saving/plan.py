@@ -20,19 +20,16 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem.format.frames import Specs
 from dcp_mem.format.layout import align
+from dcp_mem.planning.plain import are_plain
 from dcp_mem.saving.values import Caller, Planned
 
 TAIL_ROOM = 1 << 20
 """Reserved behind a layout for byte items, whose sizes no plan tells."""
 
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Tensor types whose data is what their pointer says."""
-
 _TYPE, _FQN, _OFFSET = map(operator.attrgetter, ("type", "index.fqn", "index.offset"))
 _PLANNED_DTYPE = operator.attrgetter("tensor_data.properties.dtype")
 _PLANNED_SHAPE = operator.attrgetter("tensor_data.chunk.sizes")
 _DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
-_IS_CPU, _LAYOUT = operator.attrgetter("is_cpu"), operator.attrgetter("layout")
 _RESOLVING = ("resolve_data", "lookup_object", "transform_object")
 _PLANNING = ("create_local_plan", "create_global_plan", "_create_global_plan", "finish_plan")
 
@@ -70,7 +67,7 @@ def expected_tail(caller: Caller, objects: Sequence[Any], resolve: Callable[[Any
     """Bytes that the byte items will take: those of the last save; else, where there is a limit to keep, measured."""
     saved = caller.session.saved.get(caller.plan_key)
     if saved is not None:
-        return sum(align(nbytes) for _, nbytes in saved.tail)
+        return sum(align(nbytes) for _, nbytes in saved.segments[caller.ranks.rank].tail)
     if caller.settings.memory_limit is None:
         return 0
     streams = (resolve(item) for item in objects)
@@ -94,19 +91,6 @@ def _handed_out(
             return None
         found = [one._local_tensor if shard else one for one, shard in zip(found, is_shard, strict=True)]
     return found if are_plain(found) else None
-
-
-def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all of these are contiguous CPU memory that their pointers tell all of."""
-    kind = torch.Tensor
-    return (
-        PLAIN.issuperset(map(type, tensors))
-        and all(map(_IS_CPU, tensors))
-        and {torch.strided}.issuperset(map(_LAYOUT, tensors))
-        and all(map(kind.is_contiguous, tensors))
-        and not any(map(kind.is_neg, tensors))
-        and not any(map(kind.is_conj, tensors))
-    )
 
 
 def specs_of(tensors: Sequence[torch.Tensor]) -> Specs:

@@ -20,7 +20,8 @@ from dcp_mem.format.layout import align
 from dcp_mem.memory import pinning
 from dcp_mem.memory.copying import Move, copy
 from dcp_mem.memory.slots import Slot
-from dcp_mem.saving.plan import PLAIN, TAIL_ROOM
+from dcp_mem.planning.plain import PLAIN
+from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.values import Attempt, Caller, Items, Planned, Staged
 from dcp_mem.session import PlanLayout
 from dcp_mem.values import Segment
@@ -213,11 +214,10 @@ def _seal(
     nbytes = tail[-1][0] + tail[-1][1] if tail else layout.nbytes
 
     def add(directory: str) -> None:
-        caller.session.link_layout(plan_layout, directory)
         caller.session.slots.seal(slot, os.path.join(directory, file))
 
     memory.add_segment(caller.name, add)
-    return Segment(caller.rank, memory.node, file, nbytes, layout.key, tail)
+    return Segment(caller.rank, memory.node, file, nbytes, plan_layout.described.key, tail)
 
 
 class Results(Sequence[WriteResult]):

@@ -1,4 +1,4 @@
-"""The ranks of one save or load talk to each other here, over a gloo group of dcp_mem's own.
+"""Ranks over a gloo group of dcp_mem's own.
 
 DCP's group is never used: its next collective belongs to DCP, and a training loop may be using it at the same time.
 The group is built directly on the default store, without registering with torch.distributed, so that building it in
@@ -14,81 +14,26 @@ import os
 import pickle
 import sys
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
+from dcp_mem.ranks import passing
+from dcp_mem.ranks.base import Alone, Ranks, Share
+from dcp_mem.ranks.passing import dumped
+from dcp_mem.ranks.tree import Tree, tree_of
 
 T = TypeVar("T")
-_LETTER = 4096
 _HEAD = 8
-
-
-class Ranks(Protocol):
-    """A fixed set of ranks; all of them make the same calls in the same order.
-
-    A call raises RankFailed where a rank is gone or stays away for longer than the time-out.
-    """
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the set."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-
-    @property
-    def key(self) -> str:
-        """Tells this set of ranks from others that this process is in."""
-
-    @property
-    def notes(self) -> dict[str, Any]:
-        """What its ranks have found out about each other; kept for as long as the set is."""
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the ranks have talked to each other before."""
-
-    def leave(self, why: str) -> None:
-        """Part from the others, who are told so by an error in their next call: they must not wait for this rank."""
-
-    def exchange(self, value: T) -> list[T]:
-        """Every rank gets every rank's value, by rank."""
-
-    def gather(self, value: T) -> list[T]:
-        """Rank 0 gets every rank's value, by rank; the others get an empty list."""
-
-    def broadcast(self, value: T) -> T:
-        """Every rank gets rank 0's value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """One rank on its own: no process group, `no_dist`, or `use_collectives=False`."""
-
-    rank: int = 0
-    size: int = 1
-    key: str = ""
-    notes: dict[str, Any] = field(default_factory=dict)
-    is_connected: bool = True
-
-    def leave(self, why: str) -> None:
-        return
-
-    def exchange(self, value: T) -> list[T]:
-        return [value]
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
-    def broadcast(self, value: T) -> T:
-        return value
+_LETTER = 128
+"""Bytes that every message begins with; most of them are not longer."""
+_WIDE_LETTER = 4096
+"""The same where every rank writes to every other one."""
+_TAG = 0x64637
 
 
 class GlooRanks:
@@ -107,16 +52,28 @@ class GlooRanks:
         self._generation = 0
         self._calls = 0
         self._group: dist.ProcessGroupGloo | None = None
+        self._tree = self._unarranged()
+
+    def arrange(self, nodes: Sequence[str]) -> None:
+        self._tree = tree_of(nodes, self.rank)
 
     def exchange(self, value: T) -> list[T]:
-        return self._guarded("exchange", lambda group: self._all_gather(group, value))
+        return self._guarded("exchange", lambda group: _all_gather(group, value, self.size))
 
-    def gather(self, value: T) -> list[T]:
-        return self._guarded("gather", lambda group: self._gather(group, value))
+    def all_reduce(self, value: T, join: Callable[[T, T], T]) -> T:
+        return self._guarded("agreement", lambda group: passing.all_reduce(_GlooWire(group), self._tree, value, join))
+
+    def gather(self, value: T, share: Share[T] = list) -> list[T]:
+        return self._guarded("gather", lambda group: passing.gather(_GlooWire(group), self._tree, value, share))
 
     def broadcast(self, value: T) -> T:
-        result: T = self._guarded("broadcast", lambda group: self._broadcast(group, value))
-        return result
+        return self._guarded("broadcast", lambda group: passing.broadcast(_GlooWire(group), self._tree, value))
+
+    def scatter(self, values: Sequence[T]) -> T:
+        return self._guarded("scatter", lambda group: passing.scatter(_GlooWire(group), self._tree, values))
+
+    def tell_leaders(self, data: bytes) -> Any:
+        return self._guarded("broadcast", lambda group: passing.tell_leaders(_GlooWire(group), self._tree, data))
 
     def refresh(self) -> None:
         """Called as a save or load begins: leave a group that broke in an earlier one.
@@ -129,8 +86,9 @@ class GlooRanks:
         while self._store.check([self._broken_key()]):
             left = self._who_left()
             self._generation += 1
-            self._group = None
+            self.close()
             self.notes.clear()
+            self._tree = self._unarranged()
             if left is not None and left[2] == self._calls:  # it was quick to leave the very call that begins here
                 raise RankFailed("the call", [left[:2]])
 
@@ -146,6 +104,9 @@ class GlooRanks:
         """Leave the group. Its threads must end while the interpreter still runs, or they may abort the process."""
         self._group = None
 
+    def _unarranged(self) -> Tree:
+        return tree_of(list(map(str, range(self.size))), self.rank)
+
     def _broken_key(self) -> str:
         return f"{self._name}/{self._generation}/broken"
 
@@ -158,9 +119,10 @@ class GlooRanks:
             raise
         except Exception as error:
             left = self._who_left()
+            self._say_broken()
+            self.close()  # whoever waits for this rank learns it from that
             if left is not None:
                 raise RankFailed(what, [left[:2]]) from None
-            self._say_broken()
             text = str(error).split("\n")[0][:300]
             raise RankFailed(
                 f"{what} between {self.size} ranks (a rank died or fell behind by {self._timeout.total_seconds():.0f} s; "
@@ -188,41 +150,69 @@ class GlooRanks:
         prefix = dist.PrefixStore(f"{self._name}/{self._generation}", self._store)
         return dist.ProcessGroupGloo(prefix, self.rank, self.size, self._timeout)
 
-    # torch declares no methods for a gloo group that isn't registered, hence Any.
-    def _all_gather(self, group: Any, value: Any) -> list[Any]:
-        """One collective for values that fit into a small letter, as almost all do; a second one where some don't."""
-        mine = _dump(value)
-        letters = [torch.empty(_LETTER, dtype=torch.uint8) for _ in range(self.size)]
-        group.allgather([letters], [_letter(mine)]).wait()
-        sizes = [_size(letter) for letter in letters]
-        longest = max(sizes)
-        if longest <= _LETTER - _HEAD:
-            return [_load(letter[_HEAD:], size) for letter, size in zip(letters, sizes, strict=True)]
-        outputs = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        group.allgather([outputs], [_padded(mine, longest)]).wait()
-        return [_load(output, size) for output, size in zip(outputs, sizes, strict=True)]
 
-    def _gather(self, group: Any, value: Any) -> list[Any]:
-        mine = _dump(value)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        group.allgather([sizes], [torch.tensor([len(mine)])]).wait()
-        longest = max(int(size) for size in sizes)
-        root = self.rank == 0
-        outputs = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if root else []
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        group.gather([outputs] if root else [], [_padded(mine, longest)], options).wait()
-        return [_load(output, int(size)) for output, size in zip(outputs, sizes, strict=True)] if root else []
+class _GlooWire:
+    """Point-to-point messages: a letter of a fixed size, which says how much is still to come, and the rest."""
 
-    def _broadcast(self, group: Any, value: Any) -> Any:
-        mine = _dump(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([len(mine)])
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        group.broadcast([size], options).wait()
-        data = mine if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-        group.broadcast([data], options).wait()
-        return value if self.rank == 0 else _load(data, len(data))
+    def __init__(self, group: Any) -> None:
+        self._group = group  # Any: torch declares no methods for a gloo group that isn't registered
+
+    def send(self, ranks: Sequence[int], data: Any) -> None:
+        if not ranks:
+            return
+        view = memoryview(data)
+        message = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+        parts = [_letter(message, _LETTER), *([message[_LETTER - _HEAD :]] if len(message) > _LETTER - _HEAD else [])]
+        for work in [self._group.send([part], rank, _TAG) for part in parts for rank in ranks]:
+            work.wait()
+
+    def receive(self, ranks: Sequence[int]) -> list[Any]:
+        letters = [torch.empty(_LETTER, dtype=torch.uint8) for _ in ranks]
+        for work in [self._group.recv([letter], rank, _TAG) for letter, rank in zip(letters, ranks, strict=True)]:
+            work.wait()
+        return [self._whole(letter, rank) for letter, rank in zip(letters, ranks, strict=True)]
+
+    def _whole(self, letter: torch.Tensor, rank: int) -> Any:
+        nbytes = _size(letter)
+        begun = letter[_HEAD : _HEAD + nbytes]
+        if len(begun) == nbytes:
+            return begun.numpy()
+        message = torch.empty(nbytes, dtype=torch.uint8)
+        message[: len(begun)] = begun
+        self._group.recv([message[len(begun) :]], rank, _TAG).wait()
+        return message.numpy()
+
+
+def _all_gather(group: Any, value: Any, size: int) -> list[Any]:
+    """One collective for values that fit into a letter, as almost all do; a second one where some don't."""
+    mine = torch.frombuffer(dumped(value), dtype=torch.uint8)
+    letters = [torch.empty(_WIDE_LETTER, dtype=torch.uint8) for _ in range(size)]
+    group.allgather([letters], [_letter(mine, _WIDE_LETTER)]).wait()
+    sizes = [_size(letter) for letter in letters]
+    longest = max(sizes)
+    if longest <= _WIDE_LETTER - _HEAD:
+        return [_loaded(letter[_HEAD:], nbytes) for letter, nbytes in zip(letters, sizes, strict=True)]
+    outputs = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    group.allgather([outputs], [_padded(mine, longest)]).wait()
+    return [_loaded(output, nbytes) for output, nbytes in zip(outputs, sizes, strict=True)]
+
+
+def _letter(message: torch.Tensor, nbytes: int) -> torch.Tensor:
+    head = torch.tensor([len(message)], dtype=torch.int64).view(torch.uint8)
+    return _padded(torch.cat([head, message[: nbytes - _HEAD]]), nbytes)
+
+
+def _size(letter: torch.Tensor) -> int:
+    return int(letter[:_HEAD].view(torch.int64))
+
+
+def _loaded(data: torch.Tensor, nbytes: int) -> Any:
+    message: Any = data[:nbytes].numpy()
+    return pickle.loads(message)
+
+
+def _padded(data: torch.Tensor, nbytes: int) -> torch.Tensor:
+    return data if len(data) == nbytes else torch.cat([data, torch.zeros(nbytes - len(data), dtype=torch.uint8)])
 
 
 def exchange_timeout() -> float:
@@ -235,28 +225,6 @@ def exchange_timeout() -> float:
     if seconds <= 0:
         raise ConfigError(f"DCP_MEM_TIMEOUT={text!r}: give a number of seconds above 0")
     return seconds
-
-
-def _dump(value: Any) -> torch.Tensor:
-    # Peers are the ranks of this very job; DCP pickles between them as well.
-    return torch.frombuffer(bytearray(pickle.dumps(value, protocol=4)), dtype=torch.uint8)
-
-
-def _letter(data: torch.Tensor) -> torch.Tensor:
-    head = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
-    return _padded(torch.cat([head, data[: _LETTER - _HEAD]]), _LETTER)
-
-
-def _size(letter: torch.Tensor) -> int:
-    return int(letter[:_HEAD].view(torch.int64))
-
-
-def _load(data: torch.Tensor, size: int) -> Any:
-    return pickle.loads(data[:size].numpy().tobytes())
-
-
-def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
-    return data if len(data) == size else torch.cat([data, torch.zeros(size - len(data), dtype=torch.uint8)])
 
 
 def run_token() -> str:

@@ -1,0 +1,247 @@
+"""The catalog: everything that DCP's `Metadata` says of a checkpoint, as columns, but for what differs from save to save.
+
+One catalog describes all saves of one plan: it is written once, under a name made of its content, and linked beside every
+checkpoint. What differs (the save id, and where the items behind the layouts lie) stands in the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from mmap import mmap
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format.layout import Layout, layout_of
+from dcp_mem.format.packed import Ints as Ints
+from dcp_mem.format.packed import Packed, pack, unpack
+from dcp_mem.format.texts import Path as Path
+from dcp_mem.format.texts import pack_texts, unpack_texts
+
+VERSION = 1
+Extent = tuple[int, int]
+"""(offset, length) of an item in its segment."""
+BYTES = -1
+"""In place of a tensor's properties: the entry is a byte item."""
+LOOSE_CHUNKS, LOOSE_BYTES = -2, -3
+"""In place of properties: an entry that isn't in DCP's metadata, though its items were written: chunks, or a byte item.
+
+Only planners of somebody's own make such. `dimensions` of the entry counts; its size and its rows' extents say nothing.
+"""
+_COLUMNS = (
+    "name",
+    "properties",
+    "dimensions",
+    "size",
+    "first",
+    "offset",
+    "extent",
+    "writer",
+    "number",
+    "ranks",
+    "layout_of",
+)
+_LAYOUT_ROWS = ("offsets", "lengths", "payload_offsets", "payload_nbytes")
+_MOST_DIMENSIONS = 64
+_MOST = (1 << 62) - 1
+"""The largest size or offset: the sum of two of them doesn't overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """What DCP writes down of a tensor besides its shape."""
+
+    dtype: torch.dtype
+    layout: torch.layout
+    requires_grad: bool
+    pin_memory: bool
+    memory_format: torch.memory_format = torch.contiguous_format
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Catalog:
+    """One row an item; the items of one entry (a name of the metadata) together, by their offsets, in lexicographic order.
+
+    names: all flattened names. paths: DCP's planner data: the path of each name, None where a name has none; or None where
+    there is no planner data that could be said like this (see planner_pickle).
+    table: the different properties of tensors.
+
+    Of each entry, in the order of DCP's metadata: name, properties (-1 for byte items), dimensions, size[entries, width]
+    (padded with 1); first[entries + 1]: its rows are first[i] to first[i + 1].
+    Of each row: offset and extent[rows, width] (padded with 0 and 1); writer: which of `ranks` has written it (-1: none has);
+    number: which item of that rank's segment it is, counted in the order of the layout, and then on in its tail.
+    Of each writer: ranks: its rank; layout_of: its segment's layout, by number, in `layouts`.
+
+    planner_pickle: planner data of a planner of somebody's own, pickled; b"" where `paths` says it all, or there is none.
+    """
+
+    names: Sequence[str]
+    paths: Sequence[Path | None] | None
+    table: Sequence[Properties]
+    name: Ints
+    properties: Ints
+    dimensions: Ints
+    size: Ints
+    first: Ints
+    offset: Ints
+    extent: Ints
+    writer: Ints
+    number: Ints
+    ranks: Ints
+    layout_of: Ints
+    layouts: Sequence[Layout]
+    planner_pickle: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        """The catalog as a file, the same for the same content. Raises ManifestInvalid where it contradicts itself."""
+        _refuse_contradictions(self)
+        texts = pack_texts(self.names, self.paths)
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        layouts = {row: _joined([getattr(layout, row) for layout in self.layouts]) for row in _LAYOUT_ROWS}
+        lengths = np.fromiter(map(len, self.layouts), np.int64, len(self.layouts))
+        facts = {"table": [_written(one) for one in self.table]}
+        blobs = {**texts.blobs, "planner_pickle": self.planner_pickle}
+        return pack(Packed(facts, {**columns, **layouts, "layouts": lengths, **texts.columns}, blobs), VERSION)
+
+    def layout(self, rank: int) -> Layout:
+        """The layout of a rank's segment; an empty one where the catalog knows none."""
+        writer = np.flatnonzero(self.ranks == rank)
+        return self.layouts[self.layout_of[writer[0]]] if len(writer) else layout_of(np.zeros((4, 0), np.int64))
+
+    @staticmethod
+    def from_bytes(data: bytes | memoryview | mmap) -> Catalog:
+        """Read what `to_bytes` wrote; nothing of `data` is kept. Raises ManifestInvalid for anything else.
+
+        What it returns fits together: no number in it points outside of what it counts in.
+        """
+        packed = unpack(data, VERSION)
+        try:
+            names, paths = unpack_texts(packed)
+            catalog = Catalog(
+                names=names,
+                paths=paths,
+                table=tuple(_read(one) for one in packed.facts["table"]),
+                layouts=_layouts(packed.columns),
+                planner_pickle=packed.blobs["planner_pickle"],
+                **{name: packed.columns[name] for name in _COLUMNS},
+            )
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ManifestInvalid(f"a catalog is damaged: {type(error).__name__}: {error}") from None
+        _refuse_contradictions(catalog)
+        return catalog
+
+
+def catalog_key(data: bytes | memoryview | mmap) -> str:
+    """Names a catalog by its content: 16 hex digits."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+# -- properties and layouts, written down --------------------------------------------------------------------------------
+
+
+def _by_name(kind: type) -> Mapping[str, Any]:
+    """Torch's objects of one kind, by the names that it prints them under."""
+    return {str(value): value for value in vars(torch).values() if isinstance(value, kind)}
+
+
+_DTYPES, _LAYOUTS = _by_name(torch.dtype), _by_name(torch.layout)
+_MEMORY_FORMATS = _by_name(torch.memory_format)
+
+
+def _written(one: Properties) -> list[Any]:
+    return [str(one.dtype), str(one.layout), one.requires_grad, one.pin_memory, str(one.memory_format)]
+
+
+def _read(written: Sequence[Any]) -> Properties:
+    dtype, layout, requires_grad, pin_memory, memory_format = written
+    return Properties(
+        _DTYPES[dtype], _LAYOUTS[layout], bool(requires_grad), bool(pin_memory), _MEMORY_FORMATS[memory_format]
+    )
+
+
+def _joined(columns: Sequence[Ints]) -> Ints:
+    return np.concatenate(columns) if columns else np.zeros(0, np.int64)
+
+
+def _layouts(columns: Mapping[str, Ints]) -> list[Layout]:
+    rows = np.stack([columns[row] for row in _LAYOUT_ROWS])
+    offsets, lengths, payload_offsets, payload_nbytes = rows
+    counts = columns["layouts"]
+    if rows.ndim != 2 or counts.ndim != 1 or not _within(counts, 0, rows.shape[1]) or counts.sum() != rows.shape[1]:
+        raise ValueError("layouts of other lengths")
+    if not _within(rows, -1, _MOST) or not _within(np.delete(rows, 2, axis=0), 0, _MOST):
+        raise ValueError("layouts reach out of their segments")
+    ends = payload_offsets + payload_nbytes
+    inside = (payload_offsets >= offsets) & (ends <= offsets + lengths)
+    if not (inside | (payload_offsets < 0)).all():
+        raise ValueError("payloads reach out of their items")
+    stops = np.cumsum(counts).tolist()
+    return [layout_of(rows[:, start:stop].copy()) for start, stop in pairwise([0, *stops])]
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def _refuse_contradictions(catalog: Catalog) -> None:
+    problem = next(_contradictions(catalog), None)
+    if problem is not None:
+        raise ManifestInvalid(f"a catalog contradicts itself: {problem}")
+
+
+def _contradictions(catalog: Catalog) -> Iterator[str]:
+    """What doesn't fit together, where later questions only make sense when earlier ones have found nothing."""
+    if not _have_shapes(catalog):
+        yield "its columns don't fit together"
+    if catalog.paths is not None and (len(catalog.paths) != len(catalog.names) or catalog.planner_pickle):
+        yield "its planner data don't fit"
+    if not _within(catalog.name, 0, len(catalog.names) - 1) or len(set(catalog.names)) != len(catalog.names):
+        yield "names"
+    if not _within(catalog.properties, LOOSE_BYTES, len(catalog.table) - 1):
+        yield "properties"
+    if not _within(catalog.dimensions, 0, catalog.size.shape[1]):
+        yield "dimensions"
+    known = catalog.name[catalog.properties >= BYTES]
+    if len(np.unique(known)) != len(known):
+        yield "an entry occurs twice"
+    if (catalog.first[0], catalog.first[-1]) != (0, len(catalog.writer)):
+        yield "rows outside of its entries"
+    counts = np.diff(catalog.first)
+    is_bytes = (catalog.properties == BYTES) | (catalog.properties == LOOSE_BYTES)
+    if (counts < 0).any() or (counts[is_bytes] > 1).any() or catalog.dimensions[is_bytes].any():
+        yield "rows of its entries"
+    if not all(_within(column, 0, _MOST) for column in (catalog.size, catalog.offset, catalog.extent)):
+        yield "sizes"
+    if not _within(catalog.writer, -1, len(catalog.ranks) - 1) or not _within(catalog.number, -1, _MOST):
+        yield "writers"
+    if ((catalog.number < 0) & (catalog.writer >= 0)).any():
+        yield "items without a number"
+    if not _within(catalog.ranks, 0, _MOST) or len(np.unique(catalog.ranks)) != len(catalog.ranks):
+        yield "ranks"
+    if not _within(catalog.layout_of, 0, len(catalog.layouts) - 1):
+        yield "layouts"
+
+
+def _have_shapes(catalog: Catalog) -> bool:
+    entries, rows, writers = catalog.name.shape[:1], catalog.writer.shape[:1], catalog.ranks.shape[:1]
+    if catalog.size.ndim != 2 or catalog.first.ndim != 1 or not (entries and rows and writers):
+        return False
+    width = catalog.size.shape[1:]
+    if width > (_MOST_DIMENSIONS,):
+        return False
+    return (
+        {catalog.name.shape, catalog.properties.shape, catalog.dimensions.shape} == {entries}
+        and catalog.size.shape == (*entries, *width)
+        and catalog.first.shape == (entries[0] + 1,)
+        and {catalog.offset.shape, catalog.extent.shape} == {(*rows, *width)}
+        and {catalog.writer.shape, catalog.number.shape} == {rows}
+        and {catalog.ranks.shape, catalog.layout_of.shape} == {writers}
+    )
+
+
+def _within(column: Ints, least: int, most: int) -> bool:
+    return bool(((least <= column) & (column <= most)).all())

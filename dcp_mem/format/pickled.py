@@ -1,0 +1,300 @@
+"""DCP's `.metadata` of a catalog: a pickle, written without making the objects that it is of.
+
+Everything that occurs more than once (classes, keys, names, shapes, file names) is written once, in front, and referred to
+by number. What is left of a chunk, or of the place where it is stored, is a record of fixed length, so all of them are
+written at once, as a matrix of bytes. Save ids, and where items behind the layouts lie, are filled in save by save.
+"""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain, pairwise
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints, Properties
+from dcp_mem.format.metadata import DCP_VERSION
+from dcp_mem.format.names import segment_file
+from dcp_mem.format.opcodes import (
+    BUILD,
+    LONG8,
+    NEW,
+    STATE,
+    Column,
+    Memo,
+    global_name,
+    integer,
+    integers,
+    records,
+    refer,
+    short,
+    slices,
+    string,
+    strings,
+    width,
+)
+from dcp_mem.format.places import TailPlaces, places_of
+from dcp_mem.format.shapes import Shapes, entry_of_rows, have_offset, shapes_of
+
+_ID_LENGTH = 8
+_PLACEHOLDER = "0" * _ID_LENGTH
+_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _META, _MEMORY_FORMAT = (
+    global_name("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
+)
+_STORAGE = global_name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_SIZE, _LAYOUT = global_name("torch", "Size"), global_name("torch.serialization", "_get_layout")
+_IN_RECORDS = (
+    *(_TENSOR, _BYTES, _CHUNK, _INDEX, _STORAGE, _SIZE),
+    *map(
+        string,
+        ("properties", "size", "chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"),
+    ),
+)
+_OFFSET, _LENGTH = -4, -2
+"""Where, among the pieces of a record of storage data, offset and length stand."""
+MEMORY_FORMATS = {torch.contiguous_format: 0, torch.channels_last: 1, torch.preserve_format: 2}
+"""Values of DCP's `_MEM_FORMAT_ENCODING`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MetadataTemplate:
+    """A pickled `Metadata` with gaps for what differs from save to save.
+
+    ids: where save ids begin. offsets, lengths: where those of the tail's items begin, as numbers of eight bytes.
+    """
+
+    data: bytes
+    ids: Ints
+    offsets: Ints
+    lengths: Ints
+    tail: TailPlaces
+
+    def render(self, save_id: str, tails: Mapping[int, Sequence[Extent]]) -> bytes:
+        """The bytes of `.metadata` for this save. tails: of each rank, where the items behind its layout lie.
+
+        Raises ManifestInvalid where they aren't those of the catalog, and ValueError for a save id of another length.
+        """
+        written = save_id.encode()
+        if len(written) != _ID_LENGTH:
+            raise ValueError(f"a save id of {len(written)} bytes in place of {_ID_LENGTH}: {save_id!r}")
+        data = np.frombuffer(bytearray(self.data), np.uint8)
+        data[self.ids[:, None] + np.arange(_ID_LENGTH)] = np.frombuffer(written, np.uint8)
+        extents = self.tail.extents(tails).astype("<i8").view(np.uint8).reshape(-1, 2, 8)
+        data[self.offsets[:, None] + np.arange(8)] = extents[:, 0]
+        data[self.lengths[:, None] + np.arange(8)] = extents[:, 1]
+        return data.tobytes()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Numbers:
+    """What the memo has of a catalog. names, files: by number in the catalog; size, offset, extent: of each entry or row."""
+
+    names: Ints
+    files: Ints
+    size: Ints
+    offset: Ints
+    extent: Ints
+
+
+def template_of(catalog: Catalog) -> MetadataTemplate:
+    """The pickle of a catalog's metadata. Raises ManifestInvalid where its planner data isn't a pickle."""
+    planner_pickle, used = _planner_pickle(catalog.planner_pickle)
+    memo = Memo(used)
+    planner_data = memo.share(planner_pickle)  # the first: it takes the memo to be empty
+    for code in _IN_RECORDS:
+        memo.share(code)  # the next: the lowest numbers take the least room
+    shapes, places = shapes_of(catalog), places_of(catalog)
+    shape_numbers = _keep_shapes(memo, shapes)
+    files, ids = _keep_files(memo, catalog.ranks.tolist())
+    numbers = _Numbers(
+        names=memo.keep_all(strings(catalog.names)),
+        files=files,
+        size=shape_numbers[shapes.size],
+        offset=np.where(have_offset(catalog), shape_numbers[shapes.offset], memo.keep(pickle.NONE)),
+        extent=shape_numbers[shapes.extent],
+    )
+    known = _known(memo, catalog, numbers)
+    if catalog.paths is not None:
+        planner_data = _paths(memo, catalog, numbers)
+    fixed = _stored(memo, catalog, numbers, places.rows, integers(places.offsets), integers(places.lengths))
+    unknown = (LONG8, np.zeros(len(places.tail.rows), "<i8"))
+    tail = _stored(memo, catalog, numbers, places.tail.rows, unknown, unknown)
+    head, storage_meta = memo.share(_METADATA) + NEW + STATE, _storage_meta(memo)
+
+    data = bytearray(pickle.PROTO + b"\x04")
+    ids = [len(data) + position for position in ids]
+    data += memo.data  # whole by now
+    data += head + string("state_dict_metadata") + known + string("planner_data") + planner_data
+    data += string("storage_data") + STATE + records(len(places.rows), *fixed).tobytes()
+    starts = len(data) + np.arange(len(places.tail.rows)) * width(tail)
+    data += records(len(places.tail.rows), *tail).tobytes() + pickle.SETITEMS
+    data += string("storage_meta")
+    ids.append(len(data) + storage_meta.rindex(_PLACEHOLDER.encode()))
+    data += storage_meta
+    if any(field.name == "version" for field in fields(Metadata)):  # not in torch 2.6
+        data += string("version") + string(DCP_VERSION)
+    data += BUILD + pickle.STOP
+    offsets, lengths = starts + width(tail[:_OFFSET]), starts + width(tail[:_LENGTH])
+    return MetadataTemplate(bytes(data), np.array(ids, np.int64), offsets, lengths, places.tail)
+
+
+# -- planner data --------------------------------------------------------------------------------------------------------
+
+
+def _planner_pickle(data: bytes) -> tuple[bytes, int]:
+    """A pickle as part of another (None, where there is none), and how many numbers of the memo it takes.
+
+    Without its frames: they would reach beyond its end.
+    """
+    if not data:
+        return pickle.NONE, 0
+    try:
+        words = [(word.name, argument, position) for word, argument, position in pickletools.genops(data)]
+    except Exception as error:
+        raise ManifestInvalid(f"a catalog's planner data is no pickle: {error}") from None
+    code = [data[start:stop] for (name, _, start), (_, _, stop) in pairwise(words) if name not in ("PROTO", "FRAME")]
+    puts = [int(number or 0) for name, number, _ in words if name in ("PUT", "BINPUT", "LONG_BINPUT")]
+    memoized = sum(name == "MEMOIZE" for name, _, _ in words)
+    return b"".join(code), max([len(puts) + memoized, *(number + 1 for number in puts)])
+
+
+def _paths(memo: Memo, catalog: Catalog, numbers: _Numbers) -> bytes:
+    """The dict of the paths of those names that have one."""
+    named = [(name, path) for name, path in zip(catalog.names, catalog.paths or (), strict=True) if path is not None]
+    parts = dict.fromkeys(chain.from_iterable(path for _, path in named))
+    known: dict[str | int, bytes] = dict(zip(catalog.names, refer(numbers.names), strict=True))
+    texts = [part for part in parts if isinstance(part, str) and part not in known]
+    known |= zip(texts, refer(memo.keep_all(strings(texts))), strict=True)
+    known |= {part: integer(part) for part in parts if isinstance(part, int)}
+    of_part = known.__getitem__
+    items = [known[name] + pickle.MARK + b"".join(map(of_part, path)) + pickle.TUPLE for name, path in named]
+    return STATE + b"".join(items) + pickle.SETITEMS
+
+
+# -- what is kept in front -----------------------------------------------------------------------------------------------
+
+
+def _keep_shapes(memo: Memo, shapes: Shapes) -> Ints:
+    """A `torch.Size` of each shape."""
+    opcode, values = integers(shapes.values)
+    codes: list[bytes] = []
+    for dimensions in np.unique(shapes.dimensions).tolist():
+        rows = values[shapes.dimensions == dimensions]
+        columns = [np.ascontiguousarray(rows[:, column]) for column in range(dimensions)]
+        sizes: list[bytes | Column] = [piece for column in columns for piece in (opcode, column)]
+        head, end = memo.share(_SIZE) + pickle.MARK, pickle.TUPLE + pickle.TUPLE1 + pickle.REDUCE
+        codes += slices(records(len(rows), head, *sizes, end))
+    return memo.keep_all(codes)
+
+
+def _keep_files(memo: Memo, ranks: Sequence[int]) -> tuple[Ints, list[int]]:
+    """The names of all ranks' segments, and where in the memo their save ids begin."""
+    numbers, ids = [], []
+    for rank in ranks:
+        code = string(segment_file(rank, _PLACEHOLDER))
+        ids.append(len(memo.data) + code.rindex(_PLACEHOLDER.encode()))
+        numbers.append(memo.keep(code))
+    return np.array(numbers, np.int64), ids
+
+
+def _keep_properties(memo: Memo, one: Properties) -> int:
+    values = [
+        global_name(*str(one.dtype).rsplit(".", 1)),
+        memo.share(_LAYOUT) + string(str(one.layout)) + pickle.TUPLE1 + pickle.REDUCE,
+        _boolean(one.requires_grad),
+        memo.share(_MEMORY_FORMAT) + integer(MEMORY_FORMATS[one.memory_format]) + pickle.TUPLE1 + pickle.REDUCE,
+        _boolean(one.pin_memory),
+    ]
+    return memo.keep(memo.share(_PROPERTIES) + NEW + pickle.MARK + b"".join(values) + pickle.TUPLE + pickle.BUILD)
+
+
+def _boolean(value: bool) -> bytes:
+    return pickle.NEWTRUE if value else pickle.NEWFALSE
+
+
+# -- what is written as records ------------------------------------------------------------------------------------------
+
+
+def _known(memo: Memo, catalog: Catalog, numbers: _Numbers) -> bytes:
+    """`state_dict_metadata`."""
+
+    def key(text: str) -> bytes:
+        return memo.share(string(text)) + pickle.LONG_BINGET
+
+    names, is_tensor = short(numbers.names[catalog.name]), catalog.properties >= 0
+    table = np.array([_keep_properties(memo, one) for one in catalog.table], np.int64)
+    tensors = records(
+        int(is_tensor.sum()),
+        *(pickle.LONG_BINGET, names[is_tensor], memo.share(_TENSOR), NEW, STATE),
+        *(key("properties"), short(table[catalog.properties[is_tensor]])),
+        *(key("size"), short(numbers.size[is_tensor])),
+        *(memo.share(string("chunks")), pickle.EMPTY_LIST, pickle.MARK),
+    )
+    is_bytes = catalog.properties == BYTES
+    others = records(int(is_bytes.sum()), pickle.LONG_BINGET, names[is_bytes], memo.share(_BYTES), NEW)
+    chunks = records(
+        len(catalog.writer),
+        *(memo.share(_CHUNK), NEW, STATE),
+        *(key("offsets"), short(numbers.offset)),
+        *(key("sizes"), short(numbers.extent), BUILD),
+    )
+    written, bounds = chunks.tobytes(), (catalog.first * chunks.shape[1]).tolist()
+    tensor, other, end = iter(slices(tensors)), iter(slices(others)), pickle.APPENDS + BUILD
+    items = [
+        next(tensor) + written[start:stop] + end if kind >= 0 else next(other)
+        for kind, (start, stop) in zip(catalog.properties.tolist(), pairwise(bounds), strict=True)
+        if kind >= BYTES
+    ]
+    return STATE + b"".join(items) + pickle.SETITEMS
+
+
+def _stored(
+    memo: Memo,
+    catalog: Catalog,
+    numbers: _Numbers,
+    rows: Ints,
+    offsets: tuple[bytes, Column],
+    lengths: tuple[bytes, Column],
+) -> list[bytes | Column]:
+    """Pieces of the records of `storage_data` of these rows."""
+
+    def key(text: str) -> bytes:
+        return memo.share(string(text))
+
+    name = numbers.names[catalog.name[entry_of_rows(catalog)[rows]]]
+    return [
+        *(memo.share(_INDEX), NEW, STATE),
+        *(key("fqn"), pickle.LONG_BINGET, short(name)),
+        *(key("index"), pickle.NONE),
+        *(key("offset"), pickle.LONG_BINGET, short(numbers.offset[rows]), BUILD),
+        *(memo.share(_STORAGE), NEW, STATE),
+        *(key("relative_path"), pickle.LONG_BINGET, short(numbers.files[catalog.writer[rows]])),
+        *(key("offset"), offsets[0], offsets[1]),
+        *(key("length") + lengths[0], lengths[1]),
+        BUILD,
+    ]
+
+
+def _storage_meta(memo: Memo) -> bytes:
+    """With the keys that torch 2.13 writes; 2.6 takes them as well."""
+    state = [
+        *(string("checkpoint_id"), pickle.NONE, string("save_id"), string(_PLACEHOLDER)),
+        *(string("load_id"), pickle.NONE, string("modules"), pickle.EMPTY_LIST),
+    ]
+    return memo.share(_META) + NEW + STATE + b"".join(state) + BUILD

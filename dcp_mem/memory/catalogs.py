@@ -1,0 +1,81 @@
+"""Catalogs in a node's memory: each is written once, mapped by whoever reads it, and linked beside every checkpoint that
+it describes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+from dcp_mem import files
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format import names
+from dcp_mem.format.catalog import Catalog, catalog_key
+from dcp_mem.memory.root import private_directory
+
+
+class Catalogs:
+    """The catalogs of one job. keep: those that this process has put here, or taken from here, stay mapped."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = private_directory(os.path.join(directory, ".catalogs"))
+        self._mapped: dict[str, mmap.mmap] = {}
+
+    def put(self, data: Any) -> str:
+        """Write a catalog down, and return its key. Raises MemoryBudgetExceeded."""
+        key = catalog_key(data)
+        if not os.path.exists(self._path(key)):
+            files.write_atomically(self._path(key), data)
+        self._mapped.setdefault(key, _mapped(self._path(key)))
+        return key
+
+    def link(self, key: str, checkpoint_directory: str) -> None:
+        """Put a catalog beside a checkpoint's segments."""
+        path = os.path.join(checkpoint_directory, names.catalog_file(key))
+        try:
+            os.link(self._path(key), path)
+        except FileExistsError:
+            return
+        except FileNotFoundError:  # another process of the job has closed its writer, and tidied up
+            files.write_atomically(path, self._mapped[key])
+
+    def hold(self, key: str) -> mmap.mmap:
+        """The bytes of a catalog, mapped. Raises FileNotFoundError where the job's last writer has been closed."""
+        data = self._mapped.get(key)
+        if data is None:
+            data = self._mapped[key] = _mapped(self._path(key))
+        return data
+
+    def get(self, key: str) -> Catalog:
+        """Raises ManifestInvalid, and what `hold` raises."""
+        return Catalog.from_bytes(self.hold(key))
+
+    def forget(self, key: str) -> None:
+        """Unmap a catalog that is not needed any more."""
+        self._mapped.pop(key, None)
+
+    def clear(self) -> None:
+        """Remove all of them from here; those that a checkpoint needs are linked beside it."""
+        for entry in os.listdir(self._directory):
+            files.remove(os.path.join(self._directory, entry))
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self._directory, key)
+
+
+def read_catalog(checkpoint_directory: str, key: str) -> Catalog:
+    """The catalog beside a checkpoint. Raises ManifestInvalid where it is damaged, and FileNotFoundError."""
+    path = os.path.join(checkpoint_directory, names.catalog_file(key))
+    data = _mapped(path)
+    if catalog_key(data) != key:
+        raise ManifestInvalid(f"{os.path.basename(path)} is damaged")
+    return Catalog.from_bytes(data)
+
+
+def _mapped(path: str) -> mmap.mmap:
+    with open(path, "rb") as stream:
+        try:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:
+            raise ManifestInvalid(f"{os.path.basename(path)} is empty") from None

@@ -1,0 +1,97 @@
+"""What a set of ranks can do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+Share = Callable[[Sequence[T]], Sequence[T]]
+"""Makes equal parts of several values the same object, so that they are sent, and kept, once."""
+
+
+class Ranks(Protocol):
+    """A fixed set of ranks; all of them make the same calls in the same order.
+
+    A call raises RankFailed where a rank is gone or stays away for longer than the time-out.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the set."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def key(self) -> str:
+        """Tells this set of ranks from others that this process is in."""
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What its ranks have found out about each other; kept for as long as the set is."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the ranks have talked to each other before."""
+
+    def leave(self, why: str) -> None:
+        """Part from the others, who are told so by an error in their next call: they must not wait for this rank."""
+
+    def arrange(self, nodes: Sequence[str]) -> None:
+        """Let each node's first rank speak for its neighbours from now on. nodes: of every rank, its node."""
+
+    def exchange(self, value: T) -> list[T]:
+        """Every rank gets every rank's value, by rank."""
+
+    def all_reduce(self, value: T, join: Callable[[T, T], T]) -> T:
+        """Every rank gets all ranks' values, joined to one. join: of any two values, in any order."""
+
+    def gather(self, value: T, share: Share[T] = ...) -> list[T]:
+        """Rank 0 gets every rank's value, by rank; the others get an empty list."""
+
+    def broadcast(self, value: T) -> T:
+        """Every rank gets rank 0's value."""
+
+    def scatter(self, values: Sequence[T]) -> T:
+        """Every rank gets the one of rank 0's values that is meant for it."""
+
+    def tell_leaders(self, data: bytes) -> Any:
+        """Each node's leader gets rank 0's bytes, or something with the same buffer; None on the other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One rank on its own: no process group, `no_dist`, or `use_collectives=False`."""
+
+    rank: int = 0
+    size: int = 1
+    key: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
+    is_connected: bool = True
+
+    def leave(self, why: str) -> None:
+        return
+
+    def arrange(self, nodes: Sequence[str]) -> None:
+        return
+
+    def exchange(self, value: T) -> list[T]:
+        return [value]
+
+    def all_reduce(self, value: T, join: Callable[[T, T], T]) -> T:
+        return value
+
+    def gather(self, value: T, share: Share[T] = list) -> list[T]:
+        return [value]
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def scatter(self, values: Sequence[T]) -> T:
+        return values[0]
+
+    def tell_leaders(self, data: bytes) -> Any:
+        return data
