@@ -35,7 +35,7 @@ _Place = tuple[int, int]
 _NOWHERE = (-1, -1)
 
 
-class NotDescribable(ValueError):
+class MetadataNotDescribable(ValueError):
     """DCP's metadata holds something that a catalog can't say."""
 
 
@@ -95,10 +95,9 @@ def _storage_data(
 
 def _planner_data(catalog: Catalog) -> Any:
     if catalog.planner_pickle:
-        nothing = catalog_of(Metadata({}), [])
-        return read_metadata(
-            template_of(replace(nothing, planner_pickle=catalog.planner_pickle)).render("0" * 8, {})
-        ).planner_data
+        # As part of the metadata of nothing else: there is one way to unpickle without trust.
+        alone = replace(catalog_of(Metadata({}), []), planner_pickle=catalog.planner_pickle)
+        return read_metadata(template_of(alone).render("0" * 8, {})).planner_data
     if catalog.paths is None:
         return None
     return {name: path for name, path in zip(catalog.names, catalog.paths, strict=True) if path is not None}
@@ -130,7 +129,7 @@ class _Entries:
 
     def add(self, name: str, kind: int, size: tuple[int, ...], rows: Sequence[tuple[_Box, _Place]]) -> None:
         if type(name) is not str:
-            raise NotDescribable(f"an entry under {name!r}, which is no text")
+            raise MetadataNotDescribable(f"an entry under {name!r}, which is no text")
         self._entries.append((self.names.setdefault(name, len(self.names)), kind, size))
         for box, place in rows:
             self._boxes.append(box)
@@ -160,7 +159,7 @@ def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
     """The catalog of a plan that torch made, from its metadata and from what each rank writes.
 
     An item that several ranks write is where the last of them has it. Chunks that nobody writes have no writer, and what
-    is written but isn't in the metadata makes loose entries. Raises NotDescribable for what has no place in a catalog.
+    is written but isn't in the metadata makes loose entries. Raises MetadataNotDescribable for what has no place in a catalog.
     """
     places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
     for writer, of_rank in enumerate(items):
@@ -176,7 +175,7 @@ def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
             kind = entries.table.setdefault(_described(name, found.properties), len(entries.table))
             entries.add(name, kind, tuple(found.size), _rows(name, found, places))
         else:
-            raise NotDescribable(f"{name} is a {type(found).__name__}")
+            raise MetadataNotDescribable(f"{name} is a {type(found).__name__}")
     _add_loose(entries, places)
     layouts = {of_rank.layout.key: of_rank.layout for of_rank in items}
     numbers = {key: number for number, key in enumerate(layouts)}
@@ -200,7 +199,7 @@ def _rows(
     boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks}
     dimensions = len(found.size)
     if any(len(offsets) != dimensions or len(sizes) != dimensions for offsets, sizes in boxes):
-        raise NotDescribable(f"{name} has chunks of other dimensions than its own")
+        raise MetadataNotDescribable(f"{name} has chunks of other dimensions than its own")
     return [((offsets, sizes), places.pop((name, offsets), _NOWHERE)) for offsets, sizes in sorted(boxes)]
 
 
@@ -231,7 +230,7 @@ def _described(name: str, found: TensorProperties) -> Properties:
     kinds = (torch.dtype, torch.layout, bool, bool, torch.memory_format)
     values = (one.dtype, one.layout, one.requires_grad, one.pin_memory, one.memory_format)
     if not all(map(isinstance, values, kinds)) or one.memory_format not in MEMORY_FORMATS:
-        raise NotDescribable(f"{name} has properties that DCP doesn't write down: {found}")
+        raise MetadataNotDescribable(f"{name} has properties that DCP doesn't write down: {found}")
     return one
 
 

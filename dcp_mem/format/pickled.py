@@ -66,6 +66,8 @@ _IN_RECORDS = (
         ("properties", "size", "chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"),
     ),
 )
+_FIRST_OF_PYTHON_3 = 3
+"""The first protocol under which a module goes by the name that it has now."""
 _OFFSET, _LENGTH = -4, -2
 """Where, among the pieces of a record of storage data, offset and length stand."""
 MEMORY_FORMATS = {torch.contiguous_format: 0, torch.channels_last: 1, torch.preserve_format: 2}
@@ -119,16 +121,9 @@ def template_of(catalog: Catalog) -> MetadataTemplate:
     planner_data = memo.share(planner_pickle)  # the first: it takes the memo to be empty
     for code in _IN_RECORDS:
         memo.share(code)  # the next: the lowest numbers take the least room
-    shapes, places = shapes_of(catalog), places_of(catalog)
-    shape_numbers = _keep_shapes(memo, shapes)
+    places = places_of(catalog)
     files, ids = _keep_files(memo, catalog.ranks.tolist())
-    numbers = _Numbers(
-        names=memo.keep_all(strings(catalog.names)),
-        files=files,
-        size=shape_numbers[shapes.size],
-        offset=np.where(have_offset(catalog), shape_numbers[shapes.offset], memo.keep(pickle.NONE)),
-        extent=shape_numbers[shapes.extent],
-    )
+    numbers = _keep(memo, catalog, files)
     known = _known(memo, catalog, numbers)
     if catalog.paths is not None:
         planner_data = _paths(memo, catalog, numbers)
@@ -168,6 +163,8 @@ def _planner_pickle(data: bytes) -> tuple[bytes, int]:
         words = [(word.name, argument, position) for word, argument, position in pickletools.genops(data)]
     except Exception as error:
         raise ManifestInvalid(f"a catalog's planner data is no pickle: {error}") from None
+    if words[0][0] != "PROTO" or int(words[0][1] or 0) < _FIRST_OF_PYTHON_3:
+        raise ManifestInvalid("a catalog's planner data is pickled with names of Python 2")
     code = [data[start:stop] for (name, _, start), (_, _, stop) in pairwise(words) if name not in ("PROTO", "FRAME")]
     puts = [int(number or 0) for name, number, _ in words if name in ("PUT", "BINPUT", "LONG_BINPUT")]
     memoized = sum(name == "MEMOIZE" for name, _, _ in words)
@@ -188,6 +185,18 @@ def _paths(memo: Memo, catalog: Catalog, numbers: _Numbers) -> bytes:
 
 
 # -- what is kept in front -----------------------------------------------------------------------------------------------
+
+
+def _keep(memo: Memo, catalog: Catalog, files: Ints) -> _Numbers:
+    shapes = shapes_of(catalog)
+    kept = _keep_shapes(memo, shapes)
+    return _Numbers(
+        names=memo.keep_all(strings(catalog.names)),
+        files=files,
+        size=kept[shapes.size],
+        offset=np.where(have_offset(catalog), kept[shapes.offset], memo.keep(pickle.NONE)),
+        extent=kept[shapes.extent],
+    )
 
 
 def _keep_shapes(memo: Memo, shapes: Shapes) -> Ints:
