@@ -40,6 +40,7 @@ from dcp_mem.format.layout import Layout, layout_of
 from dcp_mem.format.metadata import read_metadata, with_storage
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.pickled import template_of
+from dcp_mem.format.torch_names import properties
 
 SEEDS = st.integers(0, 2**32 - 1)
 SAVE_ID = "0123abcd"
@@ -161,7 +162,7 @@ def _random_path(random: Random, name: str) -> tuple[str | int, ...] | None:
 
 
 def _random_properties(random: Random) -> Properties:
-    return Properties(
+    return properties(
         random.choice(DTYPES),
         random.choice(LAYOUTS),
         random.random() < 0.5,
@@ -286,7 +287,7 @@ def _small() -> Catalog:
     return Catalog(
         names=("a", "b", "c"),
         paths=[("a",), ("b",), ("c",)],
-        table=(Properties(torch.float32, torch.strided, False, False),),
+        table=(properties(torch.float32, torch.strided, False, False),),
         name=np.array([0, 1, 2]),
         properties=np.array([0, 0, BYTES]),
         dimensions=np.array([1, 2, 0]),

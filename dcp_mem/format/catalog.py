@@ -7,6 +7,7 @@ checkpoint. What differs (the save id, and where the items behind the layouts li
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,6 @@ from mmap import mmap
 from typing import Any
 
 import numpy as np
-import torch
 
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.layout import Layout, layout_of
@@ -54,13 +54,16 @@ _MOST = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What DCP writes down of a tensor besides its shape."""
+    """What DCP writes down of a tensor besides its shape; torch's things by the names that it prints ("torch.float32").
 
-    dtype: torch.dtype
-    layout: torch.layout
+    So the agent reads catalogs without torch, and any torch those of a newer one.
+    """
+
+    dtype: str
+    layout: str
     requires_grad: bool
     pin_memory: bool
-    memory_format: torch.memory_format = torch.contiguous_format
+    memory_format: str = "torch.contiguous_format"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,26 +148,23 @@ def catalog_key(data: bytes | memoryview | mmap) -> str:
 # -- properties and layouts, written down --------------------------------------------------------------------------------
 
 
-def _by_name(kind: type) -> Mapping[str, Any]:
-    """Torch's objects of one kind, by the names that it prints them under."""
-    return {str(value): value for value in vars(torch).values() if isinstance(value, kind)}
-
-
-_DTYPES, _LAYOUTS = _by_name(torch.dtype), _by_name(torch.layout)
-_MEMORY_FORMATS = _by_name(torch.memory_format)
+MEMORY_FORMATS = {"torch.contiguous_format": 0, "torch.channels_last": 1, "torch.preserve_format": 2}
+"""Values of DCP's `_MEM_FORMAT_ENCODING`, which has no others."""
+_NAME = re.compile(r"torch\.[A-Za-z0-9_]+")
 
 
 def _written(one: Properties) -> list[Any]:
-    return [str(one.dtype), str(one.layout), one.requires_grad, one.pin_memory, str(one.memory_format)]
+    return [one.dtype, one.layout, one.requires_grad, one.pin_memory, one.memory_format]
 
 
 def _read(written: Sequence[Any]) -> Properties:
     dtype, layout, requires_grad, pin_memory, memory_format = written
-    if dtype not in _DTYPES or layout not in _LAYOUTS or memory_format not in _MEMORY_FORMATS:
-        raise ValueError(f"this torch doesn't have {dtype}, {layout} or {memory_format}: use a newer one")
-    return Properties(
-        _DTYPES[dtype], _LAYOUTS[layout], bool(requires_grad), bool(pin_memory), _MEMORY_FORMATS[memory_format]
-    )
+    if memory_format not in MEMORY_FORMATS:
+        raise ValueError(f"a memory format {memory_format!r}")
+    for name in (dtype, layout):
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of torch's")
+    return Properties(dtype, layout, bool(requires_grad), bool(pin_memory), memory_format)
 
 
 def _joined(columns: Sequence[Ints]) -> Ints:

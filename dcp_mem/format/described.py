@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_mem.format.catalog import BYTES, LOOSE_BYTES, LOOSE_CHUNKS, Catalog, Extent, Ints, Properties
+from dcp_mem.format.catalog import BYTES, LOOSE_BYTES, LOOSE_CHUNKS, MEMORY_FORMATS, Catalog, Extent, Ints, Properties
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.metadata import read_metadata, with_storage
 from dcp_mem.format.names import segment_file
-from dcp_mem.format.pickled import MEMORY_FORMATS, template_of
+from dcp_mem.format.pickled import template_of
 from dcp_mem.format.places import places_of
 from dcp_mem.format.shapes import entry_of_rows, have_offset, shapes_of
+from dcp_mem.format.torch_names import dtype_named, layout_named, memory_format_named, properties
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a chunk."""
@@ -105,10 +106,10 @@ def _planner_data(catalog: Catalog) -> Any:
 
 def _properties(one: Properties) -> TensorProperties:
     return TensorProperties(
-        dtype=one.dtype,
-        layout=one.layout,
+        dtype=dtype_named(one.dtype),
+        layout=layout_named(one.layout),
         requires_grad=one.requires_grad,
-        memory_format=one.memory_format,
+        memory_format=memory_format_named(one.memory_format),
         pin_memory=one.pin_memory,
     )
 
@@ -226,12 +227,11 @@ def _are_paths(planner_data: Any) -> bool:
 
 
 def _described(name: str, found: TensorProperties) -> Properties:
-    one = Properties(found.dtype, found.layout, found.requires_grad, found.pin_memory, found.memory_format)
+    values = (found.dtype, found.layout, found.requires_grad, found.pin_memory, found.memory_format)
     kinds = (torch.dtype, torch.layout, bool, bool, torch.memory_format)
-    values = (one.dtype, one.layout, one.requires_grad, one.pin_memory, one.memory_format)
-    if not all(map(isinstance, values, kinds)) or one.memory_format not in MEMORY_FORMATS:
+    if not all(map(isinstance, values, kinds)) or str(found.memory_format) not in MEMORY_FORMATS:
         raise MetadataNotDescribable(f"{name} has properties that DCP doesn't write down: {found}")
-    return one
+    return properties(*values)
 
 
 def _padded(rows: Sequence[tuple[int, ...]], width: int, value: int) -> Ints:

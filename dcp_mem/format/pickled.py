@@ -10,17 +10,14 @@ from __future__ import annotations
 import pickle
 import pickletools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
-import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.errors import ManifestInvalid
-from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints, Properties
-from dcp_mem.format.metadata import DCP_VERSION
-from dcp_mem.format.names import segment_file
+from dcp_mem.format.catalog import BYTES, MEMORY_FORMATS, Catalog, Extent, Ints, Properties
+from dcp_mem.format.names import DCP_VERSION, segment_file
 from dcp_mem.format.opcodes import (
     BUILD,
     LONG8,
@@ -70,8 +67,6 @@ _FIRST_OF_PYTHON_3 = 3
 """The first protocol under which a module goes by the name that it has now."""
 _OFFSET, _LENGTH = -4, -2
 """Where, among the pieces of a record of storage data, offset and length stand."""
-MEMORY_FORMATS = {torch.contiguous_format: 0, torch.channels_last: 1, torch.preserve_format: 2}
-"""Values of DCP's `_MEM_FORMAT_ENCODING`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,9 +136,7 @@ def template_of(catalog: Catalog) -> MetadataTemplate:
     data += records(len(places.tail.rows), *tail).tobytes() + pickle.SETITEMS
     data += string("storage_meta")
     ids.append(len(data) + storage_meta.rindex(_PLACEHOLDER.encode()))
-    data += storage_meta
-    if any(field.name == "version" for field in fields(Metadata)):  # not in torch 2.6
-        data += string("version") + string(DCP_VERSION)
+    data += storage_meta + string("version") + string(DCP_VERSION)  # torch 2.6 knows no version, and doesn't mind
     data += BUILD + pickle.STOP
     offsets, lengths = starts + width(tail[:_OFFSET]), starts + width(tail[:_LENGTH])
     return MetadataTemplate(bytes(data), np.array(ids, np.int64), offsets, lengths, places.tail)
@@ -224,8 +217,8 @@ def _keep_files(memo: Memo, ranks: Sequence[int]) -> tuple[Ints, list[int]]:
 
 def _keep_properties(memo: Memo, one: Properties) -> int:
     values = [
-        global_name(*str(one.dtype).rsplit(".", 1)),
-        memo.share(_LAYOUT) + string(str(one.layout)) + pickle.TUPLE1 + pickle.REDUCE,
+        global_name(*one.dtype.rsplit(".", 1)),
+        memo.share(_LAYOUT) + string(one.layout) + pickle.TUPLE1 + pickle.REDUCE,
         _boolean(one.requires_grad),
         memo.share(_MEMORY_FORMAT) + integer(MEMORY_FORMATS[one.memory_format]) + pickle.TUPLE1 + pickle.REDUCE,
         _boolean(one.pin_memory),

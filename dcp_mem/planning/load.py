@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from dcp_mem.errors import UntrustedObject
 from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints
 from dcp_mem.format.names import segment_file
+from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.columns import Kind, LocalPlan
 from dcp_mem.planning.local import NotDescribable, Structure
 from dcp_mem.planning.overlap import Boxes, ChunkIndex, Overlaps
@@ -196,7 +197,10 @@ def _go_straight(
     catalog, plan = join.catalog, join.plan
     item = join.items(overlaps.row)
     _, _, payload_offsets, payload_nbytes = join.layouts[1]
-    saved_as, wanted_as = [one.dtype for one in catalog.table], [one.dtype for one in plan.table]
+    saved_as, wanted_as = (
+        [dtype_named(one.dtype) for one in catalog.table],
+        [dtype_named(one.dtype) for one in plan.table],
+    )
     numbers = {dtype: number for number, dtype in enumerate([*saved_as, *wanted_as])}
     itemsize = np.array([dtype.itemsize for dtype in saved_as], np.int64)
     row_of_plan = boxes[overlaps.wanted]
@@ -238,7 +242,7 @@ def _wanted_tensors(
 ) -> list[Wanted]:
     box, row = overlaps.wanted[which], overlaps.row[which]
     plan_row = boxes[box]
-    dtypes = [one.dtype for one in join.catalog.table]
+    dtypes = [dtype_named(one.dtype) for one in join.catalog.table]
     columns = (
         join.plan.name[plan_row],
         join.plan.dimensions[plan_row],

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcp_mem.format.catalog import Path, Properties
+from dcp_mem.format.torch_names import properties
 from dcp_mem.planning.columns import Kind, LocalPlan, Row, local_plan
 
 _DTYPE, _SHAPE, _LAYOUT = map(operator.attrgetter, ("dtype", "shape", "layout"))
@@ -219,4 +220,4 @@ def _chunk(shape: Extent, mesh: DeviceMesh, placements: tuple[Any, ...]) -> tupl
 
 
 def _properties(tensor: torch.Tensor) -> Properties:
-    return Properties(tensor.dtype, tensor.layout, tensor.requires_grad, tensor.is_pinned())
+    return properties(tensor.dtype, tensor.layout, tensor.requires_grad, tensor.is_pinned())

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_mem.format.catalog import Ints, Path, Properties
+from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.columns import Kind, LocalPlan
 
 Bools = npt.NDArray[np.bool_]
@@ -100,7 +101,7 @@ class _Joined:
 
     def nbytes(self) -> Ints:
         """Bytes of each row's chunk; a byte item's size isn't known, and counts as one."""
-        itemsize = np.array([one.dtype.itemsize for one in self.table] + [1], np.int64)
+        itemsize = np.array([dtype_named(one.dtype).itemsize for one in self.table] + [1], np.int64)
         nbytes: Ints = self.extent.prod(axis=1) * itemsize[self.properties]
         return nbytes
 

@@ -23,6 +23,7 @@ from dcp_mem.errors import RankFailed
 from dcp_mem.events import log
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.frames import Specs
+from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.columns import Kind, share_columns
 from dcp_mem.planning.describe import Written, describe, shared
 from dcp_mem.planning.local import NotDescribable, Structure
@@ -161,7 +162,7 @@ def _plan_of(
         tensors.tolist(),
         np.flatnonzero(written & is_object).tolist(),
         is_written.tolist(),
-        Specs([local.table[number].dtype for number in local.properties[tensors].tolist()], shapes),
+        Specs([dtype_named(local.table[number].dtype) for number in local.properties[tensors].tolist()], shapes),
         whole,
     )
 
