@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -24,7 +25,8 @@ from torch.distributed.checkpoint.planner_helpers import _create_read_items, cre
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.errors import UntrustedObject
-from dcp_mem.planning.local import NotDescribable, Structure
+from dcp_mem.planning.columns import NotDescribable
+from dcp_mem.planning.local import Structure
 
 
 class LocalLoadPlanner(DefaultLoadPlanner):
@@ -113,8 +115,10 @@ def _described(state: dict[str, Any]) -> Structure | None:
         structure = Structure(state)
     except (NotDescribable, ValueError):
         return None
-    tensors = (leaf for leaf in structure.leaves_of(state) if isinstance(leaf, torch.Tensor))
-    return None if any(tensor.is_meta for tensor in tensors) else structure
+    leaves = structure.leaves_of(state)
+    if ShardedTensor in set(map(type, leaves)):
+        return None
+    return None if any(leaf.is_meta for leaf in leaves if isinstance(leaf, torch.Tensor)) else structure
 
 
 def _find(entry: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> int:
