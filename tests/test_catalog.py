@@ -685,4 +685,4 @@ def test_a_dtype_that_this_torch_lacks_is_named() -> None:
     data = bytearray(_small().to_bytes().replace(b"torch.float32", b"torch.float77"))
     data[8:12] = checksum(memoryview(data)[12:]).to_bytes(4, "little")
     with pytest.raises(ManifestInvalid, match=r"torch\.float77.*use a newer one"):
-        Catalog.from_bytes(bytes(data))
+        metadata_of(Catalog.from_bytes(bytes(data)), SAVE_ID, {0: [(1, 2)]})

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -25,8 +26,8 @@ from dcp_mem.errors import UntrustedObject
 from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named
-from dcp_mem.planning.columns import Kind, LocalPlan
-from dcp_mem.planning.local import NotDescribable, Structure
+from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable
+from dcp_mem.planning.local import Structure
 from dcp_mem.planning.overlap import Boxes, ChunkIndex, Overlaps
 from dcp_mem.planning.plain import are_plain, is_plain
 from dcp_mem.planning.reads import Reads, Straight, Wanted
@@ -88,8 +89,10 @@ def _described(state: dict[str, Any]) -> Structure | None:
         structure = Structure(state)
     except (NotDescribable, ValueError):
         return None
-    tensors = (leaf for leaf in structure.leaves_of(state) if isinstance(leaf, torch.Tensor))
-    return None if any(tensor.is_meta for tensor in tensors) else structure
+    leaves = structure.leaves_of(state)
+    if ShardedTensor in set(map(type, leaves)):
+        return None
+    return None if any(leaf.is_meta for leaf in leaves if isinstance(leaf, torch.Tensor)) else structure
 
 
 def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:

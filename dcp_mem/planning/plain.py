@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 
@@ -29,3 +30,31 @@ def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
 def is_plain(tensor: torch.Tensor) -> bool:
     """The same of one."""
     return are_plain((tensor,))
+
+
+class Addresses:
+    """Where tensors' data lies, as long as all of it is contiguous CPU memory that addresses tell all of.
+
+    found: of the wanted among the tensors that were looked at; None once one of those isn't plain. Of plain types and
+    strided they have to be. may_be_conj: whether any is complex, as others are never conjugated.
+    """
+
+    def __init__(self, is_wanted: Sequence[bool], may_be_conj: bool) -> None:
+        self.found: list[int] | None = []
+        self._is_wanted, self._may_be_conj = is_wanted, may_be_conj
+
+    def look_at(self, start: int, block: Sequence[torch.Tensor]) -> None:
+        """Look at the tensors whose first is number `start`. Blocks come in order."""
+        if self.found is None:
+            return
+        kind, wanted = torch.Tensor, list(compress(block, self._is_wanted[start : start + len(block)]))
+        # Real tensors can't be conjugated, but negated, as the imaginary part of a conjugated one is.
+        if (
+            all(map(_IS_CPU, wanted))
+            and all(map(kind.is_contiguous, wanted))
+            and not any(map(kind.is_neg, wanted))
+            and not (self._may_be_conj and any(map(kind.is_conj, wanted)))
+        ):
+            self.found += map(kind.data_ptr, wanted)
+        else:
+            self.found = None
