@@ -20,32 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dcp_mem.format.catalog import Path
+from dcp_mem.format.catalog import Ints
 from dcp_mem.format.torch_names import properties
 from dcp_mem.planning import sharded
-from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable, Row, local_plan
-from dcp_mem.planning.plain import PLAIN
+from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable, Row, Whole, local_plan
+from dcp_mem.planning.flatten import Leaves, collect, flatten, is_container, may_be_container
+from dcp_mem.planning.plain import BLOCK, PLAIN
 
 _DTYPE, _SHAPE, _LAYOUT = map(operator.attrgetter, ("dtype", "shape", "layout"))
 _REQUIRES_GRAD, _SPEC = operator.attrgetter("requires_grad"), operator.attrgetter("_spec")
 _LOCAL = operator.attrgetter("_local_tensor")
 _LOOKED_AT: tuple[Callable[[Any], Any], ...] = (_DTYPE, _LAYOUT, _REQUIRES_GRAD, _SHAPE)
-_NO_CONTAINERS = frozenset({*PLAIN, DTensor, ShardedTensor, type(None), bool, int, float, str, bytes, tuple})
-_BLOCK = 1024
-"""Tensors are looked at in blocks: what the first loop over one brings into the cache, the next ones find there."""
+
 
 Extent = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Container:
-    """What a mapping or list looked like. keys: of a mapping. inner: its values that are containers themselves."""
-
-    kind: type[Any]
-    length: int
-    keys: Sequence[Any] | None
-    key_types: Sequence[type]
-    inner: Mapping[int, _Container]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +56,33 @@ class _Sharding:
         )
 
 
+class Described:
+    """A state dict taken apart.
+
+    leaves: in the order of plan.names. plan: what this rank would write; `parts_of` has what each item of it stands for.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        """Describe a state dict. Raises NotDescribable, and ValueError where two leaves get the same name."""
+        self.root, found = flatten(state)
+        self.leaves: Sequence[Any] = found.values
+        self.plan = _plan_of(found)
+        types = list(map(type, self.leaves))
+        self._has_dtensors, self._has_others = DTensor in types, ShardedTensor in types
+        self._has_part = _occur(self.plan.name, len(self.leaves))
+
+    def parts_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """What the items of the plan stand for, in their order: of sharded leaves the local tensors; others as they are."""
+        if not self._has_dtensors and not self._has_others:
+            return leaves
+        held = compress(leaves, self._has_part)
+        if not self._has_others:
+            return [leaf._local_tensor if type(leaf) is DTensor else leaf for leaf in held]
+        return list(chain.from_iterable(map(_parts, held)))
+
+
 class Structure:
-    """A described state dict.
+    """A described state dict, which is recognised from then on.
 
     plan: what this rank would write. leaves of a state dict of the same structure come from `recognise`, in the order of
     plan.names; `parts_of` has what each item of the plan stands for.
@@ -77,20 +90,18 @@ class Structure:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         """Describe a state dict. Raises NotDescribable, and ValueError where two leaves get the same name."""
-        leaves: list[Any] = []
-        paths: list[Path] = []
-        self._root = _container(state, (), leaves, paths)
-        rows = list(_rows(leaves))  # before anything is asked of leaves that can't be described
-        names = [".".join(map(str, path)) for path in paths]
-        if len(set(names)) < len(names):
-            doubled = next(name for index, name in enumerate(names) if name in names[:index])
-            raise ValueError(f"two entries of the state dict have the same flattened name: {doubled}")
-        self.plan: LocalPlan = local_plan(names, paths, rows)
+        described = Described(state)
+        self.plan, self.parts_of, self._root, leaves = (
+            described.plan,
+            described.parts_of,
+            described.root,
+            described.leaves,
+        )
+        described.leaves = ()  # to be held by nobody
         self._types = list(map(type, leaves))
         self._dtensors = [number for number, kind in enumerate(self._types) if kind is DTensor]
         self._others = [number for number, kind in enumerate(self._types) if kind is ShardedTensor]
-        self._doubtful = [number for number, kind in enumerate(self._types) if kind not in _NO_CONTAINERS]
-        self._has_part = (np.bincount(self.plan.name, minlength=len(names)) > 0).tolist()
+        self._doubtful = [number for number, kind in enumerate(self._types) if may_be_container(kind)]
         self._is_tensor = (self.plan.kind != Kind.OBJECT).tolist()
         self._grad_enabled = torch.is_grad_enabled()
         self._sharding = self._sharding_of(leaves)
@@ -102,7 +113,7 @@ class Structure:
     def leaves_of(self, state: Mapping[str, Any]) -> Sequence[Any]:
         """The leaves of the state dict that was described."""
         leaves: list[Any] = []
-        _collect(state, self._root, leaves)
+        collect(state, self._root, leaves)
         return leaves
 
     def recognise(
@@ -114,33 +125,24 @@ class Structure:
         has made of them counts for nothing where None is returned.
         """
         leaves: list[Any] = []
-        if not _collect(state, self._root, leaves):
+        if not collect(state, self._root, leaves):
             return None
         if list(map(type, leaves)) != self._types or torch.is_grad_enabled() != self._grad_enabled:
             return None
-        if any(_is_container(leaves[number]) for number in self._doubtful):
+        if any(is_container(leaves[number]) for number in self._doubtful):
             return None
         # Leaves that lie alike have as many parts: only then can those be compared.
         if not self._sharding.is_same(self._sharding_of(leaves)):
             return None
         return leaves if all(map(operator.eq, self._look_at(leaves, visit), self._looks)) else None
 
-    def parts_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """What the items of the plan stand for, in their order: of sharded leaves the local tensors; others as they are."""
-        if not self._dtensors and not self._others:
-            return leaves
-        held = compress(leaves, self._has_part)
-        if not self._others:
-            return [leaf._local_tensor if type(leaf) is DTensor else leaf for leaf in held]
-        return list(chain.from_iterable(map(_parts, held)))
-
     def _look_at(
         self, leaves: Sequence[Any], visit: Callable[[int, Sequence[torch.Tensor]], None] | None = None
     ) -> Iterator[tuple[list[Any], ...]]:
         """What is compared of this rank's tensors, a block at a time."""
         tensors: list[torch.Tensor] = list(compress(self.parts_of(leaves), self._is_tensor))
-        for start in range(0, len(tensors), _BLOCK):
-            block = tensors[start : start + _BLOCK]
+        for start in range(0, len(tensors), BLOCK):
+            block = tensors[start : start + BLOCK]
             yield tuple(list(map(look, block)) for look in _LOOKED_AT)
             if visit is not None:  # if it goes on here, the block is as it was described
                 visit(start, block)
@@ -167,72 +169,39 @@ def _lie_alike(one: Any, other: Any) -> bool:
     return one is other or (one.mesh == other.mesh and one.placements == other.placements)
 
 
-# -- flattening, by the rules of torch.distributed.checkpoint._nested_dict --------------------------------------------
-
-
-def _container(value: Any, path: Path, leaves: list[Any], paths: list[Path]) -> _Container:
-    keys = list(value) if isinstance(value, Mapping) else None
-    parts: Sequence[str | int] = range(len(value)) if keys is None else list(map(str, keys))
-    inner: dict[int, _Container] = {}
-    for position, (part, entry) in enumerate(zip(parts, _values(value, keys is not None), strict=True)):
-        if _is_container(entry):
-            inner[position] = _container(entry, (*path, part), leaves, paths)
-        else:
-            leaves.append(entry)
-            paths.append((*path, part))
-    return _Container(type(value), len(value), keys, list(map(type, keys or ())), inner)
-
-
-def _collect(value: Any, known: _Container, leaves: list[Any]) -> bool:
-    """Append the leaves of a container that has the same keys as the known one, and so within; whether it has.
-
-    A leaf that has become a container is appended as it is.
-    """
-    if type(value) is not known.kind or len(value) != known.length:
-        return False
-    if known.keys is not None:
-        keys = list(value)
-        # Most often they are the very same: equal ones may have other names, as 1 and True have.
-        if not all(map(operator.is_, keys, known.keys)) and (
-            keys != known.keys or list(map(type, keys)) != known.key_types
-        ):
-            return False
-    values = _values(value, known.keys is not None)
-    done = 0
-    for position, container in known.inner.items():
-        leaves.extend(values[done:position])
-        if not _collect(values[position], container, leaves):
-            return False
-        done = position + 1
-    leaves.extend(values[done:])
-    return True
-
-
-def _values(value: Any, is_mapping: bool) -> list[Any]:
-    return list(value.values()) if is_mapping else list(value)
-
-
-def _is_container(value: Any) -> bool:
-    """Whether DCP goes into it: any mapping, and lists that hold a tensor or a mapping somewhere."""
-    if type(value) in _NO_CONTAINERS:
-        return False
-    if isinstance(value, Mapping):
-        return True
-    return isinstance(value, list) and any(isinstance(entry, torch.Tensor) or _is_container(entry) for entry in value)
-
-
 # -- describing --------------------------------------------------------------------------------------------------------
 
 
-def _rows(leaves: Sequence[Any]) -> Iterator[Row]:
+def _plan_of(leaves: Leaves) -> LocalPlan:
+    is_plain = list(map(PLAIN.__contains__, map(type, leaves.values)))
+    is_other = list(map(operator.not_, is_plain))
+    # Before anything is asked of plain tensors: that others can't be described may be the answer.
+    rows = list(_rows(list(compress(enumerate(leaves.values), is_other))))
+    tensors = list(compress(leaves.values, is_plain))
+    facts = list(
+        zip(
+            map(_DTYPE, tensors),
+            map(_LAYOUT, tensors),
+            map(_REQUIRES_GRAD, tensors),
+            map(torch.Tensor.is_pinned, tensors),
+            strict=True,
+        )
+    )
+    kinds = {fact: properties(*fact) for fact in dict.fromkeys(facts)}
+    return local_plan(
+        leaves.names,
+        leaves.paths,
+        rows,
+        Whole(np.flatnonzero(is_plain), list(map(kinds.__getitem__, facts)), list(map(_SHAPE, tensors))),
+    )
+
+
+def _rows(leaves: Sequence[tuple[int, Any]]) -> Iterator[Row]:
+    """Rows of all leaves but plain tensors."""
     chunk = lru_cache(maxsize=None)(_chunk)  # torch takes up to a millisecond for one; few of a model's tensors differ
-    for name, leaf in enumerate(leaves):
+    for name, leaf in leaves:
         kind = type(leaf)
-        if kind in PLAIN:
-            size = leaf.shape
-            known = properties(leaf.dtype, leaf.layout, leaf.requires_grad, leaf.is_pinned())
-            yield Row(name, Kind.TENSOR, known, (size, (0,) * len(size), size))
-        elif kind is DTensor:
+        if kind is DTensor:
             yield from _rows_of_dtensor(name, leaf, chunk)
         elif kind is ShardedTensor:
             yield from sharded.rows_of(name, leaf)
@@ -240,6 +209,12 @@ def _rows(leaves: Sequence[Any]) -> Iterator[Row]:
             raise NotDescribable(f"a {kind.__module__}.{kind.__name__}")
         else:
             yield Row(name, Kind.OBJECT)
+
+
+def _occur(numbers: Ints, count: int) -> list[bool]:
+    """Of each number below `count`, whether it occurs."""
+    occurs: list[bool] = (np.bincount(numbers, minlength=count) > 0).tolist()
+    return occurs
 
 
 def _rows_of_dtensor(name: int, leaf: DTensor, chunk: Callable[..., tuple[Extent, Extent]]) -> Iterator[Row]:

@@ -11,6 +11,9 @@ import torch
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Tensor types whose data is what their pointer says."""
 
+BLOCK = 1024
+"""Tensors are looked at in blocks: what the first loop over one brings into the cache, the next ones find there."""
+
 _IS_CPU, _LAYOUT = operator.attrgetter("is_cpu"), operator.attrgetter("layout")
 
 
@@ -58,3 +61,13 @@ class Addresses:
             self.found += map(kind.data_ptr, wanted)
         else:
             self.found = None
+
+
+def addresses_of(tensors: Sequence[torch.Tensor], may_be_conj: bool) -> list[int] | None:
+    """Where the data of strided tensors lies; None where one of them isn't plain. may_be_conj: as in Addresses."""
+    if not PLAIN.issuperset(map(type, tensors)):
+        return None
+    addresses = Addresses([True] * len(tensors), may_be_conj)
+    for start in range(0, len(tensors), BLOCK):
+        addresses.look_at(start, tensors[start : start + BLOCK])
+    return addresses.found
