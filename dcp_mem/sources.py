@@ -18,6 +18,7 @@ from dcp_mem.format.catalog import Catalog, Extent, catalog_key
 from dcp_mem.format.described import metadata_of
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.metadata import read_metadata
+from dcp_mem.format.places import places_of
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.copying import Move, read
 from dcp_mem.memory.job import Held
@@ -50,6 +51,16 @@ class Description:
             assert self._manifest is not None
             self._metadata = metadata_of(self.catalog, self._manifest.save_id, self.tails)
         return self._metadata
+
+    def check(self) -> None:
+        """Raise ManifestInvalid or UntrustedMetadata where DCP's metadata can't be made of it, though every checksum is right.
+
+        What could go wrong is cheap to ask, or rare: only planners of somebody's own leave a pickle behind.
+        """
+        if self.catalog is not None:
+            places_of(self.catalog).tail.extents(self.tails)
+            if self.catalog.planner_pickle:
+                _ = self.metadata
 
 
 class Source(Protocol):
