@@ -15,6 +15,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
+from dcp_mem.format.names import metadata_file
+from dcp_mem.memory.job import JobMemory
+from tests.jobs import wait_until
 
 State = dict[str, Any]
 
@@ -43,7 +46,14 @@ class Places:
             return MemoryStorageReader(None, memory=self.memory, job=self.job, **options)
         if road == "storage":
             return MemoryStorageReader(self.url, memory=f"{self.memory}/none", job=self.job, **options)
-        return dcp.FileSystemReader(str(self.directory(road, name)))
+        directory = self.directory(road, name) if road.endswith("storage") else self.shown(name)
+        return dcp.FileSystemReader(str(directory))
+
+    def shown(self, name: str) -> Path:
+        """The checkpoint's directory in memory, once torch's own readers find it: its `.metadata` is made behind the save."""
+        memory = JobMemory(self.memory, self.job)
+        wait_until(lambda: is_shown(memory, name), f"{name} to be shown to torch's own readers", timeout=20)
+        return self.directory("memory", name)
 
     def directory(self, road: str, name: str) -> Path:
         """The checkpoint's directory on that road."""
@@ -59,6 +69,16 @@ class Places:
         ours = not road.startswith("stock")
         dcp.load(into, checkpoint_id=name if ours else None, storage_reader=self.reader(road, name), **options)
         return into
+
+
+def is_shown(memory: JobMemory, name: str) -> bool:
+    """Whether `.metadata` in memory is of the very save that is complete there; only on one node it ever is."""
+    return all(
+        path.exists() and held.manifest.save_id.encode() in path.read_bytes()
+        for held in memory.find(name)
+        if len(held.manifest.nodes) == 1
+        for path in [Path(held.directory, metadata_file(held.manifest.scope))]
+    )
 
 
 def survives(

@@ -128,7 +128,7 @@ def _saves_sharded(places: Places, prefix: str, earlier: list[str]) -> None:
 
 
 def _stored(places: Places, name: str) -> Metadata:
-    metadata = dcp.FileSystemReader(places.directory("stock from memory", name)).read_metadata()
+    metadata = dcp.FileSystemReader(places.shown(name)).read_metadata()
     assert metadata.storage_meta is not None
     metadata.storage_meta.load_id = None  # the reader's
     return metadata

@@ -143,11 +143,11 @@ def _left(job: Job) -> list[str]:
     return sorted(re.sub(r"[0-9a-f]{8,}", "#", name) for name in found)
 
 
-_OF_THE_JOB = [".history.jsonl", ".layouts", ".lock", ".owner.json", ".slots"]
+_OF_THE_JOB = [".catalogs", ".history.jsonl", ".lock", ".owner.json", ".slots"]
 
 
 def _of_a_checkpoint(number: int, ranks: int, flushed: bool) -> list[str]:
-    own = ["manifest.json", "metadata-#-#", *["layout-#"] * ranks, *(["flush.json"] if flushed else [])]
+    own = ["manifest.json", "metadata-#", "catalog-#", *(["flush.json", "flushing-#"] if flushed else [])]
     files = [".metadata", ".dcp_mem", *(f".dcp_mem/{name}" for name in own)]
     return [
         f"step-{number}",

@@ -208,25 +208,45 @@ def test_a_segment_that_is_short_or_missing_on_storage_is_got_round(
         assert f"storage: segment of rank {last}: " in str(error)
 
 
-@pytest.mark.parametrize("pattern", [".metadata", ".dcp_mem/manifest-*.json", ".dcp_mem/node-*.json"])
+@pytest.mark.parametrize("pattern", [".dcp_mem/manifest-*.json", ".dcp_mem/catalog-*", ".dcp_mem/node-*.json"])
 def test_what_describes_a_stored_checkpoint_may_be_damaged(saved: Saved, pattern: str) -> None:
     path = _only(saved.without_memory().stored / "step-2", pattern)
     whole = path.read_bytes()
-    for name, damage in DAMAGES.items():
+    for damage in DAMAGES.values():
         damage(path)
         newest, named = saved.load(None, "step-2")
-        if (pattern, name) == (".metadata", "removed"):  # to readers it doesn't exist
-            assert [one.number for one in newest if isinstance(one, Loaded)] == [1] * saved.ranks
-        else:
-            _assert_fell_back(newest)
+        _assert_fell_back(newest)
         _assert_refused(named, CheckpointNotFound, SegmentCorrupt, RankFailed)
         path.write_bytes(whole)
 
 
-def _flip_metadata(job: Job) -> int:
-    """Flip a bit in many places of a stored `.metadata`; how many were found."""
-    path, found = Path(job.url or "") / "step-2" / ".metadata", 0
-    for position in range(0, path.stat().st_size, 47):
+def test_metadata_that_belongs_to_another_save_is_not_loaded(saved: Saved) -> None:
+    path = saved.without_memory().stored / "step-2" / ".metadata"
+    path.write_bytes((saved.stored / "step-1" / ".metadata").read_bytes())
+    newest, named = saved.load(None, "step-2")
+    _assert_fell_back(newest, "isn't save")
+    _assert_refused(named, CheckpointNotFound)
+
+
+@pytest.mark.parametrize("damage", [empty, remove])
+def test_without_metadata_nothing_is_committed(saved: Saved, damage: Callable[[Path], None]) -> None:
+    damage(saved.without_memory().stored / "step-2" / ".metadata")
+    newest, named = saved.load(None, "step-2")
+    assert [one.number for one in newest if isinstance(one, Loaded)] == [1] * saved.ranks
+    _assert_refused(named, CheckpointNotFound)
+
+
+def test_damage_in_what_only_torchs_readers_need_does_not_concern_ours(saved: Saved) -> None:
+    path = saved.without_memory().stored / "step-2" / ".metadata"
+    path.write_bytes(b"\x80garbage" + path.read_bytes()[9:])
+    for outcomes in saved.load(None, "step-2"):
+        assert [one.number for one in outcomes if isinstance(one, Loaded)] == [2] * saved.ranks
+
+
+def _flip_throughout(job: Job, path: Path, step: int) -> int:
+    """Flip a bit of every so many bytes of a file of step-2, which is asked for by name; how many were found."""
+    found = 0
+    for position in range(0, path.stat().st_size, step):
         flip(path, position)
         assert isinstance(_outcome(lambda: load_anew(job, "step-2")), Exception), position
         flip(path, position)
@@ -235,8 +255,17 @@ def _flip_metadata(job: Job) -> int:
     return found
 
 
-def test_no_flipped_bit_of_the_metadata_goes_unnoticed(saved: Saved) -> None:
-    assert forked(_flip_metadata, saved.without_memory().job) > 20
+@pytest.mark.parametrize("pattern", ["manifest-*.json", "catalog-*"])
+def test_no_flipped_bit_of_what_describes_a_stored_checkpoint_goes_unnoticed(saved: Saved, pattern: str) -> None:
+    path = _only(saved.without_memory().stored / "step-2" / ".dcp_mem", pattern)
+    assert forked(_flip_throughout, saved.job, path, 29) > 15
+
+
+@pytest.mark.parametrize("pattern", ["manifest.json", "catalog-*"])
+def test_no_flipped_bit_of_what_describes_a_checkpoint_in_memory_goes_unnoticed(saved: Saved, pattern: str) -> None:
+    alone = saved.without_storage()
+    path = _only(alone.held / "step-2" / ".dcp_mem", pattern)
+    assert forked(_flip_throughout, alone.job, path, 29) > 15
 
 
 def test_all_that_is_damaged_is_listed_when_nothing_is_left(saved: Saved) -> None:
@@ -254,9 +283,7 @@ def test_all_that_is_damaged_is_listed_when_nothing_is_left(saved: Saved) -> Non
 # -- in memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "pattern", ["__0_0-*.distcp", ".dcp_mem/manifest.json", ".dcp_mem/metadata-*", ".dcp_mem/layout-*"]
-)
+@pytest.mark.parametrize("pattern", ["__0_0-*.distcp", ".dcp_mem/manifest.json", ".dcp_mem/catalog-*"])
 def test_damage_in_memory_makes_the_load_turn_to_storage_or_to_an_older_checkpoint(saved: Saved, pattern: str) -> None:
     alone = saved.without_storage()
     for name, damage in DAMAGES.items():
@@ -278,6 +305,15 @@ def test_damage_in_memory_makes_the_load_turn_to_storage_or_to_an_older_checkpoi
         for path, data in originals.items():
             path.write_bytes(data)
             path.chmod(0o600)
+
+
+def test_memory_without_metadata_or_with_a_damaged_one_is_loaded_all_the_same(saved: Saved) -> None:
+    alone = saved.without_storage()
+    for path in (alone.held / "step-2" / ".metadata", *(alone.held / "step-2" / ".dcp_mem").glob("metadata-*")):
+        for damage in (flip, cut, empty, remove):
+            damage(path)
+            for outcomes in alone.load(None, "step-2"):
+                assert [one.number for one in outcomes if isinstance(one, Loaded)] == [2] * saved.ranks
 
 
 def test_damage_in_both_places_leaves_the_older_checkpoint(saved: Saved) -> None:

@@ -26,7 +26,8 @@ from hypothesis.stateful import (
 from dcp_mem import faults
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.admission import Kept, NodeMemory, admit, retire
-from tests.kill_targets import CallFailed, Line, LineDead, Loaded, Place, full_state, slots_in, stock_load
+from tests.kill_targets import CallFailed, Line, LineDead, Loaded, Place, full_state, slots_in, stock_load, wait_for
+from tests.roundtrip import is_shown
 
 NAMES = ("a", "b", "c", "d")
 SAVE_POINTS = [point for point in faults.POINTS if not point.startswith("flush.")]
@@ -47,7 +48,8 @@ class Copy:
     persist: bool = False
     durable: bool = False
     damaged: bool = False
-    shown: bool = True  # to stock readers; a kill just before that is made good by the next save
+    shown: bool = True
+    """To stock readers, soon at least; what a kill may have come before is made good by the next process's first save."""
 
     @property
     def pending(self) -> bool:
@@ -181,9 +183,10 @@ class Checkpoints(RuleBasedStateMachine):
         self.model.agree()
         if SAVE_POINTS.index(point) >= COMPLETE_FROM:
             self.model.complete(name, self.step, persist)
-            self.model.memory[name].shown = point != "complete.manifest"
+            self.model.memory[name].shown = False
         if SAVE_POINTS.index(point) >= RETIRED_FROM:
             self.model.retire()
+        self._look_what_is_shown()
 
     @rule(name=st.sampled_from(NAMES), point=st.sampled_from(FLUSH_POINTS))
     def kill_in_flush(self, name: str, point: str) -> None:
@@ -198,10 +201,12 @@ class Checkpoints(RuleBasedStateMachine):
         self.ended()
         self.model.agree()
         self.model.complete(name, self.step, persist=True)
+        self.model.memory[name].shown = False
         self.model.retire()
         if FLUSH_POINTS.index(point) >= COMMITTED_FROM:
             self.model.commit(name)
         self.model.memory[name].durable = point == "flush.recorded"
+        self._look_what_is_shown()
 
     @rule()
     def flush(self) -> None:
@@ -216,6 +221,7 @@ class Checkpoints(RuleBasedStateMachine):
         if self.line is not None:
             self.line.kill()
             self.ended()
+            self._look_what_is_shown()
 
     @rule(keep=st.integers(1, MOST_KEPT))
     def close_and_go_on(self, keep: int) -> None:
@@ -290,11 +296,22 @@ class Checkpoints(RuleBasedStateMachine):
         assert self.place.path is not None
         copies = self.model.memory.values()
         shown = {copy.name: copy.step for copy in copies if copy.shown and not copy.damaged}
+        wait_for(
+            lambda: all(map(self._is_shown, (copy for copy in copies if copy.shown))), "what was saved to be shown"
+        )
         assert {name: stock_load(self.memory / name) for name in shown} == shown
         assert {path.parent.name for path in self.memory.glob("*/.metadata")} <= {copy.name for copy in copies}
         stored = {copy.name: copy.step for copy in self.model.storage.values() if not copy.damaged}
         assert {name: stock_load(Path(self.place.path) / name) for name in stored} == stored
         assert {path.parent.name for path in Path(self.place.path).glob("*/.metadata")} == self.model.storage.keys()
+
+    def _look_what_is_shown(self) -> None:
+        """After a kill: what the process had come to. The next one shows the rest with its first save."""
+        for copy in self.model.memory.values():
+            copy.shown = copy.shown and self._is_shown(copy)
+
+    def _is_shown(self, copy: Copy) -> bool:
+        return is_shown(JobMemory(self.place.root, self.place.job), copy.name)
 
     @invariant()
     def memory_is_bounded(self) -> None:

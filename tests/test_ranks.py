@@ -174,7 +174,7 @@ def _saves_replicated(places: Places) -> list[list[int]]:
         ):
             _save(places, writer, state, name, planner=planner)
             comes_back(places, name, state)
-            found = dcp.FileSystemReader(places.directory("memory", name)).read_metadata().storage_data
+            found = dcp.FileSystemReader(places.shown(name)).read_metadata().storage_data
             segments = dict.fromkeys(f"__{rank}_" for rank in range(2))
             sizes.append(
                 [sum(one.length for one in found.values() if one.relative_path.startswith(file)) for file in segments]

@@ -24,7 +24,7 @@ from dcp_mem import (
     NoRecoverableCheckpoint,
 )
 from dcp_mem.flusher import Registration
-from dcp_mem.format.checksums import checksum
+from dcp_mem.format.catalog import Catalog, catalog_key
 from dcp_mem.format.manifest import Manifest
 from tests.forks import forked, forked_ranks, raised_by
 from tests.jobs import Job, agents, load, load_anew, make_state, save
@@ -289,46 +289,67 @@ def _malicious(whole: bytes, mark: Path, disguised: bool) -> bytes:
     return pickle.dumps(metadata, protocol=4)
 
 
-def _vouch_for(manifest_path: Path, data: bytes) -> Manifest:
-    """Make the manifest vouch for other metadata, as someone would who knows the format; the manifest as it was."""
-    manifest = Manifest.from_json(manifest_path.read_bytes())
-    manifest_path.write_bytes(replace(manifest, metadata_crc=checksum(data)).to_json())
-    return manifest
-
-
 alone_or_disguised = pytest.mark.parametrize("disguised", [False, True], ids=["alone", "disguised"])
 
 
 @alone_or_disguised
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_malicious_metadata_on_storage_is_refused_and_not_run(
+def test_malicious_metadata_of_a_checkpoint_of_ours_on_storage_is_not_run(
     memory_root: Path, tmp_path: Path, ranks: int, disguised: bool
 ) -> None:
+    """It is looked through for the save id, and never unpickled."""
     job, mark = Job(str(tmp_path / "storage"), str(memory_root)), tmp_path / "it ran"
     forked_ranks(_save_two, ranks, job)
     shutil.rmtree(job.directory)
-    directory = tmp_path / "storage" / "step-2"
-    data = _malicious((directory / ".metadata").read_bytes(), mark, disguised)
-    (directory / ".metadata").write_bytes(data)
-    (manifest_path,) = directory.glob(".dcp_mem/manifest-*.json")
-    _vouch_for(manifest_path, data)
-    _assert_refused(job, ranks, mark)
+    path = tmp_path / "storage" / "step-2" / ".metadata"
+    path.write_bytes(_malicious(path.read_bytes(), mark, disguised))
+    for number, error in forked_ranks(_newest_and_named, ranks, job):
+        assert number == (2 if disguised else 1)
+        assert (error is None) if disguised else isinstance(error, CheckpointNotFound)
+    assert not mark.exists()
 
 
 @alone_or_disguised
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_malicious_metadata_in_memory_is_refused_and_not_run(
+def test_malicious_metadata_in_memory_is_not_run(
     memory_root: Path, tmp_path: Path, ranks: int, disguised: bool
 ) -> None:
     job, mark = Job(str(tmp_path / "storage"), str(memory_root)), tmp_path / "it ran"
     forked_ranks(_save_two, ranks, job)
-    own = job.directory / "step-2" / ".dcp_mem"
-    (metadata_path,) = own.glob("metadata-*")
-    data = _malicious(metadata_path.read_bytes(), mark, disguised)
-    manifest = _vouch_for(own / "manifest.json", data)
-    metadata_path.write_bytes(data)
-    metadata_path.rename(own / metadata_path.name.replace(f"{manifest.metadata_crc:08x}", f"{checksum(data):08x}"))
-    _assert_refused(replace(job, url=None), ranks, mark)
+    directory = job.directory / "step-2"
+    (own,) = directory.glob(".dcp_mem/metadata-*")
+    own.write_bytes(_malicious((directory / ".metadata").read_bytes(), mark, disguised))
+    assert own.samefile(directory / ".metadata")
+    assert forked_ranks(_newest_and_named, ranks, replace(job, url=None)) == [(2, None)] * ranks
+    assert not mark.exists()
+
+
+def _plant(own: Path, mark: Path) -> None:
+    """Give a checkpoint a catalog with malice for planner data, as someone would who knows the format."""
+    (manifest_path,) = own.glob("manifest*.json")
+    manifest = Manifest.from_json(manifest_path.read_bytes())
+    path = own / f"catalog-{manifest.catalog}"
+    catalog = Catalog.from_bytes(path.read_bytes())
+    malice = pickle.dumps({"key": _Malice(mark)}, protocol=3)
+    data = replace(catalog, paths=None, planner_pickle=malice).to_bytes()
+    manifest_path.write_bytes(replace(manifest, catalog=catalog_key(data)).to_json())
+    path.unlink()  # it is a name of a file that older checkpoints have too
+    (own / f"catalog-{catalog_key(data)}").touch(mode=0o600)
+    (own / f"catalog-{catalog_key(data)}").write_bytes(data)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place", ["memory", "storage"])
+def test_a_malicious_catalog_is_refused_and_not_run(memory_root: Path, tmp_path: Path, place: str, ranks: int) -> None:
+    job, mark = Job(str(tmp_path / "storage"), str(memory_root)), tmp_path / "it ran"
+    forked_ranks(_save_two, ranks, job)
+    if place == "storage":
+        shutil.rmtree(job.directory)
+        _plant(tmp_path / "storage" / "step-2" / ".dcp_mem", mark)
+    else:
+        job = replace(job, url=None)
+        _plant(job.directory / "step-2" / ".dcp_mem", mark)
+    _assert_refused(job, ranks, mark)
 
 
 @alone_or_disguised

@@ -291,7 +291,7 @@ def test_a_tensor_over_4_gib_survives(places: Places) -> None:
 
 
 def _storage_info(places: Places, name: str, fqn: str) -> Any:
-    metadata = dcp.FileSystemReader(places.directory("memory", name)).read_metadata()
+    metadata = dcp.FileSystemReader(places.shown(name)).read_metadata()
     return next(info for index, info in metadata.storage_data.items() if index.fqn == fqn)
 
 

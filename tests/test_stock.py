@@ -237,7 +237,7 @@ def test_what_dcp_save_returns_is_the_metadata_on_disk(places: Places) -> None:
         for step in range(3):
             returned = dcp.save(_state(step), checkpoint_id=f"{step}", storage_writer=writer)
             assert isinstance(returned, dcp.Metadata)
-            found = dcp.FileSystemReader(places.directory("memory", f"{step}")).read_metadata()
+            found = dcp.FileSystemReader(places.shown(f"{step}")).read_metadata()
             assert returned.state_dict_metadata == found.state_dict_metadata
             assert returned.storage_data == found.storage_data
             assert returned.planner_data == found.planner_data
