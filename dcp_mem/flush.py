@@ -85,6 +85,9 @@ def _flush(job: FlushJob) -> None:
         raise NotYet(f"{', '.join(missing)} of {len(manifest.nodes)} nodes have not put their segments yet")
     commit(job)
     collect_older_attempts(job)
+    there = Manifest.from_json(read_bytes(job.held.manifest_path))
+    if there.save_id == manifest.save_id and there.catalog != manifest.catalog:
+        raise NotYet("the coordinator has described it anew meanwhile")
 
 
 def with_lease(held: Held, act: Callable[[], None]) -> None:

@@ -147,7 +147,7 @@ _OF_THE_JOB = [".catalogs", ".history.jsonl", ".lock", ".owner.json", ".slots"]
 
 
 def _of_a_checkpoint(number: int, ranks: int, flushed: bool) -> list[str]:
-    own = ["manifest.json", "metadata-#", "catalog-#", *(["flush.json", "flushing-#"] if flushed else [])]
+    own = ["manifest.json", "metadata-#-#", "catalog-#", *(["flush.json", "flushing-#"] if flushed else [])]
     files = [".metadata", ".dcp_mem", *(f".dcp_mem/{name}" for name in own)]
     return [
         f"step-{number}",

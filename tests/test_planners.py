@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from tests.jobs import wait_until
 from tests.roundtrip import ROADS, Places, State, assert_same, bits, blank_of, comes_back
 
 CACHING = "enable_plan_caching" in inspect.signature(dcp.DefaultSavePlanner).parameters
@@ -57,7 +58,8 @@ def _caching_planner() -> dcp.DefaultSavePlanner:
 
 
 def _metadata(places: Places, road: str, name: str) -> Metadata:
-    return dcp.FileSystemReader(places.directory(road, name)).read_metadata()
+    directory = places.shown(name) if road.endswith("memory") else places.directory(road, name)
+    return dcp.FileSystemReader(directory).read_metadata()
 
 
 def _state(step: int) -> State:
@@ -283,6 +285,26 @@ def test_metadata_that_a_planner_alters_is_what_memory_and_storage_hold(places: 
         places.save(writer, state, "plain")
         assert "note" not in _metadata(places, "memory", "plain").planner_data
         assert _metadata(places, "memory", "step-0").planner_data["note"] == ("one",)
+
+
+def test_metadata_that_only_finish_gets_is_what_memory_and_storage_hold_in_the_end(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a driver other than dcp.save, the metadata that a planner returns isn't known before `finish`."""
+    monkeypatch.setattr("dcp_mem.writer.global_metadata", lambda: None)
+    with places.writer(keep=5) as writer:
+        for step, note in enumerate(["one", "two", "two"]):
+            state = _state(step)
+            places.save(writer, state, f"step-{step}", planner=_WithNote(note, in_place=False))
+            for road in ROADS:
+                wait_until(
+                    lambda road=road, step=step, note=note: (  # type: ignore[misc]
+                        _metadata(places, road, f"step-{step}").planner_data.get("note") == (note,)
+                    ),
+                    f"the metadata of step-{step} on the road {road}",
+                    timeout=20,
+                )
+            comes_back(places, f"step-{step}", state)
 
 
 class _WithWords(dcp.DefaultSavePlanner):

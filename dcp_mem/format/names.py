@@ -35,9 +35,9 @@ def manifest_file(scope: str) -> str:
     return f"{OWN}/manifest{scope and '-' + scope}.json"
 
 
-def own_metadata_file(save_id: str) -> str:
-    """The metadata of one attempt, under a name that nothing else replaces."""
-    return f"{OWN}/metadata-{save_id}"
+def own_metadata_file(save_id: str, catalog: str) -> str:
+    """The metadata of one attempt, made from this catalog, under a name that nothing else replaces."""
+    return f"{OWN}/metadata-{save_id}-{catalog}"
 
 
 def catalog_file(key: str) -> str:

@@ -174,14 +174,15 @@ class JobMemory:
         Nothing of ours depends on it. template: of the checkpoint's catalog, made anew by default.
         """
         with contextlib.suppress(FileNotFoundError), in_turn(self.checkpoint_directory(manifest.name)):
-            if any(held.manifest.save_id == manifest.save_id for held in self.find(manifest.name)):
+            found = [(held.manifest.save_id, held.manifest.catalog) for held in self.find(manifest.name)]
+            if (manifest.save_id, manifest.catalog) in found:  # or it has been described anew since
                 self._show(manifest, template)
 
     def _show(self, manifest: Manifest, template: MetadataTemplate | None = None) -> None:
         if len(manifest.nodes) > 1:
             return  # no other reader gets at the other nodes' segments
         directory = self.checkpoint_directory(manifest.name)
-        own = os.path.join(directory, names.own_metadata_file(manifest.save_id))
+        own = os.path.join(directory, names.own_metadata_file(manifest.save_id, manifest.catalog))
         if not os.path.exists(own):
             template = template or template_of(read_catalog(directory, manifest.catalog))
             files.write_atomically(own, template.render(manifest.save_id, manifest.tails))
@@ -193,7 +194,7 @@ class JobMemory:
 
     def _is_shown(self, manifest: Manifest) -> bool:
         directory = self.checkpoint_directory(manifest.name)
-        own = os.path.join(directory, names.own_metadata_file(manifest.save_id))
+        own = os.path.join(directory, names.own_metadata_file(manifest.save_id, manifest.catalog))
         try:
             return os.path.samefile(own, os.path.join(directory, names.metadata_file(manifest.scope)))
         except FileNotFoundError:
@@ -380,7 +381,7 @@ def _own_files(manifest: Manifest) -> set[str]:
     paths = [
         names.manifest_file(manifest.scope),
         names.flush_file(manifest.scope),
-        names.own_metadata_file(manifest.save_id),
+        names.own_metadata_file(manifest.save_id, manifest.catalog),
         names.flushing_file(manifest.save_id),
         names.catalog_file(manifest.catalog),
     ]
