@@ -33,21 +33,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_mem.format.catalog import Path, Properties
-<<<<<<< HEAD
-from dcp_mem.format.metadata import RankItems, RenderedMetadata, make_template
-from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable, Row, local_plan
-from dcp_mem.planning.describe import describe
-from dcp_mem.planning.local import Structure
-=======
-from dcp_mem.format.catalog import Catalog
+from dcp_mem.format.catalog import Catalog, Path, Properties
 from dcp_mem.format.described import metadata_of
 from dcp_mem.format.layout import layout_of
 from dcp_mem.format.metadata import LazyMetadata
-from dcp_mem.planning.columns import Kind, LocalPlan, Row, local_plan
+from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable, Row, local_plan
 from dcp_mem.planning.describe import Written, describe
-from dcp_mem.planning.local import NotDescribable, Structure
->>>>>>> 4c2d96cd845b58c28e3e7ce3599b6e283123b69f
+from dcp_mem.planning.local import Structure
 from dcp_mem.planning.merge import GlobalPlan, PlanInvalid, merge
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
