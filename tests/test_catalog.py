@@ -563,7 +563,9 @@ def _assert_same_content(found: Metadata, expected: Metadata) -> None:
     assert found.storage_data == expected.storage_data
     assert found.storage_meta == expected.storage_meta
     assert dataclasses.fields(found) == dataclasses.fields(expected)
-    assert getattr(found, "version", "1.0.0") == getattr(expected, "version", "1.0.0")  # torch 2.6 has none, and takes it
+    assert getattr(found, "version", "1.0.0") == getattr(
+        expected, "version", "1.0.0"
+    )  # torch 2.6 has none, and takes it
 
 
 def _assert_describes(metadata: Metadata, items: Sequence[RankItems], tails: Tails) -> Catalog:

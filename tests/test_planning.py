@@ -33,10 +33,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_mem.format.catalog import Catalog, Path, Properties
+from dcp_mem.format.catalog import Catalog, Ints, Path, Properties
 from dcp_mem.format.described import metadata_of
 from dcp_mem.format.layout import layout_of
 from dcp_mem.format.metadata import LazyMetadata
+from dcp_mem.format.names import segment_file
+from dcp_mem.format.torch_names import dtype_named, layout_named, properties
 from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable, Row, local_plan
 from dcp_mem.planning.describe import Written, describe
 from dcp_mem.planning.local import Structure
@@ -48,9 +50,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 State = dict[str, Any]
 
 SEEDS = st.integers(0, 1 << 32)
-FLOAT = Properties(torch.float32, torch.strided, requires_grad=False, pin_memory=False)
-HALF = Properties(torch.bfloat16, torch.strided, requires_grad=True, pin_memory=False)
-BYTE = Properties(torch.uint8, torch.strided, requires_grad=False, pin_memory=True)
+FLOAT = properties(torch.float32, torch.strided, requires_grad=False, pin_memory=False)
+HALF = properties(torch.bfloat16, torch.strided, requires_grad=True, pin_memory=False)
+BYTE = properties(torch.uint8, torch.strided, requires_grad=False, pin_memory=True)
 
 
 # -- worlds of plans ---------------------------------------------------------------------------------------------------
@@ -107,8 +109,8 @@ def _write_item(item: _Item) -> WriteItem:
         return WriteItem(MetadataIndex(item.name), WriteItemType.BYTE_IO)
     offset, extent = map(torch.Size, item.box)
     properties = TensorProperties(
-        dtype=item.properties.dtype,
-        layout=item.properties.layout,
+        dtype=dtype_named(item.properties.dtype),
+        layout=layout_named(item.properties.layout),
         requires_grad=item.properties.requires_grad,
         memory_format=torch.contiguous_format,
         pin_memory=item.properties.pin_memory,
@@ -214,19 +216,34 @@ def test_the_metadata_is_what_torch_makes_of_the_same_plans(seed: int, ranks: in
         *((_plan(items, more), _torch_plan(items, more)) for items, more in zip(world, elsewhere, strict=True)),
         strict=True,
     )
-    ours, indexes = describe(merge(everyones))
+    merged = merge(everyones)
+    ours = _metadata(merged, ranks)
     deduplicated, expected = create_default_global_save_plan(dedup_save_plans(list(theirs)))
     expected.planner_data = dict(ChainMap(*(plan.planner_data for plan in deduplicated)))
     assert _is_valid(deduplicated, expected)
     _assert_same_content(ours, expected)
-    assert {index: index.index for index in indexes}.keys() == {
-        item.index for plan in deduplicated for item in plan.items
-    }
-    for index in indexes:
-        entry = ours.state_dict_metadata[index.fqn]
-        if isinstance(entry, TensorStorageMetadata):
-            assert index.index is not None
-            assert entry.chunks[index.index].offsets == index.offset
+    assert ours.storage_data.keys() == {item.index for plan in deduplicated for item in plan.items}
+    for rank, plan in enumerate(everyones):
+        for position, row in enumerate(_written(merged, rank).tolist()):
+            name, offset = _place_of(plan, row)
+            is_object = plan.kind[row] == Kind.OBJECT
+            info = ours.storage_data[MetadataIndex(name, None if is_object else torch.Size(offset))]
+            assert (info.relative_path, info.offset) == (segment_file(rank, "0123abcd"), 64 * position)
+
+
+def _written(plan: GlobalPlan, rank: int) -> Ints:
+    """Rows that a rank writes, in an order that isn't theirs."""
+    rows: Ints = plan.rows_of(rank)[::-1].copy()
+    return rows
+
+
+def _metadata(plan: GlobalPlan, ranks: int) -> Metadata:
+    """Of segments in which every item lies behind the layout, at multiples of 64."""
+    rows = [_written(plan, rank) for rank in range(ranks)]
+    nothing = layout_of(np.zeros((4, 0), np.int64))
+    catalog = describe(plan, [Written(rank, of_rank, nothing) for rank, of_rank in enumerate(rows)])
+    tails = {rank: [(64 * position, 9) for position in range(len(of_rank))] for rank, of_rank in enumerate(rows)}
+    return metadata_of(Catalog.from_bytes(catalog.to_bytes()), "0123abcd", tails)
 
 
 def _is_valid(plans: list[SavePlan], metadata: Metadata) -> bool:
@@ -322,7 +339,8 @@ def test_the_same_plans_merge_to_the_same_and_are_left_as_they_were() -> None:
 
 def test_ranks_without_items_are_fine() -> None:
     assert len(merge(_plans([[], []]))) == 0
-    assert describe(merge(_plans([[]])))[0] == Metadata({}, planner_data={})
+    nothing = _metadata(merge(_plans([[]])), 1)
+    assert (nothing.state_dict_metadata, nothing.planner_data, nothing.storage_data) == ({}, {}, {})
     assert merge(_plans([[], [_tensor("a", 3)], []])).writer.tolist() == [1]
 
 
@@ -561,7 +579,7 @@ def test_names_paths_and_leaves_are_those_of_torch(seed: int) -> None:
     assert _are(structure.leaves_of(state), list(flat.values()))
     _, expected = create_default_global_save_plan([create_default_local_save_plan(flat, is_coordinator=True)])
     expected.planner_data = mapping
-    _assert_same_content(describe(merge([structure.plan]))[0], expected)
+    _assert_same_content(_metadata(merge([structure.plan]), 1), expected)
 
 
 def _are(found: Sequence[Any] | None, expected: Sequence[Any]) -> bool:
@@ -792,33 +810,31 @@ def _references(tensor: torch.Tensor) -> int:
 # -- metadata that is rendered on demand ---------------------------------------------------------------------------------
 
 
-def _rendered() -> tuple[RenderedMetadata, list[int]]:
-    """Of one tensor and one byte item; and how often it was rendered."""
-    metadata, indexes = describe(merge([_plan([_tensor("a.b", 2, 3), _object("c")])]))
-    template = make_template(metadata, [RankItems(0, indexes, [(0, 24), (64, 9)], fixed=1)])
+def _rendered() -> tuple[LazyMetadata, list[int]]:
+    """Of one tensor and one byte item; and how often it was made."""
     calls: list[int] = []
 
-    def render() -> bytes:
+    def make() -> Metadata:
         calls.append(1)
-        return template.render("0123abcd", {0: [(64, 9)]})
+        return _metadata(merge([_plan([_tensor("a.b", 2, 3), _object("c")])]), 1)
 
-    return RenderedMetadata(render), calls
+    return LazyMetadata(make), calls
 
 
-def test_rendered_metadata_is_read_once_when_it_is_looked_at() -> None:
+def test_lazy_metadata_is_made_once_when_it_is_looked_at() -> None:
     rendered, calls = _rendered()
     assert isinstance(rendered, Metadata)
     assert not calls
     assert rendered.state_dict_metadata.keys() == {"a.b", "c"}
     assert rendered.state_dict_metadata["c"] == BytesStorageMetadata()
     assert rendered.planner_data == {"a.b": ("a", "b"), "c": ("c",)}
-    assert rendered.storage_data[MetadataIndex("a.b", (0, 0))].length == 24
+    assert rendered.storage_data[MetadataIndex("a.b", (0, 0))].length == 9
     assert rendered.storage_meta is not None
     assert rendered.storage_meta.save_id == "0123abcd"
     assert calls == [1]
 
 
-def test_rendered_metadata_equals_and_pickles_as_what_it_stands_for() -> None:
+def test_lazy_metadata_equals_and_pickles_as_what_it_stands_for() -> None:
     rendered, other = _rendered()[0], _rendered()[0]
     plain = pickle.loads(pickle.dumps(rendered))
     assert type(plain) is Metadata
@@ -835,7 +851,7 @@ def test_rendered_metadata_equals_and_pickles_as_what_it_stands_for() -> None:
         hash(rendered)
 
 
-def test_rendered_metadata_can_be_written_to() -> None:
+def test_lazy_metadata_can_be_written_to() -> None:
     rendered, _ = _rendered()
     rendered.planner_data = {"x": ("x",)}
     rendered.state_dict_metadata["d"] = BytesStorageMetadata()
@@ -846,7 +862,7 @@ def test_rendered_metadata_can_be_written_to() -> None:
     assert rendered != _rendered()[0]
 
 
-def test_rendered_metadata_can_be_replaced_in_part() -> None:
+def test_lazy_metadata_can_be_replaced_in_part() -> None:
     rendered, _ = _rendered()
     replaced = dataclasses.replace(rendered, planner_data=None)
     assert replaced.planner_data is None

@@ -25,14 +25,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable
-from dcp_mem.planning.describe import describe
 from dcp_mem.planning.local import Structure
 from dcp_mem.planning.merge import GlobalPlan, merge
 from tests import sharding
 from tests.forks import forked
 from tests.roundtrip import State
 from tests.sharding import Cell, Part
-from tests.test_planning import _assert_noticed, _assert_same_content, _is_valid
+from tests.test_planning import _assert_noticed, _assert_same_content, _is_valid, _metadata
 
 WORLDS = (1, 2, 3, 4, 6, 8, 12)
 
@@ -101,7 +100,7 @@ def _assert_planned_as_torch_does(played: list[_Played]) -> None:
     written = _indexes(merged)
     assert len(written) == len(set(written))
     assert set(written) == held
-    _assert_same_content(describe(merged)[0], expected)
+    _assert_same_content(_metadata(merged, len(played)), expected)
 
 
 def _kinds_of(parts: list[Part], world: int) -> Iterator[str]:
