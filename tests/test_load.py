@@ -1,8 +1,11 @@
 """`dcp_mem.load`: what dcp.load would have brought, or its error, on all ranks alike; and no code from byte items."""
 
 import collections
+import contextlib
 import copy
 import os
+import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_mem
+import dcp_mem.reader as reader_module
 from dcp_mem import CheckpointNotFound, RankFailed, UntrustedObject
 from tests.forks import forked, forked_ranks, raised_by
 from tests.jobs import Job, make_state, number_of
@@ -76,9 +80,21 @@ def _save(job: Job, sharding: str) -> None:
         dcp_mem.save(_state(sharding, filled=True), checkpoint_id="step-1", storage_writer=writer)
 
 
+@contextlib.contextmanager
+def _by_columns() -> Iterator[None]:
+    """Within this DCP's metadata can't be made: what is loaded here is loaded by the catalog's columns."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("DCP's metadata has been made")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dcp_mem.sources.metadata_of", refuse)
+        yield
+
+
 def _load(job: Job, sharding: str) -> None:
     state = _state(sharding, filled=False)
-    with job.reader() as reader:
+    with job.reader() as reader, _by_columns():
         dcp_mem.load(state, storage_reader=reader)
         assert reader.report().source == "memory"
     _check(state)
@@ -89,6 +105,131 @@ def _load(job: Job, sharding: str) -> None:
 def test_any_sharding_loads_into_any_other(job: Job, saved: tuple[int, str], loaded: tuple[int, str]) -> None:
     forked_ranks(_save, saved[0], job, saved[1])
     forked_ranks(_load, loaded[0], job, loaded[1])
+
+
+# -- by columns -----------------------------------------------------------------------------------------------------------
+
+
+def _unusual_destinations() -> dict[str, Any]:
+    """Tensors into which bytes can't go as they lie in a segment, or that only look so; all of them full of -1."""
+    parameter = torch.nn.Parameter(torch.full((4, 3), -1.0))
+    made = torch.full((4, 3), -1.0, requires_grad=True)
+    return {
+        "transposed": torch.full((3, 4), -1.0).t(),
+        "every other": torch.full((8, 3), -1.0)[::2],
+        "expanded to a column": torch.full((4, 6), -1.0)[:, 1:4],
+        "conjugate": torch.full((4, 3), -1.0, dtype=torch.complex64).conj(),
+        "imaginary": torch.full((4, 3), -1.0, dtype=torch.complex64).conj().imag,  # neither its memory: it is negated
+        "parameter": parameter,
+        "requires grad": made,
+        "view of a larger one": torch.full((100,), -1.0)[13:25].view(4, 3),
+        "double": torch.full((4, 3), -1.0, dtype=torch.float64),
+        "half": torch.full((4, 3), -1.0, dtype=torch.bfloat16),
+        "whole numbers": torch.full((4, 3), -1, dtype=torch.int32),
+        "scalar": torch.tensor(-1.0),
+        "scalar of another type": torch.tensor(-1, dtype=torch.int64),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def _saved_values() -> dict[str, Any]:
+    """What is saved under these names: floats throughout, but for what can't be turned into another kind."""
+    values: dict[str, Any] = {}
+    for number, (name, into) in enumerate(_unusual_destinations().items()):
+        dtype = torch.complex64 if into.is_complex() else torch.float32
+        values[name] = torch.arange(into.numel()).reshape(into.shape).to(dtype) + number
+    return values
+
+
+def _save_values(job: Job) -> None:
+    with job.writer(agent="thread") as writer:
+        dcp_mem.save(_saved_values(), checkpoint_id="step-1", storage_writer=writer)
+        if job.url is not None:
+            writer.wait("step-1")
+
+
+def _load_into_unusual_destinations(job: Job, source: str) -> None:
+    state = _unusual_destinations()
+    strides = {name: tensor.stride() for name, tensor in state.items()}
+    with job.reader() as reader, _by_columns():
+        dcp_mem.load(dict(state), storage_reader=reader)
+        assert reader.report().source == source
+    for name, value in _saved_values().items():
+        found = state[name]
+        assert torch.equal(found.detach(), value.to(found.dtype)), name
+        assert found.stride() == strides[name], name
+        assert found.requires_grad == (name in ("parameter", "requires grad")), name
+        assert found.grad_fn is None or not found.requires_grad, name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("source", ["memory", "storage"])
+def test_any_tensor_of_the_right_shape_can_be_loaded_into(
+    memory_root: Path, tmp_path: Path, source: str, ranks: int
+) -> None:
+    job = Job(str(tmp_path / "storage"), str(memory_root))
+    forked_ranks(_save_values, ranks, job)
+    if source == "storage":
+        shutil.rmtree(job.directory)
+    forked_ranks(_load_into_unusual_destinations, ranks, job, source)
+
+
+def _load_what_nothing_of_is_read_straight(job: Job) -> None:
+    states: list[dict[str, Any]] = [
+        {"text": "saved", "step": 7},
+        {"a": torch.arange(5.0), "b": torch.arange(3.0)},
+        {"e": torch.zeros(0, 4)},
+        {},
+    ]
+    with job.writer(keep=9) as writer:
+        for number, state in enumerate(states):
+            dcp_mem.save(state, checkpoint_id=f"{number}", storage_writer=writer)
+            into = {
+                key: torch.full(value.shape, -1.0, dtype=torch.float64) if isinstance(value, torch.Tensor) else None
+                for key, value in state.items()
+            }
+            with job.reader() as reader, _by_columns():
+                dcp_mem.load(into, checkpoint_id=f"{number}", storage_reader=reader)
+            assert into.keys() == state.keys()
+            for key, value in state.items():
+                assert torch.equal(into[key], value.double()) if isinstance(value, torch.Tensor) else into[key] == value
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_may_have_no_bytes_to_read_straight_into_tensors(job: Job, ranks: int) -> None:
+    forked_ranks(_load_what_nothing_of_is_read_straight, ranks, job)
+
+
+def _save_durably(job: Job, sharding: str) -> None:
+    with job.writer(agent="thread") as writer:
+        dcp_mem.save(_state(sharding, filled=True), checkpoint_id="step-1", storage_writer=writer)
+        writer.wait("step-1")
+
+
+def _load_while_memory_is_lost(job: Job, sharding: str) -> str:
+    """Segments in memory are cut once they are open, and found to be whole."""
+    read_items = reader_module.read_items
+
+    def cut_and_read(*args: Any, **options: Any) -> set[str]:
+        for segment in (job.directory / "step-1").glob("*.distcp"):
+            os.truncate(segment, 700)
+        return read_items(*args, **options)
+
+    state = _state(sharding, filled=False)
+    with pytest.MonkeyPatch.context() as patch, job.reader() as reader, _by_columns():
+        patch.setattr(reader_module, "read_items", cut_and_read)
+        dcp_mem.load(state, storage_reader=reader)
+        _check(state)
+        return reader.report().source
+
+
+@pytest.mark.parametrize("loaded", [(1, "plain"), (2, "rows"), (3, "columns")], ids=str)
+def test_a_segment_that_memory_loses_while_it_is_read_is_taken_from_storage(
+    memory_root: Path, tmp_path: Path, loaded: tuple[int, str]
+) -> None:
+    job = Job(str(tmp_path / "storage"), str(memory_root))
+    forked_ranks(_save_durably, 2, job, "rows")
+    assert all("storage" in source for source in forked_ranks(_load_while_memory_is_lost, loaded[0], job, loaded[1]))
 
 
 def _load_what_dcp_saved(job: Job, directory: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class Reads:
         order = np.lexsort((payloads.offset, payloads.file))
         file = payloads.file[order]
         starts = np.flatnonzero(np.diff(file, prepend=-1)).tolist()
-        for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
+        for start, stop in pairwise([*starts, len(order)]):
             part = order[start:stop]
             columns = (payloads.address[part], payloads.offset[part], payloads.nbytes[part])
             yield self.files[file[start]], list(zip(*(column.tolist() for column in columns), strict=True))
