@@ -192,7 +192,8 @@ def _load_what_nothing_of_is_read_straight(job: Job) -> None:
                 dcp_mem.load(into, checkpoint_id=f"{number}", storage_reader=reader)
             assert into.keys() == state.keys()
             for key, value in state.items():
-                assert torch.equal(into[key], value.double()) if isinstance(value, torch.Tensor) else into[key] == value
+                found: Any = into[key]
+                assert torch.equal(found, value.double()) if isinstance(value, torch.Tensor) else found == value
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -208,7 +209,7 @@ def _save_durably(job: Job, sharding: str) -> None:
 
 def _load_while_memory_is_lost(job: Job, sharding: str) -> str:
     """Segments in memory are cut once they are open, and found to be whole."""
-    read_items = reader_module.read_items
+    read_items = reader_module.read_items  # type: ignore[attr-defined]
 
     def cut_and_read(*args: Any, **options: Any) -> set[str]:
         for segment in (job.directory / "step-1").glob("*.distcp"):
