@@ -11,18 +11,20 @@ from mmap import mmap
 from dcp_mem.errors import MemoryBudgetExceeded
 
 
-def write_atomically(path: str, data: bytes | memoryview | mmap, *, sync: bool = False) -> None:
+def write_atomically(path: str, data: bytes | memoryview | mmap, *, sync: bool = False) -> os.stat_result:
     """Replace the file at `path` whole, with mode 0600; whoever reads it sees all of the old or all of the new.
 
-    sync: also make it survive a power cut (file and directory). Raises MemoryBudgetExceeded when the file system is full.
+    Returns what the system says of the new one. sync: also make it survive a power cut (file and directory).
+    Raises MemoryBudgetExceeded when the file system is full.
     """
     temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as stream:
             stream.write(data)
+            stream.flush()
             if sync:
-                stream.flush()
                 os.fsync(stream.fileno())
+            facts = os.fstat(stream.fileno())
         os.rename(temporary, path)
     except OSError as error:
         remove(temporary)
@@ -31,6 +33,7 @@ def write_atomically(path: str, data: bytes | memoryview | mmap, *, sync: bool =
         raise
     if sync:
         sync_directory(os.path.dirname(path))
+    return facts
 
 
 def sync_directory(path: str) -> None:

@@ -122,8 +122,7 @@ class JobMemory:
 
     def _read(self, directory: str, path: str) -> Held | None:
         try:
-            facts = os.stat(path)
-            version = facts.st_ino, facts.st_mtime_ns, facts.st_size
+            version = _version(os.stat(path))
             known = self._manifests.get(path)
             if known is None or known[0] != version:  # every save looks through all of them
                 known = self._manifests[path] = version, Manifest.from_json(files.read_bytes(path))
@@ -166,7 +165,7 @@ class JobMemory:
     def publish(self, manifest: Manifest) -> None:
         """Put the manifest in place: from here on the checkpoint is COMPLETE on this node."""
         path = os.path.join(self.checkpoint_directory(manifest.name), names.manifest_file(manifest.scope))
-        files.write_atomically(path, manifest.to_json())
+        self._manifests[path] = _version(files.write_atomically(path, manifest.to_json())), manifest
 
     def show_to_stock_readers(self, manifest: Manifest, template: MetadataTemplate | None = None) -> None:
         """Put `.metadata` beside a complete checkpoint, for torch's own readers, unless it has left memory by now.
@@ -370,6 +369,11 @@ def _remove_unless_held(path: str) -> None:
             end_lease(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _version(facts: os.stat_result) -> tuple[int, ...]:
+    """Tells a file from those that had its name before."""
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 def _is_manifest(entry: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -150,7 +151,8 @@ def _moved_on(segment: Segment, save_id: str, tail: Tail | None) -> Segment:
 def _anew(caller: Caller, staged: Staged, describe: Describe[Any]) -> SavedPlan:
     """The coordinator makes the catalog from everyone's items; the nodes' leaders get it."""
     session, ranks = caller.session, caller.ranks
-    segments = ranks.exchange(staged.segment)
+    found = ranks.all_reduce({ranks.rank: staged.segment}, operator.or_)
+    segments = [found[rank] for rank in range(ranks.size)]
     parts = ranks.gather(describe.part(caller.rank, staged), describe.share)
     data, error = b"", ""
     if ranks.rank == 0:
