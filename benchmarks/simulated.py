@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_mem.format.catalog import Properties
+from dcp_mem.format.torch_names import properties
 from dcp_mem.planning.columns import Kind, Row, local_plan
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ class Model:
         return SavePlan(items, planner_data=dict(zip(self._names, self._paths, strict=True)))
 
     def _rows(self) -> Iterator[Row]:
-        properties = Properties(DTYPE, torch.strided, requires_grad=False, pin_memory=False)
+        kind_of_all = properties(DTYPE, torch.strided, requires_grad=False, pin_memory=False)
         for index, shape in enumerate(self._shapes):
             kind = Kind.SHARD if self._is_sharded[index] else Kind.TENSOR
-            yield Row(index, kind, properties, (shape, (0,) * len(shape), self._extent(index)))
+            yield Row(index, kind, kind_of_all, (shape, (0,) * len(shape), self._extent(index)))
 
     def _extent(self, index: int) -> tuple[int, ...]:
         rows, *others = self._shapes[index]

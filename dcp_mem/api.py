@@ -45,7 +45,7 @@ def save(
     rank, later ones only agree that they do; any change is noticed, and planned anew. The files are those that dcp.save
     with the same writer makes, and load with everything that loads those.
 
-    What dcp_mem can't plan (planners of your own, ShardedTensor and other tensor subclasses) goes through torch's planner,
+    What dcp_mem can't plan (planners of your own, nested ShardedTensors, other tensor subclasses) goes through torch's planner,
     on all ranks alike, and the log says why. Raises what dcp.save raises, without wrapping it in CheckpointException.
     """
     why_not = _why_not(storage_writer, planner, use_collectives)

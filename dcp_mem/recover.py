@@ -186,10 +186,7 @@ def _open(recovery: Recovery, choice: Choice) -> tuple[Opened | None, str]:
     troubles: list[str] = []
     for source in _sources(recovery, choice, troubles):
         try:
-            if description is None:
-                found = source.describe()
-                found.check()  # later on it would fail the load, where now another source or checkpoint is taken
-                description = found
+            description = description if description is not None else source.describe()
         except DcpMemError as error:
             troubles.append(str(error))
             source.close()

@@ -25,14 +25,21 @@ from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.storage import Storage
 
+_END_OF_METADATA = 4096
+
 
 class Description:
     """What a checkpoint consists of. catalog: None where only DCP's metadata says it, because others have written it."""
 
     def __init__(self, catalog: Catalog | None, manifest: Manifest | None, metadata: Metadata | None = None) -> None:
+        """Raises ManifestInvalid where catalog and manifest don't belong together, UntrustedMetadata for odd planner data."""
         self.catalog = catalog
         self._manifest = manifest
         self._metadata = metadata
+        if catalog is not None:
+            places_of(catalog).tail.extents(self.tails)
+            if catalog.planner_pickle:
+                _ = self.metadata
 
     @property
     def save_id(self) -> str:
@@ -51,16 +58,6 @@ class Description:
             assert self._manifest is not None
             self._metadata = metadata_of(self.catalog, self._manifest.save_id, self.tails)
         return self._metadata
-
-    def check(self) -> None:
-        """Raise ManifestInvalid or UntrustedMetadata where DCP's metadata can't be made of it, though every checksum is right.
-
-        What could go wrong is cheap to ask, or rare: only planners of somebody's own leave a pickle behind.
-        """
-        if self.catalog is not None:
-            places_of(self.catalog).tail.extents(self.tails)
-            if self.catalog.planner_pickle:
-                _ = self.metadata
 
 
 class Source(Protocol):
@@ -110,7 +107,10 @@ class MemorySource:
                 raise self._corrupt(segment.rank, f"{os.fstat(descriptor).st_size} of {segment.nbytes} bytes")
 
     def describe(self) -> Description:
-        return Description(self._read_catalog(), self._held.manifest)
+        try:
+            return Description(self._read_catalog(), self._held.manifest)
+        except ManifestInvalid as error:
+            raise self._corrupt(0, str(error)) from None
 
     def table(self, file: str) -> ItemTable | None:
         rank = self._ranks.get(file)
@@ -173,10 +173,9 @@ class StorageSource:
         self._manifest: Manifest | None = None
 
     def describe(self) -> Description:
-        metadata = self._get(names.metadata_file(self._scope))
         if not self._save_id:
-            return Description(None, None, self._foreign(read_metadata(metadata)))
-        if self._save_id.encode() not in metadata:
+            return Description(None, None, self._foreign(read_metadata(self._get(names.metadata_file(self._scope)))))
+        if not self._is_committed():
             raise self._corrupt(0, f"what is committed there isn't save {self._save_id}")
         manifest = self._read_manifest()
         data = self._get(names.catalog_file(manifest.catalog))
@@ -186,6 +185,17 @@ class StorageSource:
             return Description(Catalog.from_bytes(data), manifest)
         except ManifestInvalid as error:
             raise self._corrupt(0, str(error)) from None
+
+    def _is_committed(self) -> bool:
+        """Whether `.metadata` is that of this save: its id stands at the end, and often enough before that."""
+        file = names.metadata_file(self._scope)
+        nbytes = next((entry.nbytes for entry in self._storage.ls(self._name) if entry.name == file), 0)
+        end = bytearray(min(nbytes, _END_OF_METADATA))
+        try:
+            self._storage.read_into(f"{self._name}/{file}", nbytes - len(end), memoryview(end))
+        except StorageKeyMissing as error:
+            raise self._corrupt(0, str(error)) from None
+        return self._save_id.encode() in end or self._save_id.encode() in self._get(file)
 
     def _foreign(self, metadata: Metadata) -> Metadata:
         """What torch wrote has no manifest; a checkpoint of ours without one has lost its checksums."""

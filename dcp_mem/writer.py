@@ -23,7 +23,6 @@ from dcp_mem.config import Settings, checkpoint_name, run_identity, settings
 from dcp_mem.dcp_call import DcpCall, dcp_call, direct_call, global_metadata
 from dcp_mem.errors import ConfigError, RankFailed, picklable
 from dcp_mem.format import names
-from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.described import RankItems, catalog_of, metadata_of
 from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.metadata import LazyMetadata, with_storage
@@ -280,8 +279,9 @@ class MemoryStorageWriter(StorageWriter):
         manifest, staged = complete(caller, attempt, staged, collective.describing(planned.plan_id), is_new)
         _after(caller, attempt, staged, manifest)
         faults.point("save.finished")
-        catalog = caller.session.catalogs.hold(manifest.catalog)
-        return LazyMetadata(lambda: metadata_of(Catalog.from_bytes(catalog), manifest.save_id, manifest.tails))
+        catalogs = caller.session.catalogs
+        catalogs.find(manifest.catalog)  # it stays mapped
+        return LazyMetadata(lambda: metadata_of(catalogs.get(manifest.catalog), manifest.save_id, manifest.tails))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -7,6 +7,7 @@ checkpoint. What differs (the save id, and where the items behind the layouts li
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,6 @@ from mmap import mmap
 from typing import Any
 
 import numpy as np
-import torch
 
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.layout import Layout, layout_of
@@ -54,13 +54,16 @@ _MOST = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What DCP writes down of a tensor besides its shape."""
+    """What DCP writes down of a tensor besides its shape; torch's things by the names that it prints ("torch.float32").
 
-    dtype: torch.dtype
-    layout: torch.layout
+    So the agent reads catalogs without torch, and any torch those of a newer one.
+    """
+
+    dtype: str
+    layout: str
     requires_grad: bool
     pin_memory: bool
-    memory_format: torch.memory_format = torch.contiguous_format
+    memory_format: str = "torch.contiguous_format"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,13 +74,14 @@ class Catalog:
     there is no planner data that could be said like this (see planner_pickle).
     table: the different properties of tensors.
 
-    Of each entry, in the order of DCP's metadata: name, properties (-1 for byte items), dimensions, size[entries, width]
-    (padded with 1); first[entries + 1]: its rows are first[i] to first[i + 1].
+    Of each entry, in the order of DCP's metadata: name, properties (by number in `table`, or BYTES, LOOSE_CHUNKS,
+    LOOSE_BYTES), dimensions, size[entries, width] (padded with 1); first[entries + 1]: its rows are first[i] to first[i + 1].
     Of each row: offset and extent[rows, width] (padded with 0 and 1); writer: which of `ranks` has written it (-1: none has);
     number: which item of that rank's segment it is, counted in the order of the layout, and then on in its tail.
     Of each writer: ranks: its rank; layout_of: its segment's layout, by number, in `layouts`.
 
-    planner_pickle: planner data of a planner of somebody's own, pickled; b"" where `paths` says it all, or there is none.
+    planner_pickle: planner data of a planner of somebody's own, pickled (with protocol 3 or later); b"" where `paths` says
+    it all, or there is none.
     """
 
     names: Sequence[str]
@@ -131,7 +135,7 @@ class Catalog:
                 **{name: packed.columns[name] for name in _COLUMNS},
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ManifestInvalid(f"a catalog is damaged: {type(error).__name__}: {error}") from None
+            raise ManifestInvalid(f"a catalog can't be read: {type(error).__name__}: {error}") from None
         _refuse_contradictions(catalog)
         return catalog
 
@@ -144,24 +148,23 @@ def catalog_key(data: bytes | memoryview | mmap) -> str:
 # -- properties and layouts, written down --------------------------------------------------------------------------------
 
 
-def _by_name(kind: type) -> Mapping[str, Any]:
-    """Torch's objects of one kind, by the names that it prints them under."""
-    return {str(value): value for value in vars(torch).values() if isinstance(value, kind)}
-
-
-_DTYPES, _LAYOUTS = _by_name(torch.dtype), _by_name(torch.layout)
-_MEMORY_FORMATS = _by_name(torch.memory_format)
+MEMORY_FORMATS = {"torch.contiguous_format": 0, "torch.channels_last": 1, "torch.preserve_format": 2}
+"""Values of DCP's `_MEM_FORMAT_ENCODING`, which has no others."""
+_NAME = re.compile(r"torch\.[A-Za-z0-9_]+")
 
 
 def _written(one: Properties) -> list[Any]:
-    return [str(one.dtype), str(one.layout), one.requires_grad, one.pin_memory, str(one.memory_format)]
+    return [one.dtype, one.layout, one.requires_grad, one.pin_memory, one.memory_format]
 
 
 def _read(written: Sequence[Any]) -> Properties:
     dtype, layout, requires_grad, pin_memory, memory_format = written
-    return Properties(
-        _DTYPES[dtype], _LAYOUTS[layout], bool(requires_grad), bool(pin_memory), _MEMORY_FORMATS[memory_format]
-    )
+    if memory_format not in MEMORY_FORMATS:
+        raise ValueError(f"a memory format {memory_format!r}")
+    for name in (dtype, layout):
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of torch's")
+    return Properties(dtype, layout, bool(requires_grad), bool(pin_memory), memory_format)
 
 
 def _joined(columns: Sequence[Ints]) -> Ints:
@@ -216,6 +219,8 @@ def _contradictions(catalog: Catalog) -> Iterator[str]:
         yield "rows of its entries"
     if not all(_within(column, 0, _MOST) for column in (catalog.size, catalog.offset, catalog.extent)):
         yield "sizes"
+    if not _are_in_order(catalog):
+        yield "order of its rows"
     if not _within(catalog.writer, -1, len(catalog.ranks) - 1) or not _within(catalog.number, -1, _MOST):
         yield "writers"
     if ((catalog.number < 0) & (catalog.writer >= 0)).any():
@@ -224,6 +229,18 @@ def _contradictions(catalog: Catalog) -> Iterator[str]:
         yield "ranks"
     if not _within(catalog.layout_of, 0, len(catalog.layouts) - 1):
         yield "layouts"
+
+
+def _are_in_order(catalog: Catalog) -> bool:
+    """Whether the rows of each entry ascend by their offsets (rows of one offset may be several)."""
+    before, after = catalog.offset[:-1], catalog.offset[1:]
+    if not after.size:
+        return True
+    decisive = (after != before).argmax(axis=1)[:, None]
+    falls = np.take_along_axis(after < before, decisive, axis=1)[:, 0]
+    begins = catalog.first[(catalog.first > 0) & (catalog.first < len(catalog.offset))]
+    falls[begins - 1] = False
+    return not falls.any()
 
 
 def _have_shapes(catalog: Catalog) -> bool:

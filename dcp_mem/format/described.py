@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_mem.format.catalog import BYTES, LOOSE_BYTES, LOOSE_CHUNKS, Catalog, Extent, Ints, Properties
+from dcp_mem.format.catalog import BYTES, LOOSE_BYTES, LOOSE_CHUNKS, MEMORY_FORMATS, Catalog, Extent, Ints, Properties
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.metadata import read_metadata, with_storage
 from dcp_mem.format.names import segment_file
-from dcp_mem.format.pickled import MEMORY_FORMATS, template_of
+from dcp_mem.format.pickled import template_of
 from dcp_mem.format.places import places_of
 from dcp_mem.format.shapes import entry_of_rows, have_offset, shapes_of
+from dcp_mem.format.torch_names import dtype_named, layout_named, memory_format_named, properties
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a chunk."""
@@ -35,7 +36,7 @@ _Place = tuple[int, int]
 _NOWHERE = (-1, -1)
 
 
-class NotDescribable(ValueError):
+class MetadataNotDescribable(ValueError):
     """DCP's metadata holds something that a catalog can't say."""
 
 
@@ -95,10 +96,9 @@ def _storage_data(
 
 def _planner_data(catalog: Catalog) -> Any:
     if catalog.planner_pickle:
-        nothing = catalog_of(Metadata({}), [])
-        return read_metadata(
-            template_of(replace(nothing, planner_pickle=catalog.planner_pickle)).render("0" * 8, {})
-        ).planner_data
+        # As part of the metadata of nothing else: there is one way to unpickle without trust.
+        alone = replace(catalog_of(Metadata({}), []), planner_pickle=catalog.planner_pickle)
+        return read_metadata(template_of(alone).render("0" * 8, {})).planner_data
     if catalog.paths is None:
         return None
     return {name: path for name, path in zip(catalog.names, catalog.paths, strict=True) if path is not None}
@@ -106,10 +106,10 @@ def _planner_data(catalog: Catalog) -> Any:
 
 def _properties(one: Properties) -> TensorProperties:
     return TensorProperties(
-        dtype=one.dtype,
-        layout=one.layout,
+        dtype=dtype_named(one.dtype),
+        layout=layout_named(one.layout),
         requires_grad=one.requires_grad,
-        memory_format=one.memory_format,
+        memory_format=memory_format_named(one.memory_format),
         pin_memory=one.pin_memory,
     )
 
@@ -130,7 +130,7 @@ class _Entries:
 
     def add(self, name: str, kind: int, size: tuple[int, ...], rows: Sequence[tuple[_Box, _Place]]) -> None:
         if type(name) is not str:
-            raise NotDescribable(f"an entry under {name!r}, which is no text")
+            raise MetadataNotDescribable(f"an entry under {name!r}, which is no text")
         self._entries.append((self.names.setdefault(name, len(self.names)), kind, size))
         for box, place in rows:
             self._boxes.append(box)
@@ -160,7 +160,7 @@ def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
     """The catalog of a plan that torch made, from its metadata and from what each rank writes.
 
     An item that several ranks write is where the last of them has it. Chunks that nobody writes have no writer, and what
-    is written but isn't in the metadata makes loose entries. Raises NotDescribable for what has no place in a catalog.
+    is written but isn't in the metadata makes loose entries. Raises MetadataNotDescribable for what has no place in a catalog.
     """
     places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
     for writer, of_rank in enumerate(items):
@@ -176,7 +176,7 @@ def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
             kind = entries.table.setdefault(_described(name, found.properties), len(entries.table))
             entries.add(name, kind, tuple(found.size), _rows(name, found, places))
         else:
-            raise NotDescribable(f"{name} is a {type(found).__name__}")
+            raise MetadataNotDescribable(f"{name} is a {type(found).__name__}")
     _add_loose(entries, places)
     layouts = {of_rank.layout.key: of_rank.layout for of_rank in items}
     numbers = {key: number for number, key in enumerate(layouts)}
@@ -200,7 +200,7 @@ def _rows(
     boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks}
     dimensions = len(found.size)
     if any(len(offsets) != dimensions or len(sizes) != dimensions for offsets, sizes in boxes):
-        raise NotDescribable(f"{name} has chunks of other dimensions than its own")
+        raise MetadataNotDescribable(f"{name} has chunks of other dimensions than its own")
     return [((offsets, sizes), places.pop((name, offsets), _NOWHERE)) for offsets, sizes in sorted(boxes)]
 
 
@@ -227,12 +227,11 @@ def _are_paths(planner_data: Any) -> bool:
 
 
 def _described(name: str, found: TensorProperties) -> Properties:
-    one = Properties(found.dtype, found.layout, found.requires_grad, found.pin_memory, found.memory_format)
+    values = (found.dtype, found.layout, found.requires_grad, found.pin_memory, found.memory_format)
     kinds = (torch.dtype, torch.layout, bool, bool, torch.memory_format)
-    values = (one.dtype, one.layout, one.requires_grad, one.pin_memory, one.memory_format)
-    if not all(map(isinstance, values, kinds)) or one.memory_format not in MEMORY_FORMATS:
-        raise NotDescribable(f"{name} has properties that DCP doesn't write down: {found}")
-    return one
+    if not all(map(isinstance, values, kinds)) or str(found.memory_format) not in MEMORY_FORMATS:
+        raise MetadataNotDescribable(f"{name} has properties that DCP doesn't write down: {found}")
+    return properties(*values)
 
 
 def _padded(rows: Sequence[tuple[int, ...]], width: int, value: int) -> Ints:

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_mem.errors import UntrustedMetadata
-
-DCP_VERSION = "1.0.0"
+from dcp_mem.format.names import DCP_VERSION
 
 
 def with_storage(metadata: Metadata, storage_data: Any, save_id: str) -> Metadata:

@@ -7,6 +7,8 @@ import uuid
 
 SEGMENT = re.compile(r"__(\d+)_(\d+)-([0-9a-f]{8})\.distcp")
 OWN = ".dcp_mem"
+DCP_VERSION = "1.0.0"
+"""What DCP calls the format of its metadata."""
 COLLECTIVE = ""
 """Scope of a checkpoint that all ranks saved together; a rank that saved alone has the scope `r<rank>`."""
 

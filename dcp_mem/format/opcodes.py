@@ -92,7 +92,7 @@ def integer(value: int) -> bytes:
 
 def integers(column: Ints) -> tuple[bytes, Column]:
     """How to write these integers, all with the same number of bytes: the opcode, and what stands behind it."""
-    if len(column) and int(column.max()) > _LARGEST_BININT:
+    if int(column.max(initial=0)) > _LARGEST_BININT:
         return LONG8, column.astype("<i8")
     return pickle.BININT, column.astype("<i4")
 

@@ -10,17 +10,14 @@ from __future__ import annotations
 import pickle
 import pickletools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
-import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.errors import ManifestInvalid
-from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints, Properties
-from dcp_mem.format.metadata import DCP_VERSION
-from dcp_mem.format.names import segment_file
+from dcp_mem.format.catalog import BYTES, MEMORY_FORMATS, Catalog, Extent, Ints, Properties
+from dcp_mem.format.names import DCP_VERSION, segment_file
 from dcp_mem.format.opcodes import (
     BUILD,
     LONG8,
@@ -66,10 +63,10 @@ _IN_RECORDS = (
         ("properties", "size", "chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"),
     ),
 )
+_FIRST_OF_PYTHON_3 = 3
+"""The first protocol under which a module goes by the name that it has now."""
 _OFFSET, _LENGTH = -4, -2
 """Where, among the pieces of a record of storage data, offset and length stand."""
-MEMORY_FORMATS = {torch.contiguous_format: 0, torch.channels_last: 1, torch.preserve_format: 2}
-"""Values of DCP's `_MEM_FORMAT_ENCODING`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,16 +116,9 @@ def template_of(catalog: Catalog) -> MetadataTemplate:
     planner_data = memo.share(planner_pickle)  # the first: it takes the memo to be empty
     for code in _IN_RECORDS:
         memo.share(code)  # the next: the lowest numbers take the least room
-    shapes, places = shapes_of(catalog), places_of(catalog)
-    shape_numbers = _keep_shapes(memo, shapes)
+    places = places_of(catalog)
     files, ids = _keep_files(memo, catalog.ranks.tolist())
-    numbers = _Numbers(
-        names=memo.keep_all(strings(catalog.names)),
-        files=files,
-        size=shape_numbers[shapes.size],
-        offset=np.where(have_offset(catalog), shape_numbers[shapes.offset], memo.keep(pickle.NONE)),
-        extent=shape_numbers[shapes.extent],
-    )
+    numbers = _keep(memo, catalog, files)
     known = _known(memo, catalog, numbers)
     if catalog.paths is not None:
         planner_data = _paths(memo, catalog, numbers)
@@ -146,9 +136,7 @@ def template_of(catalog: Catalog) -> MetadataTemplate:
     data += records(len(places.tail.rows), *tail).tobytes() + pickle.SETITEMS
     data += string("storage_meta")
     ids.append(len(data) + storage_meta.rindex(_PLACEHOLDER.encode()))
-    data += storage_meta
-    if any(field.name == "version" for field in fields(Metadata)):  # not in torch 2.6
-        data += string("version") + string(DCP_VERSION)
+    data += storage_meta + string("version") + string(DCP_VERSION)  # torch 2.6 knows no version, and doesn't mind
     data += BUILD + pickle.STOP
     offsets, lengths = starts + width(tail[:_OFFSET]), starts + width(tail[:_LENGTH])
     return MetadataTemplate(bytes(data), np.array(ids, np.int64), offsets, lengths, places.tail)
@@ -168,6 +156,8 @@ def _planner_pickle(data: bytes) -> tuple[bytes, int]:
         words = [(word.name, argument, position) for word, argument, position in pickletools.genops(data)]
     except Exception as error:
         raise ManifestInvalid(f"a catalog's planner data is no pickle: {error}") from None
+    if words[0][0] != "PROTO" or int(words[0][1] or 0) < _FIRST_OF_PYTHON_3:
+        raise ManifestInvalid("a catalog's planner data is pickled with names of Python 2")
     code = [data[start:stop] for (name, _, start), (_, _, stop) in pairwise(words) if name not in ("PROTO", "FRAME")]
     puts = [int(number or 0) for name, number, _ in words if name in ("PUT", "BINPUT", "LONG_BINPUT")]
     memoized = sum(name == "MEMOIZE" for name, _, _ in words)
@@ -188,6 +178,18 @@ def _paths(memo: Memo, catalog: Catalog, numbers: _Numbers) -> bytes:
 
 
 # -- what is kept in front -----------------------------------------------------------------------------------------------
+
+
+def _keep(memo: Memo, catalog: Catalog, files: Ints) -> _Numbers:
+    shapes = shapes_of(catalog)
+    kept = _keep_shapes(memo, shapes)
+    return _Numbers(
+        names=memo.keep_all(strings(catalog.names)),
+        files=files,
+        size=kept[shapes.size],
+        offset=np.where(have_offset(catalog), kept[shapes.offset], memo.keep(pickle.NONE)),
+        extent=kept[shapes.extent],
+    )
 
 
 def _keep_shapes(memo: Memo, shapes: Shapes) -> Ints:
@@ -215,8 +217,8 @@ def _keep_files(memo: Memo, ranks: Sequence[int]) -> tuple[Ints, list[int]]:
 
 def _keep_properties(memo: Memo, one: Properties) -> int:
     values = [
-        global_name(*str(one.dtype).rsplit(".", 1)),
-        memo.share(_LAYOUT) + string(str(one.layout)) + pickle.TUPLE1 + pickle.REDUCE,
+        global_name(*one.dtype.rsplit(".", 1)),
+        memo.share(_LAYOUT) + string(one.layout) + pickle.TUPLE1 + pickle.REDUCE,
         _boolean(one.requires_grad),
         memo.share(_MEMORY_FORMAT) + integer(MEMORY_FORMATS[one.memory_format]) + pickle.TUPLE1 + pickle.REDUCE,
         _boolean(one.pin_memory),

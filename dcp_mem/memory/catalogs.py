@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Collection
 from typing import Any
 
 from dcp_mem import files
@@ -16,7 +17,7 @@ from dcp_mem.memory.root import private_directory
 
 
 class Catalogs:
-    """The catalogs of one job. keep: those that this process has put here, or taken from here, stay mapped."""
+    """The catalogs of one job. Those that this process has put here, or asked for, stay mapped."""
 
     def __init__(self, directory: str) -> None:
         self._directory = private_directory(os.path.join(directory, ".catalogs"))
@@ -40,20 +41,28 @@ class Catalogs:
         except FileNotFoundError:  # another process of the job has closed its writer, and tidied up
             files.write_atomically(path, self._mapped[key])
 
-    def hold(self, key: str) -> mmap.mmap:
-        """The bytes of a catalog, mapped. Raises FileNotFoundError where the job's last writer has been closed."""
+    def find(self, key: str) -> mmap.mmap | None:
+        """The bytes of a catalog, which stay mapped; None where the job's last writer has been closed."""
         data = self._mapped.get(key)
         if data is None:
-            data = self._mapped[key] = _mapped(self._path(key))
+            try:
+                data = self._mapped[key] = _mapped(self._path(key))
+            except FileNotFoundError:
+                return None
         return data
 
     def get(self, key: str) -> Catalog:
-        """Raises ManifestInvalid, and what `hold` raises."""
-        return Catalog.from_bytes(self.hold(key))
+        """Raises ManifestInvalid where it isn't there, or is damaged."""
+        data = self.find(key)
+        if data is None:
+            raise ManifestInvalid(f"the catalog {key} has left memory")
+        return Catalog.from_bytes(data)
 
-    def forget(self, key: str) -> None:
-        """Unmap a catalog that is not needed any more."""
-        self._mapped.pop(key, None)
+    def keep_only(self, keys: Collection[str]) -> None:
+        """Unmap and remove the others: no plan of this process needs them any more."""
+        for key in [key for key in self._mapped if key not in keys]:
+            del self._mapped[key]
+            files.remove(self._path(key))
 
     def clear(self) -> None:
         """Remove all of them from here; those that a checkpoint needs are linked beside it."""

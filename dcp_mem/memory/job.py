@@ -74,6 +74,10 @@ class JobMemory:
     def held(self) -> list[Held]:
         """Every complete checkpoint, newest first."""
         found = [held for directory in self._checkpoint_directories() for held in self._held_in(directory)]
+        there = {held.manifest_path for held in found}
+        for path in list(self._manifests):  # a copy: another thread may be looking as well
+            if path not in there:
+                self._manifests.pop(path, None)
         return sorted(found, key=lambda held: held.manifest.created, reverse=True)
 
     def find(self, name: str) -> list[Held]:

@@ -10,115 +10,158 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dcp_mem.format.catalog import Path, Properties
-from dcp_mem.planning.columns import Kind, LocalPlan, Row, local_plan
+from dcp_mem.format.catalog import Ints
+from dcp_mem.format.torch_names import properties
+from dcp_mem.planning import sharded
+from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable, Row, Whole, local_plan
+from dcp_mem.planning.flatten import Leaves, collect, flatten, is_container, may_be_container
+from dcp_mem.planning.plain import BLOCK, PLAIN
 
 _DTYPE, _SHAPE, _LAYOUT = map(operator.attrgetter, ("dtype", "shape", "layout"))
 _REQUIRES_GRAD, _SPEC = operator.attrgetter("requires_grad"), operator.attrgetter("_spec")
 _LOCAL = operator.attrgetter("_local_tensor")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_LOOKED_AT: tuple[Callable[[Any], Any], ...] = (_DTYPE, _LAYOUT, _REQUIRES_GRAD, _SHAPE)
+
+
 Extent = tuple[int, ...]
 
 
-class NotDescribable(Exception):
-    """A state dict holds something that only DCP's own planner knows how to plan."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Container:
-    """What a mapping or list looked like. inner: its values that are containers themselves, by position."""
+class _Sharding:
+    """How sharded leaves say that they lie. others: of ShardedTensors; all else is of DTensors."""
 
-    kind: type
-    keys: Sequence[Any]
-    key_types: Sequence[type]
-    inner: Mapping[int, _Container]
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What is compared of the leaves, in their order; of tensors and of DTensors apart."""
-
-    dtypes: Sequence[torch.dtype]
-    layouts: Sequence[torch.layout]
+    specs: Sequence[Any]
     shapes: Sequence[torch.Size]
     requires_grad: Sequence[bool]
-    specs: Sequence[Any]
     local_types: Sequence[type]
-    local_shapes: Sequence[torch.Size]
-    grad_enabled: bool
+    others: Sequence[tuple[object, ...]]
 
-    def is_same(self, other: _Facts) -> bool:
+    def is_same(self, other: _Sharding) -> bool:
         return (
-            self.dtypes == other.dtypes
-            and self.layouts == other.layouts
-            and self.shapes == other.shapes
+            self.shapes == other.shapes
             and self.requires_grad == other.requires_grad
             and self.local_types == other.local_types
-            and self.local_shapes == other.local_shapes
-            and self.grad_enabled == other.grad_enabled
-            and all(map(_lie_alike, self.specs, other.specs))
+            and self.others == other.others
+            and (all(map(operator.is_, self.specs, other.specs)) or all(map(_lie_alike, self.specs, other.specs)))
         )
 
 
-class Structure:
-    """A described state dict.
+class Described:
+    """A state dict taken apart.
 
-    plan: what this rank would write. leaves of a state dict of the same structure come from `recognise`, in the order of
-    plan.names; item i of the plan is leaf plan.name[i].
+    leaves: in the order of plan.names. plan: what this rank would write; `parts_of` has what each item of it stands for.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         """Describe a state dict. Raises NotDescribable, and ValueError where two leaves get the same name."""
-        leaves: list[Any] = []
-        paths: list[Path] = []
-        self._root = _container(state, (), leaves, paths)
-        rows = list(_rows(leaves))  # before anything is asked of leaves that can't be described
+        self.root, found = flatten(state)
+        self.leaves: Sequence[Any] = found.values
+        self.plan = _plan_of(found)
+        types = list(map(type, self.leaves))
+        self._has_dtensors, self._has_others = DTensor in types, ShardedTensor in types
+        self._has_part = _occur(self.plan.name, len(self.leaves))
+
+    def parts_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """What the items of the plan stand for, in their order: of sharded leaves the local tensors; others as they are."""
+        if not self._has_dtensors and not self._has_others:
+            return leaves
+        held = compress(leaves, self._has_part)
+        if not self._has_others:
+            return [leaf._local_tensor if type(leaf) is DTensor else leaf for leaf in held]
+        return list(chain.from_iterable(map(_parts, held)))
+
+
+class Structure:
+    """A described state dict, which is recognised from then on.
+
+    plan: what this rank would write. leaves of a state dict of the same structure come from `recognise`, in the order of
+    plan.names; `parts_of` has what each item of the plan stands for.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        """Describe a state dict. Raises NotDescribable, and ValueError where two leaves get the same name."""
+        described = Described(state)
+        self.plan, self.parts_of, self._root, leaves = (
+            described.plan,
+            described.parts_of,
+            described.root,
+            described.leaves,
+        )
+        described.leaves = ()  # to be held by nobody
         self._types = list(map(type, leaves))
-        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        self._facts = self._facts_of(leaves)
-        names = [".".join(map(str, path)) for path in paths]
-        if len(set(names)) < len(names):
-            doubled = next(name for index, name in enumerate(names) if name in names[:index])
-            raise ValueError(f"two entries of the state dict have the same flattened name: {doubled}")
-        self.plan: LocalPlan = local_plan(names, paths, rows)
+        self._dtensors = [number for number, kind in enumerate(self._types) if kind is DTensor]
+        self._others = [number for number, kind in enumerate(self._types) if kind is ShardedTensor]
+        self._doubtful = [number for number, kind in enumerate(self._types) if may_be_container(kind)]
+        self._is_tensor = (self.plan.kind != Kind.OBJECT).tolist()
+        self._grad_enabled = torch.is_grad_enabled()
+        self._sharding = self._sharding_of(leaves)
+        one_of: dict[torch.Size, torch.Size] = {}  # what is compared with few objects needn't wait for memory
+        self._looks = [
+            (*looks, [one_of.setdefault(shape, shape) for shape in shapes]) for *looks, shapes in self._look_at(leaves)
+        ]
 
     def leaves_of(self, state: Mapping[str, Any]) -> Sequence[Any]:
         """The leaves of the state dict that was described."""
         leaves: list[Any] = []
-        _collect(state, self._root, leaves)
+        collect(state, self._root, leaves)
         return leaves
 
-    def recognise(self, state: Mapping[str, Any]) -> Sequence[Any] | None:
-        """The leaves of a state dict of the same structure; None for any other."""
+    def recognise(
+        self, state: Mapping[str, Any], visit: Callable[[int, Sequence[torch.Tensor]], None] | None = None
+    ) -> Sequence[Any] | None:
+        """The leaves of a state dict of the same structure; None for any other.
+
+        visit: gets each block of the plan's tensors, and the number of its first, while the cache still has them; what it
+        has made of them counts for nothing where None is returned.
+        """
         leaves: list[Any] = []
-        if not _collect(state, self._root, leaves):
+        if not collect(state, self._root, leaves):
             return None
-        if list(map(type, leaves)) != self._types or not self._facts.is_same(self._facts_of(leaves)):
+        if list(map(type, leaves)) != self._types or torch.is_grad_enabled() != self._grad_enabled:
             return None
-        return leaves
+        if any(is_container(leaves[number]) for number in self._doubtful):
+            return None
+        # Leaves that lie alike have as many parts: only then can those be compared.
+        if not self._sharding.is_same(self._sharding_of(leaves)):
+            return None
+        return leaves if all(map(operator.eq, self._look_at(leaves, visit), self._looks)) else None
 
-    def _facts_of(self, leaves: Sequence[Any]) -> _Facts:
-        tensors = list(compress(leaves, self._is_tensor))
-        distributed = [leaf for leaf in tensors if type(leaf) is DTensor]
-        local = list(map(_LOCAL, distributed))
-        return _Facts(
-            dtypes=list(map(_DTYPE, tensors)),
-            layouts=list(map(_LAYOUT, tensors)),
-            shapes=list(map(_SHAPE, tensors)),
-            requires_grad=list(map(_REQUIRES_GRAD, tensors)),
+    def _look_at(
+        self, leaves: Sequence[Any], visit: Callable[[int, Sequence[torch.Tensor]], None] | None = None
+    ) -> Iterator[tuple[list[Any], ...]]:
+        """What is compared of this rank's tensors, a block at a time."""
+        tensors: list[torch.Tensor] = list(compress(self.parts_of(leaves), self._is_tensor))
+        for start in range(0, len(tensors), BLOCK):
+            block = tensors[start : start + BLOCK]
+            yield tuple(list(map(look, block)) for look in _LOOKED_AT)
+            if visit is not None:  # if it goes on here, the block is as it was described
+                visit(start, block)
+
+    def _sharding_of(self, leaves: Sequence[Any]) -> _Sharding:
+        distributed = list(map(leaves.__getitem__, self._dtensors))
+        return _Sharding(
             specs=list(map(_SPEC, distributed)),
-            local_types=list(map(type, local)),
-            local_shapes=list(map(_SHAPE, local)),
-            grad_enabled=torch.is_grad_enabled(),
+            shapes=list(map(_SHAPE, distributed)),
+            requires_grad=list(map(_REQUIRES_GRAD, distributed)),
+            local_types=list(map(type, map(_LOCAL, distributed))),
+            others=[sharded.sharding_of(leaves[number]) for number in self._others],
         )
+
+
+def _parts(leaf: Any) -> Sequence[Any]:
+    if type(leaf) is ShardedTensor:
+        return sharded.parts_of(leaf)
+    return (leaf._local_tensor,) if type(leaf) is DTensor else (leaf,)
 
 
 def _lie_alike(one: Any, other: Any) -> bool:
@@ -126,97 +169,73 @@ def _lie_alike(one: Any, other: Any) -> bool:
     return one is other or (one.mesh == other.mesh and one.placements == other.placements)
 
 
-# -- flattening, by the rules of torch.distributed.checkpoint._nested_dict --------------------------------------------
-
-
-def _container(value: Any, path: Path, leaves: list[Any], paths: list[Path]) -> _Container:
-    keys = _keys(value)
-    parts = [str(key) for key in keys] if isinstance(value, Mapping) else keys
-    inner: dict[int, _Container] = {}
-    for position, (part, entry) in enumerate(zip(parts, _values(value), strict=True)):
-        if _is_container(entry):
-            inner[position] = _container(entry, (*path, part), leaves, paths)
-        else:
-            leaves.append(entry)
-            paths.append((*path, part))
-    return _Container(type(value), keys, list(map(type, keys)), inner)
-
-
-def _collect(value: Any, known: _Container, leaves: list[Any]) -> bool:
-    """Append the leaves of a container that has the same keys as the known one, and so within; whether it has."""
-    if type(value) is not known.kind:
-        return False
-    keys = _keys(value)
-    if keys != known.keys or list(map(type, keys)) != known.key_types:  # 1 == True, and they have other names
-        return False
-    values = list(_values(value))
-    done = 0
-    for position, container in known.inner.items():
-        if not _append_leaves(values[done:position], leaves) or not _collect(values[position], container, leaves):
-            return False
-        done = position + 1
-    return _append_leaves(values[done:], leaves)
-
-
-def _append_leaves(values: Sequence[Any], leaves: list[Any]) -> bool:
-    """Append values that are all leaves; False where one of them has become a container."""
-    kinds = set(map(type, values))
-    if any(issubclass(kind, (Mapping, list)) for kind in kinds) and any(map(_is_container, values)):
-        return False
-    leaves.extend(values)
-    return True
-
-
-def _keys(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Mapping) else list(range(len(value)))
-
-
-def _values(value: Any) -> Any:
-    return value.values() if isinstance(value, Mapping) else value
-
-
-def _is_container(value: Any) -> bool:
-    """Whether DCP goes into it: any mapping, and lists that hold a tensor or a mapping somewhere."""
-    if isinstance(value, Mapping):
-        return True
-    return isinstance(value, list) and any(isinstance(entry, torch.Tensor) or _is_container(entry) for entry in value)
-
-
 # -- describing --------------------------------------------------------------------------------------------------------
 
 
-def _rows(leaves: Sequence[Any]) -> Iterator[Row]:
+def _plan_of(leaves: Leaves) -> LocalPlan:
+    is_plain = list(map(PLAIN.__contains__, map(type, leaves.values)))
+    is_other = list(map(operator.not_, is_plain))
+    # Before anything is asked of plain tensors: that others can't be described may be the answer.
+    rows = list(_rows(list(compress(enumerate(leaves.values), is_other))))
+    tensors = list(compress(leaves.values, is_plain))
+    facts = list(
+        zip(
+            map(_DTYPE, tensors),
+            map(_LAYOUT, tensors),
+            map(_REQUIRES_GRAD, tensors),
+            map(torch.Tensor.is_pinned, tensors),
+            strict=True,
+        )
+    )
+    kinds = {fact: properties(*fact) for fact in dict.fromkeys(facts)}
+    return local_plan(
+        leaves.names,
+        leaves.paths,
+        rows,
+        Whole(np.flatnonzero(is_plain), list(map(kinds.__getitem__, facts)), list(map(_SHAPE, tensors))),
+    )
+
+
+def _rows(leaves: Sequence[tuple[int, Any]]) -> Iterator[Row]:
+    """Rows of all leaves but plain tensors."""
     chunk = lru_cache(maxsize=None)(_chunk)  # torch takes up to a millisecond for one; few of a model's tensors differ
-    for name, leaf in enumerate(leaves):
-        if type(leaf) is DTensor:
+    for name, leaf in leaves:
+        kind = type(leaf)
+        if kind is DTensor:
             yield from _rows_of_dtensor(name, leaf, chunk)
-        elif type(leaf) in _PLAIN:
-            size = tuple(leaf.shape)
-            yield Row(name, Kind.TENSOR, _properties(leaf), (size, (0,) * len(size), size))
+        elif kind is ShardedTensor:
+            yield from sharded.rows_of(name, leaf)
         elif isinstance(leaf, torch.Tensor) or hasattr(leaf, "__create_write_items__"):
-            raise NotDescribable(f"a {type(leaf).__module__}.{type(leaf).__name__}")
+            raise NotDescribable(f"a {kind.__module__}.{kind.__name__}")
         else:
             yield Row(name, Kind.OBJECT)
 
 
+def _occur(numbers: Ints, count: int) -> list[bool]:
+    """Of each number below `count`, whether it occurs."""
+    occurs: list[bool] = (np.bincount(numbers, minlength=count) > 0).tolist()
+    return occurs
+
+
 def _rows_of_dtensor(name: int, leaf: DTensor, chunk: Callable[..., tuple[Extent, Extent]]) -> Iterator[Row]:
-    if leaf.device_mesh.get_coordinate() is None:
+    mesh, placements, local = leaf.device_mesh, leaf.placements, leaf._local_tensor
+    if mesh.get_coordinate() is None:
         return
-    if any(placement.is_partial() for placement in leaf.placements):
+    if any(placement.is_partial() for placement in placements):
         raise ValueError("a DTensor with partial placements has no value that could be saved: redistribute it first")
-    if type(leaf._local_tensor) not in _PLAIN:
-        raise NotDescribable(f"a DTensor of {type(leaf._local_tensor).__name__}")
-    extent, offset = chunk(tuple(leaf.shape), leaf.device_mesh, leaf.placements)
-    if extent != tuple(leaf._local_tensor.shape):
+    if type(local) not in PLAIN:
+        raise NotDescribable(f"a DTensor of {type(local).__name__}")
+    size = leaf.shape
+    extent, offset = chunk(size, mesh, placements)
+    if extent != local.shape:
         raise NotDescribable("a DTensor whose local tensor isn't what its placements say")
-    yield Row(name, Kind.SHARD, _properties(leaf.to_local()), (tuple(leaf.shape), offset, extent))
+    # As of leaf.to_local(), which takes an autograd node to make.
+    needs_grad = leaf.requires_grad if torch.is_grad_enabled() else local.requires_grad
+    known = properties(local.dtype, local.layout, needs_grad, local.is_pinned())
+    yield Row(name, Kind.SHARD, known, (size, offset, extent))
 
 
-def _chunk(shape: Extent, mesh: DeviceMesh, placements: tuple[Any, ...]) -> tuple[Extent, Extent]:
+def _chunk(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]) -> tuple[Extent, Extent]:
     """Extent and offset of this rank's chunk."""
     extent, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(map(int, extent)), tuple(map(int, offset))
-
-
-def _properties(tensor: torch.Tensor) -> Properties:
-    return Properties(tensor.dtype, tensor.layout, tensor.requires_grad, tensor.is_pinned())

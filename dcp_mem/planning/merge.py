@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp_mem.format.catalog import Ints, Path, Properties
-from dcp_mem.planning.columns import Kind, LocalPlan
+from dcp_mem.format.torch_names import dtype_named
+from dcp_mem.planning.columns import COLUMNS, Items, Kind, LocalPlan, widened
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -26,28 +27,14 @@ class PlanInvalid(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GlobalPlan:
-    """What is written, one row an item, by writer and then in the order of the writer's own plan.
+class GlobalPlan(Items):
+    """Items of all ranks, by rank and then in the order of the rank's own plan; names and properties are numbered for all.
 
-    names, paths, table: as in a LocalPlan, of all ranks. writer: rank; row: of the item in that rank's plan. The other
-    columns are those of a LocalPlan.
+    writer: rank. row: of the item in that rank's plan.
     """
 
-    names: Sequence[str]
-    paths: Sequence[Path]
-    table: Sequence[Properties]
     writer: Ints
     row: Ints
-    name: Ints
-    kind: Ints
-    properties: Ints
-    dimensions: Ints
-    size: Ints
-    offset: Ints
-    extent: Ints
-
-    def __len__(self) -> int:
-        return len(self.writer)
 
     def rows_of(self, rank: int) -> Ints:
         """Which rows of its own plan a rank writes, in order."""
@@ -65,47 +52,12 @@ def merge(plans: Sequence[LocalPlan]) -> GlobalPlan:
     order = _by_place(joined)
     starts = _starts_of_groups(joined, order)
     _refuse_contradictions(joined, order, starts, len(plans))
-    writer_row = _choose_writers(joined, order, starts, len(plans))
-    chosen = np.sort(writer_row)  # rows lie by rank, and then as in its plan
-    return GlobalPlan(
-        joined.names,
-        joined.paths,
-        joined.table,
-        joined.rank[chosen],
-        joined.row[chosen],
-        *(column[chosen] for column in joined.columns),
-    )
+    chosen = np.sort(_choose_writers(joined, order, starts, len(plans)))
+    columns = {name: getattr(joined, name)[chosen] for name in (*COLUMNS, "writer", "row")}
+    return replace(joined, **columns)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Joined:
-    """Rows of all ranks, by rank; names and properties are numbered for all."""
-
-    names: list[str]
-    paths: list[Path]
-    table: list[Properties]
-    rank: Ints
-    row: Ints
-    name: Ints
-    kind: Ints
-    properties: Ints
-    dimensions: Ints
-    size: Ints
-    offset: Ints
-    extent: Ints
-
-    @property
-    def columns(self) -> tuple[Ints, ...]:
-        return (self.name, self.kind, self.properties, self.dimensions, self.size, self.offset, self.extent)
-
-    def nbytes(self) -> Ints:
-        """Bytes of each row's chunk; a byte item's size isn't known, and counts as one."""
-        itemsize = np.array([one.dtype.itemsize for one in self.table] + [1], np.int64)
-        nbytes: Ints = self.extent.prod(axis=1) * itemsize[self.properties]
-        return nbytes
-
-
-def _join(plans: Sequence[LocalPlan]) -> _Joined:
+def _join(plans: Sequence[LocalPlan]) -> GlobalPlan:
     numbers: dict[str, int] = {}
     paths: list[Path] = []
     kinds: dict[Properties, int] = {}
@@ -124,36 +76,38 @@ def _join(plans: Sequence[LocalPlan]) -> _Joined:
         properties.append(np.array([*table, -1], np.int64)[plan.properties])
     width = max((plan.size.shape[1] for plan in plans), default=1)
     lengths = [len(plan) for plan in plans]
-    return _Joined(
-        names=list(numbers),
-        paths=paths,
-        table=list(kinds),
-        rank=np.repeat(np.arange(len(plans)), lengths),
+    return GlobalPlan(
+        names=tuple(numbers),
+        paths=tuple(paths),
+        table=tuple(kinds),
+        writer=np.repeat(np.arange(len(plans)), lengths),
         row=np.concatenate([np.arange(length) for length in lengths]) if plans else np.zeros(0, np.int64),
         name=np.concatenate(name),
         kind=np.concatenate([plan.kind for plan in plans]),
         properties=np.concatenate(properties),
         dimensions=np.concatenate([plan.dimensions for plan in plans]),
-        size=np.concatenate([_padded(plan.size, width, 1) for plan in plans]),
-        offset=np.concatenate([_padded(plan.offset, width, 0) for plan in plans]),
-        extent=np.concatenate([_padded(plan.extent, width, 1) for plan in plans]),
+        size=np.concatenate([widened(plan.size, width, 1) for plan in plans]),
+        offset=np.concatenate([widened(plan.offset, width, 0) for plan in plans]),
+        extent=np.concatenate([widened(plan.extent, width, 1) for plan in plans]),
     )
 
 
-def _padded(columns: Ints, width: int, value: int) -> Ints:
-    missing = width - columns.shape[1]
-    return np.pad(columns, ((0, 0), (0, missing)), constant_values=value) if missing else columns
+def _nbytes(joined: GlobalPlan) -> Ints:
+    """Bytes of each row's chunk; a byte item's size isn't known, and counts as one."""
+    itemsize = np.array([dtype_named(one.dtype).itemsize for one in joined.table] + [1], np.int64)
+    nbytes: Ints = joined.extent.prod(axis=1) * itemsize[joined.properties]
+    return nbytes
 
 
 # -- the same chunk on several ranks -----------------------------------------------------------------------------------
 
 
-def _by_place(joined: _Joined) -> Ints:
+def _by_place(joined: GlobalPlan) -> Ints:
     """Order of the rows by name and offset; rows of one place stay in the order of ranks."""
     return np.lexsort((*joined.offset.T[::-1], joined.name))
 
 
-def _starts_of_groups(joined: _Joined, order: Ints) -> Ints:
+def _starts_of_groups(joined: GlobalPlan, order: Ints) -> Ints:
     """Where, in that order, rows of another place begin."""
     if not len(order):
         return np.zeros(0, np.int64)
@@ -162,33 +116,33 @@ def _starts_of_groups(joined: _Joined, order: Ints) -> Ints:
     return np.flatnonzero(np.concatenate([[True], differs]))
 
 
-def _choose_writers(joined: _Joined, order: Ints, starts: Ints, ranks: int) -> Ints:
+def _choose_writers(joined: GlobalPlan, order: Ints, starts: Ints, ranks: int) -> Ints:
     """For each place the row that writes it.
 
     Places that the same ranks hold are dealt out together, in the order of the plan, each rank getting a run of them:
     those with the fewest holders first, so that what can lie anywhere fills up what is left.
     """
     holders = np.diff(np.append(starts, len(order)))
-    nbytes = joined.nbytes()[order][starts]
+    nbytes = _nbytes(joined)[order][starts]
     writer = order[starts]
     alone = holders == 1
-    load: Floats = np.bincount(joined.rank[writer[alone]], weights=nbytes[alone], minlength=ranks).astype(np.float64)
+    load: Floats = np.bincount(joined.writer[writer[alone]], weights=nbytes[alone], minlength=ranks).astype(np.float64)
     for places in _by_holders(joined, order, starts, holders):
-        held_by = joined.rank[order[starts[places[0]] : starts[places[0]] + holders[places[0]]]]
+        held_by = joined.writer[order[starts[places[0]] : starts[places[0]] + holders[places[0]]]]
         share = _deal_out(nbytes[places], load[held_by])
         writer[places] = order[starts[places] + share]
         load += np.bincount(held_by[share], weights=nbytes[places], minlength=ranks)
     return writer
 
 
-def _by_holders(joined: _Joined, order: Ints, starts: Ints, holders: Ints) -> Iterator[Ints]:
+def _by_holders(joined: GlobalPlan, order: Ints, starts: Ints, holders: Ints) -> Iterator[Ints]:
     """Places that several ranks hold, together where those are the same ranks; in the order of the plan."""
     shared = np.flatnonzero(holders > 1)
     if not len(shared):
         return
     # A set of ranks is told from others by a sum of random words: equal by chance once in 2**64.
-    words = np.random.default_rng(0).integers(0, 1 << 63, int(joined.rank.max()) + 1, dtype=np.uint64)
-    sums = np.add.reduceat(words[joined.rank[order]], starts)[shared]
+    words = np.random.default_rng(0).integers(0, 1 << 63, int(joined.writer.max()) + 1, dtype=np.uint64)
+    sums = np.add.reduceat(words[joined.writer[order]], starts)[shared]
     by_plan = np.lexsort((joined.row[order[starts[shared]]], sums, holders[shared]))
     shared, sums = shared[by_plan], sums[by_plan]
     cuts = np.flatnonzero(sums[1:] != sums[:-1]) + 1
@@ -211,7 +165,7 @@ def _deal_out(nbytes: Ints, load: Floats) -> Ints:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def _refuse_contradictions(joined: _Joined, order: Ints, starts: Ints, ranks: int) -> None:
+def _refuse_contradictions(joined: GlobalPlan, order: Ints, starts: Ints, ranks: int) -> None:
     problems = [
         *_doubled(joined, order, starts),
         *_mixed(joined),
@@ -223,9 +177,9 @@ def _refuse_contradictions(joined: _Joined, order: Ints, starts: Ints, ranks: in
         raise PlanInvalid("; ".join(problems[:_MOST_ERRORS]) + more)
 
 
-def _doubled(joined: _Joined, order: Ints, starts: Ints) -> list[str]:
+def _doubled(joined: GlobalPlan, order: Ints, starts: Ints) -> list[str]:
     """Chunks that one rank has twice, and those that ranks have in different sizes."""
-    name, rank = joined.name[order], joined.rank[order]
+    name, rank = joined.name[order], joined.writer[order]
     same_place = np.ones(len(order), bool)
     same_place[starts] = False
     twice = np.flatnonzero(same_place[1:] & (rank[1:] == rank[:-1])) + 1
@@ -241,7 +195,7 @@ def _doubled(joined: _Joined, order: Ints, starts: Ints) -> list[str]:
     ]
 
 
-def _mixed(joined: _Joined) -> list[str]:
+def _mixed(joined: GlobalPlan) -> list[str]:
     """Names that are different things on different ranks, or tensors of different sizes."""
     is_object, is_tensor = np.zeros((2, len(joined.names)), bool)
     is_object[joined.name[joined.kind == Kind.OBJECT]] = True
@@ -268,7 +222,7 @@ def _mixed(joined: _Joined) -> list[str]:
     ]
 
 
-def _out_of_bounds(joined: _Joined) -> list[str]:
+def _out_of_bounds(joined: GlobalPlan) -> list[str]:
     outside = (joined.offset < 0) | (joined.extent < 0) | (joined.offset + joined.extent > joined.size)
     return [
         f"{joined.names[joined.name[one]]}: the chunk at {_place(joined, one)} is out of bounds"
@@ -276,7 +230,7 @@ def _out_of_bounds(joined: _Joined) -> list[str]:
     ]
 
 
-def _badly_covered(joined: _Joined, order: Ints, starts: Ints, ranks: int) -> list[str]:
+def _badly_covered(joined: GlobalPlan, order: Ints, starts: Ints, ranks: int) -> list[str]:
     """Tensors whose chunks overlap, or leave a part out. A rank alone may save a part: that is what it has."""
     chunks = order[starts]
     chunks = chunks[joined.kind[chunks] == Kind.SHARD]
@@ -298,7 +252,7 @@ def _badly_covered(joined: _Joined, order: Ints, starts: Ints, ranks: int) -> li
     ]
 
 
-def _are_grids(joined: _Joined, chunks: Ints, firsts: Ints) -> Bools:
+def _are_grids(joined: GlobalPlan, chunks: Ints, firsts: Ints) -> Bools:
     """For each tensor whether its chunks are cells of a grid, none of which can overlap (places differ already).
 
     They are where, dimension by dimension, the intervals that occur follow each other without overlapping.
@@ -315,7 +269,7 @@ def _are_grids(joined: _Joined, chunks: Ints, firsts: Ints) -> Bools:
     return result
 
 
-def _overlap(joined: _Joined, chunks: Ints) -> bool:
+def _overlap(joined: GlobalPlan, chunks: Ints) -> bool:
     """Whether any two of these chunks of one tensor share an element: a sweep along the longest dimension."""
     offset, extent = joined.offset[chunks], joined.extent[chunks]
     keep = (extent > 0).all(axis=1)
@@ -335,5 +289,5 @@ def _overlap(joined: _Joined, chunks: Ints) -> bool:
     return False
 
 
-def _place(joined: _Joined, row: int) -> tuple[int, ...]:
+def _place(joined: GlobalPlan, row: int) -> tuple[int, ...]:
     return tuple(joined.offset[row, : joined.dimensions[row]].tolist())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from dcp_mem.ranks.base import Share
 from dcp_mem.ranks.tree import Tree
 
 T = TypeVar("T")
+_QUICKLY = 1
 
 
 class Wire(Protocol):
@@ -50,10 +52,13 @@ def tell_leaders(wire: Wire, tree: Tree, data: bytes) -> Any:
     """Each node's leader gets the root's bytes, with which the root calls this; None on the other ranks."""
     if not tree.is_leader:
         return None
-    if tree.parent is not None:
-        (data,) = wire.receive([tree.parent])
-    wire.send(tree.leaders, data)
-    return data
+    if tree.parent is None:
+        if tree.leaders:
+            wire.send(tree.leaders, zlib.compress(data, _QUICKLY))
+        return data
+    (packed,) = wire.receive([tree.parent])
+    wire.send(tree.leaders, packed)
+    return zlib.decompress(packed)
 
 
 def gather(wire: Wire, tree: Tree, value: T, share: Share[T]) -> list[T]:

@@ -11,24 +11,23 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
 
 from dcp_mem.errors import RankFailed
 from dcp_mem.events import log
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.frames import Specs
-from dcp_mem.planning.columns import Kind, share_columns
+from dcp_mem.format.torch_names import dtype_named
+from dcp_mem.planning.columns import Kind, NotDescribable, share_columns
 from dcp_mem.planning.describe import Written, describe, shared
-from dcp_mem.planning.local import NotDescribable, Structure
+from dcp_mem.planning.local import Structure
 from dcp_mem.planning.merge import GlobalPlan, merge
-from dcp_mem.planning.plain import are_plain
-from dcp_mem.saving.plan import expected_tail, specs_of
+from dcp_mem.planning.plain import Addresses
+from dcp_mem.saving.plan import expected_tail
 from dcp_mem.saving.values import Caller, Planned, Staged, Unplanned
 from dcp_mem.session import Session
 
@@ -39,9 +38,9 @@ _PLANS_KEPT = 4
 class _Plan:
     """What a rank keeps of a plan that all ranks made together.
 
-    group: which ranks. tensors, objects: rows of the local plan that this rank writes, in order. is_written: of each leaf.
-    specs: of the tensors. whole: the plan of all ranks, on the coordinator. is_as_described: whether leaves that are
-    recognised are known to have these specs.
+    group: which ranks. tensors, objects: rows of the local plan that this rank writes, in order. is_written: of each
+    tensor of the local plan, whether it is among those. specs: of those, and of whatever is recognised. is_strided,
+    is_complex: whether all of them are, and any of them is. whole: the plan of all ranks, on the coordinator.
     """
 
     plan_id: str
@@ -51,8 +50,9 @@ class _Plan:
     objects: Sequence[int]
     is_written: Sequence[bool]
     specs: Specs
+    is_strided: bool
+    is_complex: bool
     whole: GlobalPlan | None
-    is_as_described: bool = False
 
 
 class Collective:
@@ -71,9 +71,9 @@ class Collective:
             raise state
         mine = [plan for plan in reversed(self._plans.values()) if plan.group == caller.group]
         for plan in sorted(mine, key=lambda plan: plan.plan_id != wanted):
-            leaves = plan.structure.recognise(state)
-            if leaves is not None:
-                return self._planned(caller, plan, leaves)
+            planned = self._planned(caller, plan, state)
+            if planned is not None:
+                return planned
         try:
             structure = self._looked_at = Structure(state)
         except NotDescribable as reason:
@@ -81,13 +81,13 @@ class Collective:
         for plan in mine:
             if plan.structure.plan.is_same(structure.plan):
                 self._replace(plan.structure, structure)  # what has changed doesn't count: the type of a byte item, say
-                return self._planned(caller, plan, structure.leaves_of(state))
+                return self._planned(caller, plan, state) or Unplanned()
         return Unplanned()
 
     def _replace(self, known: Structure, structure: Structure) -> None:
         for plan in self._plans.values():
             if plan.structure is known:
-                plan.structure, plan.is_as_described = structure, False
+                plan.structure = structure
 
     def plan_together(self, caller: Caller) -> None:
         """Make one plan of what `plan` looked at last. Raises RankFailed on all ranks where it doesn't fit together."""
@@ -119,12 +119,15 @@ class Collective:
         """How the catalog of a plan comes about."""
         return Describing(self._plans[plan_id].whole)
 
-    def _planned(self, caller: Caller, plan: _Plan, leaves: Sequence[Any]) -> Planned:
+    def _planned(self, caller: Caller, plan: _Plan, state: Mapping[str, Any]) -> Planned | None:
+        planned = _planned(replace(caller, plan_id=plan.plan_id), plan, state)
+        if planned is None:
+            return None
         self._plans.move_to_end(plan.plan_id)
         self._looked_at = plan.structure
         others = (other for other in self._plans.values() if other is not plan and other.group == plan.group)
         fitting = tuple(other.plan_id for other in others if other.structure is plan.structure)
-        return replace(_planned(replace(caller, plan_id=plan.plan_id), plan, leaves), others=fitting)
+        return replace(planned, others=fitting)
 
 
 def collective_of(session: Session) -> Collective:
@@ -152,32 +155,32 @@ def _plan_of(
         torch.Size(extent[:dimensions])
         for extent, dimensions in zip(local.extent[tensors].tolist(), local.dimensions[tensors].tolist(), strict=True)
     ]
-    is_written = np.zeros(len(local.names), bool)
-    is_written[local.name[tensors]] = True
+    properties = [local.table[number] for number in local.properties[tensors].tolist()]
+    dtypes = [dtype_named(one.dtype) for one in properties]
     return _Plan(
         plan_id,
         group,
         structure,
         tensors.tolist(),
         np.flatnonzero(written & is_object).tolist(),
-        is_written.tolist(),
-        Specs([local.table[number].dtype for number in local.properties[tensors].tolist()], shapes),
+        written[~is_object].tolist(),
+        Specs(dtypes, shapes),
+        {one.layout for one in properties} <= {str(torch.strided)},
+        any(dtype.is_complex for dtype in set(dtypes)),
         whole,
     )
 
 
-def _planned(caller: Caller, plan: _Plan, leaves: Sequence[Any]) -> Planned:
-    items = _LeafItems(plan, leaves)
+def _planned(caller: Caller, plan: _Plan, state: Mapping[str, Any]) -> Planned | None:
+    """This rank's part in a plan; None if the state dict doesn't fit it."""
     layout = caller.session.plan_layout(plan.specs)
-    tensors = list(compress(leaves, plan.is_written))  # one item a leaf, in the same order
-    if DTensor in set(map(type, tensors)):
-        tensors = [one._local_tensor if type(one) is DTensor else one for one in tensors]
-    sources = None
-    if layout.is_plain and are_plain(tensors):
-        plan.is_as_described = plan.is_as_described or specs_of(tensors) == layout.expected
-        if plan.is_as_described:
-            sources = list(map(torch.Tensor.data_ptr, tensors))
+    addresses = Addresses(plan.is_written, plan.is_complex) if layout.is_plain and plan.is_strided else None
+    leaves = plan.structure.recognise(state, addresses.look_at if addresses is not None else None)
+    if leaves is None:
+        return None
+    items = _PartItems(plan, plan.structure.parts_of(leaves))
     nbytes = layout.layout.nbytes + expected_tail(caller, plan.objects, items.resolve)
+    sources = addresses.found if addresses is not None else None
     return Planned(items, plan.tensors, plan.objects, layout, nbytes, sources, plan.plan_id)
 
 
@@ -198,20 +201,20 @@ class Describing:
         return describe(self._whole, parts)
 
 
-class _LeafItems:
-    """Items are rows of the local plan, and stand for leaves of the state dict."""
+class _PartItems:
+    """Items are rows of the local plan, and stand for parts of the state dict's leaves."""
 
-    def __init__(self, plan: _Plan, leaves: Sequence[Any]) -> None:
-        self._plan, self._leaves = plan, leaves
+    def __init__(self, plan: _Plan, parts: Sequence[Any]) -> None:
+        self._plan, self._parts = plan, parts
         self._local = plan.structure.plan
 
     def resolve(self, item: int) -> Any:
-        leaf = self._leaves[self._local.name[item]]
+        part = self._parts[item]
         if self._local.kind[item] == Kind.OBJECT:
             stream = io.BytesIO()
-            torch.save(leaf, stream)
+            torch.save(part, stream)
             return stream
-        return leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        return part
 
     def index(self, item: int) -> MetadataIndex:
         local = self._local

@@ -83,7 +83,7 @@ def complete(
         if attempt.topology.is_leader:
             keep_no_more(caller.session.memory, caller.scope, caller.settings.keep)
             faults.point("complete.evicted")
-        caller.session.saved[caller.plan_key] = replace(saved, save_id=attempt.save_id)
+        _remember(caller, replace(saved, save_id=attempt.save_id))
         caller.session.persisted.note(attempt.persist)
         return manifest, staged
     except BaseException:
@@ -111,6 +111,14 @@ def _exchange_receipts(caller: Caller, staged: Staged | Exception, structure_cha
         caller.session.slots.abandon(staged.slot)
         raise RankFailed(f"saving {caller.name}", list(receipts.failures))
     return receipts
+
+
+def _remember(caller: Caller, saved: SavedPlan) -> None:
+    session = caller.session
+    before = session.saved.get(caller.plan_key)
+    session.saved[caller.plan_key] = saved
+    if before is not None and before.catalog != saved.catalog:
+        session.catalogs.keep_only({one.catalog for one in session.saved.values()})
 
 
 def _differs(saved: SavedPlan | None, staged: Staged, number: int) -> bool:
