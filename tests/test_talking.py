@@ -448,9 +448,14 @@ def test_a_steady_save_sends_less_than_a_kilobyte_a_rank_however_many_tensors_th
 def _exchanges(saves: Callable[[], object]) -> tuple[int, str]:
     """How often all ranks wrote to all others within, and what it raised."""
     with pytest.MonkeyPatch.context() as patch:
-        counted: list[int] = []
+        counted: list[object] = []
         exchange = gloo.GlooRanks.exchange
-        patch.setattr(gloo.GlooRanks, "exchange", lambda ranks, value: counted.append(1) or exchange(ranks, value))
+
+        def counting(ranks: gloo.GlooRanks, value: T) -> list[T]:
+            counted.append(value)
+            return exchange(ranks, value)
+
+        patch.setattr(gloo.GlooRanks, "exchange", counting)
         error = raised_by(saves)
     dist.barrier()
     time.sleep(0.1)  # by now the leader has made free slots of the one before
