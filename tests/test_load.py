@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_mem
+import dcp_mem.reader as reader_module
 from dcp_mem import CheckpointNotFound, RankFailed, UntrustedObject
-from dcp_mem import read as reading
 from tests.forks import forked, forked_ranks, raised_by
 from tests.jobs import Job, make_state, number_of
 
@@ -184,7 +184,7 @@ def _load_what_nothing_of_is_read_straight(job: Job) -> None:
     with job.writer(keep=9) as writer:
         for number, state in enumerate(states):
             dcp_mem.save(state, checkpoint_id=f"{number}", storage_writer=writer)
-            into: dict[str, Any] = {
+            into = {
                 key: torch.full(value.shape, -1.0, dtype=torch.float64) if isinstance(value, torch.Tensor) else None
                 for key, value in state.items()
             }
@@ -192,7 +192,8 @@ def _load_what_nothing_of_is_read_straight(job: Job) -> None:
                 dcp_mem.load(into, checkpoint_id=f"{number}", storage_reader=reader)
             assert into.keys() == state.keys()
             for key, value in state.items():
-                assert torch.equal(into[key], value.double()) if isinstance(value, torch.Tensor) else into[key] == value
+                found: Any = into[key]
+                assert torch.equal(found, value.double()) if isinstance(value, torch.Tensor) else found == value
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -208,7 +209,7 @@ def _save_durably(job: Job, sharding: str) -> None:
 
 def _load_while_memory_is_lost(job: Job, sharding: str) -> str:
     """Segments in memory are cut once they are open, and found to be whole."""
-    read_items = reading.read_items
+    read_items = reader_module.read_items  # type: ignore[attr-defined]
 
     def cut_and_read(*args: Any, **options: Any) -> set[str]:
         for segment in (job.directory / "step-1").glob("*.distcp"):
@@ -217,7 +218,7 @@ def _load_while_memory_is_lost(job: Job, sharding: str) -> str:
 
     state = _state(sharding, filled=False)
     with pytest.MonkeyPatch.context() as patch, job.reader() as reader, _by_columns():
-        patch.setattr("dcp_mem.reader.read_items", cut_and_read)
+        patch.setattr(reader_module, "read_items", cut_and_read)
         dcp_mem.load(state, storage_reader=reader)
         _check(state)
         return reader.report().source

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,11 +180,11 @@ def test_few_of_many_chunks_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     compared: list[int] = []
     compare = ChunkIndex._compare
 
-    def counting(self: ChunkIndex, wanted: Boxes, number: Ints, low: Ints, counts: Ints) -> object:
+    def counted(index: ChunkIndex, wanted: Boxes, number: Ints, low: Ints, counts: Ints) -> Any:
         compared.append(int(counts.sum()))
-        return compare(self, wanted, number, low, counts)
+        return compare(index, wanted, number, low, counts)
 
-    monkeypatch.setattr(ChunkIndex, "_compare", counting)
+    monkeypatch.setattr(ChunkIndex, "_compare", counted)
     wanted: list[tuple[int, Box]] = [(0, ((row, 0), (2, 5))) for row in range(0, 1000, 2)]
     assert len(_find(index, wanted, 2)) == 1000
     assert sum(compared) == 1000
