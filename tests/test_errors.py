@@ -21,7 +21,7 @@ import dcp_mem.recover
 from dcp_mem import ConfigError, JobInUse, MemoryBudgetExceeded, MemoryStorageWriter, RankFailed, State, every, interval
 from dcp_mem.errors import DcpMemError
 from tests.forks import forked, forked_ranks, forking, raised_by
-from tests.jobs import Job, agents, load_anew, save, wait_until
+from tests.jobs import Job, agents, load_anew, make_state, save, wait_until
 from tests.places import fill, mounted_tmpfs
 from tests.servers import S3Server, StorageRoot
 
@@ -339,6 +339,37 @@ def test_tmpfs_without_a_free_page_fails_the_save_on_every_rank_and_nothing_else
                 assert "Raise memory_limit or the tmpfs size" in str(error)
             assert loaded == 2
             assert afterwards is None
+
+
+def _save_unshown(job: Job) -> None:
+    """As a process leaves it that was killed when the checkpoint had just become complete."""
+    with job.writer() as writer:
+        save(writer, 1)
+    directory = job.directory / "step-1"
+    for path in (directory / ".metadata", *directory.glob(".dcp_mem/metadata-*")):
+        path.unlink()
+
+
+def _save_beside_an_unshown_one(job: Job) -> tuple[Exception | None, int, Exception | None]:
+    filler = Path(job.memory) / "filler"
+    with job.writer(on_full="raise") as writer:
+        writer.prepare(make_state(2)).wait(30)
+        fill(filler)
+        full = raised_by(lambda: save(writer, 2))
+        loaded = load_anew(job).number
+        filler.unlink()
+        return full, loaded, raised_by(lambda: save(writer, 3))
+
+
+def test_tmpfs_without_room_for_the_metadata_of_an_older_checkpoint_is_just_full(memory_root: Path) -> None:
+    with mounted_tmpfs(memory_root / "small", "64m") as small:
+        job = Job(None, str(small))
+        forked(_save_unshown, job)
+        full, loaded, afterwards = forked(_save_beside_an_unshown_one, job)
+        assert isinstance(full, MemoryBudgetExceeded)
+        assert "preparing" not in str(full)  # the save came to its own need of memory, and failed for that
+        assert loaded == 1
+        assert afterwards is None
 
 
 def _flush_from_a_full_root(job: Job) -> tuple[str, str]:

@@ -7,12 +7,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ import dcp_mem
 from dcp_mem import RankFailed
 from dcp_mem.ranks import Ranks, gloo, passing, ranks_of
 from dcp_mem.ranks.tree import _FAN_OUT, Tree, tree_of
-from tests.forks import forked_ranks
+from tests.forks import forked_ranks, raised_by
 from tests.jobs import Job
 from tests.kill_targets import forked
 
@@ -438,3 +440,94 @@ def test_a_steady_save_sends_less_than_a_kilobyte_a_rank_however_many_tensors_th
     for total in totals[2000][:3]:
         assert 0 < total <= 1024 * world
     assert totals[2000][3] > 100 * 2000, "the first save's columns weren't counted"
+
+
+# -- what is exchanged, and when ----------------------------------------------------------------------------------------------
+
+
+def _exchanges(saves: Callable[[], object]) -> tuple[int, str]:
+    """How often all ranks wrote to all others within, and what it raised."""
+    with pytest.MonkeyPatch.context() as patch:
+        counted: list[object] = []
+        exchange = gloo.GlooRanks.exchange
+
+        def counting(ranks: gloo.GlooRanks, value: T) -> list[T]:
+            counted.append(value)
+            return exchange(ranks, value)
+
+        patch.setattr(gloo.GlooRanks, "exchange", counting)
+        error = raised_by(saves)
+    dist.barrier()
+    time.sleep(0.1)  # by now the leader has made free slots of the one before
+    return len(counted), "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _state(step: int) -> dict[str, Any]:
+    """Byte items become longer with every step, and rank 1 has more of them."""
+    rank = dist.get_rank()
+    return {"w": torch.full((300,), float(step)), f"own.{rank}": "x" * step * (rank + 1), "step": step}
+
+
+def _saves_steadily(job: Job, road: str) -> list[tuple[int, str]]:
+    save = {"dcp_mem.save": dcp_mem.save, "dcp.save": dcp.save}[road]
+    with job.writer(keep=2) as writer:
+        found = [
+            _exchanges(lambda step=step: save(_state(step), checkpoint_id=f"{step}", storage_writer=writer))  # type: ignore[misc]
+            for step in range(9)
+        ]
+        state = _state(0)
+        dcp_mem.load(state, storage_reader=job.reader())
+        assert state["step"] == 8
+        assert torch.equal(state["w"], torch.full((300,), 8.0))
+        assert state[f"own.{dist.get_rank()}"] == "x" * 8 * (dist.get_rank() + 1)
+    return found
+
+
+@pytest.mark.parametrize("road", ["dcp_mem.save", "dcp.save"])
+def test_a_save_like_the_one_before_needs_no_exchange_of_all_with_all(job: Job, road: str) -> None:
+    for found in forked_ranks(_saves_steadily, 3, job, road):
+        assert found[4:] == [(0, "")] * 5
+        assert found[0][0] > 0, "the first save's exchanges weren't counted"
+
+
+def _saves_out_of_the_ordinary(job: Job) -> dict[str, tuple[int, str]]:
+    """Each between saves that are as usual."""
+    rank = dist.get_rank()
+    found: dict[str, tuple[int, str]] = {}
+    with job.writer(keep=1, overwrite=False, memory_limit="64MiB", on_full="skip") as writer:
+        step = 0
+
+        def save(name: str, state: dict[str, Any]) -> object:
+            return dcp_mem.save(state, checkpoint_id=name, storage_writer=writer)
+
+        def note(what: str, name: str, state: dict[str, Any]) -> None:
+            nonlocal step
+            for _ in range(3):
+                step += 1
+                usual = _exchanges(partial(save, f"usual-{step}", _state(1)))
+                assert not usual[1]
+            found[f"before {what}"] = usual
+            found[what] = _exchanges(partial(save, name, state))
+
+        note("other names", f"rank-{rank}", _state(1))
+        note("another structure on rank 1", "other", {**_state(1), **({"more": torch.ones(2)} if rank else {})})
+        note("one that is there", f"usual-{step + 3}", _state(1))
+        note("too large for memory", "large", {"large": torch.zeros(32 << 20)})
+        step += 1
+        found["after all"] = _exchanges(partial(save, f"usual-{step}", _state(1)))
+        names = [status.name for status in writer.status() if status.in_memory]
+        assert names[0] == f"usual-{step}"
+        dist.barrier()
+    return found
+
+
+def test_whatever_is_out_of_the_ordinary_on_one_rank_is_settled_by_all_and_the_next_save_is_as_usual(job: Job) -> None:
+    for found in forked_ranks(_saves_out_of_the_ordinary, 2, job):
+        for what in ("other names", "another structure on rank 1", "one that is there", "too large for memory"):
+            assert found[f"before {what}"] == (0, ""), what
+            assert found[what][0] > 0, what
+        assert "different checkpoint ids: rank-0, rank-1" in found["other names"][1]
+        assert found["another structure on rank 1"][1] == ""
+        assert found["one that is there"][1].startswith("CheckpointExists")
+        assert found["too large for memory"][1] == ""  # it is skipped
+        assert found["after all"][1] == ""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dcp_mem import files
-from dcp_mem.errors import ManifestInvalid, MemoryBudgetExceeded
+from dcp_mem.errors import DcpMemError, ManifestInvalid, MemoryBudgetExceeded
 from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.manifest import FlushRecord, Manifest
@@ -265,7 +265,7 @@ class JobMemory:
     def _show_if_possible(self, manifest: Manifest) -> None:
         try:
             self._show(manifest)
-        except ManifestInvalid as error:
+        except DcpMemError as error:  # its catalog is damaged, or memory is full; the save that sweeps goes on
             log.warning("%s has no .metadata for torch's own readers: %s", manifest.name, error)
 
     def _tidy(self, directory: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from queue import SimpleQueue
 
-from dcp_mem.errors import DcpMemError
 from dcp_mem.events import log
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.pickled import MetadataTemplate, template_of
@@ -42,8 +41,8 @@ class Shows:
     def _show(self, manifest: Manifest) -> None:
         try:
             self._memory.show_to_stock_readers(manifest, self._template_of(manifest.catalog))
-        except (OSError, DcpMemError) as error:
-            log.warning("%s has no .metadata in memory, for torch's own readers: %s", manifest.name, error)
+        except Exception as error:  # later ones have their turn all the same
+            log.warning("%s has no .metadata in memory, for torch's own readers: %r", manifest.name, error)
 
     def _template_of(self, catalog: str) -> MetadataTemplate:
         if self._template is None or self._template[0] != catalog:
