@@ -1,1 +1,1 @@
-"""A node's memory: the job's directory on tmpfs, the slots in it, and the copies into and out of them."""
+"""A node's memory: the job's directory on tmpfs, catalogs and slots in it, and the copies into and out of them."""

@@ -1,5 +1,6 @@
-"""Collective planning: what each rank would save, as columns; who saves what; and the metadata that follows from it.
+"""Collective planning, in columns.
 
-`local.py` describes one rank's state dict, and recognises it again. `merge.py` settles all ranks' descriptions: it is a
-pure function of columns. `describe.py` makes DCP's `Metadata` of the result.
+Of a save: `flatten.py` takes a rank's state dict apart, `local.py` describes it and recognises it again, `merge.py` settles
+who writes what of all ranks' descriptions, `describe.py` makes the catalog of what they have written.
+Of a load: `load.py` is DCP's planner, `join.py` finds what a rank needs in a catalog, `overlap.py` which chunks share elements.
 """
