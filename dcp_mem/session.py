@@ -1,4 +1,4 @@
-"""What one process keeps of a job between saves: its slots and mappings, layouts, metadata template and agent.
+"""What one process keeps of a job between saves: its slots and mappings, layouts, catalogs and agent.
 
 Writers are light and may be pickled into another process for every save (`dcp.async_save`'s process executor); what is
 worth keeping lives here, once for each process, memory root and job.
