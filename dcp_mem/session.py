@@ -22,6 +22,7 @@ from dcp_mem.flusher import Flusher, Registration, credential_environment
 from dcp_mem.format.frames import QUANTISED, Spec, Specs, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.manifest import Manifest
+from dcp_mem.format.segments import Segments
 from dcp_mem.heap import give_back_heap
 from dcp_mem.memory import pinning
 from dcp_mem.memory.catalogs import Catalogs
@@ -30,7 +31,6 @@ from dcp_mem.memory.locks import JobLock, RunIdentity
 from dcp_mem.memory.shows import Shows
 from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.ranks import Ranks
-from dcp_mem.values import Segment
 
 _LAYOUTS_KEPT = 8
 _DRAIN_AT_EXIT = 60.0
@@ -94,7 +94,7 @@ class SavedPlan:
 
     catalog: str
     items: int
-    segments: Sequence[Segment]
+    segments: Segments
     save_id: str = ""
 
 

@@ -38,6 +38,7 @@ from dcp_mem.format.frames import QUANTISED, Spec, frame, frame_pieces, frames_k
 from dcp_mem.format.layout import ALIGNMENT
 from dcp_mem.format.manifest import VERSION, FlushRecord, ItemTable, Manifest, NodeManifest
 from dcp_mem.format.metadata import read_metadata
+from dcp_mem.format.segments import Segments
 from dcp_mem.values import Segment
 from tests.roundtrip import bits, random_tensor
 
@@ -211,7 +212,7 @@ def _manifests(draw: st.DrawFn) -> Manifest:
         world_size=draw(st.integers(1, 5000)),
         persist=draw(st.booleans()),
         committer=draw(TEXTS),
-        segments=tuple(segments),
+        segments=Segments.of(save_id, segments),
         catalog=draw(TEXTS),
         stage_seconds=draw(st.floats(0, 1e6)),
     )
@@ -284,7 +285,8 @@ def test_what_is_no_manifest_is_refused(read: Callable[[bytes], object], data: b
 
 
 def _manifest() -> Manifest:
-    segments = tuple(Segment(rank, f"node{rank // 2}", f"__{rank}_0-aa.distcp", 10 + rank) for rank in range(4))
+    each = (Segment(rank, f"node{rank // 2}", f"__{rank}_0-aa.distcp", 10 + rank) for rank in range(4))
+    segments = Segments.of("aa", each)
     return Manifest("step-1", "aa", "", "job", 1.0, 4, True, "node0", segments, "0123456789abcdef")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import Crcs
 from dcp_mem.format.layout import Columns
-from dcp_mem.format.names import segment_file
+from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.values import Segment
 
 VERSION = 2
@@ -42,37 +42,37 @@ class Manifest:
     world_size: int
     persist: bool
     committer: str
-    segments: tuple[Segment, ...]
+    segments: Segments
     catalog: str
     stage_seconds: float = 0.0
 
     @property
     def nbytes(self) -> int:
-        return sum(segment.nbytes for segment in self.segments)
+        return sum(self.segments.nbytes)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(segment.node for segment in self.segments))
+        return tuple(dict.fromkeys(self.segments.node))
 
     @property
-    def tails(self) -> dict[int, tuple[tuple[int, int], ...]]:
+    def tails(self) -> dict[int, Tail]:
         """By rank, where the items behind the layout of its segment lie."""
-        return {segment.rank: segment.tail for segment in self.segments}
+        return dict(zip(self.segments.rank, self.segments.tail, strict=True))
 
     def of_node(self, node: str) -> tuple[Segment, ...]:
-        return tuple(segment for segment in self.segments if segment.node == node)
+        return tuple(self.segments[number] for number, other in enumerate(self.segments.node) if other == node)
 
     def to_json(self) -> bytes:
         scalars = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "segments"}
-        return _dump("manifest", {**scalars, "segments": _columns(self.segments)})
+        return _dump("manifest", {**scalars, "segments": self.segments.to_fields()})
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
         """Read what `to_json` wrote. Raises ManifestInvalid."""
         body = _parse("manifest", data)
         try:
-            return Manifest(**{**body, "segments": tuple(_segments(body["save_id"], **body["segments"]))})
-        except (TypeError, KeyError, ValueError) as error:
+            return Manifest(**{**body, "segments": Segments.from_fields(body["save_id"], **body["segments"])})
+        except (TypeError, LookupError, ValueError) as error:
             raise ManifestInvalid(f"a manifest lacks or misnames a field: {error}") from None
 
 
@@ -146,36 +146,6 @@ _DTYPES = {
     "payload_nbytes": "<i8",
     "crc32c": "<u4",
 }
-
-
-def _columns(segments: Sequence[Segment]) -> dict[str, Any]:
-    """Segments by field: there may be thousands, and a manifest is written by every save. Files follow from the save id."""
-    nodes = {node: number for number, node in enumerate(dict.fromkeys(one.node for one in segments))}
-    layouts = {layout: number for number, layout in enumerate(dict.fromkeys(one.layout for one in segments))}
-    return {
-        "nodes": list(nodes),
-        "layouts": list(layouts),
-        "rank": [one.rank for one in segments],
-        "node": [nodes[one.node] for one in segments],
-        "nbytes": [one.nbytes for one in segments],
-        "layout": [layouts[one.layout] for one in segments],
-        "tail": [one.tail for one in segments],
-    }
-
-
-def _segments(
-    save_id: str,
-    nodes: Sequence[str],
-    layouts: Sequence[str],
-    rank: Sequence[int],
-    node: Sequence[int],
-    nbytes: Sequence[int],
-    layout: Sequence[int],
-    tail: Sequence[Sequence[Sequence[int]]],
-) -> Iterator[Segment]:
-    for one, at, size, laid_out, behind in zip(rank, node, nbytes, layout, tail, strict=True):
-        extents = tuple((int(offset), int(length)) for offset, length in behind)
-        yield Segment(one, nodes[at], segment_file(one, save_id), size, layouts[laid_out], extents)
 
 
 def _dump(kind: str, body_fields: Mapping[str, Any]) -> bytes:

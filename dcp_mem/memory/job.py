@@ -97,7 +97,9 @@ class JobMemory:
     def lists(self, path: str) -> bool:
         """Whether a complete checkpoint consists of this segment, among others."""
         directory, file = os.path.split(path)
-        return any(segment.file == file for held in self._held_in(directory) for segment in held.manifest.segments)
+        match = names.SEGMENT.fullmatch(file)
+        save_ids = {held.manifest.save_id for held in self._held_in(directory)}
+        return match is not None and match[3] in save_ids
 
     def allocated_bytes(self) -> int:
         return files.allocated_bytes(self.directory)

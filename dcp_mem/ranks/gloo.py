@@ -161,58 +161,69 @@ class _GlooWire:
         if not ranks:
             return
         view = memoryview(data)
-        message = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-        parts = [_letter(message, _LETTER), *([message[_LETTER - _HEAD :]] if len(message) > _LETTER - _HEAD else [])]
+        parts = [torch.frombuffer(_letter(view, _LETTER), dtype=torch.uint8)]
+        if len(view) > _LETTER - _HEAD:
+            rest = view[_LETTER - _HEAD :]
+            parts.append(torch.frombuffer(bytearray(rest) if rest.readonly else rest, dtype=torch.uint8))
         for work in [self._group.send([part], rank, _TAG) for part in parts for rank in ranks]:
             work.wait()
 
     def receive(self, ranks: Sequence[int]) -> list[Any]:
-        letters = [torch.empty(_LETTER, dtype=torch.uint8) for _ in ranks]
-        for work in [self._group.recv([letter], rank, _TAG) for letter, rank in zip(letters, ranks, strict=True)]:
+        letters = [bytearray(_LETTER) for _ in ranks]
+        works = [
+            self._group.recv([torch.frombuffer(letter, dtype=torch.uint8)], rank, _TAG)
+            for letter, rank in zip(letters, ranks, strict=True)
+        ]
+        for work in works:
             work.wait()
         return [self._whole(letter, rank) for letter, rank in zip(letters, ranks, strict=True)]
 
-    def _whole(self, letter: torch.Tensor, rank: int) -> Any:
+    def _whole(self, letter: bytearray, rank: int) -> Any:
         nbytes = _size(letter)
-        begun = letter[_HEAD : _HEAD + nbytes]
-        if len(begun) == nbytes:
-            return begun.numpy()
-        message = torch.empty(nbytes, dtype=torch.uint8)
-        message[: len(begun)] = begun
-        self._group.recv([message[len(begun) :]], rank, _TAG).wait()
-        return message.numpy()
+        if nbytes <= _LETTER - _HEAD:
+            return memoryview(letter)[_HEAD : _HEAD + nbytes]
+        message = bytearray(nbytes)
+        begun = _LETTER - _HEAD
+        message[:begun] = letter[_HEAD:]
+        self._group.recv([torch.frombuffer(message, dtype=torch.uint8, offset=begun)], rank, _TAG).wait()
+        return memoryview(message)
 
 
 def _all_gather(group: Any, value: Any, size: int) -> list[Any]:
     """One collective for values that fit into a letter, as almost all do; a second one where some don't."""
-    mine = torch.frombuffer(dumped(value), dtype=torch.uint8)
-    letters = [torch.empty(_WIDE_LETTER, dtype=torch.uint8) for _ in range(size)]
-    group.allgather([letters], [_letter(mine, _WIDE_LETTER)]).wait()
-    sizes = [_size(letter) for letter in letters]
+    mine = dumped(value)
+    letters = _gathered(group, _letter(mine, _WIDE_LETTER), size)
+    sizes = list(map(_size, letters))
     longest = max(sizes)
     if longest <= _WIDE_LETTER - _HEAD:
-        return [_loaded(letter[_HEAD:], nbytes) for letter, nbytes in zip(letters, sizes, strict=True)]
-    outputs = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    group.allgather([outputs], [_padded(mine, longest)]).wait()
-    return [_loaded(output, nbytes) for output, nbytes in zip(outputs, sizes, strict=True)]
+        return [
+            pickle.loads(memoryview(letter)[_HEAD : _HEAD + nbytes])
+            for letter, nbytes in zip(letters, sizes, strict=True)
+        ]
+    padded = bytearray(longest)
+    padded[: len(mine)] = mine
+    outputs = _gathered(group, padded, size)
+    return [pickle.loads(memoryview(output)[:nbytes]) for output, nbytes in zip(outputs, sizes, strict=True)]
 
 
-def _letter(message: torch.Tensor, nbytes: int) -> torch.Tensor:
-    head = torch.tensor([len(message)], dtype=torch.int64).view(torch.uint8)
-    return _padded(torch.cat([head, message[: nbytes - _HEAD]]), nbytes)
+def _gathered(group: Any, mine: bytearray, size: int) -> list[bytearray]:
+    """Bytes of all ranks, who give as many each."""
+    outputs = [bytearray(len(mine)) for _ in range(size)]
+    tensors = [torch.frombuffer(output, dtype=torch.uint8) for output in outputs]
+    group.allgather([tensors], [torch.frombuffer(mine, dtype=torch.uint8)]).wait()
+    return outputs
 
 
-def _size(letter: torch.Tensor) -> int:
-    return int(letter[:_HEAD].view(torch.int64))
+def _letter(message: memoryview, nbytes: int) -> bytearray:
+    letter = bytearray(nbytes)
+    begun = message[: nbytes - _HEAD]
+    letter[:_HEAD] = len(message).to_bytes(_HEAD, "little")
+    letter[_HEAD : _HEAD + len(begun)] = begun
+    return letter
 
 
-def _loaded(data: torch.Tensor, nbytes: int) -> Any:
-    message: Any = data[:nbytes].numpy()
-    return pickle.loads(message)
-
-
-def _padded(data: torch.Tensor, nbytes: int) -> torch.Tensor:
-    return data if len(data) == nbytes else torch.cat([data, torch.zeros(nbytes - len(data), dtype=torch.uint8)])
+def _size(letter: bytearray) -> int:
+    return int.from_bytes(letter[:_HEAD], "little")
 
 
 def exchange_timeout() -> float:

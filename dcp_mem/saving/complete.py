@@ -10,16 +10,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from dcp_mem import faults
 from dcp_mem.errors import RankFailed
-from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, catalog_key
 from dcp_mem.format.manifest import Manifest
+from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.saving.agree import keep_no_more
 from dcp_mem.saving.values import Attempt, Caller, Staged
 from dcp_mem.session import SavedPlan
-from dcp_mem.values import Segment
 
 P = TypeVar("P")
-Tail = tuple[tuple[int, int], ...]
 Failures = tuple[tuple[int, str], ...]
 _MOST_FAILURES = 8
 
@@ -78,7 +76,7 @@ def complete(
         receipts = _exchange_receipts(caller, staged, structure_changed)
         assert isinstance(staged, Staged)
         faults.point("complete.receipts")
-        saved = _as_last_time(caller, attempt, receipts) or _anew(caller, staged, describe)
+        saved = _as_last_time(caller, attempt, receipts) or _anew(caller, attempt, staged, describe)
         manifest = _manifest(caller, attempt, saved)
         _publish_on_all_nodes(caller, attempt, manifest)
         if attempt.topology.is_leader:
@@ -99,7 +97,7 @@ def _exchange_receipts(caller: Caller, staged: Staged | Exception, structure_cha
     saved = caller.session.saved.get(caller.plan_key)
     if isinstance(staged, Staged):
         tail = staged.segment.tail
-        is_elsewhere = saved is not None and saved.segments[caller.ranks.rank].tail != tail
+        is_elsewhere = saved is not None and saved.segments.tail[caller.ranks.rank] != tail
         news = ((caller.ranks.rank, tail),) if is_elsewhere else ()
         is_new = structure_changed or _differs(saved, staged, caller.ranks.rank)
         mine = _Receipts("" if saved is None else saved.save_id, is_new, news, ())
@@ -125,8 +123,8 @@ def _remember(caller: Caller, saved: SavedPlan) -> None:
 def _differs(saved: SavedPlan | None, staged: Staged, number: int) -> bool:
     return (
         saved is None
-        or saved.segments[number].layout != staged.segment.layout
-        or len(saved.segments[number].tail) != len(staged.segment.tail)
+        or saved.segments.layout[number] != staged.segment.layout
+        or len(saved.segments.tail[number]) != len(staged.segment.tail)
         or saved.items != staged.plan.fingerprint(staged.items)
     )
 
@@ -136,23 +134,14 @@ def _as_last_time(caller: Caller, attempt: Attempt, receipts: _Receipts) -> Save
     saved = caller.session.saved.get(caller.plan_key)
     if saved is None or receipts.is_new:
         return None
-    tails = dict(receipts.tails)
-    segments = [_moved_on(segment, attempt.save_id, tails.get(number)) for number, segment in enumerate(saved.segments)]
-    return replace(saved, segments=segments)
+    return replace(saved, segments=saved.segments.moved_on(attempt.save_id, dict(receipts.tails)))
 
 
-def _moved_on(segment: Segment, save_id: str, tail: Tail | None) -> Segment:
-    file = names.segment_file(segment.rank, save_id)
-    if tail is None:
-        return Segment(segment.rank, segment.node, file, segment.nbytes, segment.layout, segment.tail)
-    return replace(segment, file=file, nbytes=sum(tail[-1]), tail=tail)
-
-
-def _anew(caller: Caller, staged: Staged, describe: Describe[Any]) -> SavedPlan:
+def _anew(caller: Caller, attempt: Attempt, staged: Staged, describe: Describe[Any]) -> SavedPlan:
     """The coordinator makes the catalog from everyone's items; the nodes' leaders get it."""
     session, ranks = caller.session, caller.ranks
     found = ranks.all_reduce({ranks.rank: staged.segment}, operator.or_)
-    segments = [found[rank] for rank in range(ranks.size)]
+    segments = Segments.of(attempt.save_id, (found[rank] for rank in range(ranks.size)))
     parts = ranks.gather(describe.part(caller.rank, staged), describe.share)
     data, error = b"", ""
     if ranks.rank == 0:
@@ -179,8 +168,8 @@ def _manifest(caller: Caller, attempt: Attempt, saved: SavedPlan) -> Manifest:
         created=attempt.created,
         world_size=caller.ranks.size,
         persist=attempt.persist,
-        committer=saved.segments[0].node,
-        segments=tuple(saved.segments),
+        committer=saved.segments.node[0],
+        segments=saved.segments,
         catalog=saved.catalog,
         stage_seconds=time.monotonic() - attempt.started,
     )

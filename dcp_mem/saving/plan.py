@@ -67,7 +67,7 @@ def expected_tail(caller: Caller, objects: Sequence[Any], resolve: Callable[[Any
     """Bytes that the byte items will take: those of the last save; else, where there is a limit to keep, measured."""
     saved = caller.session.saved.get(caller.plan_key)
     if saved is not None:
-        return sum(align(nbytes) for _, nbytes in saved.segments[caller.ranks.rank].tail)
+        return sum(align(nbytes) for _, nbytes in saved.segments.tail[caller.ranks.rank])
     if caller.settings.memory_limit is None:
         return 0
     streams = (resolve(item) for item in objects)
