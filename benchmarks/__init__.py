@@ -8,12 +8,13 @@ ours, floor, ours, …; a ratio is the median of the ratios of neighbours, so th
 busy for a while slows both sides of it.
 
     core        the command
-    cases       save, first, planning, restore, slowdown, memory: what is measured, and against which target
+    cases       save, first, planning, steady, restore, slowdown, memory: what is measured, against which target
     ours        dcp_mem, with its methods timed
     torch_own   torch's writers and readers
     floors      the bare copies that nothing can beat
     states      the states that are saved
     simulated   the plans of many ranks
+    others      the other ranks of a large job
     processes   fresh processes, one or more ranks
     scratch     tmpfs and disk to work in, emptied whatever happens
     procfs      memory of a process, agents

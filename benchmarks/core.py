@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from benchmarks.cases import first, memory, planning, restore, save, slowdown
+from benchmarks.cases import first, memory, planning, restore, save, slowdown, steady
 from benchmarks.report import failures, summary
 from benchmarks.scratch import file_system, huge_pages
 from benchmarks.settings import GIB, Settings
@@ -30,6 +30,7 @@ CASES: Mapping[str, Callable[[Settings], Section]] = {
     "save": save.run,
     "first": first.run,
     "planning": planning.run,
+    "steady": steady.run,
     "restore": restore.run,
     "slowdown": slowdown.run,
     "memory": memory.run,

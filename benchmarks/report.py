@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from benchmarks.processes import MeasurementFailed
+from benchmarks.samples import Sample
 from benchmarks.scratch import Skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from benchmarks.samples import Sample
 
 COLUMNS = ("what", "floor", "ours", "ratio", "target", "met?", "torch peer", "ours vs peer")
 VERDICTS = {None: "", True: "yes", False: "**no**"}
@@ -146,6 +145,12 @@ def beside_peer(what: str, ours: Sample, peer: Sample, *, at_least: float | None
         peer=duration(peer),
         versus_peer=_times_less(ours, peer),
     )
+
+
+def within(what: str, ours: Sample, limit: float) -> Row:
+    """Ours beside so many seconds."""
+    target = f"≤ {duration(Sample((limit,))).partition(' (')[0]}"
+    return Row(what, ours=duration(ours), target=target, met=ours.median <= limit)
 
 
 def duration(sample: Sample) -> str:

@@ -31,6 +31,11 @@ class Settings:
     def restarts(self) -> int:
         return 5
 
+    @property
+    def load_restarts(self) -> int:
+        """Fresh processes for first loads: each has a checkpoint's worth of tensors to make first."""
+        return 3 if self.quick else self.restarts
+
     def repeats_of(self, workload: Workload) -> int:
         """Runs within a process; where torch's planning makes each of them long, fewer."""
         return min(self.repeats, 7) if workload.many else self.repeats

@@ -1,4 +1,4 @@
-"""What many ranks would plan, rank by rank: a transformer sharded by FSDP, described by us and by torch."""
+"""What many ranks would plan and write, rank by rank: a transformer sharded by FSDP, described by us and by torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from dcp_mem.format.frames import lay_out
+from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import properties
 from dcp_mem.planning.columns import Kind, Row, local_plan
+from dcp_mem.planning.describe import Written
+from dcp_mem.values import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from dcp_mem.format.catalog import Ints
+    from dcp_mem.format.layout import Layout
     from dcp_mem.planning.columns import LocalPlan
+    from dcp_mem.planning.merge import GlobalPlan
 
 HIDDEN, INNER = 8192, 28672
 """Multiples of 4,096: every rank's shard is equally large."""
@@ -34,6 +41,8 @@ SHARDED: Mapping[str, tuple[int, ...]] = {
 REPLICATED: Mapping[str, tuple[int, ...]] = {"self_attn.rotary_emb.inv_freq": (64,)}
 REPLICATED_TENSORS = 10
 DTYPE = torch.float32
+BYTES_OF_OBJECT = 1024
+SAVE_ID = "0" * 8
 
 
 class Model:
@@ -63,6 +72,37 @@ class Model:
         tensors = [self._write_item(index, rank) for index in range(len(self._shapes))]
         items = [*tensors, WriteItem(index=MetadataIndex(self._names[-1]), type=WriteItemType.BYTE_IO)]
         return SavePlan(items, planner_data=dict(zip(self._names, self._paths, strict=True)))
+
+    def written(self, whole: GlobalPlan) -> list[Written]:
+        """What every rank has put into its segment by this plan; byte items come behind the layout."""
+        layouts: dict[bytes, Layout] = {}
+        return [self._written(rank, whole.rows_of(rank), layouts) for rank in range(self._ranks)]
+
+    def segments(self, parts: Sequence[Written], nodes: Sequence[str]) -> list[Segment]:
+        """The segments that go with that."""
+        return [
+            Segment(
+                part.rank,
+                node,
+                segment_file(part.rank, SAVE_ID),
+                part.layout.nbytes + BYTES_OF_OBJECT * (len(part.rows) - len(part.layout)),
+                part.layout.key,
+                tuple(
+                    (part.layout.nbytes + BYTES_OF_OBJECT * number, BYTES_OF_OBJECT)
+                    for number in range(len(part.rows) - len(part.layout))
+                ),
+            )
+            for part, node in zip(parts, nodes, strict=True)
+        ]
+
+    def _written(self, rank: int, rows: Ints, layouts: dict[bytes, Layout]) -> Written:
+        plan = self._first
+        is_object = plan.kind[rows] == Kind.OBJECT
+        tensors = rows[~is_object]
+        if tensors.tobytes() not in layouts:
+            shapes = zip(plan.extent[tensors].tolist(), plan.dimensions[tensors].tolist(), strict=True)
+            layouts[tensors.tobytes()] = lay_out([(DTYPE, torch.Size(extent[:count])) for extent, count in shapes])
+        return Written(rank, np.concatenate([tensors, rows[is_object]]), layouts[tensors.tobytes()])
 
     def _rows(self) -> Iterator[Row]:
         kind_of_all = properties(DTYPE, torch.strided, requires_grad=False, pin_memory=False)

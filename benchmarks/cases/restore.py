@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
+import dcp_mem
 from benchmarks import torch_own
 from benchmarks.clock import datas, others, seconds, wholes
 from benchmarks.floors import Preads, fresh_mapping_seconds, warm_mapping, ways_to_copy
 from benchmarks.ours import Loads, Saves
 from benchmarks.processes import in_fresh_processes
 from benchmarks.report import Part, Row, Section, attempt, beside_floor, beside_peer, duration, named
-from benchmarks.samples import Sample, fastest, slowest, slowest_by_name
+from benchmarks.samples import Sample, fastest, joined, slowest, slowest_by_name
 from benchmarks.scratch import need, scratch
 from benchmarks.settings import GIB
 from benchmarks.states import Workload, blank, check_trained, trained, wipe
@@ -29,15 +32,21 @@ if TYPE_CHECKING:
 
 TITLE = "Restore from memory, into existing tensors"
 TIMES_FASTER_THAN_LOAD = 4.0
+OWN_LIMIT = 2.0
+"""Of dcp_mem.load, times the copy: the first load of a process, and later ones."""
 FRESH, WARM = "fresh mapping, ", "warm mapping, "
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
+    """dcp_repeats: of dcp.load with our reader. later: whether there are runs after the first load of a process."""
+
     workload: Workload
     directory: Path
     repeats: int
+    dcp_repeats: int
     peer_repeats: int
+    later: bool = True
 
     @property
     def memory(self) -> Path:
@@ -61,9 +70,26 @@ class Measured:
     torch_data: Sample
 
 
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The same of dcp_mem.load: the first load of each process, and later ones of one of them.
+
+    first_floors, floors: in turn with each of them, by what they copy from; as many copies as there are tensors.
+    floors_as_one: all bytes with one.
+    """
+
+    first: Sample
+    first_floors: Mapping[str, Sample]
+    whole: Sample
+    floors: Mapping[str, Sample]
+    floors_as_one: Mapping[str, Sample]
+
+
 def run(settings: Settings) -> Section:
     large, many = Workload(2 * GIB, 64), Workload(1 * GIB, 20_000)
-    plan = [(large, 1), (many, 1)] if settings.quick else [(large, 1), (large, 2), (many, 1)]
+    plan = [(large, 1), (many, 1), (many, 2)]
+    if not settings.quick:
+        plan.insert(1, (large, 2))
     parts = []
     for workload, ranks in plan:
         measure = partial(_part, settings, workload, ranks)
@@ -72,21 +98,31 @@ def run(settings: Settings) -> Section:
 
 
 def _part(settings: Settings, workload: Workload, ranks: int) -> Part:
-    # The state, our slots, torch's files, the floor's file.
-    need(settings.tmpfs, workload.total_bytes * 6)
+    # The state, as one too, our slots, torch's files, the floors' files.
+    need(settings.tmpfs, workload.total_bytes * 8)
     with scratch(settings.tmpfs) as directory:
-        spec = Spec(workload, directory, settings.repeats_of(workload), settings.peer_repeats)
+        repeats, peer_repeats = settings.repeats_of(workload), settings.peer_repeats
+        # Torch plans the load of twenty thousand DTensors in half a minute, whoever reads.
+        is_slow = workload.many and ranks > 1
+        spec = Spec(workload, directory, repeats, peer_repeats if is_slow else repeats, peer_repeats)
         in_fresh_processes(_save, spec, ranks=ranks)
-        by_rank = in_fresh_processes(_measure, spec, ranks=ranks)
-    m = _slowest(by_rank)
-    return Part(_rows_of_many(m) if workload.many else _rows_of_large(m), _notes(m))
+        m = _slowest(in_fresh_processes(_measure, spec, ranks=ranks))
+        first_only = replace(spec, later=False)
+        own = _own_together(
+            [
+                _own_slowest(in_fresh_processes(_measure_own, first_only if restart else spec, ranks=ranks))
+                for restart in range(settings.load_restarts)
+            ]
+        )
+    rows = _rows_of_many(m) if workload.many else _rows_of_large(m)
+    return Part([*_rows_of_own(m, own), *rows], [*_notes(m), *_notes_on_own(own)])
 
 
 def _save(rank: Rank, spec: Spec) -> None:
     """What the trainer did before it was restarted."""
     state = trained(spec.workload, rank)
     torch_own.save(state, spec.torch_checkpoint)
-    with closing(Saves(state, memory=spec.memory, keep=1)) as saves:
+    with closing(Saves(state, memory=spec.memory, keep=1, save=dcp_mem.save)) as saves:
         saves.save()
 
 
@@ -120,9 +156,59 @@ def _measure_ours(rank: Rank, spec: Spec, state: State, loads: Loads) -> tuple[d
             measures[FRESH + way] = partial(fresh_mapping_seconds, path, tensors, copy)
             measures[WARM + way] = partial(seconds, partial(mapping.empty_out, copy))
         measures["ours"] = partial(_checked_load, loads, state)
-        samples = rank.in_turn(measures, repeats=spec.repeats, warm_ups=1)
+        samples = rank.in_turn(measures, repeats=spec.dcp_repeats, warm_ups=1)
     del samples["ours"]  # the history knows more
-    return samples, loads.history[-spec.repeats :]
+    return samples, loads.history[-spec.dcp_repeats :]
+
+
+def _measure_own(rank: Rank, spec: Spec) -> Own:
+    state = blank(spec.workload, rank)
+    loads = Loads(state, spec.memory, dcp_mem.load)
+    first = rank.together(partial(_checked_load, loads, state))
+    with ExitStack() as stack:
+        floors, as_one = _copies(rank, spec, state, stack)
+        # What a process that has just come has to do for a copy out of memory is to map it.
+        fresh = {way: floor for way, floor in floors.items() if way.startswith(FRESH)}
+        first_floors = rank.in_turn(fresh, repeats=1)
+        nothing = Sample(())
+        if not spec.later:
+            return Own(Sample((first,)), first_floors, nothing, dict.fromkeys(floors, nothing), {})
+        measures: dict[str, Callable[[], float]] = {
+            **{f"tensors {way}": floor for way, floor in floors.items()},
+            **{f"as one {way}": floor for way, floor in as_one.items()},
+            "own": partial(_checked_load, loads, state),
+        }
+        samples = rank.in_turn(measures, repeats=spec.repeats)
+    return Own(
+        Sample((first,)),
+        first_floors,
+        samples["own"],
+        {way: samples[f"tensors {way}"] for way in floors},
+        {way: samples[f"as one {way}"] for way in as_one},
+    )
+
+
+def _copies(
+    rank: Rank, spec: Spec, state: State, stack: ExitStack
+) -> tuple[dict[str, Callable[[], float]], dict[str, Callable[[], float]]]:
+    """Copies out of a file in memory: of the tensors as they are, and of all bytes as one."""
+    floors = _mapped_copies(rank, spec.directory / f"floor-{rank.rank}", state.local, stack)
+    if not spec.later:
+        return floors, {}
+    path, whole = spec.directory / f"floor-as-one-{rank.rank}", torch.cat([one.flatten() for one in state.local])
+    return floors, _mapped_copies(rank, path, [whole], stack)
+
+
+def _mapped_copies(
+    rank: Rank, path: Path, tensors: Sequence[torch.Tensor], stack: ExitStack
+) -> dict[str, Callable[[], float]]:
+    mapping = stack.enter_context(warm_mapping(path, tensors))
+    ways = stack.enter_context(ways_to_copy(rank.threads, tensors))
+    floors: dict[str, Callable[[], float]] = {}
+    for way, copy in ways.items():
+        floors[FRESH + way] = partial(fresh_mapping_seconds, path, tensors, copy)
+        floors[WARM + way] = partial(seconds, partial(mapping.empty_out, copy))
+    return floors
 
 
 def _checked_load(loads: Loads, state: State) -> float:
@@ -142,6 +228,44 @@ def _slowest(ranks: list[Measured]) -> Measured:
         torch_whole=slowest([m.torch_whole for m in ranks]),
         torch_data=slowest([m.torch_data for m in ranks]),
     )
+
+
+def _own_slowest(ranks: Sequence[Own]) -> Own:
+    return Own(
+        first=slowest([m.first for m in ranks]),
+        first_floors=slowest_by_name([m.first_floors for m in ranks]),
+        whole=slowest([m.whole for m in ranks]),
+        floors=slowest_by_name([m.floors for m in ranks]),
+        floors_as_one=slowest_by_name([m.floors_as_one for m in ranks]),
+    )
+
+
+def _own_together(restarts: Sequence[Own]) -> Own:
+    """First loads of all processes, later ones of the one that made such."""
+    ways = restarts[0].first_floors
+    return replace(
+        restarts[0],
+        first=joined(m.first for m in restarts),
+        first_floors={way: joined(m.first_floors[way] for m in restarts) for way in ways},
+    )
+
+
+def _rows_of_own(m: Measured, own: Own) -> list[Row]:
+    def best(floors: Mapping[str, Sample], kind: str) -> Sample:
+        return fastest(floor for name, floor in floors.items() if name.startswith(kind))
+
+    first = fastest(own.first_floors.values())
+    warm, fresh = best(own.floors, WARM), best(own.floors, FRESH)
+    as_one = best(own.floors_as_one, WARM)
+    return [
+        beside_floor("dcp_mem.load; floor: as many copies", warm, own.whole, at_most=OWN_LIMIT),
+        beside_floor("dcp_mem.load; floor: as many copies, mapped anew", fresh, own.whole),
+        beside_floor("dcp_mem.load; floor: one large copy", as_one, own.whole),
+        beside_floor("dcp_mem.load, first; floor: as many copies, mapped anew", first, own.first, at_most=OWN_LIMIT),
+        beside_floor("dcp_mem.load, first; floor: as many copies", Sample((warm.median,)), own.first),
+        beside_peer("dcp_mem.load; peer: FileSystemReader", own.whole, m.torch_whole),
+        beside_peer("dcp_mem.load; peer: dcp.load with our reader", own.whole, m.whole),
+    ]
 
 
 def _rows_of_large(m: Measured) -> list[Row]:
@@ -175,4 +299,12 @@ def _notes(m: Measured) -> list[str]:
         f"floors: {named(m.floors)}",
         ours,
         f"of torch's dcp.load: read_data {duration(m.torch_data)}",
+    ]
+
+
+def _notes_on_own(own: Own) -> list[str]:
+    return [
+        f"floors beside dcp_mem.load: {named(own.floors)}",
+        f"floors beside dcp_mem.load, all bytes as one: {named(own.floors_as_one)}",
+        f"floors beside first loads: {named(own.first_floors)}",
     ]
