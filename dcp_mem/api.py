@@ -110,11 +110,9 @@ def load(
     ordered = {key: state_dict[key] for key in sorted(state_dict)}  # stateful objects may wait for each other's ranks
     make_state = partial(_without_stateful, ordered)
     plain = storage_reader.load_collectively(make_state, checkpoint_id, process_group, no_dist, planner)
-    for key, value in ordered.items():
-        if _is_stateful(value):
-            value.load_state_dict(plain[key])
-        else:
-            state_dict[key] = plain[key]
+    for key in [key for key, value in ordered.items() if type(value) not in _NEVER_STATEFUL and _is_stateful(value)]:
+        ordered[key].load_state_dict(plain.pop(key))
+    state_dict.update(plain)
 
 
 def _without_stateful(state: dict[str, Any]) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def read_items(opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, *, 
     if not isinstance(nearest, MemorySource):
         return _read_wanted(opened, plan.everything(), planner, verify)
     try:
-        for file, moves in plan.straight():
-            nearest.read(file, moves)
+        for file, payloads in plan.straight():
+            nearest.read_many(file, payloads)
         return {nearest.label} | _read_wanted(opened, plan.rest(), planner, verify)
     except Failures as error:
         if len(opened.sources) == 1:

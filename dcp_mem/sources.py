@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -20,12 +20,15 @@ from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.metadata import read_metadata
 from dcp_mem.format.places import places_of
 from dcp_mem.memory.catalogs import read_catalog
-from dcp_mem.memory.copying import Move, read
+from dcp_mem.memory.copying import Move, read, read_many
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, open_leased
+from dcp_mem.planning.reads import Straight
 from dcp_mem.storage import Storage
 
 _END_OF_METADATA = 4096
+_LARGE = 1 << 20
+"""Bytes of a payload from which on it is worth a call of its own."""
 
 
 class Description:
@@ -122,10 +125,21 @@ class MemorySource:
         )
 
     def read(self, file: str, moves: Sequence[Move]) -> None:
+        self._read(file, lambda descriptor: read(descriptor, moves))
+
+    def read_many(self, file: str, payloads: Straight) -> None:
+        """Read payloads, given by ascending offsets, straight into memory."""
+        address, offset, nbytes = payloads.address, payloads.offset, payloads.nbytes
+        if nbytes.sum() > _LARGE * len(nbytes):
+            self.read(file, list(zip(address.tolist(), offset.tolist(), nbytes.tolist(), strict=True)))
+            return
+        self._read(file, lambda descriptor: read_many(descriptor, address, offset, nbytes))
+
+    def _read(self, file: str, act: Callable[[int], None]) -> None:
         if file not in self._descriptors:
             raise self._corrupt(0, f"{file} is not part of it")
         try:
-            read(self._descriptors[file], moves)
+            act(self._descriptors[file])
         except (OSError, EOFError) as error:
             raise self._corrupt(self._ranks[file], str(error)) from None
 

@@ -18,13 +18,19 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 T = TypeVar("T")
+Columns = npt.NDArray[np.int64]
 Move = tuple[int, int, int]
 """(destination address, source address, bytes) of a copy, or (destination address, file offset, bytes) of a read."""
 
 _CHUNK = 32 << 20
+_GAP = 16 << 10
+"""Bytes between two ranges that are better read along than left out."""
+_MOST_RANGES, _MOST_BYTES = 128, 4 << 20
 _NBYTES = operator.itemgetter(2)
 _SHARES_EACH = 8
 _ALONE = 4 << 20  # below this the hand-over to threads costs more than it gains
@@ -34,6 +40,10 @@ _memmove.restype = None
 _pread = ctypes.CDLL(None, use_errno=True).pread
 _pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
 _pread.restype = ctypes.c_ssize_t
+_preadv = ctypes.CDLL(None, use_errno=True).preadv
+_preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+_preadv.restype = ctypes.c_ssize_t
+_between_ranges = np.zeros(_GAP, np.uint8)  # whatever is read into it, by all threads, is of no use to anybody
 
 
 def copy(moves: Sequence[Move]) -> None:
@@ -44,6 +54,40 @@ def copy(moves: Sequence[Move]) -> None:
 def read(descriptor: int, moves: Sequence[Move]) -> None:
     """Read file ranges straight into memory. Raises EOFError where the file is shorter, OSError as the system does."""
     _in_shares(moves, lambda share: _read_share(descriptor, share))
+
+
+def read_many(descriptor: int, address: Columns, offset: Columns, nbytes: Columns) -> None:
+    """Read many small ranges, given by ascending offsets, straight into memory; neighbours with one call of the system.
+
+    Raises what `read` raises.
+    """
+    if not len(offset):
+        return
+    ends = offset + nbytes
+    gaps = np.append(offset[1:] - ends[:-1], 0)
+    cuts = _batches(gaps, nbytes)
+    buffers = np.empty(
+        (2 * len(offset), 2), np.int64
+    )  # struct iovec: each range, and what lies between it and the next
+    buffers[0::2] = np.stack([address, nbytes], axis=1)
+    buffers[1::2, 0], buffers[1::2, 1] = _between_ranges.ctypes.data, np.clip(gaps, 0, _GAP)
+
+    def read_batch(batch: tuple[int, int]) -> None:
+        start, stop = batch
+        count = _preadv(descriptor, buffers[2 * start :].ctypes.data, 2 * (stop - start) - 1, int(offset[start]))
+        if count != ends[stop - 1] - offset[start]:  # cut short, or failed: what is missing, and why?
+            columns = (column[start:stop].tolist() for column in (address, offset, nbytes))
+            _read_share(descriptor, list(zip(*columns, strict=True)))
+
+    work_off(list(pairwise(cuts)), read_batch)
+
+
+def _batches(gaps: Columns, nbytes: Columns) -> list[int]:
+    """Where ranges are cut into batches: at long gaps, and so that there are enough of them for all threads."""
+    many = np.arange(len(nbytes)) // _MOST_RANGES
+    much = np.cumsum(nbytes) // _MOST_BYTES
+    is_cut = (np.diff(many) > 0) | (np.diff(much) > 0) | (gaps[:-1] > _GAP) | (gaps[:-1] < 0)
+    return [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(nbytes)]
 
 
 def _copy_share(moves: Sequence[Move]) -> None:

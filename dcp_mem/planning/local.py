@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from typing import Any
 
 import numpy as np
@@ -183,7 +183,7 @@ def _plan_of(leaves: Leaves) -> LocalPlan:
             map(_DTYPE, tensors),
             map(_LAYOUT, tensors),
             map(_REQUIRES_GRAD, tensors),
-            map(torch.Tensor.is_pinned, tensors),
+            map(torch.Tensor.is_pinned, tensors) if torch.accelerator.is_available() else repeat(False, len(tensors)),
             strict=True,
         )
     )

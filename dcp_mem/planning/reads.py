@@ -14,8 +14,6 @@ from dcp_mem.format.catalog import Ints
 
 Saved = tuple[torch.dtype, torch.Size]
 """Dtype and shape of a chunk as it was saved."""
-Move = tuple[int, int, int]
-"""(destination address, offset in the segment, bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +51,12 @@ class Reads:
     rest: Callable[[], Sequence[Wanted]]
     everything: Callable[[], Sequence[Wanted]]
 
-    def straight(self) -> Iterator[tuple[str, list[Move]]]:
+    def straight(self) -> Iterator[tuple[str, Straight]]:
         """The payloads, segment by segment, in the order in which they lie there."""
         payloads = self.payloads
         order = np.lexsort((payloads.offset, payloads.file))
-        file = payloads.file[order]
-        starts = np.flatnonzero(np.diff(file, prepend=-1)).tolist()
+        columns = (payloads.file[order], payloads.address[order], payloads.offset[order], payloads.nbytes[order])
+        starts = np.flatnonzero(np.diff(columns[0], prepend=-1)).tolist()
         for start, stop in pairwise([*starts, len(order)]):
-            part = order[start:stop]
-            columns = (payloads.address[part], payloads.offset[part], payloads.nbytes[part])
-            yield self.files[file[start]], list(zip(*(column.tolist() for column in columns), strict=True))
+            part = Straight(*(column[start:stop] for column in columns))
+            yield self.files[part.file[0]], part
