@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,42 +98,50 @@ class Row(NamedTuple):
     box: tuple[Sequence[int], Sequence[int], Sequence[int]] = ((), (), ())
 
 
-class Whole(NamedTuple):
-    """Tensors that are whole items, by columns. name: number of each one's name, ascending."""
+class Group(NamedTuple):
+    """Tensors of one kind, by columns. offsets, extents: None for tensors that are whole items."""
 
-    name: Sequence[int] | Ints = ()
-    properties: Sequence[Properties] = ()
-    sizes: Sequence[Sequence[int]] = ()
+    name: Sequence[int]
+    kind: Kind
+    properties: Sequence[Properties]
+    sizes: Sequence[Sequence[int]]
+    offsets: Sequence[Sequence[int]] | None = None
+    extents: Sequence[Sequence[int]] | None = None
 
 
-_NONE = Whole()
-
-
-def local_plan(names: Sequence[str], paths: Sequence[Path], rows: Sequence[Row], whole: Whole = _NONE) -> LocalPlan:
-    """The columns of these rows, and of tensors that are whole items, in the order of their names."""
+def local_plan(names: Sequence[str], paths: Sequence[Path], rows: Sequence[Row], *groups: Group) -> LocalPlan:
+    """The columns of these rows and groups, in the order of their names."""
     name, kind, properties, boxes = zip(*rows, strict=True) if rows else ((), (), (), ())
     sizes, offsets, extents = zip(*boxes, strict=True) if rows else ((), (), ())
-    all_names = np.concatenate([np.asarray(name, np.int64), np.asarray(whole.name, np.int64)])
+    kinds = [*kind, *chain.from_iterable(repeat(group.kind, len(group.name)) for group in groups)]
+    numbers, table = _numbered([*properties, *chain.from_iterable(group.properties for group in groups)])
+    all_names = np.array([*name, *chain.from_iterable(group.name for group in groups)], np.int64)
     order = np.argsort(all_names, kind="stable")
-    dimensions = np.fromiter(map(len, chain(sizes, whole.sizes)), np.int64, len(order))
-    numbers, table = _numbered([*properties, *whole.properties])
-    of_whole = _padded(whole.sizes, dimensions[len(rows) :], dimensions, 1)
-    own, paddings = dimensions[: len(rows)], (1, 0, 1)
-    of_rows = [
-        _padded(side, own, dimensions, value) for side, value in zip((sizes, offsets, extents), paddings, strict=True)
-    ]
+    dimensions = np.fromiter(map(len, chain(sizes, *(group.sizes for group in groups))), np.int64, len(order))
+    width = int(dimensions.max(initial=1))
+    of_rows = _padded(sizes, width, 1), _padded(offsets, width, 0), _padded(extents, width, 1)
+    sides = zip(of_rows, *(_sides(group, width) for group in groups), strict=True)
+    size, offset, extent = (np.concatenate(side)[order] for side in sides)
     return LocalPlan(
         names=tuple(names),
         paths=tuple(paths),
         table=table,
         name=all_names[order],
-        kind=np.concatenate([np.asarray(kind, np.int64), np.full(len(whole.name), Kind.TENSOR, np.int64)])[order],
+        kind=np.array(kinds, np.int64)[order],
         properties=numbers[order],
         dimensions=dimensions[order],
-        size=np.concatenate([of_rows[0], of_whole])[order],
-        offset=np.concatenate([of_rows[1], np.zeros_like(of_whole)])[order],
-        extent=np.concatenate([of_rows[2], of_whole])[order],
+        size=size,
+        offset=offset,
+        extent=extent,
     )
+
+
+def _sides(group: Group, width: int) -> tuple[Ints, Ints, Ints]:
+    """Sizes, offsets and extents."""
+    size = _padded(group.sizes, width, 1)
+    if group.offsets is None or group.extents is None:
+        return size, np.zeros_like(size), size
+    return size, _padded(group.offsets, width, 0), _padded(group.extents, width, 1)
 
 
 def _numbered(properties: Sequence[Properties | None]) -> tuple[Ints, tuple[Properties, ...]]:
@@ -145,10 +153,9 @@ def _numbered(properties: Sequence[Properties | None]) -> tuple[Ints, tuple[Prop
     return np.fromiter(map(number.__getitem__, map(id, properties)), np.int64, len(properties)), tuple(table)
 
 
-def _padded(sides: Sequence[Sequence[int]], counts: Ints, dimensions: Ints, value: int) -> Ints:
-    """Rows of as many numbers each as the longest of all plans' rows has. counts: how many each has of its own."""
-    result = np.full((len(sides), int(dimensions.max(initial=1))), value, np.int64)
-    result[np.arange(result.shape[1]) < counts[:, None]] = np.fromiter(
-        chain.from_iterable(sides), np.int64, int(counts.sum())
-    )
+def _padded(sides: Sequence[Sequence[int]], width: int, value: int) -> Ints:
+    """Rows of so many numbers each."""
+    counts = np.fromiter(map(len, sides), np.int64, len(sides))
+    result = np.full((len(sides), width), value, np.int64)
+    result[np.arange(width) < counts[:, None]] = np.fromiter(chain.from_iterable(sides), np.int64, int(counts.sum()))
     return result

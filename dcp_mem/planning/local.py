@@ -9,31 +9,24 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain, compress, repeat
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcp_mem.format.catalog import Ints
-from dcp_mem.format.torch_names import properties
-from dcp_mem.planning import sharded
-from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable, Row, Whole, local_plan
+from dcp_mem.planning import distributed, sharded
+from dcp_mem.planning.columns import Group, Kind, LocalPlan, NotDescribable, Row, local_plan
 from dcp_mem.planning.flatten import Leaves, collect, flatten, is_container, may_be_container
-from dcp_mem.planning.plain import BLOCK, PLAIN
+from dcp_mem.planning.plain import BLOCK, PLAIN, properties_of
 
 _DTYPE, _SHAPE, _LAYOUT = map(operator.attrgetter, ("dtype", "shape", "layout"))
 _REQUIRES_GRAD, _SPEC = operator.attrgetter("requires_grad"), operator.attrgetter("_spec")
 _LOCAL = operator.attrgetter("_local_tensor")
 _LOOKED_AT: tuple[Callable[[Any], Any], ...] = (_DTYPE, _LAYOUT, _REQUIRES_GRAD, _SHAPE)
-
-
-Extent = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,69 +166,37 @@ def _lie_alike(one: Any, other: Any) -> bool:
 
 
 def _plan_of(leaves: Leaves) -> LocalPlan:
-    is_plain = list(map(PLAIN.__contains__, map(type, leaves.values)))
-    is_other = list(map(operator.not_, is_plain))
-    # Before anything is asked of plain tensors: that others can't be described may be the answer.
-    rows = list(_rows(list(compress(enumerate(leaves.values), is_other))))
-    tensors = list(compress(leaves.values, is_plain))
-    facts = list(
-        zip(
-            map(_DTYPE, tensors),
-            map(_LAYOUT, tensors),
-            map(_REQUIRES_GRAD, tensors),
-            map(torch.Tensor.is_pinned, tensors) if torch.accelerator.is_available() else repeat(False, len(tensors)),
-            strict=True,
-        )
-    )
-    kinds = {fact: properties(*fact) for fact in dict.fromkeys(facts)}
-    return local_plan(
-        leaves.names,
-        leaves.paths,
-        rows,
-        Whole(np.flatnonzero(is_plain), list(map(kinds.__getitem__, facts)), list(map(_SHAPE, tensors))),
-    )
+    kinds = list(map(type, leaves.values))
+    if PLAIN.issuperset(kinds):
+        rows, groups = [], []
+        plain = leaves.values
+        numbers: Sequence[int] = range(len(plain))
+    else:
+        is_plain, is_dtensor = list(map(PLAIN.__contains__, kinds)), [kind is DTensor for kind in kinds]
+        others = [number for number, kind in enumerate(kinds) if kind not in PLAIN and kind is not DTensor]
+        # Before anything is asked of plain tensors: that others can't be described may be the answer.
+        rows = [row for number in others for row in _rows(number, leaves.values[number])]
+        everything = range(len(kinds))
+        groups = [
+            distributed.group_of(list(compress(everything, is_dtensor)), list(compress(leaves.values, is_dtensor)))
+        ]
+        plain, numbers = list(compress(leaves.values, is_plain)), list(compress(everything, is_plain))
+    known = properties_of(plain, map(_REQUIRES_GRAD, plain))
+    groups.append(Group(numbers, Kind.TENSOR, known, list(map(_SHAPE, plain))))
+    return local_plan(leaves.names, leaves.paths, rows, *groups)
 
 
-def _rows(leaves: Sequence[tuple[int, Any]]) -> Iterator[Row]:
-    """Rows of all leaves but plain tensors."""
-    chunk = lru_cache(maxsize=None)(_chunk)  # torch takes up to a millisecond for one; few of a model's tensors differ
-    for name, leaf in leaves:
-        kind = type(leaf)
-        if kind is DTensor:
-            yield from _rows_of_dtensor(name, leaf, chunk)
-        elif kind is ShardedTensor:
-            yield from sharded.rows_of(name, leaf)
-        elif isinstance(leaf, torch.Tensor) or hasattr(leaf, "__create_write_items__"):
-            raise NotDescribable(f"a {kind.__module__}.{kind.__name__}")
-        else:
-            yield Row(name, Kind.OBJECT)
+def _rows(name: int, leaf: Any) -> Iterator[Row]:
+    """Rows of a leaf that is neither a plain tensor nor a DTensor."""
+    if type(leaf) is ShardedTensor:
+        yield from sharded.rows_of(name, leaf)
+    elif isinstance(leaf, torch.Tensor) or hasattr(leaf, "__create_write_items__"):
+        raise NotDescribable(f"a {type(leaf).__module__}.{type(leaf).__name__}")
+    else:
+        yield Row(name, Kind.OBJECT)
 
 
 def _occur(numbers: Ints, count: int) -> list[bool]:
     """Of each number below `count`, whether it occurs."""
     occurs: list[bool] = (np.bincount(numbers, minlength=count) > 0).tolist()
     return occurs
-
-
-def _rows_of_dtensor(name: int, leaf: DTensor, chunk: Callable[..., tuple[Extent, Extent]]) -> Iterator[Row]:
-    mesh, placements, local = leaf.device_mesh, leaf.placements, leaf._local_tensor
-    if mesh.get_coordinate() is None:
-        return
-    if any(placement.is_partial() for placement in placements):
-        raise ValueError("a DTensor with partial placements has no value that could be saved: redistribute it first")
-    if type(local) not in PLAIN:
-        raise NotDescribable(f"a DTensor of {type(local).__name__}")
-    size = leaf.shape
-    extent, offset = chunk(size, mesh, placements)
-    if extent != local.shape:
-        raise NotDescribable("a DTensor whose local tensor isn't what its placements say")
-    # As of leaf.to_local(), which takes an autograd node to make.
-    needs_grad = leaf.requires_grad if torch.is_grad_enabled() else local.requires_grad
-    known = properties(local.dtype, local.layout, needs_grad, local.is_pinned())
-    yield Row(name, Kind.SHARD, known, (size, offset, extent))
-
-
-def _chunk(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]) -> tuple[Extent, Extent]:
-    """Extent and offset of this rank's chunk."""
-    extent, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return tuple(map(int, extent)), tuple(map(int, offset))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Iterable, Sequence
+from itertools import compress, repeat
 
 import torch
+
+from dcp_mem.format.catalog import Properties
+from dcp_mem.format.torch_names import properties
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Tensor types whose data is what their pointer says."""
@@ -14,7 +17,7 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 BLOCK = 1024
 """Tensors are looked at in blocks: what the first loop over one brings into the cache, the next ones find there."""
 
-_IS_CPU, _LAYOUT = operator.attrgetter("is_cpu"), operator.attrgetter("layout")
+_IS_CPU, _LAYOUT, _DTYPE = map(operator.attrgetter, ("is_cpu", "layout", "dtype"))
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
@@ -71,3 +74,12 @@ def addresses_of(tensors: Sequence[torch.Tensor], may_be_conj: bool) -> list[int
     for start in range(0, len(tensors), BLOCK):
         addresses.look_at(start, tensors[start : start + BLOCK])
     return addresses.found
+
+
+def properties_of(tensors: Sequence[torch.Tensor], requires_grad: Iterable[bool]) -> list[Properties]:
+    """What DCP writes down of each of these tensors; equal ones are one object."""
+    # Without an accelerator nothing can be pinned, and to ask takes as long as all the rest.
+    pinned = map(torch.Tensor.is_pinned, tensors) if torch.accelerator.is_available() else repeat(False, len(tensors))
+    facts = list(zip(map(_DTYPE, tensors), map(_LAYOUT, tensors), requires_grad, pinned, strict=True))
+    known = {fact: properties(*fact) for fact in dict.fromkeys(facts)}
+    return list(map(known.__getitem__, facts))

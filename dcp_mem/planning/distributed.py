@@ -1,0 +1,65 @@
+"""DTensors: what a rank holds of them. Thousands are described at once, as few of them lie in a way of their own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dcp_mem.planning.columns import Group, Kind, NotDescribable
+from dcp_mem.planning.plain import PLAIN, properties_of
+
+_SPEC, _LOCAL = operator.attrgetter("_spec"), operator.attrgetter("_local_tensor")
+_MESH, _PLACEMENTS = operator.attrgetter("mesh"), operator.attrgetter("placements")
+_SHAPE, _REQUIRES_GRAD = operator.attrgetter("shape"), operator.attrgetter("requires_grad")
+Extent = tuple[int, ...]
+
+
+def group_of(numbers: Sequence[int], tensors: Sequence[DTensor]) -> Group:
+    """A row for each of these that this rank has a part of, even an empty one. numbers: of their names.
+
+    Raises NotDescribable, and ValueError for partial placements.
+    """
+    specs = list(map(_SPEC, tensors))
+    ways = _ways(specs)
+    spec_of = dict(zip(ways, specs, strict=True))
+    elsewhere = {way for way, spec in spec_of.items() if spec.mesh.get_coordinate() is None}
+    if elsewhere:
+        here = [number for number, way in enumerate(ways) if way not in elsewhere]
+        return group_of([numbers[one] for one in here], [tensors[one] for one in here])
+    if any(placement.is_partial() for spec in spec_of.values() for placement in spec.placements):
+        raise ValueError("a DTensor with partial placements has no value that could be saved: redistribute it first")
+    local = list(map(_LOCAL, tensors))
+    for kind in set(map(type, local)) - PLAIN:
+        raise NotDescribable(f"a DTensor of {kind.__name__}")
+    sizes = list(map(_SHAPE, tensors))
+    keys = list(zip(sizes, ways, strict=True))
+    chunk_of = {key: _chunk(key[0], spec_of[key[1]].mesh, spec_of[key[1]].placements) for key in dict.fromkeys(keys)}
+    chunks = list(map(chunk_of.__getitem__, keys))
+    extents, offsets = zip(*chunks, strict=True) if chunks else ((), ())
+    if any(map(operator.ne, extents, map(_SHAPE, local))):
+        raise NotDescribable("a DTensor whose local tensor isn't what its placements say")
+    # As of their to_local(), which takes an autograd node each to make.
+    needs_grad = map(_REQUIRES_GRAD, tensors if torch.is_grad_enabled() else local)
+    return Group(numbers, Kind.SHARD, properties_of(local, needs_grad), sizes, offsets, extents)
+
+
+def _ways(specs: Sequence[Any]) -> list[tuple[int, int]]:
+    """In which way each lies: mesh and placements, by numbers."""
+    placements = list(map(_PLACEMENTS, specs))
+    different: dict[tuple[Any, ...], int] = {}
+    number = {
+        key: different.setdefault(one, len(different)) for key, one in zip(map(id, placements), placements, strict=True)
+    }
+    return list(zip(map(id, map(_MESH, specs)), map(number.__getitem__, map(id, placements)), strict=True))
+
+
+def _chunk(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]) -> tuple[Extent, Extent]:
+    """Extent and offset of this rank's chunk. Torch takes up to a millisecond for it."""
+    extent, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(map(int, extent)), tuple(map(int, offset))
