@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import operator
 import os
 import threading
 import time
@@ -213,7 +214,8 @@ class Session:
         """Who shares a node; asked once for each group of ranks."""
         nodes = ranks.notes.get(self.memory.node)
         if nodes is None:
-            nodes = ranks.notes[self.memory.node] = tuple(ranks.exchange(self.memory.node))
+            found = ranks.all_reduce({ranks.rank: self.memory.node}, operator.or_)
+            nodes = ranks.notes[self.memory.node] = tuple(found[rank] for rank in range(ranks.size))
             ranks.arrange(nodes)
         return Topology(nodes, ranks.rank)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from dcp_mem.config import Settings, checkpoint_name, run_identity, settings
 from dcp_mem.dcp_call import DcpCall, dcp_call, direct_call, global_metadata
 from dcp_mem.errors import ConfigError, RankFailed, picklable
 from dcp_mem.format import names
+from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.described import RankItems, catalog_of, metadata_of
 from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.metadata import LazyMetadata, with_storage
@@ -233,10 +235,10 @@ class MemoryStorageWriter(StorageWriter):
     def _begin_together(self, call: DcpCall, opened: Session | Exception) -> Caller:
         """Begin where all ranks have opened their session; later errors travel with the exchanges of the save."""
         if not call.ranks.is_connected:
-            texts = call.ranks.exchange("" if isinstance(opened, Session) else f"{type(opened).__name__}: {opened}")
-            failures = [(rank, text) for rank, text in enumerate(texts) if text]
+            text = "" if isinstance(opened, Session) else f"{type(opened).__name__}: {opened}"
+            failures = call.ranks.all_reduce({call.ranks.rank: text} if text else {}, operator.or_)
             if failures and isinstance(opened, Session):
-                raise RankFailed("opening the job's memory", failures)
+                raise RankFailed("opening the job's memory", sorted(failures.items()))
         elif not isinstance(opened, Session):
             call.ranks.leave(f"{type(opened).__name__}: {opened}")
         if not isinstance(opened, Session):
@@ -279,9 +281,8 @@ class MemoryStorageWriter(StorageWriter):
         manifest, staged = complete(caller, attempt, staged, collective.describing(planned.plan_id), is_new)
         _after(caller, attempt, staged, manifest)
         faults.point("save.finished")
-        catalogs = caller.session.catalogs
-        catalogs.find(manifest.catalog)  # it stays mapped
-        return LazyMetadata(lambda: metadata_of(catalogs.get(manifest.catalog), manifest.save_id, manifest.tails))
+        data = caller.session.catalogs.find(manifest.catalog) or b""  # mapped for as long as somebody may look at it
+        return LazyMetadata(lambda: metadata_of(Catalog.from_bytes(data), manifest.save_id, manifest.tails))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -23,9 +23,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import dcp_mem
 from dcp_mem import MemoryStorageWriter, faults
+from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.faults import POINTS
+from dcp_mem.memory.catalogs import Catalogs
 from tests.conftest import _private_directory
+from tests.forks import raised_by
 from tests.launch import run_ranks
 from tests.roundtrip import ROADS, Places, State, assert_same, blank_of, comes_back, random_tensor
 
@@ -741,3 +745,30 @@ def _saves_on_two_nodes(places: Places) -> None:
 def test_two_nodes_make_a_checkpoint_durable_together(places: Places) -> None:
     run_ranks(_saves_on_two_nodes, 2, places)
     comes_back(places, "2", {"own.0": torch.full((9,), 0), "own.1": torch.full((9,), 1)}, roads=ROADS[1::2])
+
+
+def _saves_while_a_node_has_no_room_for_the_catalog(places: Places) -> list[str]:
+    rank = dist.get_rank()
+    mine = Places(f"{places.memory}/node-{rank}", places.url)
+    os.mkdir(mine.memory, 0o700)
+    state = {"w": torch.arange(20.0), f"own.{rank}": torch.full((9,), rank)}
+    errors = []
+    with mine.writer(persist=False) as writer:
+        for save in (dcp.save, dcp_mem.save):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    patch.setattr(Catalogs, "put", _no_room)
+                bad = raised_by(functools.partial(save, state, checkpoint_id="bad", storage_writer=writer))
+            errors.append(str(bad))
+            save(state, checkpoint_id="good", storage_writer=writer)
+            assert mine.directory("memory", "good").is_dir()
+    return errors
+
+
+def _no_room(catalogs: Catalogs, data: object) -> str:
+    raise MemoryBudgetExceeded(10, 5, "no room for the catalog")
+
+
+def test_a_node_that_has_no_room_for_the_catalog_fails_the_save_on_every_rank(places: Places) -> None:
+    for errors in run_ranks(_saves_while_a_node_has_no_room_for_the_catalog, 2, places, timeout=60):
+        assert all("no room for the catalog" in error for error in errors)

@@ -439,7 +439,7 @@ def test_a_steady_save_sends_less_than_a_kilobyte_a_rank_however_many_tensors_th
     assert totals[10][:3] == totals[2000][:3]
     for total in totals[2000][:3]:
         assert 0 < total <= 1024 * world
-    assert totals[2000][3] > 100 * 2000, "the first save's columns weren't counted"
+    assert totals[2000][3] > 50 * 2000, "the first save's columns weren't counted"
 
 
 # -- what is exchanged, and when ----------------------------------------------------------------------------------------------
@@ -525,7 +525,7 @@ def test_whatever_is_out_of_the_ordinary_on_one_rank_is_settled_by_all_and_the_n
     for found in forked_ranks(_saves_out_of_the_ordinary, 2, job):
         for what in ("other names", "another structure on rank 1", "one that is there", "too large for memory"):
             assert found[f"before {what}"] == (0, ""), what
-            assert found[what][0] > 0, what
+            assert (found[what][0] > 0) == (what != "another structure on rank 1"), what  # the ballot says all of that
         assert "different checkpoint ids: rank-0, rank-1" in found["other names"][1]
         assert found["another structure on rank 1"][1] == ""
         assert found["one that is there"][1].startswith("CheckpointExists")

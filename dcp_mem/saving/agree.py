@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -45,10 +45,11 @@ class _Survey:
 
 
 class _Ballot(NamedTuple):
-    """What all ranks' surveys come to; it stays as small as this however many ranks there are.
+    """What all ranks' surveys come to; it stays about as small as this however many ranks there are.
 
-    name: a digest of the checkpoint's. is_usual: no rank sees anything that speaks against staging at once.
-    proposal: the coordinator's save id, whether it persists, and its time.
+    name: a digest of the checkpoint's. is_usual: no rank sees anything that speaks against staging at once, but for plans.
+    proposal: the coordinator's save id, whether it persists, and its time. plan_id: "" where the ranks have none in common;
+    others: plans that fit on every rank as well. why_not: (rank, why only DCP's planner can plan its state dict).
     """
 
     name: bytes
@@ -56,15 +57,20 @@ class _Ballot(NamedTuple):
     is_usual: bool
     newest: float
     proposal: tuple[str, bool, float] | None
+    others: tuple[str, ...] = ()
+    why_not: tuple[tuple[int, str], ...] = ()
 
     def join(self, other: _Ballot) -> _Ballot:
-        alike = (self.name, self.plan_id) == (other.name, other.plan_id)
+        fitting = {self.plan_id, *self.others} & {other.plan_id, *other.others} - {""}
+        plan_id = self.plan_id if self.plan_id == other.plan_id else ""
         return _Ballot(
             self.name,
-            self.plan_id,
-            alike and self.is_usual and other.is_usual,
+            plan_id,
+            self.name == other.name and self.is_usual and other.is_usual,
             max(self.newest, other.newest),
             self.proposal or other.proposal,
+            tuple(sorted(fitting - {plan_id})),
+            tuple(sorted(self.why_not + other.why_not)[:1]),
         )
 
 
@@ -90,6 +96,8 @@ def agree(caller: Caller, planned: Planned | Unplanned | Exception) -> Attempt |
     survey = _survey_or_error(caller, topology, planned)
     ballot = caller.ranks.all_reduce(_ballot(caller, survey), _Ballot.join)
     proposal, newest = ballot.proposal, ballot.newest
+    if ballot.is_usual and not ballot.plan_id:
+        raise _no_common_plan(ballot.why_not, ballot.others)
     if not ballot.is_usual:
         surveys = _agree_at_length(caller, topology, planned, survey)
         if surveys is None:
@@ -109,9 +117,11 @@ def _ballot(caller: Caller, survey: _Survey) -> _Ballot:
     return _Ballot(
         hashlib.sha256(survey.name.encode()).digest()[:8],
         survey.plan_id,
-        bool(survey.plan_id) and has_room and not (survey.error or survey.exists),
+        has_room and not (survey.error or survey.exists),
         survey.newest,
         survey.proposal,
+        survey.others,
+        ((caller.ranks.rank, survey.why_not),) if survey.why_not else (),
     )
 
 
@@ -219,7 +229,10 @@ def _verdict(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> 
     if len(named) > 1:
         raise ConfigError(f"the ranks save under different checkpoint ids: {', '.join(named)}")
     if len({survey.plan_id for survey in surveys}) > 1 or not surveys[0].plan_id:
-        raise _no_common_plan(surveys)
+        fitting = set.intersection(*({survey.plan_id, *survey.others} for survey in surveys)) - {""}
+        raise _no_common_plan(
+            [(rank, survey.why_not) for rank, survey in enumerate(surveys) if survey.why_not], fitting
+        )
     if any(survey.exists for survey in surveys):
         raise CheckpointExists(caller.name, "memory")
     nodes = []
@@ -236,9 +249,8 @@ def _verdict(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> 
     return admit(nodes, caller.settings.keep)
 
 
-def _no_common_plan(surveys: Sequence[_Survey]) -> NoCommonPlan:
-    reasons = [f"rank {rank} has {survey.why_not}" for rank, survey in enumerate(surveys) if survey.why_not]
-    fitting = set.intersection(*({survey.plan_id, *survey.others} for survey in surveys)) - {""}
+def _no_common_plan(why_not: Sequence[tuple[int, str]], fitting: Collection[str]) -> NoCommonPlan:
+    reasons = [f"rank {rank} has {text}" for rank, text in why_not]
     return NoCommonPlan(reasons[0] if reasons else "", min(fitting, default=""))
 
 

@@ -76,9 +76,11 @@ def complete(
         receipts = _exchange_receipts(caller, staged, structure_changed)
         assert isinstance(staged, Staged)
         faults.point("complete.receipts")
-        saved = _as_last_time(caller, attempt, receipts) or _anew(caller, attempt, staged, describe)
+        saved, catalog = _as_last_time(caller, attempt, receipts), None
+        if saved is None:
+            saved, catalog = _anew(caller, attempt, staged, describe)
         manifest = _manifest(caller, attempt, saved)
-        _publish_on_all_nodes(caller, attempt, manifest)
+        _publish_on_all_nodes(caller, attempt, manifest, catalog)
         if attempt.topology.is_leader:
             keep_no_more(caller.session.memory, caller.scope, caller.settings.keep)
             faults.point("complete.evicted")
@@ -137,9 +139,9 @@ def _as_last_time(caller: Caller, attempt: Attempt, receipts: _Receipts) -> Save
     return replace(saved, segments=saved.segments.moved_on(attempt.save_id, dict(receipts.tails)))
 
 
-def _anew(caller: Caller, attempt: Attempt, staged: Staged, describe: Describe[Any]) -> SavedPlan:
-    """The coordinator makes the catalog from everyone's items; the nodes' leaders get it."""
-    session, ranks = caller.session, caller.ranks
+def _anew(caller: Caller, attempt: Attempt, staged: Staged, describe: Describe[Any]) -> tuple[SavedPlan, Any]:
+    """The coordinator makes the catalog from everyone's items; the nodes' leaders get its bytes."""
+    ranks = caller.ranks
     found = ranks.all_reduce({ranks.rank: staged.segment}, operator.or_)
     segments = Segments.of(attempt.save_id, (found[rank] for rank in range(ranks.size)))
     parts = ranks.gather(describe.part(caller.rank, staged), describe.share)
@@ -152,11 +154,8 @@ def _anew(caller: Caller, attempt: Attempt, staged: Staged, describe: Describe[A
     key, error = ranks.broadcast((catalog_key(data), error))
     if error:
         raise RankFailed(f"describing {caller.name}", [(0, error)])
-    received = ranks.tell_leaders(data)
-    if received is not None:
-        session.catalogs.put(received)
-    session.heap_grew = True
-    return SavedPlan(key, staged.plan.fingerprint(staged.items), segments)
+    caller.session.heap_grew = True
+    return SavedPlan(key, staged.plan.fingerprint(staged.items), segments), ranks.tell_leaders(data)
 
 
 def _manifest(caller: Caller, attempt: Attempt, saved: SavedPlan) -> Manifest:
@@ -175,14 +174,17 @@ def _manifest(caller: Caller, attempt: Attempt, saved: SavedPlan) -> Manifest:
     )
 
 
-def _publish_on_all_nodes(caller: Caller, attempt: Attempt, manifest: Manifest) -> None:
+def _publish_on_all_nodes(caller: Caller, attempt: Attempt, manifest: Manifest, catalog: Any) -> None:
     """Publish on this node, if this rank leads it; no node gives up an older checkpoint before all have this one.
 
     No rank of an own plan goes on before that either. (DCP keeps its ranks together by itself, until `finish`.)
+    catalog: its bytes, where this node hasn't got it yet.
     """
     failure: Exception | None = None
     if attempt.topology.is_leader:
         try:
+            if catalog is not None:
+                caller.session.catalogs.put(catalog)
             _publish(caller, manifest)
         except Exception as error:
             failure = error
