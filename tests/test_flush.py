@@ -782,3 +782,8 @@ def test_what_a_kill_left_of_a_line_of_the_history_does_no_harm(
     history.write_bytes(first[:20] + second + b"\n" + b"[]\n{}\n" + first + b"\n" + second[:-5])
     assert [(one.name, one.state) for one in writer.status()] == [("step-3", State.DURABLE), ("step-1", State.DURABLE)]
     writer.wait("step-1", timeout=1)
+
+
+def test_the_agent_runs_without_torch() -> None:
+    check = "import sys, dcp_mem.agent, dcp_mem.flush, dcp_mem.format.pickled; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)
