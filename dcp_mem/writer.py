@@ -127,16 +127,9 @@ class MemoryStorageWriter(StorageWriter):
 
     @picklable
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if self._refused is not None:
-            raise self._refused
-        if self._name is None:
-            raise ConfigError(
-                "pass checkpoint_id= to dcp.save: path= of the writer is the root of all checkpoints of a job"
-            )
+        name = self._checked_name()
         call = dcp_call(self._process_group, f"save {self.settings.job}")
-        session = session_for(self.settings, self._identity())
-        session.give_back_heap()
-        self._save = _begin(self.settings, session, call, self._name, kwargs.get("use_collectives", True))
+        self._save = _begin(self.settings, self._open(), call, name, kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -227,9 +220,8 @@ class MemoryStorageWriter(StorageWriter):
         except NoCommonPlan:
             raise
         except BaseException as error:
-            call.ranks.leave(
-                f"{type(error).__name__}: {error}"
-            )  # wherever the others are, they must not wait for this one
+            # Wherever the others are, they must not wait for this one.
+            call.ranks.leave(f"{type(error).__name__}: {error}")
             raise
 
     def _begin_together(self, call: DcpCall, opened: Session | Exception) -> Caller:
@@ -243,14 +235,20 @@ class MemoryStorageWriter(StorageWriter):
             call.ranks.leave(f"{type(opened).__name__}: {opened}")
         if not isinstance(opened, Session):
             raise opened
-        assert self._name is not None
-        return Caller(self.settings, opened, call.ranks, call.rank, names.COLLECTIVE, self._name)
+        return Caller(self.settings, opened, call.ranks, call.rank, names.COLLECTIVE, self._checked_name())
 
-    def _open(self) -> Session:
+    def _checked_name(self) -> str:
+        """What to save under. Raises ConfigError where that is missing, or no name."""
         if self._refused is not None:
             raise self._refused
         if self._name is None:
-            raise ConfigError("pass checkpoint_id=: path= of the writer is the root of all checkpoints of a job")
+            raise ConfigError(
+                "pass checkpoint_id= to dcp.save or dcp_mem.save: path= of the writer is the root of all checkpoints of a job"
+            )
+        return self._name
+
+    def _open(self) -> Session:
+        self._checked_name()
         session = session_for(self.settings, self._identity())
         session.give_back_heap()
         return session

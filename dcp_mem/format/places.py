@@ -4,11 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.catalog import Catalog, Extent, Ints
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutItems:
+    """The items of all of a catalog's layouts, one below the other."""
+
+    catalog: Catalog
+
+    @cached_property
+    def columns(self) -> Ints:
+        """Offset, length, and offset and bytes of the payload, of each; and one more item, for those that lie in tails."""
+        layouts = self.catalog.layouts
+        columns = [np.stack([one.offsets, one.lengths, one.payload_offsets, one.payload_nbytes]) for one in layouts]
+        return np.concatenate([*columns, np.array([[0], [0], [-1], [0]])], axis=1)
+
+    @cached_property
+    def _starts(self) -> Ints:
+        """Where each layout begins; and where the last one ends."""
+        return np.append(0, np.cumsum(np.fromiter(map(len, self.catalog.layouts), np.int64)))
+
+    def of(self, rows: Ints) -> Ints:
+        """Of each of these rows, its number in `columns`; -1, the last one, where it lies in a tail."""
+        layout, number = self.catalog.layout_of[self.catalog.writer[rows]], self.catalog.number[rows]
+        start = self._starts[layout]
+        return np.where(number < self._starts[layout + 1] - start, start + number, -1)
+
+    def behind(self, rows: Ints) -> Ints:
+        """Of each of these rows, its number in its writer's tail; negative where it lies in a layout."""
+        layout = self.catalog.layout_of[self.catalog.writer[rows]]
+        numbers: Ints = self.catalog.number[rows] - np.diff(self._starts)[layout]
+        return numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,18 +75,9 @@ class TailPlaces:
 
 def places_of(catalog: Catalog) -> Places:
     """Where each written row lies, as far as it is the same in all saves."""
-    counts = np.fromiter(map(len, catalog.layouts), np.int64, len(catalog.layouts))
-    starts = np.cumsum(counts) - counts
-    written = np.flatnonzero(catalog.writer >= 0)
-    layout, number = catalog.layout_of[catalog.writer[written]], catalog.number[written]
-    is_fixed = number < counts[layout]
-    rows, beyond = written[is_fixed], written[~is_fixed]
-    items = starts[layout[is_fixed]] + number[is_fixed]
-    offsets = [layout.offsets for layout in catalog.layouts]
-    lengths = [layout.lengths for layout in catalog.layouts]
-    return Places(
-        rows,
-        np.concatenate([*offsets, np.zeros(0, np.int64)])[items],
-        np.concatenate([*lengths, np.zeros(0, np.int64)])[items],
-        TailPlaces(beyond, catalog.ranks[catalog.writer[beyond]], (number - counts[layout])[~is_fixed]),
-    )
+    items, written = LayoutItems(catalog), np.flatnonzero(catalog.writer >= 0)
+    found = items.of(written)
+    rows, beyond = written[found >= 0], written[found < 0]
+    offsets, lengths, _, _ = items.columns[:, found[found >= 0]]
+    tail = TailPlaces(beyond, catalog.ranks[catalog.writer[beyond]], items.behind(beyond))
+    return Places(rows, offsets, lengths, tail)

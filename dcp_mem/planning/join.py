@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints
 from dcp_mem.format.names import segment_file
+from dcp_mem.format.places import LayoutItems
 from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.columns import Kind, LocalPlan, widened
 from dcp_mem.planning.overlap import Boxes, ChunkIndex, Overlaps
@@ -82,33 +83,16 @@ class _Places:
         return [segment_file(rank, self.save_id) for rank in self.catalog.ranks.tolist()]
 
     @cached_property
-    def columns(self) -> Ints:
-        """Of all layouts' items: offset, length, and offset and bytes of the payload; and one more, for items in tails."""
-        layouts = self.catalog.layouts
-        columns = [np.stack([one.offsets, one.lengths, one.payload_offsets, one.payload_nbytes]) for one in layouts]
-        return np.concatenate([*columns, np.array([[0], [0], [-1], [0]])], axis=1)
-
-    @cached_property
-    def _starts(self) -> Ints:
-        """Where, in `columns`, each layout begins; and where the last one ends."""
-        return np.append(0, np.cumsum(np.fromiter(map(len, self.catalog.layouts), np.int64)))
-
-    def items(self, rows: Ints) -> Ints:
-        """Of each of these rows, its item in `columns`; -1, the last one, where it lies in a tail."""
-        layout, number = self.catalog.layout_of[self.catalog.writer[rows]], self.catalog.number[rows]
-        start = self._starts[layout]
-        return np.where(number < self._starts[layout + 1] - start, start + number, -1)
+    def items(self) -> LayoutItems:
+        return LayoutItems(self.catalog)
 
     def extents(self, rows: Ints) -> list[Extent]:
         """Where the streams of these rows lie in their segments."""
-        writer, items = self.catalog.writer[rows], self.items(rows)
-        behind = self.catalog.number[rows] - np.diff(self._starts)[self.catalog.layout_of[writer]]
-        known = self.columns[:2, items].T.tolist()
+        ranks = self.catalog.ranks[self.catalog.writer[rows]].tolist()
+        in_layouts = self.items.columns[:2, self.items.of(rows)].T.tolist()
         return [
-            (offset, length) if item >= 0 else self.tails[rank][number]
-            for (offset, length), item, rank, number in zip(
-                known, items.tolist(), self.catalog.ranks[writer].tolist(), behind.tolist(), strict=True
-            )
+            (offset, length) if behind < 0 else self.tails[rank][behind]
+            for (offset, length), rank, behind in zip(in_layouts, ranks, self.items.behind(rows).tolist(), strict=True)
         ]
 
 
@@ -149,6 +133,10 @@ class _Tensors:
         """Of each overlap, which of the catalog's properties its tensor has."""
         return self.places.catalog.properties[self.entry[self.overlaps.wanted]]
 
+    def _payloads(self, rows: Ints) -> Ints:
+        """Offset and bytes of the payloads of these rows of the catalog; -1 where there is none."""
+        return self.places.items.columns[2:, self.places.items.of(rows)]
+
     def go_straight(self) -> Bools:
         """Of each overlap, whether a chunk is wanted just as it was saved, in memory that its bytes can be read into."""
         overlaps, saved, wanted = self.overlaps, self.places.catalog.table, self.plan.table
@@ -157,7 +145,7 @@ class _Tensors:
             np.array([numbers[one.dtype] for one in table], np.int64) for table in (saved, wanted)
         )
         itemsize = np.array([dtype_named(one.dtype).itemsize for one in saved], np.int64)
-        _, _, payload_offset, payload_nbytes = self.places.columns[:, self.places.items(overlaps.row)]
+        payload_offset, payload_nbytes = self._payloads(overlaps.row)
         is_whole: Bools = (overlaps.extent == self.wanted.extent[overlaps.wanted]).all(axis=1)
         is_whole &= (overlaps.extent == self.index.extent[overlaps.row]).all(axis=1)
         is_whole &= (payload_offset >= 0) & (payload_nbytes == overlaps.extent.prod(axis=1) * itemsize[self._kinds])
@@ -168,7 +156,7 @@ class _Tensors:
     def straight(self, which: Ints) -> Straight:
         """The payloads of these overlaps."""
         rows = self.overlaps.row[which]
-        _, _, payload_offset, payload_nbytes = self.places.columns[:, self.places.items(rows)]
+        payload_offset, payload_nbytes = self._payloads(rows)
         writer = self.places.catalog.writer[rows]
         return Straight(writer, self.addresses[self.overlaps.wanted[which]], payload_offset, payload_nbytes)
 
