@@ -32,6 +32,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_mem.format.catalog import Catalog, Ints, Path, Properties
 from dcp_mem.format.described import metadata_of
@@ -39,6 +41,7 @@ from dcp_mem.format.layout import layout_of
 from dcp_mem.format.metadata import LazyMetadata
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named, layout_named, properties
+from dcp_mem.planning import distributed
 from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable, Row, local_plan
 from dcp_mem.planning.describe import Written, describe
 from dcp_mem.planning.local import Structure
@@ -868,3 +871,10 @@ def test_lazy_metadata_can_be_replaced_in_part() -> None:
     assert replaced.planner_data is None
     assert replaced.state_dict_metadata == rendered.state_dict_metadata
     assert replaced.storage_data == rendered.storage_data
+
+
+def test_a_strided_shard_lies_otherwise_than_a_plain_one() -> None:
+    assert distributed.are_alike((Shard(0), Replicate()), (Shard(0), Replicate()))
+    assert not distributed.are_alike((Shard(0),), (Shard(1),))
+    assert not distributed.are_alike((Shard(0),), (_StridedShard(0, split_factor=2),))
+    assert not distributed.are_alike((_StridedShard(0, split_factor=2),), (Shard(0),))

@@ -159,7 +159,7 @@ def _parts(leaf: Any) -> Sequence[Any]:
 
 def _lie_alike(one: Any, other: Any) -> bool:
     """Whether two DTensors are laid out alike, going by their specs."""
-    return one is other or (one.mesh == other.mesh and one.placements == other.placements)
+    return one is other or (one.mesh == other.mesh and distributed.are_alike(one.placements, other.placements))
 
 
 # -- describing --------------------------------------------------------------------------------------------------------
