@@ -220,7 +220,8 @@ def commit(job: FlushJob) -> None:
     """Publish the checkpoint's manifest and then, last and in one put, its `.metadata`."""
     manifest = job.held.manifest
     catalog = _catalog(job.held)
-    job.storage.put(job.key(names.catalog_file(manifest.catalog)), catalog.to_bytes())
+    file = names.catalog_file(manifest.catalog)
+    job.storage.put(job.key(file), read_bytes(os.path.join(job.held.directory, file)))
     job.storage.put(job.key(names.stored_manifest(manifest.save_id)), manifest.to_json())
     faults.point("flush.manifest")
     metadata = template_of(catalog).render(manifest.save_id, manifest.tails)

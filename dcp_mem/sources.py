@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, StorageKeyMissing, UntrustedMetadata
 from dcp_mem.files import read_bytes
 from dcp_mem.format import names
-from dcp_mem.format.catalog import Catalog, Extent, catalog_key
+from dcp_mem.format.catalog import Catalog, Extent, catalog_named
 from dcp_mem.format.described import metadata_of
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.metadata import read_metadata
@@ -194,9 +194,7 @@ class StorageSource:
         manifest = self._read_manifest()
         data = self._get(names.catalog_file(manifest.catalog))
         try:
-            if catalog_key(data) != manifest.catalog:
-                raise ManifestInvalid("its catalog is damaged")
-            return Description(Catalog.from_bytes(data), manifest)
+            return Description(catalog_named(manifest.catalog, data), manifest)
         except ManifestInvalid as error:
             raise self._corrupt(0, str(error)) from None
 

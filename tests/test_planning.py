@@ -44,7 +44,7 @@ from dcp_mem.format.torch_names import dtype_named, layout_named, properties
 from dcp_mem.planning import distributed
 from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable, Row, local_plan
 from dcp_mem.planning.describe import Written, describe
-from dcp_mem.planning.local import Structure
+from dcp_mem.planning.local import Described, Structure
 from dcp_mem.planning.merge import GlobalPlan, PlanInvalid, merge
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -579,7 +579,7 @@ def test_names_paths_and_leaves_are_those_of_torch(seed: int) -> None:
     assert [list(map(type, path)) for path in structure.plan.paths] == [
         list(map(type, path)) for path in mapping.values()
     ]
-    assert _are(structure.leaves_of(state), list(flat.values()))
+    assert _are(Described(state).leaves, list(flat.values()))
     _, expected = create_default_global_save_plan([create_default_local_save_plan(flat, is_coordinator=True)])
     expected.planner_data = mapping
     _assert_same_content(_metadata(merge([structure.plan]), 1), expected)
@@ -598,7 +598,7 @@ def _is(one: object, other: object) -> bool:
 def test_the_same_structure_of_other_objects_is_recognised(seed: int) -> None:
     state = _random_state(Random(seed))
     structure = Structure(state)
-    assert _are(structure.recognise(state), structure.leaves_of(state))
+    assert _are(structure.recognise(state), Described(state).leaves)
     renewed = _renewed(state)
     assert _are(structure.recognise(renewed), list(flatten_state_dict(renewed)[0].values()))
     assert Structure(renewed).plan.is_same(structure.plan)
@@ -623,7 +623,7 @@ def _assert_noticed(structure: Structure, changed: State) -> None:
     if leaves is not None:
         assert fresh is not None
         assert fresh.plan.is_same(structure.plan)
-        assert _are(leaves, fresh.leaves_of(changed))
+        assert _are(leaves, Described(changed).leaves)
 
 
 def _rebuilt(value: Any) -> Any:

@@ -145,6 +145,13 @@ def catalog_key(data: bytes | memoryview | mmap) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+def catalog_named(key: str, data: bytes | mmap) -> Catalog:
+    """The catalog of this key. Raises ManifestInvalid where the bytes are another's, or damaged."""
+    if catalog_key(data) != key:
+        raise ManifestInvalid(f"catalog {key} is damaged")
+    return Catalog.from_bytes(data)
+
+
 # -- properties and layouts, written down --------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from dcp_mem import files
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format import names
-from dcp_mem.format.catalog import Catalog, catalog_key
+from dcp_mem.format.catalog import Catalog, catalog_key, catalog_named
 from dcp_mem.memory.root import private_directory
 
 
@@ -75,11 +75,7 @@ class Catalogs:
 
 def read_catalog(checkpoint_directory: str, key: str) -> Catalog:
     """The catalog beside a checkpoint. Raises ManifestInvalid where it is damaged, and FileNotFoundError."""
-    path = os.path.join(checkpoint_directory, names.catalog_file(key))
-    data = _mapped(path)
-    if catalog_key(data) != key:
-        raise ManifestInvalid(f"{os.path.basename(path)} is damaged")
-    return Catalog.from_bytes(data)
+    return catalog_named(key, _mapped(os.path.join(checkpoint_directory, names.catalog_file(key))))
 
 
 def _mapped(path: str) -> mmap.mmap:

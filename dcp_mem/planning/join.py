@@ -100,7 +100,8 @@ class _Places:
 class _Tensors:
     """Tensors that are wanted, beside the chunks that were saved.
 
-    rows: of the plan. addresses: of what these rows stand for, where that is plain. kind: number in the catalog's table.
+    rows: of the plan. entry, addresses: of each of these, its entry in the catalog, and where what it stands for lies, where
+    that is plain.
     """
 
     plan: LocalPlan

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
@@ -45,7 +44,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
             described = Described(state)
         except (NotDescribable, ValueError):
             return None
-        if ShardedTensor in set(map(type, described.leaves)):
+        if described.has_sharded_tensors:
             return None
         plan = described.plan
         found = join(plan, described.parts_of(described.leaves), catalog, save_id, tails)

@@ -53,6 +53,7 @@ class Described:
     """A state dict taken apart.
 
     leaves: in the order of plan.names. plan: what this rank would write; `parts_of` has what each item of it stands for.
+    has_sharded_tensors: ShardedTensors, that is; DTensors are told apart from these.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -61,15 +62,15 @@ class Described:
         self.leaves: Sequence[Any] = found.values
         self.plan = _plan_of(found)
         types = list(map(type, self.leaves))
-        self._has_dtensors, self._has_others = DTensor in types, ShardedTensor in types
+        self._has_dtensors, self.has_sharded_tensors = DTensor in types, ShardedTensor in types
         self._has_part = _occur(self.plan.name, len(self.leaves))
 
     def parts_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """What the items of the plan stand for, in their order: of sharded leaves the local tensors; others as they are."""
-        if not self._has_dtensors and not self._has_others:
+        if not self._has_dtensors and not self.has_sharded_tensors:
             return leaves
         held = compress(leaves, self._has_part)
-        if not self._has_others:
+        if not self.has_sharded_tensors:
             return [leaf._local_tensor if type(leaf) is DTensor else leaf for leaf in held]
         return list(chain.from_iterable(map(_parts, held)))
 
@@ -102,12 +103,6 @@ class Structure:
         self._looks = [
             (*looks, [one_of.setdefault(shape, shape) for shape in shapes]) for *looks, shapes in self._look_at(leaves)
         ]
-
-    def leaves_of(self, state: Mapping[str, Any]) -> Sequence[Any]:
-        """The leaves of the state dict that was described."""
-        leaves: list[Any] = []
-        collect(state, self._root, leaves)
-        return leaves
 
     def recognise(
         self, state: Mapping[str, Any], visit: Callable[[int, Sequence[torch.Tensor]], None] | None = None
