@@ -82,14 +82,22 @@ class JobInUse(DcpMemError, BlockingIOError):
 
 
 class StorageUnavailable(DcpMemError, ConnectionError):
-    """Storage didn't answer, or answered that it can't just now; a retry may help."""
+    """Storage didn't answer, or answered that it can't just now; a retry may help.
 
-    def __init__(self, url: str, reason: str) -> None:
+    retry_after: seconds that storage asked to be left alone for, 0.0 where it didn't say.
+    """
+
+    def __init__(self, url: str, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(url, reason)
-        self.url, self.reason = url, reason
+        self.args = (url, reason, retry_after)
+        self.url, self.reason, self.retry_after = url, reason, retry_after
 
     def __str__(self) -> str:
         return f"storage {self.url} is unavailable: {self.reason}"
+
+
+class CredentialsExpired(StorageUnavailable):
+    """Storage takes these credentials no more; with new ones the same request may succeed."""
 
 
 class StorageRefused(DcpMemError, PermissionError):

@@ -21,6 +21,8 @@ POINTS = (
     "complete.evicted",  # retention was applied
     "save.finished",  # torch's own finish has run on the coordinator
     "flush.started",
+    "flush.part",  # one part of a segment is on storage
+    "flush.parts",  # all parts of a segment are, and it isn't finished
     "flush.segment",  # one segment is on storage
     "flush.segments",  # all segments of this node are on storage
     "flush.node_manifest",

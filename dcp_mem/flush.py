@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,18 +18,15 @@ from dcp_mem.errors import CheckpointExists, ManifestInvalid, SegmentCorrupt, St
 from dcp_mem.files import read_bytes
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
-from dcp_mem.format.checksums import ItemChecksums
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.pickled import template_of
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.job import Held
-from dcp_mem.memory.locks import end_lease, open_leased, share, try_lease
+from dcp_mem.memory.locks import end_lease, share, try_lease
 from dcp_mem.storage import Storage
+from dcp_mem.uploading import Meter, Outgoing, Throttle, upload_all, with_checksums
 from dcp_mem.values import Segment
-
-_PIECE = 4 << 20
-_AT_ONCE = 4
 
 
 class Evicted(Exception):
@@ -52,6 +48,8 @@ class FlushJob:
     node: str
     storage: Storage
     overwrite: bool
+    meter: Meter = field(default_factory=Meter)
+    throttle: Throttle = field(default_factory=lambda: Throttle(None))
 
     def key(self, file: str) -> str:
         return f"{self.held.name}/{file}"
@@ -166,46 +164,19 @@ def put_part(job: FlushJob) -> None:
 
 
 def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTable]:
-    """Upload this node's segments, several at once; those that storage has whole already are only read for their checksums."""
+    """Upload this node's segments; those that storage has whole already are only read for their checksums."""
     stored = {entry.name: entry.nbytes for entry in job.storage.ls(job.held.name)}
     catalog = _catalog(job.held)
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="dcp_mem-flush") as pool:
-        tables = pool.map(lambda segment: _put_segment(job, segment, catalog, stored.get(segment.file)), segments)
-        return dict(zip((segment.file for segment in segments), tables, strict=True))
-
-
-def _put_segment(job: FlushJob, segment: Segment, catalog: Catalog, stored_nbytes: int | None) -> ItemTable:
-    table = _items(catalog.layout(segment.rank), segment)
-    checksums = ItemChecksums(table.offsets.tolist(), table.lengths.tolist())
-    pieces = _pieces(job.held, segment, checksums)
-    if stored_nbytes == segment.nbytes:
-        for _ in pieces:
-            pass
-    else:
-        job.storage.put_stream(job.key(segment.file), pieces, segment.nbytes)
-    faults.point("flush.segment")
-    return ItemTable(table.offsets, table.lengths, table.payload_offsets, table.payload_nbytes, checksums.result())
-
-
-def _pieces(held: Held, segment: Segment, checksums: ItemChecksums) -> Iterator[memoryview]:
-    # Read, not mapped: pages of a mapping would count as this process's memory.
-    try:
-        descriptor = open_leased(held.segment_path(segment.file))
-    except FileNotFoundError:
-        raise SegmentCorrupt(held.name, segment.rank, "memory", f"{segment.file} is gone") from None
-    try:
-        buffer = memoryview(bytearray(min(_PIECE, max(segment.nbytes, 1))))
-        offset = 0
-        while offset < segment.nbytes:
-            count = os.preadv(descriptor, [buffer[: segment.nbytes - offset]], offset)
-            if count == 0:
-                raise SegmentCorrupt(held.name, segment.rank, "memory", f"ends at {offset} of {segment.nbytes} bytes")
-            checksums.update(buffer[:count])
-            yield buffer[:count]
-            offset += count
-    finally:
-        end_lease(descriptor)
-        os.close(descriptor)
+    outgoing = [
+        Outgoing(
+            segment,
+            _items(catalog.layout(segment.rank), segment),
+            job.key(segment.file),
+            is_stored=stored.get(segment.file) == segment.nbytes,
+        )
+        for segment in segments
+    ]
+    return with_checksums(outgoing, upload_all(job.held, outgoing, job.storage, job.meter, job.throttle))
 
 
 def _items(layout: Layout, segment: Segment) -> ItemTable:
@@ -257,8 +228,11 @@ def committed_save_id(storage: Storage, manifest: Manifest) -> str:
 def collect_older_attempts(job: FlushJob) -> None:
     """Delete what earlier attempts at this checkpoint left under its name, now that ours is committed."""
     manifest = job.held.manifest
+    for left in job.storage.unfinished(job.held.name):
+        if manifest.save_id in left.key:
+            job.storage.drop_unfinished(left.key)
     for entry in job.storage.ls(job.held.name):
-        match = names.SEGMENT.fullmatch(entry.name.removesuffix(".part"))
+        match = names.SEGMENT.fullmatch(entry.name)
         ours = manifest.scope == names.COLLECTIVE or (
             match is not None and names.rank_scope(int(match[1])) == manifest.scope
         )

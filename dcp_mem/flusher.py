@@ -21,6 +21,7 @@ from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.storage import Storage
+from dcp_mem.storage.patient import Patience
 from dcp_mem.storage.routes import open_storage
 
 _CREDENTIAL_PREFIXES = (
@@ -35,6 +36,8 @@ _CREDENTIAL_PREFIXES = (
     "HTTPS_PROXY",
     "NO_PROXY",
 )
+_PATIENCE = Patience(tries=4, first_pause=0.2, longest_pause=3.0)
+"""Within a flush; one that fails is tried again for as long as it takes, and goes on where it stopped."""
 _LONGEST_PAUSE = 60.0
 _ORPHAN_PATIENCE = 3600.0  # how long an unreachable storage is tried for a job whose trainers are gone
 _ORPHAN_REFUSALS = 3
@@ -199,7 +202,7 @@ class Flusher:
         """The job's storage: kept, since file systems cost connections and some are never freed; opened anew after a failure."""
         known = self._storages.get(registration.job)
         if known is None or not known[0].goes_to_the_same_place(registration):
-            known = (registration, open_storage(registration.url, registration.storage_options))
+            known = (registration, open_storage(registration.url, registration.storage_options, _PATIENCE))
             self._storages[registration.job] = known
         return known[1]
 

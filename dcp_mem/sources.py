@@ -204,7 +204,7 @@ class StorageSource:
         nbytes = next((entry.nbytes for entry in self._storage.ls(self._name) if entry.name == file), 0)
         end = bytearray(min(nbytes, _END_OF_METADATA))
         try:
-            self._storage.read_into(f"{self._name}/{file}", nbytes - len(end), memoryview(end))
+            self._storage.read_into(f"{self._name}/{file}", nbytes - len(end), [memoryview(end)])
         except StorageKeyMissing as error:
             raise self._corrupt(0, str(error)) from None
         return self._save_id.encode() in end or self._save_id.encode() in self._get(file)
@@ -229,7 +229,7 @@ class StorageSource:
         for address, offset, nbytes in moves:
             buffer = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
             try:
-                count = self._storage.read_into(f"{self._name}/{file}", offset, buffer)
+                count = self._storage.read_into(f"{self._name}/{file}", offset, [buffer])
             except StorageKeyMissing as error:
                 raise self._corrupt(_rank_of(file), str(error)) from None
             if count < nbytes:

@@ -2,13 +2,15 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 
 import pytest
 
-from dcp_mem.errors import CheckpointExists, DcpMemError, SegmentCorrupt, StorageKeyMissing
-from dcp_mem.storage import Storage
+from dcp_mem.errors import CheckpointExists, DcpMemError, StorageKeyMissing
+from dcp_mem.format.checksums import checksum
+from dcp_mem.storage import LEAST_PART, Storage, Upload, part_count
 
 BLOCK = (8 << 20) + 7
 """More bytes than a route sends at once."""
@@ -120,58 +122,90 @@ class StorageConformance:
             assert won.count(True) == 1
             assert storages[0].get(key) == bytes([won.index(True)]) * 1000
 
-    # -- streams ----------------------------------------------------------------------------------------------------------
+    # -- uploads ---------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(
-        "lengths",
-        [(), (1,), (3, 0, 5), (4 << 20, 4 << 20), ((8 << 20) - 1, 2, BLOCK)],
-        ids=["none", "one byte", "an empty piece", "a block", "uneven"],
+        "nbytes",
+        [0, 1, LEAST_PART - 1, LEAST_PART, LEAST_PART + 1, 2 * LEAST_PART + 7],
+        ids=["nothing", "one byte", "almost a part", "a part", "hardly more", "three parts"],
     )
-    def test_stream_is_stored_whole(self, storage: Storage, lengths: Sequence[int]) -> None:
-        expected = b"".join(_bytes(length, salt) for salt, length in enumerate(lengths))
-        storage.put_stream("step-1/segment", _recycled(lengths), len(expected))
-        assert storage.get("step-1/segment") == expected
-        assert [(entry.name, entry.nbytes) for entry in storage.ls("step-1")] == [("segment", len(expected))]
+    def test_an_upload_is_stored_whole(self, storage: Storage, nbytes: int) -> None:
+        data = _bytes(nbytes)
+        upload(storage, "step-1/segment", data)
+        assert storage.get("step-1/segment") == data
+        assert [(entry.name, entry.nbytes) for entry in storage.ls("step-1")] == [("segment", nbytes)]
+        assert storage.unfinished("step-1") == []
 
-    def test_stream_replaces_what_an_earlier_attempt_left(self, storage: Storage) -> None:
-        storage.put_stream("step-1/segment", iter([memoryview(b"a longer first attempt")]), 22)
-        storage.put_stream("step-1/segment", iter([memoryview(b"second")]), 6)
-        assert storage.get("step-1/segment") == b"second"
+    def test_parts_go_up_in_any_order_and_at_the_same_time(self, storage: Storage) -> None:
+        data = _bytes(LARGE)
+        with closing(storage.upload("step-1/segment", LARGE)) as going:
+            if going.in_order:
+                pytest.skip("this route takes parts in order")
+            numbers = list(reversed(range(part_count(LARGE, going.part_nbytes))))
+            with ThreadPoolExecutor(_THREADS) as pool:
+                sent = list(pool.map(lambda number: _put_part(going, number, data), [*numbers, *numbers]))
+            assert all(sent[: len(numbers)])
+            going.finish()
+            going.finish()  # its answer may have been lost
+        assert storage.get("step-1/segment") == data
 
-    @pytest.mark.parametrize("nbytes", [7, 2 * BLOCK])
-    def test_stream_that_breaks_off_leaves_nothing_that_looks_whole(self, storage: Storage, nbytes: int) -> None:
-        def pieces() -> Iterator[memoryview]:
-            yield memoryview(bytes(nbytes - 1))
-            raise SegmentCorrupt("step-1", 3, "memory", "ends too early")
+    def test_nothing_is_seen_of_an_upload_that_is_not_finished(
+        self, storage: Storage, opened: Callable[[], Storage]
+    ) -> None:
+        data = _bytes(LARGE)
+        going = storage.upload("step-1/segment", LARGE)
+        _put_part(going, 0, data)
+        assert all(entry.nbytes < LARGE for entry in opened().ls("step-1") if entry.name == "segment")
+        going.close()
+        assert all(entry.nbytes < LARGE for entry in opened().ls("step-1") if entry.name == "segment")
+        upload(opened(), "step-1/segment", data)
+        assert storage.get("step-1/segment") == data
 
-        with pytest.raises(SegmentCorrupt, match="ends too early"):
-            storage.put_stream("step-1/segment", pieces(), nbytes)
-        assert all(entry.nbytes < nbytes for entry in storage.ls("step-1") if entry.name == "segment")
-        storage.put_stream("step-1/segment", _recycled((nbytes,)), nbytes)
-        assert storage.get("step-1/segment") == _bytes(nbytes, 0)
+    def test_an_upload_that_was_given_up_leaves_nothing_to_pay_for(
+        self, storage: Storage, opened: Callable[[], Storage]
+    ) -> None:
+        data = _bytes(LARGE)
+        going = storage.upload("step-1/segment", LARGE)
+        _put_part(going, 0, data)
+        for left in opened().unfinished("step-1"):
+            assert left.key == "step-1/segment"
+            assert abs(left.begun - time.time()) < 60
+        opened().drop_unfinished("step-1/segment")
+        assert opened().unfinished("step-1") == []
+        opened().drop_unfinished("step-1/segment")
+        with suppress(DcpMemError):
+            going.close()
+        assert all(entry.nbytes < LARGE for entry in opened().ls("step-1") if entry.name == "segment")
 
-    @pytest.mark.parametrize("kind", [FileNotFoundError, RuntimeError, KeyboardInterrupt])
-    def test_an_error_of_the_source_is_not_blamed_on_storage(self, storage: Storage, kind: type[BaseException]) -> None:
-        def pieces() -> Iterator[memoryview]:
-            yield memoryview(b"piece")
-            raise kind("of the source")
+    def test_dropping_what_is_unfinished_leaves_the_object(self, storage: Storage) -> None:
+        data = _bytes(LARGE)
+        upload(storage, "step-1/segment", data)
+        storage.drop_unfinished("step-1/segment")
+        assert storage.get("step-1/segment") == data
 
-        with pytest.raises(kind, match="of the source") as failure:
-            storage.put_stream("step-1/segment", pieces(), 10)
-        assert not isinstance(failure.value, DcpMemError)
-
-    @pytest.mark.parametrize("given", [5, 12])
-    def test_stream_of_another_length_than_announced_fails(self, storage: Storage, given: int) -> None:
-        with pytest.raises(ValueError, match=f"{given} bytes came in pieces, 10 were announced"):
-            storage.put_stream("step-1/segment", iter([memoryview(bytes(given))]), 10)
-        assert all(entry.nbytes != 10 for entry in storage.ls("step-1"))
-
-    def test_streams_go_up_at_the_same_time(self, storage: Storage) -> None:
-        lengths = [(3 << 20, salt, 6 << 20) for salt in range(4)]
+    def test_uploads_go_up_at_the_same_time(self, storage: Storage) -> None:
+        data = [_bytes(LEAST_PART + salt, salt) for salt in range(4)]
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda one: storage.put_stream(f"step-1/{one[1]}", _recycled(one), sum(one)), lengths))
-        for one in lengths:
-            assert storage.get(f"step-1/{one[1]}") == b"".join(_bytes(length, i) for i, length in enumerate(one))
+            list(pool.map(lambda one: upload(storage, f"step-1/{len(one)}", one), data))
+        for one in data:
+            assert storage.get(f"step-1/{len(one)}") == one
+
+    def test_two_uploads_of_the_same_bytes_do_not_harm_each_other(self, opened: Callable[[], Storage]) -> None:
+        data = _bytes(LARGE)
+        with closing(opened().upload("step-1/segment", LARGE)) as one:
+            _put_part(one, 0, data)
+            with closing(opened().upload("step-1/segment", LARGE)) as other:
+                for number in range(part_count(LARGE, other.part_nbytes)):
+                    _put_part(other, number, data)
+                if other.in_order:
+                    return other.finish()
+                for number in range(part_count(LARGE, one.part_nbytes)):
+                    _put_part(one, number, data)
+                other.finish()
+                assert opened().get("step-1/segment") == data
+            one.finish()
+        assert opened().get("step-1/segment") == data
+        return None
 
     # -- reading ranges -----------------------------------------------------------------------------------------------------
 
@@ -190,23 +224,33 @@ class StorageConformance:
     def test_range_holds_what_there_is(self, storage: Storage, offset: int, wanted: int, expected: bytes) -> None:
         storage.put("step-1/segment", b"0123456789")
         buffer = bytearray(wanted)
-        assert storage.read_into("step-1/segment", offset, memoryview(buffer)) == len(expected)
+        assert storage.read_into("step-1/segment", offset, [memoryview(buffer)]) == len(expected)
         assert buffer[: len(expected)] == expected
 
     def test_range_of_an_empty_object_is_empty(self, storage: Storage) -> None:
         storage.put("step-1/segment", b"")
-        assert storage.read_into("step-1/segment", 0, memoryview(bytearray(4))) == 0
+        assert storage.read_into("step-1/segment", 0, [memoryview(bytearray(4))]) == 0
 
     def test_range_may_be_larger_than_a_block(self, storage: Storage) -> None:
         data = _bytes(LARGE)
-        storage.put_stream("large", (memoryview(data)[start:][: 4 << 20] for start in range(0, LARGE, 4 << 20)), LARGE)
+        upload(storage, "large", data)
         buffer = bytearray(LARGE + 10)
-        assert storage.read_into("large", 1, memoryview(buffer)) == LARGE - 1
+        assert storage.read_into("large", 1, [memoryview(buffer)]) == LARGE - 1
         assert memoryview(buffer)[: LARGE - 1] == memoryview(data)[1:]
+
+    @pytest.mark.parametrize("lengths", [(), (0,), (3, 0, 4), (1, 1, 1, 5), (4, 20, 3)])
+    def test_a_range_fills_several_buffers_one_after_the_other(
+        self, storage: Storage, lengths: tuple[int, ...]
+    ) -> None:
+        storage.put("step-1/segment", b"0123456789")
+        buffers = [bytearray(length) for length in lengths]
+        count = storage.read_into("step-1/segment", 1, [memoryview(buffer) for buffer in buffers])
+        assert count == min(9, sum(lengths))
+        assert b"".join(buffers)[:count] == b"123456789"[:count]
 
     def test_range_of_a_missing_key_says_which(self, storage: Storage) -> None:
         with pytest.raises(StorageKeyMissing, match=r"step-1/gone does not exist"):
-            storage.read_into("step-1/gone", 0, memoryview(bytearray(4)))
+            storage.read_into("step-1/gone", 0, [memoryview(bytearray(4))])
 
     # -- ls and delete --------------------------------------------------------------------------------------------------------
 
@@ -266,13 +310,19 @@ def _bytes(count: int, salt: int = 0) -> bytes:
     return (pattern * (count // len(pattern) + 1))[:count]
 
 
-def _recycled(lengths: Sequence[int]) -> Iterator[memoryview]:
-    """Pieces that all lie in one buffer, and are spoilt as soon as the next one is asked for."""
-    buffer = bytearray(max(lengths, default=0))
-    for salt, length in enumerate(lengths):
-        buffer[:length] = _bytes(length, salt)
-        yield memoryview(buffer)[:length]
-        buffer[:] = b"\xee" * len(buffer)
+def upload(storage: Storage, key: str, data: bytes) -> None:
+    """Store data as a flush does: in parts, from memory that is another's soon after."""
+    with closing(storage.upload(key, len(data))) as going:
+        for number in range(part_count(len(data), going.part_nbytes)):
+            _put_part(going, number, data)
+        going.finish()
+
+
+def _put_part(going: Upload, number: int, data: bytes) -> bool:
+    part = bytearray(data[number * going.part_nbytes :][: going.part_nbytes])
+    sent = going.put_part(number, memoryview(part), checksum(memoryview(part)))
+    part[:] = b"\xee" * len(part)
+    return sent
 
 
 def _facts(storage: Storage, prefix: str) -> list[tuple[str, bool, int]]:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_mem import DcpMemError, ManifestInvalid, UntrustedMetadata
 from dcp_mem.format import frames, names
-from dcp_mem.format.checksums import ItemChecksums, checksum
+from dcp_mem.format.checksums import ItemChecksums, checksum, combined
 from dcp_mem.format.frames import QUANTISED, Spec, frame, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import ALIGNMENT
 from dcp_mem.format.manifest import VERSION, FlushRecord, ItemTable, Manifest, NodeManifest
@@ -176,10 +176,16 @@ def test_checksums_of_items_do_not_depend_on_how_the_bytes_pass_by(stream: bytes
     edges = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
     items = list(zip(edges[::2], edges[1::2], strict=False))
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8))), len(stream)]
-    checksums = ItemChecksums([start for start, _ in items], [stop - start for start, stop in items])
-    for start, stop in itertools.pairwise(cuts):
-        checksums.update(memoryview(stream)[start:stop])
+    offsets, lengths = [start for start, _ in items], [stop - start for start, stop in items]
+    checksums = ItemChecksums(np.array(offsets, dtype=np.int64), np.array(lengths, dtype=np.int64))
+    for start, stop in data.draw(st.permutations(list(itertools.pairwise(cuts)))):
+        assert checksums.add(start, memoryview(stream)[start:stop]) == crc32c(stream[start:stop])
     assert checksums.result().tolist() == [crc32c(stream[start:stop]) for start, stop in items]
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_the_checksum_of_two_pieces_follows_from_theirs(first: bytes, second: bytes) -> None:
+    assert combined(checksum(first), checksum(second), len(second)) == checksum(first + second)
 
 
 def test_the_checksum_is_crc32c() -> None:

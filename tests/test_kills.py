@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ from dcp_mem.format import names
 from dcp_mem.memory import locks, slots
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import SlotPool
-from dcp_mem.storage.posix import PosixStorage
+from dcp_mem.storage.posix import PosixStorage, PosixUpload
 from tests.kill_targets import (
     OWN_PLAN,
     CallFailed,
@@ -470,22 +470,22 @@ def test_agent_that_meets_one_about_to_end_takes_its_place(
 def test_two_flushers_never_work_on_one_checkpoint(
     memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks' flush threads, say, or an agent and a thread: their streams would go to the same objects."""
+    """Two ranks' flush threads, say, or an agent and a thread: they would upload the same objects twice."""
     place = Place(str(memory_root), str(tmp_path / "storage"))
     forked(save_for_mortal_agent, None, place, 1, "flush.started:kill:1").one()
     wait_for(lambda: agents_of(memory_root) == [], "the agent to be killed")
     (held,) = JobMemory(str(memory_root), place.job).held()
     wait_for(lambda: not locks.is_leased(held.manifest_path), "the killed agent's lease to end")
-    streams: list[str] = []
-    at_work, go_on, put_stream = threading.Event(), threading.Event(), PosixStorage.put_stream
+    uploads: list[str] = []
+    at_work, go_on, upload = threading.Event(), threading.Event(), PosixStorage.upload
 
-    def put_stream_slowly(storage: PosixStorage, key: str, pieces: Iterable[memoryview], nbytes: int) -> None:
-        streams.append(key)
+    def upload_slowly(storage: PosixStorage, key: str, nbytes: int) -> PosixUpload:
+        uploads.append(key)
         at_work.set()
         assert go_on.wait(30)
-        put_stream(storage, key, pieces, nbytes)
+        return upload(storage, key, nbytes)
 
-    monkeypatch.setattr(PosixStorage, "put_stream", put_stream_slowly)
+    monkeypatch.setattr(PosixStorage, "upload", upload_slowly)
     first, second = Flusher(str(memory_root)), Flusher(str(memory_root))
     for flusher in (first, second):
         flusher.register(Registration(place.job, str(place.path), overwrite=True))
@@ -495,7 +495,7 @@ def test_two_flushers_never_work_on_one_checkpoint(
     second.flush_next()
     go_on.set()
     working.join()
-    assert len(streams) == 1
+    assert len(uploads) == 1
     assert second.seconds_until_next() is None
     check_storage(place, {name_of(1): 1})
 

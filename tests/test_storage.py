@@ -23,7 +23,7 @@ from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
 from tests.places import fill, mounted_tmpfs
 from tests.servers import BlobServer, S3Server, StorageRoot
-from tests.storage_conformance import StorageConformance
+from tests.storage_conformance import StorageConformance, upload
 
 # What adlfs hands to aiohttp; it is the flush's own thread that waits.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
@@ -76,21 +76,17 @@ class TestMemoryFileSystem(StorageConformance):
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-def _piece() -> Iterator[memoryview]:
-    yield memoryview(b"12345")
-
-
 OPERATIONS: dict[str, Callable[[Storage], object]] = {
     "put": lambda storage: storage.put("step-1/key", b"12345"),
     "create": lambda storage: storage.put("step-1/key", b"12345", create=True),
-    "put_stream": lambda storage: storage.put_stream("step-1/key", _piece(), 5),
+    "upload": lambda storage: upload(storage, "step-1/key", b"12345"),
     "get": lambda storage: storage.get("step-1/key"),
-    "read_into": lambda storage: storage.read_into("step-1/key", 0, memoryview(bytearray(5))),
+    "read_into": lambda storage: storage.read_into("step-1/key", 0, [memoryview(bytearray(5))]),
     "ls": lambda storage: storage.ls(""),
     "delete": lambda storage: storage.delete("step-1/key"),
 }
 SECRET = "and+this/is+no+secret"
-WRITING = ("put", "create", "put_stream")
+WRITING = ("put", "create", "upload")
 
 each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 
@@ -250,7 +246,7 @@ def test_everything_in_a_local_root_is_private(tmp_path: Path) -> None:
     try:
         storage.put("step-1/.metadata", b"1", create=True)
         storage.put("step-1/.dcp_mem/manifest.json", b"1")
-        storage.put_stream("step-1/segment", _piece(), 5)
+        upload(storage, "step-1/segment", b"12345")
     finally:
         os.umask(before)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (root.parent, *root.parent.rglob("*"))}

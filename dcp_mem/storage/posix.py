@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from dcp_mem.errors import (
     CheckpointExists,
@@ -18,7 +19,7 @@ from dcp_mem.errors import (
     StorageUnavailable,
 )
 from dcp_mem.files import remove, remove_directory_if_empty, sync_directory, write_atomically
-from dcp_mem.storage import Entry
+from dcp_mem.storage import Entry, Unfinished, part_nbytes
 
 _REFUSED = {
     errno.EACCES,
@@ -32,6 +33,7 @@ _REFUSED = {
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_TEXT = "no space is left there. Free some, or raise the quota; the flush is tried again."
+_PART = re.compile(r"(.+)\.[0-9a-f]{8}\.part")
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ELOOP}
 
 
@@ -41,30 +43,11 @@ class PosixStorage:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def put_stream(self, key: str, pieces: Iterable[memoryview], nbytes: int) -> None:
-        path = self._path(key)
-        part = path + ".part"
+    def upload(self, key: str, nbytes: int) -> PosixUpload:
         with self._translated():
+            path = self._path(key)
             self._make_parent(path)
-            descriptor = os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        try:
-            written = 0
-            for piece in pieces:  # not translated: its errors are the caller's own
-                with self._translated():
-                    _write(descriptor, piece)
-                written += len(piece)
-            if written != nbytes:
-                raise ValueError(f"{key}: {written} bytes came in pieces, {nbytes} were announced")
-            with self._translated():
-                os.fsync(descriptor)
-        except BaseException:
-            remove(part)
-            raise
-        finally:
-            os.close(descriptor)
-        with self._translated():
-            os.rename(part, path)
-            sync_directory(os.path.dirname(path))
+            return PosixUpload(path, nbytes, self._translated)
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         path = self._path(key)
@@ -87,11 +70,11 @@ class PosixStorage:
         with self._translated(key), open(self._path(key), "rb") as stream:
             return stream.read()
 
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> int:
         with self._translated(key):
             descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                return _read(descriptor, offset, buffer)
+                return _read(descriptor, offset, buffers)
             finally:
                 os.close(descriptor)
 
@@ -106,6 +89,27 @@ class PosixStorage:
         with self._translated():
             remove(self._path(key))
             remove_directory_if_empty(os.path.dirname(self._path(key)))
+
+    def unfinished(self, prefix: str) -> list[Unfinished]:
+        found = []
+        with self._translated():
+            for directory, _, files in os.walk(self._path(prefix)):
+                for file in files:
+                    match = _PART.fullmatch(file)
+                    if match is not None:
+                        path = os.path.join(directory, file)
+                        key = os.path.relpath(os.path.join(directory, match[1]), self.url)
+                        with contextlib.suppress(FileNotFoundError):
+                            found.append(Unfinished(key, os.stat(path).st_mtime))
+        return found
+
+    def drop_unfinished(self, key: str) -> None:
+        directory, name = os.path.split(self._path(key))
+        with self._translated(), contextlib.suppress(FileNotFoundError):
+            for file in os.listdir(directory):
+                match = _PART.fullmatch(file)
+                if match is not None and match[1] == name:
+                    remove(os.path.join(directory, file))
 
     def _path(self, key: str) -> str:
         return os.path.join(self.url, key) if key else self.url
@@ -139,18 +143,49 @@ class PosixStorage:
             raise StorageUnavailable(self.url, _FULL_TEXT if error.errno in _FULL else reason) from None
 
 
-def _write(descriptor: int, piece: memoryview) -> None:
-    while piece:
-        piece = piece[os.write(descriptor, piece) :]
+class PosixUpload:
+    """A file that gets its name when it is whole. Its own until then: two flushers of one segment don't meet in it."""
+
+    in_order = False
+
+    def __init__(self, path: str, nbytes: int, translated: Callable[[], AbstractContextManager[None]]) -> None:
+        self.part_nbytes = part_nbytes(nbytes)
+        self._path, self._translated = path, translated
+        self._part = f"{path}.{uuid.uuid4().hex[:8]}.part"
+        self._descriptor = os.open(self._part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        self._is_finished = False
+
+    def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
+        offset = number * self.part_nbytes
+        with self._translated():
+            while data:
+                count = os.pwrite(self._descriptor, data, offset)
+                data, offset = data[count:], offset + count
+        return True
+
+    def finish(self) -> None:
+        if self._is_finished:
+            return
+        with self._translated():
+            os.fsync(self._descriptor)
+            os.rename(self._part, self._path)
+            self._is_finished = True
+            sync_directory(os.path.dirname(self._path))
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        if not self._is_finished:
+            remove(self._part)
 
 
-def _read(descriptor: int, offset: int, buffer: memoryview) -> int:
+def _read(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
     done = 0
-    while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done:]], offset + done)
-        if count == 0:
-            break
-        done += count
+    for buffer in buffers:
+        while buffer:
+            count = os.preadv(descriptor, [buffer], offset + done)
+            if count == 0:
+                return done
+            done, buffer = done + count, buffer[count:]
     return done
 
 

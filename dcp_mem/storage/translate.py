@@ -1,0 +1,190 @@
+"""What storage SDKs raise, in our own terms: what went wrong, whether a retry may help, what to do; and no secrets."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
+from time import time
+from typing import Any
+from urllib.parse import quote, unquote
+
+from dcp_mem.errors import (
+    CredentialsExpired,
+    DcpMemError,
+    StorageKeyMissing,
+    StorageRefused,
+    StorageUnavailable,
+)
+
+_REFUSED_STATUS = {400, 401, 403, 404, 405, 409, 411, 413, 507}
+_REFUSED_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
+_HARMLESS = {"account_name", "endpoint_url", "region_name", "project"}
+_NO_CONTAINER = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist", "container does not exist")
+_NO_CONTAINER_TEXT = "there is no such bucket or container. Create it, or correct the URL."
+_EXPIRED = (
+    "ExpiredToken",
+    "TokenRefreshRequired",
+    "Signature not valid in the specified time frame",
+    "Signature expired",
+    "AADSTS700082",
+)
+_EXPIRED_TEXT = "the credentials have expired. Renew them where they come from: the next try takes the new ones"
+_PASSING = (
+    "BadDigest",
+    "ConditionalRequestConflict",
+    "Md5Mismatch",
+    "ChecksumMismatch",
+    "InternalError",
+    "OperationAborted",
+    "OperationTimedOut",
+    "RequestTimeout",
+    "ServerBusy",
+    "ServiceUnavailable",
+    "SlowDown",
+)
+"""Codes that come with a status of refusal, and yet pass."""
+_ADVICE = {
+    "QuotaExceeded": "Raise the quota, or delete old checkpoints.",
+    "StorageFull": "Free space there, or delete old checkpoints.",
+    "InsufficientCapacity": "Free space there, or delete old checkpoints.",
+    "RequestTimeTooSkewed": "Set this machine's clock: it differs too much from the storage's.",
+    "AccountIsDisabled": "Enable the storage account again.",
+    "InvalidObjectState": "It was archived: bring it back from the archive tier first.",
+    "BlobArchived": "It was archived: bring it back from the archive tier first.",
+}
+_REFUSED_NAMES = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ClientAuthenticationError",
+    "NoSuchBucket",
+    "ResourceNotFoundError",
+    "InvalidAccessKeyId",
+    "ParamValidationError",
+    "UnknownServiceError",
+}
+
+
+class Translator:
+    """Turns what a storage's SDK raises into errors of ours. storage_options: whose secrets are kept out of texts."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        self._url = url
+        self._secrets = sorted(set(_secrets(storage_options)), key=len, reverse=True)
+
+    @contextmanager
+    def errors(self, key: str | None = None) -> Iterator[None]:
+        """Translate what is raised inside. key: what is missing where storage says that something is."""
+        try:
+            yield
+        except DcpMemError:
+            raise
+        except Exception as error:
+            raise self.translated(error, key) from None
+
+    def translated(self, error: Exception, key: str | None = None) -> DcpMemError:
+        if says(error, *_NO_CONTAINER):
+            return StorageRefused(self._url, _NO_CONTAINER_TEXT)
+        if key is not None and (isinstance(error, FileNotFoundError) or status_of(error) == 404):
+            return StorageKeyMissing(self._url, key)
+        text = self._redacted(f"{type(error).__name__}: {_first_line(error)}")[:600].rstrip(". ")
+        if isinstance(error, ImportError):
+            return StorageRefused(self._url, f"{text}. Install the package that fsspec needs for this protocol.")
+        if says(error, *_EXPIRED):
+            return CredentialsExpired(self._url, f"{_EXPIRED_TEXT} ({text})")
+        if not _is_refusal(error):
+            return StorageUnavailable(self._url, text, _retry_after(error))
+        advice = next((advice for code, advice in _ADVICE.items() if says(error, code)), "")
+        advice = advice or "Check the URL, and that the credentials may read and write there."
+        return StorageRefused(self._url, f"{text}. {advice}")
+
+    def _redacted(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+
+def says(error: BaseException | None, *words: str) -> bool:
+    """Whether one of the words occurs in the error, or in what led to it."""
+    while error is not None:
+        if any(word in str(error) for word in words):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def status_of(error: BaseException | None) -> int:
+    """HTTP status behind an exception of botocore's, azure-core's or aiohttp's, 0 where there is none."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        for name in ("status_code", "status"):
+            value = getattr(error, name, None)
+            if isinstance(value, int):
+                return value
+        error = error.__cause__
+    return 0
+
+
+def _is_refusal(error: Exception) -> bool:
+    if says(error, *_PASSING):
+        return False
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & _REFUSED_NAMES or isinstance(error, (PermissionError, FileNotFoundError, ValueError, TypeError)):
+        return True
+    if isinstance(error, OSError) and error.errno in _REFUSED_ERRNO:
+        return True
+    return status_of(error) in _REFUSED_STATUS or says(error, "NoSuchBucket", "InvalidAccessKeyId")
+
+
+def _retry_after(error: BaseException | None) -> float:
+    """Seconds that storage asks to be left alone for, 0.0 where it doesn't say."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        else:
+            headers = getattr(response, "headers", None) or getattr(error, "headers", None) or {}
+        for name, value in dict(headers).items():
+            if str(name).lower() == "retry-after":
+                return _seconds(str(value))
+        error = error.__cause__
+    return 0.0
+
+
+def _seconds(text: str) -> float:
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time())
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _first_line(error: Exception) -> str:
+    """What the error says, without the request ids and the XML that Azure's bring along."""
+    lines = str(error).strip().splitlines()
+    code = next((line.partition(":")[2] for line in lines[1:] if line.startswith("ErrorCode:")), "")
+    return (lines[0] if lines else "no reason given") + (f" ({code})" if code else "")
+
+
+def _secrets(value: Any, name: str = "") -> Iterator[str]:
+    """Every text in the options that may be a secret, the parts of connection strings and SAS tokens, and how URLs have them."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if str(key) not in _HARMLESS:
+                yield from _secrets(inner, str(key).lower())
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _secrets(inner, name)
+    elif isinstance(value, str) and not value.startswith("http") and len(value) >= (3 if "pass" in name else 6):
+        yield from {value, unquote(value), quote(value, safe="")}
+        for part in value.lstrip("?").replace("&", ";").split(";"):
+            name, _, secret = part.partition("=")
+            if any(word in name.lower() for word in ("key", "sig", "token")):
+                yield from _secrets(secret)

@@ -1,0 +1,214 @@
+"""A node's segments on their way to storage: parts of all of them in flight at once, checksums taken on the way.
+
+A part is mapped, hashed, handed to the route as it lies there, and unmapped: nothing is copied, and no more memory is
+mapped than is in flight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from dcp_mem import faults
+from dcp_mem.errors import SegmentCorrupt
+from dcp_mem.format.checksums import Crcs, ItemChecksums
+from dcp_mem.format.manifest import ItemTable
+from dcp_mem.memory.job import Held
+from dcp_mem.memory.locks import end_lease, open_leased
+from dcp_mem.storage import LEAST_PART, Storage, Upload, part_count
+from dcp_mem.values import Segment
+
+_LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A segment that storage shall have. table: its items, without checksums. is_stored: storage has it whole already."""
+
+    segment: Segment
+    table: ItemTable
+    key: str
+    is_stored: bool
+
+
+class Meter:
+    """Counts what passes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.nbytes = self.parts = self.sent_nbytes = self.sent_parts = 0
+
+    def count(self, nbytes: int, *, is_sent: bool) -> None:
+        """Note a part that storage has now, sent by us or known from an earlier attempt."""
+        with self._lock:
+            self.nbytes += nbytes
+            self.parts += 1
+            if is_sent:
+                self.sent_nbytes += nbytes
+                self.sent_parts += 1
+
+
+class Throttle:
+    """Lets through so many bytes per second, None for as many as come. Thread-safe."""
+
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, nbytes: int) -> None:
+        """Wait for this part's turn."""
+        if self._rate is None:
+            return
+        with self._lock:
+            turn = max(self._free_at, time.monotonic())
+            self._free_at = turn + nbytes / self._rate
+        time.sleep(max(0.0, turn - time.monotonic()))
+
+
+def parts_at_once() -> int:
+    """How many parts a node has in flight."""
+    return min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, 2 * (os.cpu_count() or 1)))
+
+
+def upload_all(
+    held: Held, outgoing: Sequence[Outgoing], storage: Storage, meter: Meter, throttle: Throttle
+) -> dict[str, Crcs]:
+    """Upload segments that storage lacks, and read the others; returns the checksums of all their items, by file.
+
+    Raises StorageUnavailable, StorageRefused, SegmentCorrupt (memory lacks bytes). What was put by then may stay, for the
+    next attempt to go on with.
+    """
+    stop = threading.Event()
+    with ExitStack() as resources:
+        ways = [resources.enter_context(_way(held, one, storage, meter, throttle, stop)) for one in outgoing]
+        tasks = [task for way in ways for task in way.tasks()]
+        with ThreadPoolExecutor(parts_at_once(), thread_name_prefix="dcp_mem-upload") as pool:
+            try:
+                for _ in pool.map(lambda task: task[0].pass_on(task[1]), tasks):
+                    pass
+            except BaseException:
+                stop.set()
+                raise
+        return {way.outgoing.segment.file: way.checksums.result() for way in ways}
+
+
+@contextmanager
+def _way(
+    held: Held, outgoing: Outgoing, storage: Storage, meter: Meter, throttle: Throttle, stop: threading.Event
+) -> Iterator[_Way]:
+    segment = outgoing.segment
+    with _leased(held, segment) as descriptor:
+        upload = None if outgoing.is_stored else storage.upload(outgoing.key, segment.nbytes)
+        try:
+            yield _Way(outgoing, descriptor, upload, meter, throttle, stop)
+        finally:
+            if upload is not None:
+                upload.close()
+
+
+@contextmanager
+def _leased(held: Held, segment: Segment) -> Iterator[int]:
+    try:
+        descriptor = open_leased(held.segment_path(segment.file))
+    except FileNotFoundError:
+        raise SegmentCorrupt(held.name, segment.rank, "memory", f"{segment.file} is gone") from None
+    try:
+        there = os.fstat(descriptor).st_size
+        if there < segment.nbytes:  # reading a mapping behind the end of its file would be SIGBUS
+            raise SegmentCorrupt(held.name, segment.rank, "memory", f"ends at {there} of {segment.nbytes} bytes")
+        yield descriptor
+    finally:
+        end_lease(descriptor)
+        os.close(descriptor)
+
+
+class _Way:
+    """One segment's way through the threads that take parts."""
+
+    def __init__(
+        self,
+        outgoing: Outgoing,
+        descriptor: int,
+        upload: Upload | None,
+        meter: Meter,
+        throttle: Throttle,
+        stop: threading.Event,
+    ) -> None:
+        self.outgoing = outgoing
+        self.checksums = ItemChecksums(outgoing.table.offsets, outgoing.table.lengths)
+        self._descriptor, self._upload, self._meter, self._throttle, self._stop = (
+            descriptor,
+            upload,
+            meter,
+            throttle,
+            stop,
+        )
+        self._part_nbytes = LEAST_PART if upload is None else upload.part_nbytes
+        self._left = part_count(outgoing.segment.nbytes, self._part_nbytes)
+        self._lock = threading.Lock()
+
+    def tasks(self) -> list[tuple[_Way, range]]:
+        """The parts' numbers, in runs that one thread takes."""
+        everything = range(self._left)
+        if self._upload is not None and self._upload.in_order:
+            return [(self, everything)]
+        return [(self, range(number, number + 1)) for number in everything]
+
+    def pass_on(self, numbers: range) -> None:
+        for number in numbers:
+            if self._stop.is_set():
+                return
+            self._pass_one(number)
+        with self._lock:
+            self._left -= len(numbers)
+            is_last = not self._left
+        if is_last and self._upload is not None:
+            faults.point("flush.parts")
+            self._upload.finish()
+        if is_last:
+            faults.point("flush.segment")
+
+    def _pass_one(self, number: int) -> None:
+        start = number * self._part_nbytes
+        nbytes = min(self._part_nbytes, self.outgoing.segment.nbytes - start)
+        is_sent = False
+        with _mapped(self._descriptor, start, nbytes) as data:
+            crc32c = self.checksums.add(start, data)
+            if self._upload is not None:
+                self._throttle.wait(nbytes)
+                is_sent = self._upload.put_part(number, data, crc32c)
+        self._meter.count(nbytes, is_sent=is_sent)
+        faults.point("flush.part")
+
+
+@contextmanager
+def _mapped(descriptor: int, start: int, nbytes: int) -> Iterator[memoryview]:
+    if not nbytes:
+        yield memoryview(b"")
+        return
+    mapping = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ, offset=start)
+    try:
+        with memoryview(mapping) as data:
+            yield data
+    finally:
+        with contextlib.suppress(BufferError):  # an SDK's error still holds the part; it goes with the error
+            mapping.close()
+
+
+def with_checksums(outgoing: Sequence[Outgoing], crcs: Mapping[str, Crcs]) -> dict[str, ItemTable]:
+    """The segments' tables, complete."""
+    tables = {}
+    for one in outgoing:
+        table = one.table
+        tables[one.segment.file] = ItemTable(
+            table.offsets, table.lengths, table.payload_offsets, table.payload_nbytes, crcs[one.segment.file]
+        )
+    return tables
