@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from dcp_mem.errors import DcpMemError, SegmentCorrupt, UntrustedMetadata
 from dcp_mem.events import log
 from dcp_mem.format import names
-from dcp_mem.format.checksums import checksum
+from dcp_mem.format.checksums import blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.copying import Move
 from dcp_mem.planning.plain import is_plain
@@ -133,6 +133,7 @@ class _TableIndex:
         self.payload_offsets = table.payload_offsets.tolist()
         self.payload_nbytes = table.payload_nbytes.tolist()
         self.crcs = table.crc32c.tolist()
+        self.blocks = blocks_of(table.offsets, table.lengths)
 
     def row(self, offset: int) -> int | None:
         row = bisect_left(self.offsets, offset)
@@ -282,16 +283,20 @@ def _fetch(source: Source, file: str, run: Sequence[Wanted]) -> bytearray:
 def _verify(source: Source, checkpoint: str, item: Wanted, data: memoryview, index: _TableIndex) -> None:
     if not index.crcs:
         return
-    row, found = index.row(item.offset), checksum(data)
-    if row is None or found != index.crcs[row]:
-        match = names.SEGMENT.fullmatch(item.file)
-        saved = f"{index.crcs[row]:08x}" if row is not None else "none"
-        raise SegmentCorrupt(
-            checkpoint,
-            int(match[1]) if match else 0,
-            source.label,
-            f"{item.request.storage_index.fqn}: CRC32C {found:08x} where {saved} was saved",
-        )
+    row = index.row(item.offset)
+    if row is None:
+        raise _corrupt(source, checkpoint, item, "no manifest has a checksum of it")
+    for number in range(int(index.blocks.first[row]), int(index.blocks.first[row + 1])):
+        start = int(index.blocks.offsets[number]) - item.offset
+        found, saved = checksum(data[start : start + int(index.blocks.lengths[number])]), index.crcs[number]
+        if found != saved:
+            raise _corrupt(source, checkpoint, item, f"CRC32C {found:08x} where {saved:08x} was saved")
+
+
+def _corrupt(source: Source, checkpoint: str, item: Wanted, detail: str) -> SegmentCorrupt:
+    match = names.SEGMENT.fullmatch(item.file)
+    rank = int(match[1]) if match else 0
+    return SegmentCorrupt(checkpoint, rank, source.label, f"{item.request.storage_index.fqn}: {detail}")
 
 
 def _hand_on(item: Wanted, data: memoryview, planner: LoadPlanner, index: _TableIndex | None) -> None:

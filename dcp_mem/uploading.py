@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from dcp_mem import faults
 from dcp_mem.errors import SegmentCorrupt
-from dcp_mem.format.checksums import Crcs, ItemChecksums
+from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, open_leased
@@ -81,7 +81,7 @@ def parts_at_once() -> int:
 def upload_all(
     held: Held, outgoing: Sequence[Outgoing], storage: Storage, meter: Meter, throttle: Throttle
 ) -> dict[str, Crcs]:
-    """Upload segments that storage lacks, and read the others; returns the checksums of all their items, by file.
+    """Upload segments that storage lacks, and read the others; returns the checksums of all their blocks, by file.
 
     Raises StorageUnavailable, StorageRefused, SegmentCorrupt (memory lacks bytes). What was put by then may stay, for the
     next attempt to go on with.
@@ -143,7 +143,7 @@ class _Way:
         stop: threading.Event,
     ) -> None:
         self.outgoing = outgoing
-        self.checksums = ItemChecksums(outgoing.table.offsets, outgoing.table.lengths)
+        self.checksums = BlockChecksums(blocks_of(outgoing.table.offsets, outgoing.table.lengths))
         self._descriptor, self._upload, self._meter, self._throttle, self._stop = (
             descriptor,
             upload,

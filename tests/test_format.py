@@ -31,9 +31,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import dcp_mem.format.checksums
 from dcp_mem import DcpMemError, ManifestInvalid, UntrustedMetadata
 from dcp_mem.format import frames, names
-from dcp_mem.format.checksums import ItemChecksums, checksum, combined
+from dcp_mem.format.checksums import BlockChecksums, blocks_of, checksum, combined
 from dcp_mem.format.frames import QUANTISED, Spec, frame, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import ALIGNMENT
 from dcp_mem.format.manifest import VERSION, FlushRecord, ItemTable, Manifest, NodeManifest
@@ -171,16 +172,27 @@ def test_a_description_hides_payloads_that_are_not_as_planned(specs: list[Spec],
 # -- checksums --------------------------------------------------------------------------------------------------------
 
 
-@given(st.binary(max_size=300), st.data())
-def test_checksums_of_items_do_not_depend_on_how_the_bytes_pass_by(stream: bytes, data: st.DataObject) -> None:
+@pytest.mark.parametrize("block", [1, 7, 64, 1000])
+@given(stream=st.binary(max_size=300), data=st.data())
+def test_checksums_of_blocks_do_not_depend_on_how_the_bytes_pass_by(
+    stream: bytes, data: st.DataObject, block: int
+) -> None:
     edges = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
     items = list(zip(edges[::2], edges[1::2], strict=False))
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8))), len(stream)]
     offsets, lengths = [start for start, _ in items], [stop - start for start, stop in items]
-    checksums = ItemChecksums(np.array(offsets, dtype=np.int64), np.array(lengths, dtype=np.int64))
-    for start, stop in data.draw(st.permutations(list(itertools.pairwise(cuts)))):
-        assert checksums.add(start, memoryview(stream)[start:stop]) == crc32c(stream[start:stop])
-    assert checksums.result().tolist() == [crc32c(stream[start:stop]) for start, stop in items]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.format.checksums, "BLOCK", block)
+        blocks = blocks_of(np.array(offsets, dtype=np.int64), np.array(lengths, dtype=np.int64))
+        checksums = BlockChecksums(blocks)
+        for start, stop in data.draw(st.permutations(list(itertools.pairwise(cuts)))):
+            assert checksums.add(start, memoryview(stream)[start:stop]) == crc32c(stream[start:stop])
+    cut = [range(start, stop, block) or [start] for start, stop in items]
+    assert blocks.first.tolist() == [0, *itertools.accumulate(map(len, cut))]
+    expected = [
+        crc32c(stream[low : min(low + block, stop)]) for lows, (_, stop) in zip(cut, items, strict=True) for low in lows
+    ]
+    assert checksums.result().tolist() == expected
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))

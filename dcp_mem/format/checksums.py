@@ -1,6 +1,12 @@
-"""CRC32C of items, computed while a segment's bytes pass by in parts."""
+"""CRC32C of a segment's blocks, computed while its bytes pass by in parts.
+
+Items are cut into blocks so that a reader who needs little of a large one can check what he reads.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -8,42 +14,65 @@ from crc32c import crc32c
 
 Crcs = npt.NDArray[np.uint32]
 Extents = npt.NDArray[np.int64]
+BLOCK = 1 << 20
 _POLYNOMIAL = 0x82F63B78
 
 
-class ItemChecksums:
-    """CRC32C of each item of a segment, fed with the segment's parts in any order and from several threads.
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """What has a checksum of its own: items, cut every BLOCK bytes, in their order; an empty item is one empty block.
 
-    offsets, lengths: the items' extents in bytes, ascending and without overlap.
+    first: of each item, the number of its first block, and at the end how many blocks there are.
     """
 
-    def __init__(self, offsets: Extents, lengths: Extents) -> None:
-        self._offsets, self._lengths, self._ends = offsets, lengths, offsets + lengths
-        self._crcs = np.zeros(len(offsets), dtype="<u4")
+    offsets: Extents
+    lengths: Extents
+    first: Extents
+
+
+def blocks_of(offsets: Extents, lengths: Extents) -> Blocks:
+    """The blocks of items that lie at these places of a segment."""
+    counts = np.maximum(-(-lengths // BLOCK), 1)
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    number = np.arange(first[-1]) - np.repeat(first[:-1], counts)
+    starts = np.repeat(offsets, counts) + number * BLOCK
+    stops = np.minimum(starts + BLOCK, np.repeat(offsets + lengths, counts))
+    return Blocks(starts, stops - starts, first)
+
+
+class BlockChecksums:
+    """CRC32C of each block of a segment, fed with the segment's parts in any order and from several threads."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._offsets, self._lengths, self._ends = blocks.offsets, blocks.lengths, blocks.offsets + blocks.lengths
+        self._crcs = np.zeros(len(blocks.offsets), dtype="<u4")
         self._pieces: dict[int, dict[int, tuple[int, int]]] = {}
 
     def add(self, start: int, data: memoryview) -> int:
         """Take the segment's bytes from `start` on; returns their own CRC32C."""
-        stop = start + len(data)
+        stop, whole, done = start + len(data), 0, start
         first, end = np.searchsorted(self._ends, start, "right"), np.searchsorted(self._offsets, stop, "left")
-        for item in range(int(first), int(end)):
-            low, high = max(int(self._offsets[item]), start), min(int(self._ends[item]), stop)
+        for block in range(int(first), int(end)):
+            low, high = max(int(self._offsets[block]), start), min(int(self._ends[block]), stop)
+            if low == high:
+                continue
             crc = checksum(data[low - start : high - start])
-            if high - low == self._lengths[item]:
-                self._crcs[item] = crc
+            if high - low == self._lengths[block]:
+                self._crcs[block] = crc
             else:
-                self._pieces.setdefault(item, {})[low] = crc, high - low
-            if high - low == len(data) > 0:
-                return crc
-        return checksum(data)
+                self._pieces.setdefault(block, {})[low] = crc, high - low
+            if high - low == BLOCK:  # joining costs less than reading it again, for a length that occurs often
+                whole = combined(int(crc32c(data[done - start : low - start], whole)), crc, BLOCK)
+                done = high
+        return int(crc32c(data[done - start :], whole))
 
     def result(self) -> Crcs:
         """What was asked for, once all parts were given."""
-        for item, pieces in self._pieces.items():
+        for block, pieces in self._pieces.items():
             joined = 0
             for _, (crc, nbytes) in sorted(pieces.items()):
                 joined = combined(joined, crc, nbytes)
-            self._crcs[item] = joined
+            self._crcs[block] = joined
         return self._crcs
 
 
@@ -68,6 +97,7 @@ def _times(a: int, b: int) -> int:
     return product
 
 
+@lru_cache(maxsize=64)
 def _power_of_x(exponent: int) -> int:
     result, square = 1 << 31, 1 << 30  # x to the 0, x to the 1
     while exponent:

@@ -21,7 +21,7 @@ from dcp_mem.format.layout import Columns
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.values import Segment
 
-VERSION = 2
+VERSION = 3
 _BODY = ', "body": '
 
 
@@ -78,7 +78,10 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemTable:
-    """Extents and CRC32C of the items of one stored segment; payload_offsets are -1 where there is no plain payload."""
+    """The items of one stored segment; payload_offsets are -1 where there is no plain payload.
+
+    crc32c: of each block of each item (see `checksums.Blocks`); none where nothing was computed.
+    """
 
     offsets: Columns
     lengths: Columns
