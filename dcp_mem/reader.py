@@ -24,7 +24,9 @@ from dcp_mem.heap import collector_paused
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.load import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
-from dcp_mem.read import read_items
+from dcp_mem.ranks import Ranks
+from dcp_mem.reading.read import read_items
+from dcp_mem.reading.together import Company
 from dcp_mem.recover import Opened, Origin, Recovery, open_next, recover
 from dcp_mem.sources import Failures
 from dcp_mem.storage.routes import open_storage
@@ -46,7 +48,8 @@ class MemoryStorageReader(StorageReader):
 
     `dcp.load` without a checkpoint id loads the newest checkpoint that can be proved whole; with one, that checkpoint or
     an error that lists what there is. The arguments are those of `MemoryStorageWriter`; verify=False skips the checksums
-    of what is read from storage. All ranks take the same checkpoint, or raise alike.
+    of what is read from storage; broadcast=True has nodes pass on to each other what several of them need of it, so that
+    storage gives each byte once (otherwise once for each node). All ranks take the same checkpoint, or raise alike.
 
     It also loads what torch's own FileSystemWriter or FsspecWriter wrote under `path`. Metadata is unpickled restrictedly:
     a pickle that holds anything else is refused.
@@ -60,11 +63,13 @@ class MemoryStorageReader(StorageReader):
         job: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         verify: bool = True,
+        broadcast: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings(path, memory=memory, job=job, storage_options=storage_options)
         self._verify = verify
+        self._broadcast = broadcast
         self._process_group = process_group
         self._id: str | os.PathLike[str] | None = None
         self._recovery: Recovery | None = None
@@ -122,7 +127,7 @@ class MemoryStorageReader(StorageReader):
         recovery, opened, used = self._recovery, self._opened, set[str]()
         try:
             while True:
-                used, failure = self._read(opened, plan, planner)
+                used, failure = self._read(opened, plan, planner, recovery.ranks)
                 failures = [(rank, text) for rank, text in enumerate(recovery.ranks.exchange(_text(failure))) if text]
                 if not failures:
                     break
@@ -214,10 +219,13 @@ class MemoryStorageReader(StorageReader):
         storage = open_storage(chosen.url, chosen.storage_options) if chosen.url is not None else None
         return Origin(memory, storage, chosen.job)
 
-    def _read(self, opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner) -> tuple[set[str], Exception | None]:
+    def _read(
+        self, opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, ranks: Ranks
+    ) -> tuple[set[str], Exception | None]:
+        company = Company(ranks, self.settings.memory_root, across_nodes=self._broadcast)
         try:
             with collector_paused():
-                return read_items(opened, plan, planner, verify=self._verify), None
+                return read_items(opened, plan, planner, company, verify=self._verify), None
         except Exception as error:  # it travels with the next exchange: the other ranks wait for one
             return set(), error
 

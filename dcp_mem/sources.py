@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -74,8 +73,8 @@ class Source(Protocol):
     def table(self, file: str) -> ItemTable | None:
         """Extents, payloads and checksums of a segment's items; None where nothing of ours describes it."""
 
-    def read(self, file: str, moves: Sequence[Move]) -> None:
-        """Read ranges of a segment (address, offset, bytes) straight into memory."""
+    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, one after the other, with a segment's bytes from `offset` on."""
 
     def close(self) -> None:
         """End leases and give back descriptors."""
@@ -125,7 +124,15 @@ class MemorySource:
         )
 
     def read(self, file: str, moves: Sequence[Move]) -> None:
+        """Read ranges of a segment (address, offset, bytes) straight into memory."""
         self._read(file, lambda descriptor: read(descriptor, moves))
+
+    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        moves = []
+        for buffer in filter(None, buffers):
+            moves.append((np.frombuffer(buffer, np.uint8).ctypes.data, offset, len(buffer)))
+            offset += len(buffer)
+        self.read(file, moves)
 
     def read_many(self, file: str, payloads: Straight) -> None:
         """Read payloads, given by ascending offsets, straight into memory."""
@@ -183,7 +190,7 @@ class StorageSource:
     def __init__(self, storage: Storage, name: str, save_id: str, scope: str) -> None:
         self.label = storage.url
         self._storage, self._name, self._save_id, self._scope = storage, name, save_id, scope
-        self._tables: dict[str, ItemTable] | None = None
+        self._tables: dict[str, ItemTable] = {}
         self._manifest: Manifest | None = None
 
     def describe(self) -> Description:
@@ -219,21 +226,20 @@ class StorageSource:
     def table(self, file: str) -> ItemTable | None:
         if not self._save_id:
             return None
-        if self._tables is None:
-            self._tables = self._read_tables()
+        if file not in self._tables:
+            self._tables.update(self._read_tables(file))
         if file not in self._tables:
             raise self._corrupt(_rank_of(file), f"no manifest of its has the checksums of {file}")
         return self._tables[file]
 
-    def read(self, file: str, moves: Sequence[Move]) -> None:
-        for address, offset, nbytes in moves:
-            buffer = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-            try:
-                count = self._storage.read_into(f"{self._name}/{file}", offset, [buffer])
-            except StorageKeyMissing as error:
-                raise self._corrupt(_rank_of(file), str(error)) from None
-            if count < nbytes:
-                raise self._corrupt(_rank_of(file), f"{file} ends at {offset + count}, {nbytes - count} bytes short")
+    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        nbytes = sum(map(len, buffers))
+        try:
+            count = self._storage.read_into(f"{self._name}/{file}", offset, buffers)
+        except StorageKeyMissing as error:
+            raise self._corrupt(_rank_of(file), str(error)) from None
+        if count < nbytes:
+            raise self._corrupt(_rank_of(file), f"{file} ends at {offset + count}, {nbytes - count} bytes short")
 
     def close(self) -> None:
         return
@@ -246,15 +252,17 @@ class StorageSource:
                 raise self._corrupt(0, str(error)) from None
         return self._manifest
 
-    def _read_tables(self) -> dict[str, ItemTable]:
+    def _read_tables(self, file: str) -> Mapping[str, ItemTable]:
+        """Tables of the segments that the same node had."""
+        segments = self._read_manifest().segments
+        rank = _rank_of(file)
+        nodes = [node for node, other in zip(segments.node, segments.rank, strict=True) if other == rank]
+        if not nodes:
+            return {}
         try:
-            nodes = [
-                NodeManifest.from_json(self._get(names.stored_node_manifest(self._save_id, node)))
-                for node in self._read_manifest().nodes
-            ]
+            return NodeManifest.from_json(self._get(names.stored_node_manifest(self._save_id, nodes[0]))).tables
         except ManifestInvalid as error:
-            raise self._corrupt(0, str(error)) from None
-        return {file: table for node in nodes for file, table in node.tables.items()}
+            raise self._corrupt(rank, str(error)) from None
 
     def _get(self, file: str) -> bytes:
         try:

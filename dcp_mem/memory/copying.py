@@ -48,7 +48,7 @@ _between_ranges = np.zeros(_GAP, np.uint8)  # whatever is read into it, by all t
 
 def copy(moves: Sequence[Move]) -> None:
     """Copy memory to memory. Sources and destinations must stay alive and not overlap."""
-    _in_shares(moves, _copy_share)
+    _in_shares(moves, copy_here)
 
 
 def read(descriptor: int, moves: Sequence[Move]) -> None:
@@ -90,7 +90,8 @@ def _batches(gaps: Columns, nbytes: Columns) -> list[int]:
     return [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(nbytes)]
 
 
-def _copy_share(moves: Sequence[Move]) -> None:
+def copy_here(moves: Sequence[Move]) -> None:
+    """Copy memory to memory in this thread alone."""
     memmove = _memmove
     for destination, source, nbytes in moves:
         memmove(destination, source, nbytes)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+Message = tuple[int, memoryview]
+"""The rank that it goes to or comes from, and where its bytes lie or shall lie."""
 Share = Callable[[Sequence[T]], Sequence[T]]
 """Makes equal parts of several values the same object, so that they are sent, and kept, once."""
 
@@ -61,6 +63,12 @@ class Ranks(Protocol):
     def tell_leaders(self, data: bytes) -> Any:
         """Each node's leader gets rank 0's bytes, or something with the same buffer; None on the other ranks."""
 
+    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        """Send and receive bytes straight from and into memory.
+
+        Between any two ranks, both name what passes in the same order, and with the same lengths.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Alone:
@@ -95,3 +103,6 @@ class Alone:
 
     def tell_leaders(self, data: bytes) -> Any:
         return data
+
+    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        return

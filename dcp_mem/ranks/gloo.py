@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
 from dcp_mem.ranks import passing
-from dcp_mem.ranks.base import Alone, Ranks, Share
+from dcp_mem.ranks.base import Alone, Message, Ranks, Share
 from dcp_mem.ranks.passing import dumped
 from dcp_mem.ranks.tree import Tree, tree_of
 
@@ -74,6 +74,9 @@ class GlooRanks:
 
     def tell_leaders(self, data: bytes) -> Any:
         return self._guarded("broadcast", lambda group: passing.tell_leaders(_GlooWire(group), self._tree, data))
+
+    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        self._guarded("swap", lambda group: _swap(group, outgoing, incoming))
 
     def refresh(self) -> None:
         """Called as a save or load begins: leave a group that broke in an earlier one.
@@ -187,6 +190,13 @@ class _GlooWire:
         message[:begun] = letter[_HEAD:]
         self._group.recv([torch.frombuffer(message, dtype=torch.uint8, offset=begun)], rank, _TAG).wait()
         return memoryview(message)
+
+
+def _swap(group: Any, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+    works = [group.recv([torch.frombuffer(view, dtype=torch.uint8)], rank, _TAG) for rank, view in incoming]
+    works += [group.send([torch.frombuffer(view, dtype=torch.uint8)], rank, _TAG) for rank, view in outgoing]
+    for work in works:
+        work.wait()
 
 
 def _all_gather(group: Any, value: Any, size: int) -> list[Any]:

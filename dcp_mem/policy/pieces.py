@@ -1,0 +1,38 @@
+"""How the bytes that are needed of a segment are cut into requests."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+
+PIECE = 16 << 20
+"""Bytes of a request: enough to pay for it, and few enough that many are under way at once."""
+_GAP = 1 << 20
+"""Bytes between two ranges that are better read along than asked for apart."""
+Extent = tuple[int, int]
+
+
+def merged(extents: Iterable[Extent], gap: int = _GAP) -> list[Extent]:
+    """Ranges that cover the given ones, in order, with at least `gap` bytes between them."""
+    found: list[Extent] = []
+    for start, stop in sorted(extents):
+        if found and start - found[-1][1] < gap:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        elif start < stop:
+            found.append((start, stop))
+    return found
+
+
+def cut(extent: Extent, edges: Sequence[int] | None) -> Iterator[Extent]:
+    """The range in pieces. edges: where it may be cut, ascending; None: anywhere."""
+    start, stop = extent
+    while stop - start > PIECE:
+        middle = start + PIECE
+        if edges is not None:
+            before = edges[bisect_right(edges, middle) - 1] if edges else start
+            after = bisect_left(edges, middle)
+            middle = before if before > start else min(edges[after], stop) if after < len(edges) else stop
+        yield start, middle
+        start = middle
+    if start < stop:
+        yield start, stop

@@ -1,0 +1,125 @@
+"""Pieces of segments, fetched from a source by several threads and checked before anybody gets them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+from typing import TypeVar
+
+import numpy as np
+from crc32c import crc32c
+
+from dcp_mem.errors import SegmentCorrupt
+from dcp_mem.format import names
+from dcp_mem.memory.copying import copy_here
+from dcp_mem.policy.pieces import Extent, cut, merged
+from dcp_mem.reading.arrivals import Arrival, Arrivals
+from dcp_mem.reading.payloads import TableIndex
+from dcp_mem.sources import Source
+
+T = TypeVar("T")
+R = TypeVar("R")
+_AT_ONCE = 8
+
+
+class Fetcher:
+    """Gets bytes of one checkpoint's segments, from one source. verify: check them, where checksums are known.
+
+    whose: names, for errors, the items that take some of these bytes of a segment.
+    """
+
+    def __init__(self, source: Source, checkpoint: str, *, verify: bool) -> None:
+        self._source, self._checkpoint, self._verify = source, checkpoint, verify
+        self.whose: Callable[[str, int, int], str] = lambda file, low, high: ""
+        self._tables: dict[str, TableIndex | None] = {}
+
+    def table(self, file: str) -> TableIndex | None:
+        """What is known of a segment's items; None where nothing of ours describes it. Raises SegmentCorrupt."""
+        if file not in self._tables:
+            table = self._source.table(file)
+            self._tables[file] = TableIndex(table) if table is not None else None
+        return self._tables[file]
+
+    def fetch(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, one behind the other, with a segment's bytes from `start` on. Raises SegmentCorrupt."""
+        self._source.read_into(file, start, buffers)
+        self.check(file, start, buffers)
+
+    def checks(self, file: str) -> bool:
+        """Whether what is read of a segment is checked: then it has to be read by whole blocks."""
+        table = self.table(file)
+        return self._verify and table is not None and bool(table.crcs)
+
+    def edges(self, file: str) -> list[int] | None:
+        """Where a segment may be cut into pieces that can be checked; None: anywhere."""
+        table = self.table(file)
+        return table.blocks.offsets.tolist() if table is not None and self.checks(file) else None
+
+    def check(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Raise SegmentCorrupt where these aren't the bytes that were saved; whole blocks are looked at."""
+        table = self.table(file)
+        if table is None or not self.checks(file):
+            return
+        blocks, places = table.blocks, list(accumulate(map(len, buffers), initial=start))
+        first, last = np.searchsorted(blocks.offsets, [start, places[-1]]).tolist()
+        for number in range(first, last):
+            low, high = int(blocks.offsets[number]), int(blocks.offsets[number] + blocks.lengths[number])
+            found, saved = _crc(buffers, places, low, high), table.crcs[number]
+            if found != saved:
+                match = names.SEGMENT.fullmatch(file)
+                whose = self.whose(file, low, high) or "bytes that nobody here awaits"
+                detail = f"{whose}: CRC32C {found:08x} where {saved:08x} was saved, in bytes {low} to {high} of {file}"
+                raise SegmentCorrupt(self._checkpoint, int(match[1]) if match else 0, self._source.label, detail)
+
+
+def fetch_all(fetcher: Fetcher, arrivals: Arrivals, extents: Mapping[str, Sequence[Extent]]) -> None:
+    """Fetch these bytes for whoever awaits some of them, and hand on what is complete by that."""
+    pieces = [
+        (file, piece)
+        for file, of_file in extents.items()
+        for extent in merged(of_file)
+        for piece in cut(extent, fetcher.edges(file))
+    ]
+    for complete in in_parallel(lambda piece: _fetch_piece(fetcher, arrivals, piece[0], *piece[1]), pieces):
+        for arrival in complete:
+            arrival.hand_on()
+
+
+def _fetch_piece(fetcher: Fetcher, arrivals: Arrivals, file: str, start: int, stop: int) -> list[Arrival]:
+    here = arrivals.within(file, start, stop)
+    if len(here) == 1 and here[0].is_straight:
+        fetcher.fetch(file, start, here[0].around(start, stop))
+    else:
+        buffer = np.empty(stop - start, np.uint8)
+        fetcher.fetch(file, start, [buffer.data])
+        copy_here([move for one in here for move in one.moves(start, stop, buffer.ctypes.data)])
+    return [one for one in here if one.note(start, stop)]
+
+
+def in_parallel(act: Callable[[T], R], work: Iterable[T]) -> Iterator[R]:
+    """What `act` returns of each, in order, a few ahead of whoever asks. When this ends nothing is under way any more."""
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="dcp_mem-fetch") as pool:
+        under_way: deque[Future[R]] = deque()
+        try:
+            for one in work:
+                under_way.append(pool.submit(act, one))
+                if len(under_way) >= 2 * _AT_ONCE:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()
+
+
+def _crc(buffers: Sequence[memoryview], places: Sequence[int], low: int, high: int) -> int:
+    """CRC32C of bytes [low, high) of what lies in the buffers. places: where each begins, and the last one ends."""
+    crc, number = 0, bisect_right(places, low) - 1
+    while low < high:
+        stop = min(high, places[number + 1])
+        crc = crc32c(buffers[number][low - places[number] : stop - places[number]], crc)
+        low, number = stop, number + 1
+    return int(crc)

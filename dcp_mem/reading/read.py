@@ -1,0 +1,116 @@
+"""Reading a whole plan: each segment from the nearest source that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+from dcp_mem.errors import UntrustedMetadata
+from dcp_mem.events import log
+from dcp_mem.planning.reads import Reads, Saved, Wanted
+from dcp_mem.reading.arrivals import Arrival, Arrivals
+from dcp_mem.reading.fetch import Fetcher, fetch_all
+from dcp_mem.reading.together import Company, fetch_together
+from dcp_mem.recover import Opened
+from dcp_mem.sources import Failures, MemorySource, Source
+
+
+def read_items(
+    opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, company: Company, *, verify: bool
+) -> set[str]:
+    """Read every item of the plan, from the nearest source that has it whole; returns the labels of those that were used.
+
+    Where memory has the checkpoint on no rank, all ranks call this together: what several of them need is fetched once.
+    Raises SegmentCorrupt when no source has an item whole; by then some destinations hold its bytes already.
+    """
+    nearest = opened.sources[0]
+    if not opened.choice.memory:
+        fetch_together(lambda: _prepared(nearest, opened.choice.name, _wanted(opened, plan), planner, verify), company)
+        return {nearest.label}
+    if isinstance(plan, LoadPlan) or not isinstance(nearest, MemorySource):
+        return _read_by_file(opened, _wanted(opened, plan), planner, verify)
+    try:
+        for file, payloads in plan.straight():
+            nearest.read_many(file, payloads)
+        return {nearest.label} | _read_by_file(opened, plan.rest(), planner, verify)
+    except Failures as error:
+        if len(opened.sources) == 1:
+            raise
+        log.warning("%s; going on with %s", error, opened.sources[1].label)
+        return _read_by_file(opened, plan.everything(), planner, verify)
+
+
+def _wanted(opened: Opened, plan: LoadPlan | Reads) -> Sequence[Wanted]:
+    return plan.everything() if isinstance(plan, Reads) else list(wanted_of(opened.metadata, plan))
+
+
+def _read_by_file(opened: Opened, wanted: Iterable[Wanted], planner: LoadPlanner, verify: bool) -> set[str]:
+    used: set[str] = set()
+    files: dict[str, list[Wanted]] = {}
+    for item in wanted:
+        files.setdefault(item.file, []).append(item)
+    for of_file in files.values():
+        for position, source in enumerate(opened.sources):
+            try:
+                _read_alone(source, opened.choice.name, of_file, planner, verify)
+                used.add(source.label)
+                break
+            except Failures as error:
+                if position + 1 == len(opened.sources):
+                    raise
+                log.warning("%s; going on with %s", error, opened.sources[position + 1].label)
+    return used
+
+
+def _read_alone(source: Source, name: str, wanted: Sequence[Wanted], planner: LoadPlanner, verify: bool) -> None:
+    if not isinstance(source, MemorySource):
+        fetcher, arrivals = _prepared(source, name, wanted, planner, verify)
+        fetch_all(fetcher, arrivals, arrivals.extents())
+        return
+    fetcher, arrivals = _prepared(source, name, wanted, planner, False)
+    rest: dict[str, list[tuple[int, int]]] = {}
+    for file, of_file in arrivals.by_file():
+        straight = [one for one in of_file if one.is_straight]
+        source.read(file, [one.straight_move() for one in straight])
+        for one in straight:
+            one.hand_on()
+        rest[file] = [(one.start, one.stop) for one in of_file if not one.is_straight]
+    fetch_all(fetcher, arrivals.without_straight(), rest)
+
+
+def _prepared(
+    source: Source, name: str, wanted: Sequence[Wanted], planner: LoadPlanner, verify: bool
+) -> tuple[Fetcher, Arrivals]:
+    fetcher = Fetcher(source, name, verify=verify)
+    arrivals = [
+        Arrival(item, planner, fetcher.table(item.file), by_blocks=fetcher.checks(item.file)) for item in wanted
+    ]
+    for one in arrivals:
+        if one.is_empty:
+            one.hand_on()
+    awaited = Arrivals([one for one in arrivals if not one.is_empty])
+    fetcher.whose = awaited.names
+    return fetcher, awaited
+
+
+def wanted_of(metadata: Metadata, plan: LoadPlan) -> Iterator[Wanted]:
+    """What a plan of torch's needs, by DCP's metadata. Raises UntrustedMetadata where that names other files."""
+    for request in plan.items:
+        info = metadata.storage_data[request.storage_index]
+        if "/" in info.relative_path or info.relative_path in ("", "..", "."):
+            raise UntrustedMetadata(f"metadata that names a file outside of the checkpoint: {info.relative_path}")
+        transforms = getattr(info, "transform_descriptors", None) or ()
+        yield Wanted(request, info.relative_path, info.offset, info.length, _saved(metadata, request), transforms)
+
+
+def _saved(metadata: Metadata, request: ReadItem) -> Saved | None:
+    """Dtype and shape of the chunk that is asked for, as it was saved."""
+    known = metadata.state_dict_metadata.get(request.storage_index.fqn)
+    if not isinstance(known, TensorStorageMetadata):
+        return None
+    chunks, hint, place = known.chunks, request.storage_index.index, request.storage_index.offset
+    if hint is not None and hint < len(chunks) and chunks[hint].offsets == place:
+        return known.properties.dtype, chunks[hint].sizes
+    return next(((known.properties.dtype, chunk.sizes) for chunk in chunks if chunk.offsets == place), None)

@@ -1,0 +1,334 @@
+"""Loads from storage that ranks make together: storage gives each byte once for each node, or once in all."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcp_mem
+from dcp_mem import NoRecoverableCheckpoint
+from dcp_mem.policy import pieces, sharing
+from dcp_mem.policy.pieces import Extent, cut, merged
+from dcp_mem.policy.sharing import Need, Part, share_out
+from dcp_mem.reading import together
+from dcp_mem.storage.posix import PosixStorage
+from tests.forks import forked, forked_ranks, raised_by
+from tests.jobs import Job
+
+EXTENTS = st.lists(
+    st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda pair: (min(pair), max(pair))), max_size=8
+)
+
+
+@contextmanager
+def small_pieces(nbytes: int) -> Iterator[None]:
+    """Requests of so many bytes, so that few bytes make many."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (pieces, sharing):
+            patch.setattr(module, "PIECE", nbytes)
+        yield
+
+
+def _bytes_of(extents: Sequence[Extent]) -> set[int]:
+    return {place for start, stop in extents for place in range(start, stop)}
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------------------
+
+
+@given(EXTENTS, st.integers(1, 50))
+def test_merged_ranges_cover_the_given_ones_and_only_small_gaps_between(extents: list[Extent], gap: int) -> None:
+    found = merged(extents, gap)
+    assert _bytes_of(extents) <= _bytes_of(found)
+    assert all(later[0] - earlier[1] >= gap for earlier, later in pairwise(found))
+    extra = sorted(_bytes_of(found) - _bytes_of(extents))
+    runs = "".join("1" if place in extra else " " for place in range(301)).split()
+    assert all(len(run) < gap for run in runs)
+
+
+@given(st.integers(0, 100), st.integers(0, 300), st.integers(1, 40), st.lists(st.integers(0, 400), max_size=30))
+def test_pieces_are_cut_at_the_edges_and_lose_nothing(start: int, nbytes: int, most: int, inner: list[int]) -> None:
+    edges = sorted({start, start + nbytes, *inner})
+    with small_pieces(most):
+        found = list(cut((start, start + nbytes), edges))
+        anywhere = list(cut((start, start + nbytes), None))
+    for cuts in (found, anywhere):
+        assert [place for piece in cuts for place in range(*piece)] == list(range(start, start + nbytes))
+    assert all(stop - low <= most for low, stop in anywhere)
+    for low, stop in found:
+        assert {low, stop} <= set(edges)
+        assert stop - low <= most or not any(low < edge < stop for edge in edges)
+
+
+# -- who fetches what ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _needs(draw: st.DrawFn) -> list[Need]:
+    nodes = draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=7))
+    windows = {node: draw(st.sampled_from([0, 20, 64, 1000])) for node in "abc"}
+    common = {"x": merged(draw(EXTENTS), 1)}
+    everything = st.just(common) | st.fixed_dictionaries({}, optional={"x": EXTENTS, "y": EXTENTS}).map(
+        lambda extents: {file: merged(of_file, 1) for file, of_file in extents.items()}
+    )
+    return [Need(node, draw(everything), windows[node]) for node in nodes]
+
+
+def _played(needs: Sequence[Need], parts: Sequence[Part]) -> list[Counter[tuple[str, int]]]:
+    """What storage is asked for by each rank, as all ranks do their parts; fails where something goes wrong on the way."""
+    asked = [Counter[tuple[str, int]]() for _ in needs]
+    there: list[set[tuple[str, int]]] = [set() for _ in needs]
+    for rank, part in enumerate(parts):
+        for file, extents in part.alone.items():
+            asked[rank].update((file, place) for extent in extents for place in range(*extent))
+        there[rank].update(asked[rank])
+    counts = {len(part.batches) for part in parts}
+    assert len(counts) == 1, "ranks that pass different numbers of batches wait for each other forever"
+    for number in range(counts.pop()):
+        sent, windows = set(), dict[str, dict[tuple[str, int], int]]()
+        for rank, part in enumerate(parts):
+            node, batch = needs[rank].node, part.batches[number]
+            assert all(
+                part.batches == other.batches for other, need in zip(parts, needs, strict=True) if need.node == node
+            )
+            taken = [place for one in batch for place in range(one.place, one.place + one.stop - one.start)]
+            assert len(taken) == len(set(taken)), "pieces that lie over each other in a window"
+            assert not taken or max(taken) < part.window_nbytes <= needs[rank].window_nbytes
+            for one in batch:
+                assert needs[one.by].node == node
+                if one.by == rank:
+                    if one.origin is None:
+                        asked[rank].update((one.file, place) for place in range(one.start, one.stop))
+                    sent |= {(rank, to, one.file, one.start, one.stop) for to in one.to}
+                windows.setdefault(node, {}).update({(one.file, place): one.by for place in range(one.start, one.stop)})
+        expected = {
+            (one.origin, one.by, one.file, one.start, one.stop)
+            for part in parts
+            for one in part.batches[number]
+            if one.origin is not None
+        }
+        assert sent == expected, "what one sends another doesn't await, or the other way round"
+        assert not sent or all(part.passes_on for part in parts)
+        for rank, need in enumerate(needs):
+            there[rank] |= windows.get(need.node, {}).keys()
+    for rank, need in enumerate(needs):
+        wanted = {(file, place) for file, extents in need.extents.items() for place in _bytes_of(extents)}
+        assert wanted <= there[rank]
+    return asked
+
+
+@settings(max_examples=300)
+@given(_needs(), st.booleans())
+def test_every_rank_gets_what_it_needs_and_storage_gives_it_once(needs: list[Need], across_nodes: bool) -> None:
+    with small_pieces(8):
+        parts = share_out(needs, lambda file: None, across_nodes=across_nodes)
+        asked = _played(needs, parts)
+    for node in {need.node for need in needs}:
+        makers = [part for part, need in zip(parts, needs, strict=True) if need.node == node and part.makes_window]
+        assert len(makers) == (
+            any(part.window_nbytes for part, need in zip(parts, needs, strict=True) if need.node == node)
+        )
+        if next(need.window_nbytes for need in needs if need.node == node) >= 16:
+            together_asked = sum((asked[rank] for rank, need in enumerate(needs) if need.node == node), Counter())
+            assert set(together_asked.values()) <= {1}
+    if across_nodes and all(need.window_nbytes >= 16 for need in needs):
+        assert set(sum(asked, Counter()).values()) <= {1}
+
+
+def test_fetching_is_shared_out_evenly() -> None:
+    needs = [Need("ab"[rank // 4], {"x": [(0, 8000)]}, 1000) for rank in range(8)]
+    with small_pieces(10):
+        for across_nodes, each in ((False, 2000), (True, 1000)):
+            asked = _played(needs, share_out(needs, lambda file: None, across_nodes=across_nodes))
+            assert [sum(one.values()) for one in asked] == [each] * 8
+
+
+# -- real ranks ------------------------------------------------------------------------------------------------------------
+
+MOST = 3 << 20
+
+
+def _replicated(*, filled: bool) -> dict[str, Any]:
+    """Nothing but what every rank holds whole: large tensors, small ones, odd ones, objects."""
+    generator = torch.Generator().manual_seed(5)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) if filled else torch.zeros(*shape)
+
+    return {
+        "large": make(700, 1500),
+        "larger": make(2_000_001),
+        "turned": make(300, 500).t(),
+        "scalar": make(1)[0],
+        "empty": make(0, 3),
+        **{f"small{number}": make(17 + number, 3) for number in range(60)},
+        "step": 7 if filled else 0,
+        "text": "what was saved" if filled else "",
+    }
+
+
+def _save_replicated(job: Job) -> None:
+    with job.writer() as writer:
+        dcp_mem.save(_replicated(filled=True), checkpoint_id="step-1", storage_writer=writer)
+        writer.wait("step-1", timeout=60)
+
+
+class _Asked:
+    """Counts the bytes of segments that this process reads from storage."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        read_into = PosixStorage.read_into
+
+        def counted(storage: PosixStorage, key: str, offset: int, buffers: Sequence[memoryview]) -> int:
+            count = read_into(storage, key, offset, buffers)
+            self.nbytes += count if key.endswith(".distcp") else 0
+            return count
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PosixStorage, "read_into", counted)
+            yield
+
+
+def _load_counted(jobs: Sequence[Job], road: str, broadcast: bool) -> int:
+    """Load everything on this rank; how many bytes of segments it asked storage for."""
+    job = jobs[dist.get_rank() if dist.is_initialized() else 0]
+    state, asked = _replicated(filled=False), _Asked()
+    together.WINDOW = MOST
+    pieces.PIECE = sharing.PIECE = 1 << 20
+    with asked.counting(), job.reader(broadcast=broadcast) as reader:
+        {"dcp_mem": dcp_mem.load, "dcp": dcp.load}[road](state, storage_reader=reader)
+        assert reader.report().source == "storage"
+    for name, expected in _replicated(filled=True).items():
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(state[name], expected), name
+        else:
+            assert state[name] == expected
+    assert not list(Path(job.memory).glob(".restoring*")), "a window was left"
+    return asked.nbytes
+
+
+@pytest.fixture
+def stored(tmp_path: Path, memory_root: Path) -> Callable[[int], list[Job]]:
+    """A saved checkpoint, in no memory; jobs of ranks on so many nodes (memory roots of their own)."""
+    saver = Job(str(tmp_path / "storage"), str(memory_root / "saver"))
+    forked(_save_replicated, saver)
+
+    def on_nodes(*nodes: int) -> list[Job]:
+        return [Job(saver.url, str(memory_root / f"node{node}")) for node in nodes]
+
+    return on_nodes  # type: ignore[return-value]
+
+
+def _stored_nbytes(job: Job) -> int:
+    assert job.url is not None
+    return sum(path.stat().st_size for path in Path(job.url).rglob("*.distcp"))
+
+
+@pytest.mark.parametrize("road", ["dcp", "dcp_mem"])
+@pytest.mark.parametrize(
+    ("nodes", "broadcast", "times"),
+    [
+        pytest.param((0, 0), False, 1, id="2 ranks on a node"),
+        pytest.param((0, 1), False, 2, id="2 nodes"),
+        pytest.param((0, 1), True, 1, id="2 nodes that pass on"),
+        pytest.param((0, 1, 0, 1), True, 1, id="2 nodes of 2 ranks that pass on"),
+        pytest.param((0, 1, 1), False, 2, id="uneven nodes"),
+    ],
+)
+def test_storage_gives_each_byte_once_for_each_node_or_in_all(
+    stored: Callable[..., list[Job]], road: str, nodes: tuple[int, ...], broadcast: bool, times: int
+) -> None:
+    jobs = stored(*nodes)
+    asked = forked_ranks(_load_counted, len(nodes), jobs, road, broadcast)
+    assert sum(asked) <= times * _stored_nbytes(jobs[0])
+    assert sum(asked) > 0.98 * times * _stored_nbytes(jobs[0])
+
+
+def _load_without_room(jobs: Sequence[Job]) -> int:
+    together.room_for_window = lambda root: 0  # type: ignore[assignment]
+    return _load_counted(jobs, "dcp_mem", False)
+
+
+def _load_where_the_window_fails(jobs: Sequence[Job]) -> Exception | None:
+    def make_window(root: str, token: str, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    together.make_window = make_window
+    return raised_by(lambda: _load_counted(jobs, "dcp_mem", False))
+
+
+def test_without_room_for_a_window_every_rank_fetches_for_itself(stored: Callable[..., list[Job]]) -> None:
+    jobs = stored(0, 0)
+    asked = forked_ranks(_load_without_room, 2, jobs)
+    assert min(asked) > 0.98 * _stored_nbytes(jobs[0])
+
+
+def test_a_window_that_cannot_be_made_fails_all_ranks_alike(stored: Callable[..., list[Job]]) -> None:
+    errors = forked_ranks(_load_where_the_window_fails, 2, stored(0, 0))
+    assert all("No space left" in str(error) for error in errors)
+
+
+def _load_damaged(jobs: Sequence[Job], broadcast: bool) -> Exception | None:
+    return raised_by(lambda: _load_counted(jobs, "dcp_mem", broadcast))
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_damaged_byte_that_one_rank_finds_fails_all_ranks(stored: Callable[..., list[Job]], broadcast: bool) -> None:
+    jobs = stored(0, 1, 0, 1) if broadcast else stored(0, 0)
+    assert jobs[0].url is not None
+    (segment,) = Path(jobs[0].url).rglob("*.distcp")
+    data = bytearray(segment.read_bytes())
+    data[random.Random(1).randrange(len(data) // 2)] ^= 1
+    segment.write_bytes(data)
+    for error in forked_ranks(_load_damaged, len(jobs), jobs, broadcast):
+        assert isinstance(error, NoRecoverableCheckpoint)
+        assert "CRC32C" in str(error)
+
+
+# -- resharded loads -------------------------------------------------------------------------------------------------------
+
+
+def _save_in_rows(job: Job) -> None:
+    values = torch.arange(4096 * 2048.0).view(4096, 2048)
+    with job.writer() as writer:
+        dcp_mem.save({"w": values}, checkpoint_id="step-1", storage_writer=writer)
+        writer.wait("step-1", timeout=60)
+
+
+def _load_a_part(job: Job, dim: int) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    w = DTensor.from_local(
+        torch.zeros(4096 // (4 if dim == 0 else 1), 2048 // (4 if dim == 1 else 1)), mesh, [Shard(dim)]
+    )
+    asked = _Asked()
+    with asked.counting(), job.reader() as reader:
+        dcp_mem.load({"w": w}, storage_reader=reader)
+    expected = torch.arange(4096 * 2048.0).view(4096, 2048).chunk(4, dim)[dist.get_rank()]
+    assert torch.equal(w.to_local(), expected)
+    return asked.nbytes, expected.nbytes
+
+
+def test_a_rank_that_needs_a_quarter_reads_a_quarter(tmp_path: Path, memory_root: Path) -> None:
+    saver = Job(str(tmp_path / "storage"), str(memory_root / "saver"))
+    forked(_save_in_rows, saver)
+    job = Job(saver.url, str(memory_root / "loader"))
+    rows = forked_ranks(_load_a_part, 4, job, 0)
+    assert all(asked <= nbytes + 2 * (1 << 20) for asked, nbytes in rows), "more than its rows, rounded to blocks"
+    columns = forked_ranks(_load_a_part, 4, job, 1)
+    assert sum(asked for asked, _ in columns) <= 1.1 * sum(nbytes for _, nbytes in columns), "columns aren't shared"
