@@ -206,10 +206,12 @@ def running_radosgw() -> Iterator[S3Server]:
         _finish(cluster.make_monmap(), log)
         _finish(cluster.make_monitor(), log)
         started.enter_context(_process(cluster.monitor(), log))
-        _finish(cluster.admit_osd(), log)  # Waits for the monitor.
         _finish(cluster.make_osd(), log)
         started.enter_context(_process(cluster.osd(), log))
-        endpoint, process = started.enter_context(_running(cluster.gateway))
+        try:
+            endpoint, process = started.enter_context(_running(cluster.gateway))
+        except ServerUnavailable as error:
+            raise ServerUnavailable(f"{error}\n--- monitor and OSD\n{_tail(log)}") from None
         user = S3Server(endpoint, process, key="test", secret=secrets.token_hex(16))
         _finish(cluster.make_user(user.key, user.secret), log)
         yield user
