@@ -191,7 +191,7 @@ class Proxy:
         self._closing.set()
         self.down()
         self._reserved.close()
-        for thread in self._threads:
+        for thread in self._threads:  # Grows until the thread that accepts, the first, has ended.
             thread.join(_CLOSE_SECONDS)
         if any(thread.is_alive() for thread in self._threads):
             raise TimeoutError(f"threads of the proxy still run after {_CLOSE_SECONDS:.0f} s")
@@ -199,8 +199,7 @@ class Proxy:
     def _start(self, run: Callable[[socket.socket], None], connection: socket.socket) -> None:
         thread = threading.Thread(target=run, args=(connection,), name="proxy", daemon=True)
         thread.start()
-        with self._lock:
-            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        self._threads.append(thread)
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):  # closed
