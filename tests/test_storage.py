@@ -49,6 +49,13 @@ def bucket(moto: S3Server) -> Iterator[StorageRoot]:
         yield root
 
 
+@pytest.fixture(scope="module")
+def ceph_bucket(radosgw: S3Server) -> Iterator[StorageRoot]:
+    """A bucket for all tests of this file, on radosgw."""
+    with radosgw.fresh_root() as root:
+        yield root
+
+
 class TestAzureBlob(StorageConformance):
     @pytest.fixture
     def opened(self, container: StorageRoot) -> Callable[[], Storage]:
@@ -61,6 +68,13 @@ class TestS3(StorageConformance):
     def opened(self, bucket: StorageRoot) -> Callable[[], Storage]:
         url = f"{bucket.url}/{secrets.token_hex(8)}"
         return lambda: FsspecStorage(url, bucket.storage_options)
+
+
+class TestRadosgw(StorageConformance):
+    @pytest.fixture
+    def opened(self, ceph_bucket: StorageRoot) -> Callable[[], Storage]:
+        url = f"{ceph_bucket.url}/{secrets.token_hex(8)}"
+        return lambda: FsspecStorage(url, ceph_bucket.storage_options)
 
 
 class TestMemoryFileSystem(StorageConformance):
