@@ -24,7 +24,7 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.policy.election import Choice, Finding, RecoveryPlan, elect, in_common
 from dcp_mem.ranks import Ranks
-from dcp_mem.sources import Description, MemorySource, Source, StorageSource
+from dcp_mem.sources import Description, MemorySource, Source, StorageSource, StoredDescription
 from dcp_mem.storage import Entry, Storage
 
 T = TypeVar("T")
@@ -184,9 +184,11 @@ def _open(recovery: Recovery, choice: Choice) -> tuple[Opened | None, str]:
     sources: list[Source] = []
     description: Description | None = None
     troubles: list[str] = []
+    told = _told(recovery, choice) if choice.storage and not choice.memory else None
     for source in _sources(recovery, choice, troubles):
         try:
-            description = description if description is not None else source.describe()
+            if description is None:
+                description = _described(source, told)
         except DcpMemError as error:
             troubles.append(str(error))
             source.close()
@@ -196,6 +198,27 @@ def _open(recovery: Recovery, choice: Choice) -> tuple[Opened | None, str]:
         return None, "; ".join(troubles) or "it is gone"
     recovery.reasons.extend(f"{choice.name}: {text}" for text in troubles)
     return Opened(choice, description, tuple(sources)), ""
+
+
+def _told(recovery: Recovery, choice: Choice) -> StoredDescription | DcpMemError | None:
+    """What rank 0 has read, for all of them, of a checkpoint that lies on storage only; None where each rank saved alone."""
+    if recovery.scope != names.COLLECTIVE:
+        return None
+    told: StoredDescription | DcpMemError | None = None
+    if recovery.ranks.rank == 0:
+        try:
+            assert recovery.origin.storage is not None
+            source = StorageSource(recovery.origin.storage, choice.name, choice.save_id, recovery.scope)
+            told = source.fetch_description()
+        except Exception as error:  # the other ranks wait for it
+            told = error if isinstance(error, DcpMemError) else DcpMemError(f"{type(error).__name__}: {error}")
+    return recovery.ranks.broadcast(told)
+
+
+def _described(source: Source, told: StoredDescription | DcpMemError | None) -> Description:
+    if isinstance(told, DcpMemError):
+        raise told
+    return source.adopt(told) if isinstance(source, StorageSource) and told is not None else source.describe()
 
 
 def _sources(recovery: Recovery, choice: Choice, troubles: list[str]) -> list[Source]:

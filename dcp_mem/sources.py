@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -184,6 +185,15 @@ class MemorySource:
         return SegmentCorrupt(self._held.name, rank, self.label, detail)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredDescription:
+    """Files that describe a stored checkpoint. metadata: DCP's, where nothing of ours does."""
+
+    manifest: bytes = b""
+    catalog: bytes = b""
+    metadata: bytes = b""
+
+
 class StorageSource:
     """A committed checkpoint on storage."""
 
@@ -194,14 +204,24 @@ class StorageSource:
         self._manifest: Manifest | None = None
 
     def describe(self) -> Description:
+        return self.adopt(self.fetch_description())
+
+    def fetch_description(self) -> StoredDescription:
+        """What storage says of the checkpoint; one rank may ask, and tell the others. Raises SegmentCorrupt."""
         if not self._save_id:
-            return Description(None, None, self._foreign(read_metadata(self._get(names.metadata_file(self._scope)))))
+            return StoredDescription(metadata=self._get(names.metadata_file(self._scope)))
         if not self._is_committed():
             raise self._corrupt(0, f"what is committed there isn't save {self._save_id}")
-        manifest = self._read_manifest()
-        data = self._get(names.catalog_file(manifest.catalog))
+        manifest = self._get(names.stored_manifest(self._save_id))
+        return StoredDescription(manifest, self._get(names.catalog_file(self._parsed(manifest).catalog)))
+
+    def adopt(self, stored: StoredDescription) -> Description:
+        """Go by what storage said to this rank or another. Raises SegmentCorrupt, UntrustedMetadata."""
+        if not self._save_id:
+            return Description(None, None, self._foreign(read_metadata(stored.metadata)))
+        self._manifest = self._parsed(stored.manifest)
         try:
-            return Description(catalog_named(manifest.catalog, data), manifest)
+            return Description(catalog_named(self._manifest.catalog, stored.catalog), self._manifest)
         except ManifestInvalid as error:
             raise self._corrupt(0, str(error)) from None
 
@@ -244,17 +264,16 @@ class StorageSource:
     def close(self) -> None:
         return
 
-    def _read_manifest(self) -> Manifest:
-        if self._manifest is None:
-            try:
-                self._manifest = Manifest.from_json(self._get(names.stored_manifest(self._save_id)))
-            except ManifestInvalid as error:
-                raise self._corrupt(0, str(error)) from None
-        return self._manifest
+    def _parsed(self, manifest: bytes) -> Manifest:
+        try:
+            return Manifest.from_json(manifest)
+        except ManifestInvalid as error:
+            raise self._corrupt(0, str(error)) from None
 
     def _read_tables(self, file: str) -> Mapping[str, ItemTable]:
         """Tables of the segments that the same node had."""
-        segments = self._read_manifest().segments
+        assert self._manifest is not None
+        segments = self._manifest.segments
         rank = _rank_of(file)
         nodes = [node for node, other in zip(segments.node, segments.rank, strict=True) if other == rank]
         if not nodes:

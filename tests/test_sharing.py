@@ -141,10 +141,12 @@ def test_every_rank_gets_what_it_needs_and_storage_gives_it_once(needs: list[Nee
             any(part.window_nbytes for part, need in zip(parts, needs, strict=True) if need.node == node)
         )
         if next(need.window_nbytes for need in needs if need.node == node) >= 16:
-            together_asked = sum((asked[rank] for rank, need in enumerate(needs) if need.node == node), Counter())
+            together_asked = sum(
+                (asked[rank] for rank, need in enumerate(needs) if need.node == node), Counter[tuple[str, int]]()
+            )
             assert set(together_asked.values()) <= {1}
     if across_nodes and all(need.window_nbytes >= 16 for need in needs):
-        assert set(sum(asked, Counter()).values()) <= {1}
+        assert set(sum(asked, Counter[tuple[str, int]]()).values()) <= {1}
 
 
 def test_fetching_is_shared_out_evenly() -> None:
@@ -209,8 +211,15 @@ def _load_counted(jobs: Sequence[Job], road: str, broadcast: bool) -> int:
     """Load everything on this rank; how many bytes of segments it asked storage for."""
     job = jobs[dist.get_rank() if dist.is_initialized() else 0]
     state, asked = _replicated(filled=False), _Asked()
-    together.WINDOW = MOST
-    pieces.PIECE = sharing.PIECE = 1 << 20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(together, "WINDOW", MOST)
+        for module in (pieces, sharing):
+            patch.setattr(module, "PIECE", 1 << 20)
+        _load_and_compare(job, state, asked, road, broadcast)
+    return asked.nbytes
+
+
+def _load_and_compare(job: Job, state: dict[str, Any], asked: _Asked, road: str, broadcast: bool) -> None:
     with asked.counting(), job.reader(broadcast=broadcast) as reader:
         {"dcp_mem": dcp_mem.load, "dcp": dcp.load}[road](state, storage_reader=reader)
         assert reader.report().source == "storage"
@@ -220,11 +229,10 @@ def _load_counted(jobs: Sequence[Job], road: str, broadcast: bool) -> int:
         else:
             assert state[name] == expected
     assert not list(Path(job.memory).glob(".restoring*")), "a window was left"
-    return asked.nbytes
 
 
 @pytest.fixture
-def stored(tmp_path: Path, memory_root: Path) -> Callable[[int], list[Job]]:
+def stored(tmp_path: Path, memory_root: Path) -> Callable[..., list[Job]]:
     """A saved checkpoint, in no memory; jobs of ranks on so many nodes (memory roots of their own)."""
     saver = Job(str(tmp_path / "storage"), str(memory_root / "saver"))
     forked(_save_replicated, saver)
@@ -232,7 +240,7 @@ def stored(tmp_path: Path, memory_root: Path) -> Callable[[int], list[Job]]:
     def on_nodes(*nodes: int) -> list[Job]:
         return [Job(saver.url, str(memory_root / f"node{node}")) for node in nodes]
 
-    return on_nodes  # type: ignore[return-value]
+    return on_nodes
 
 
 def _stored_nbytes(job: Job) -> int:
@@ -261,16 +269,18 @@ def test_storage_gives_each_byte_once_for_each_node_or_in_all(
 
 
 def _load_without_room(jobs: Sequence[Job]) -> int:
-    together.room_for_window = lambda root: 0  # type: ignore[assignment]
-    return _load_counted(jobs, "dcp_mem", False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(together, "room_for_window", lambda root: 0)
+        return _load_counted(jobs, "dcp_mem", False)
 
 
 def _load_where_the_window_fails(jobs: Sequence[Job]) -> Exception | None:
     def make_window(root: str, token: str, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
 
-    together.make_window = make_window
-    return raised_by(lambda: _load_counted(jobs, "dcp_mem", False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(together, "make_window", make_window)
+        return raised_by(lambda: _load_counted(jobs, "dcp_mem", False))
 
 
 def test_without_room_for_a_window_every_rank_fetches_for_itself(stored: Callable[..., list[Job]]) -> None:
