@@ -1,6 +1,8 @@
 """Every route keeps the promises of `Storage`; and what each says when storage is missing, closed or gone."""
 
 import base64
+import builtins
+import errno
 import os
 import re
 import secrets
@@ -16,7 +18,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from dcp_mem.errors import DcpMemError, StorageRefused, StorageUnavailable
+from dcp_mem.errors import CheckpointExists, DcpMemError, StorageKeyMissing, StorageRefused, StorageUnavailable
 from dcp_mem.storage import Storage
 from dcp_mem.storage.fsspec_route import FsspecStorage
 from dcp_mem.storage.posix import PosixStorage
@@ -298,3 +300,85 @@ def test_a_full_disk_is_unavailable_until_there_is_room(
     filler.unlink()
     operation(storage)
     assert storage.get("step-1/key") == b"12345"
+
+
+# -- what an NFS client does to a directory (on a real mount: tests/test_nfs.py) -------------------------------------------
+
+
+@pytest.mark.parametrize("operation", [OPERATIONS[name] for name in ("get", "read_into")], ids=["get", "read_into"])
+def test_a_name_that_is_listed_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: Callable[[Storage], object]
+) -> None:
+    storage = PosixStorage(str(tmp_path))
+    storage.put("step-1/key", b"12345")
+    expected = operation(storage)
+    with monkeypatch.context() as patch:
+        _miss_until_listed(patch, tmp_path)
+        assert operation(storage) == expected
+
+
+@pytest.mark.parametrize("operation", [OPERATIONS[name] for name in ("get", "read_into")], ids=["get", "read_into"])
+def test_what_is_missing_from_a_directory_that_may_not_be_listed_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: Callable[[Storage], object]
+) -> None:
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    (tmp_path / "step-1").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", refuse)
+        _failure(lambda: operation(PosixStorage(str(tmp_path))), StorageKeyMissing)
+
+
+def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link_and_lose_the_answer(source: str, target: str) -> None:
+        link(source, target)
+        link(source, target)
+
+    link = os.link
+    storage = PosixStorage(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", link_and_lose_the_answer)
+        storage.put("step-1/.metadata", b"ours", create=True)
+        _failure(lambda: storage.put("step-1/.metadata", b"another", create=True), CheckpointExists)
+    assert storage.get("step-1/.metadata") == b"ours"
+    assert [entry.name for entry in storage.ls("step-1")] == [".metadata"]
+
+
+@each_operation
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO], ids=["ESTALE", "EIO"])
+def test_a_server_that_lost_a_file_or_fails_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: Callable[[Storage], object], number: int
+) -> None:
+    def fail(path: object, *_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), path)
+
+    storage = PosixStorage(str(tmp_path))
+    storage.put("step-1/key", b"12345")
+    with monkeypatch.context() as patch:
+        for module, name in ((os, "open"), (os, "scandir"), (os, "unlink"), (builtins, "open")):
+            patch.setattr(module, name, fail)
+        with pytest.raises(StorageUnavailable, match=re.escape(os.strerror(number))):
+            operation(storage)
+
+
+def _miss_until_listed(patch: pytest.MonkeyPatch, root: Path) -> None:
+    """Have nothing below the root be opened before its directory has been listed."""
+    listed = set[str]()
+
+    def listing(path: str) -> list[str]:
+        listed.add(path)
+        return listdir(path)
+
+    def missing(act: Callable[..., Any]) -> Callable[..., Any]:
+        def opening(path: Any, *args: Any, **options: Any) -> Any:
+            if str(path).startswith(str(root)) and os.path.dirname(path) not in listed:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            return act(path, *args, **options)
+
+        return opening
+
+    listdir = os.listdir
+    patch.setattr(os, "listdir", listing)
+    patch.setattr(os, "open", missing(os.open))
+    patch.setattr(builtins, "open", missing(builtins.open))

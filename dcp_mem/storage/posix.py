@@ -9,6 +9,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 from dcp_mem.errors import (
     CheckpointExists,
@@ -18,8 +19,10 @@ from dcp_mem.errors import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.files import remove, remove_directory_if_empty, sync_directory, write_atomically
+from dcp_mem.files import read_bytes, remove, remove_directory_if_empty, sync_directory, write_atomically
 from dcp_mem.storage import Entry, Unfinished, part_nbytes
+
+T = TypeVar("T")
 
 _REFUSED = {
     errno.EACCES,
@@ -61,18 +64,20 @@ class PosixStorage:
             try:
                 os.link(staged, path)
             except FileExistsError:
-                raise CheckpointExists(os.path.dirname(key), self.url) from None
+                # NFS: the server made our link and the answer was lost, so that the repeated request found it there.
+                if _links(staged) != 2:
+                    raise CheckpointExists(os.path.dirname(key), self.url) from None
             finally:
                 remove(staged)
             sync_directory(os.path.dirname(path))
 
     def get(self, key: str) -> bytes:
-        with self._translated(key), open(self._path(key), "rb") as stream:
-            return stream.read()
+        with self._translated(key):
+            return self._found(read_bytes, self._path(key))
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> int:
         with self._translated(key):
-            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = self._found(_open, self._path(key))
             try:
                 return _read(descriptor, offset, buffers)
             finally:
@@ -80,14 +85,15 @@ class PosixStorage:
 
     def ls(self, prefix: str) -> list[Entry]:
         try:
-            with self._translated(prefix), os.scandir(self._path(prefix)) as entries:
+            with self._translated(prefix), self._found(os.scandir, self._path(prefix)) as entries:
                 return [found for entry in entries if (found := _entry(entry)) is not None]
         except StorageKeyMissing:
             return []
 
     def delete(self, key: str) -> None:
         with self._translated():
-            remove(self._path(key))
+            with contextlib.suppress(FileNotFoundError):
+                self._found(os.unlink, self._path(key))
             remove_directory_if_empty(os.path.dirname(self._path(key)))
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
@@ -113,6 +119,27 @@ class PosixStorage:
 
     def _path(self, key: str) -> str:
         return os.path.join(self.url, key) if key else self.url
+
+    def _found(self, act: Callable[[str], T], path: str) -> T:
+        """What `act` returns for what lies at the path. Raises FileNotFoundError only where its directory doesn't list it.
+
+        An NFS client that has missed a name goes on missing it for half a minute, unless it lists the directory.
+        """
+        try:
+            return act(path)
+        except FileNotFoundError:
+            if not self._is_listed(path):
+                raise
+            return act(path)
+
+    def _is_listed(self, path: str) -> bool:
+        directory, name = os.path.split(path)
+        try:
+            return name in os.listdir(directory)
+        except PermissionError:  # one that may be searched but not read
+            return False
+        except FileNotFoundError:  # the directory itself may have been missed before, up to the root
+            return len(path) > len(self.url) and self._is_listed(directory) and name in os.listdir(directory)
 
     def _make_parent(self, path: str) -> None:
         """Make the directories above `path` where they are missing, all of them private, and durable like what is in them."""
@@ -153,7 +180,7 @@ class PosixUpload:
         self._path, self._translated = path, translated
         self._part = f"{path}.{uuid.uuid4().hex[:8]}.part"
         self._descriptor = os.open(self._part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        self._is_finished = False
+        self._is_named = False
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         offset = number * self.part_nbytes
@@ -164,18 +191,32 @@ class PosixUpload:
         return True
 
     def finish(self) -> None:
-        if self._is_finished:
-            return
         with self._translated():
-            os.fsync(self._descriptor)
-            os.rename(self._part, self._path)
-            self._is_finished = True
+            if not self._is_named:
+                os.fsync(self._descriptor)
+                os.rename(self._part, self._path)
+                self._is_named = True
             sync_directory(os.path.dirname(self._path))
 
     def close(self) -> None:
-        os.close(self._descriptor)
-        if not self._is_finished:
-            remove(self._part)
+        with contextlib.suppress(OSError):  # what it may say was told by fsync already, or hides why it wasn't asked
+            os.close(self._descriptor)
+        if not self._is_named:
+            with contextlib.suppress(OSError):
+                remove(self._part)
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _links(path: str) -> int:
+    """How many names the file has. Opened, since it is then that an NFS client asks its server."""
+    descriptor = _open(path)
+    try:
+        return os.fstat(descriptor).st_nlink
+    finally:
+        os.close(descriptor)
 
 
 def _read(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
