@@ -11,6 +11,8 @@ drops what it gets: what is measured is the client. Peers that aren't installed 
     routes      the ways to move bytes: raw sockets, SDKs, ours, peers
     cost        CPU, memory and throughput of one route
     table       routes side by side, and the verdicts on ours
+    clients     of the bare SDKs
+    contents    what lies on a target
     source      the bytes that are moved
     targets     where they are moved to
     sink        the server that drops bodies and serves zeros

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from benchmarks.procfs import Growth, resident, watching
 from benchmarks.samples import Sample
-from benchmarks.storage import source
+from benchmarks.storage import contents, source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,8 @@ class Way(Protocol):
 class Route:
     """A way by the names of its module and function: only the process that takes it imports it.
 
-    kinds: of targets that it works with. needs: the packages without which it doesn't.
+    kinds: of targets that it works with. needs: the packages without which it doesn't. leaves_objects: whether what it
+    uploads is there afterwards.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Route:
     function: str
     kinds: tuple[str, ...]
     needs: tuple[str, ...] = ()
+    leaves_objects: bool = True
 
     def way(self) -> Way:
         way: Way = getattr(import_module(f"benchmarks.storage.routes.{self.module}"), self.function)
@@ -81,20 +83,35 @@ class Cost:
 
 
 def measure(rank: Rank, spec: Spec) -> Cost:
-    """Take a route again and again, in this process."""
+    """Take a route again and again, in this process. Raises AssertionError where it didn't move what it should."""
     assert rank.world == 1
     way = spec.route.way()
+    target = spec.target.below(f"{spec.route.module}-{spec.route.function}")
     small, segments = source.mapped(spec.directory, SMALL_BYTES), source.mapped(spec.directory)
     if spec.fill is not None:
-        _once(spec.fill.way(), spec.target, [*small, *segments])
-    _once(way, spec.target, small)  # whatever is imported or started late, is there
+        _once(spec.fill.way(), target, [*small, *segments])
+    _once(way, target, small)  # whatever is imported or started late, is there
+    if spec.fill is not None:
+        source.mark(segments)
+    cost = _rounds(way, target, segments, spec.repeats)
+    if spec.fill is not None:
+        source.check_overwritten(segments)
+    elif spec.route.leaves_objects:
+        nbytes, stored = sum(segment.nbytes for segment in segments), contents.large_bytes(target, SMALL_BYTES)
+        if stored < nbytes:
+            raise AssertionError(f"{stored} bytes are there after an upload of {nbytes}")
+    contents.remove(target)
+    return cost
+
+
+def _rounds(way: Way, target: Target, segments: Sequence[Segment], repeats: int) -> Cost:
     nbytes = sum(segment.nbytes for segment in segments)
     cpu, rate = [], []
-    with way(spec.target, segments) as move:
+    with way(target, segments) as move:
         gc.collect()
         before, growth = resident().anonymous, Growth()
         with watching(lambda: [os.getpid()], LOOK_SECONDS) as peaks:
-            for _ in range(spec.repeats):
+            for _ in range(repeats):
                 start, cpu_start = time.perf_counter(), _cpu_seconds()
                 move()
                 rate.append(nbytes / GB / (time.perf_counter() - start))

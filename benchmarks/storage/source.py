@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 OBJECTS = 4
 PART_BYTES = 16 * MIB
+MARK = b"NOT READ"
 CONNECTIONS = 8
 """Of every route that lets itself be told."""
 
@@ -81,3 +82,16 @@ def mapped(directory: Path, first: int | None = None) -> list[Segment]:
             mapping = mmap.mmap(file.fileno(), first or 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         segments.append(Segment(path.name if first is None else f"small-{path.name}", path, mapping))
     return segments
+
+
+def mark(segments: Sequence[Segment]) -> None:
+    """Leave marks at both ends of every range, for a read to overwrite."""
+    for one in ranges(segments):
+        one.view[: len(MARK)] = one.view[-len(MARK) :] = MARK
+
+
+def check_overwritten(segments: Sequence[Segment]) -> None:
+    """Raise AssertionError where a mark is still there."""
+    for one in ranges(segments):
+        if MARK in (one.view[: len(MARK)], one.view[-len(MARK) :]):
+            raise AssertionError(f"{one.name} was not read from {one.start} on")

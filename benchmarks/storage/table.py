@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from benchmarks.storage.cost import Route
 
+TIMEOUT = 150.0
 COLUMNS = ("route", "CPU-s/GB", "x floor", "x raw SDK", "GB/s", "extra RssAnon", "extra RSS in all")
 
 
@@ -59,7 +60,7 @@ def take(routes: Sequence[Route], spec: Callable[[Route], Spec]) -> Found:
             missing[route.name] = f"not installed: {', '.join(absent)}"
             continue
         try:
-            costs[route.name] = in_fresh_processes(measure, spec(route), timeout=300)[0]
+            costs[route.name] = in_fresh_processes(measure, spec(route), timeout=TIMEOUT)[0]
         except MeasurementFailed as error:
             print(error)
             failed[route.name] = str(error).strip().splitlines()[-1]

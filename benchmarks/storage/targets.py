@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -43,6 +43,10 @@ class Target:
         """Of keys within the bucket: empty, or it ends with a slash."""
         path = urlsplit(self.url).path.strip("/")
         return f"{path}/" if path else ""
+
+    def below(self, name: str) -> Target:
+        """A root of its own on the same server."""
+        return replace(self, url=f"{self.url}/{name}")
 
     @property
     def address(self) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from benchmarks.storage.targets import AZURE, S3
 
 BOTH = (S3, AZURE)
 
-FLOOR = Route("raw sockets (floor)", "floor", "upload", BOTH)
+FLOOR = Route("raw sockets (floor)", "floor", "upload", BOTH, leaves_objects=False)
 SDK = Route("raw SDK, from memoryviews", "sdk", "upload", BOTH)
 OURS = Route("ours", "ours", "upload", BOTH)
 PIPE_FILE = Route("fsspec pipe_file", "fsspec_own", "pipe_file", BOTH)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from azstoragetorch.io import BlobIO
 
-from benchmarks.storage.routes.sdk import blob_url, container_sas
+from benchmarks.storage.clients import blob_url, container_sas
 from benchmarks.storage.routes.threads import for_each
 from benchmarks.storage.source import ranges
 

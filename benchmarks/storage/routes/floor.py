@@ -87,7 +87,10 @@ def _put(connection: socket.socket, exchange: Exchange) -> None:
     connection.sendall(exchange.view)
     status, length, rest = _head(connection)
     while len(rest) < length:
-        rest += connection.recv(HEAD_BYTES)
+        more = connection.recv(HEAD_BYTES)
+        if not more:
+            raise ConnectionResetError("the server closed the connection")
+        rest += more
     if status not in (200, 201):
         raise AssertionError(f"a put was answered with {status}: {rest!r}")
 

@@ -10,6 +10,7 @@ import fsspec
 
 from benchmarks.storage.routes.threads import for_each
 from benchmarks.storage.source import CONNECTIONS, ranges
+from benchmarks.storage.targets import S3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from benchmarks.storage.targets import Target
 
 WRITE_BYTES = 4 << 20
+MOST_BY_ONE_PUT = 50 << 20
+"""Of s3fs: what is larger it cuts into parts, and those it can cut out of a mapping."""
 
 
 @contextmanager
@@ -27,8 +30,8 @@ def pipe_file(target: Target, segments: Sequence[Segment]) -> Iterator[Callable[
 
     def put(segment: Segment) -> None:
         segment.map.seek(0)  # adlfs reads it as a file, and leaves it at its end
-        small = segment.nbytes <= WRITE_BYTES
-        fs.pipe_file(f"{root}/{segment.name}", bytes(segment.view) if small else segment.map)
+        one_put = target.kind == S3 and segment.nbytes <= MOST_BY_ONE_PUT
+        fs.pipe_file(f"{root}/{segment.name}", bytes(segment.view) if one_put else segment.map)
 
     with ThreadPoolExecutor(len(segments)) as pool:
         yield lambda: for_each(pool, put, segments)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import base64
-import datetime as dt
 import io
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import botocore.session
-from azure.storage.blob import BlobBlock, BlobServiceClient, ContainerSasPermissions, generate_container_sas
-from botocore import UNSIGNED
-from botocore.config import Config
+from azure.storage.blob import BlobBlock, BlobServiceClient
 
-from benchmarks.storage.dialects import AZURE_ACCOUNT
+from benchmarks.storage.clients import Body, blob_url, container_sas, s3_client
 from benchmarks.storage.routes.threads import for_each
 from benchmarks.storage.source import CONNECTIONS, ranges
-from benchmarks.storage.targets import AZURE, REGION
+from benchmarks.storage.targets import AZURE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,42 +23,15 @@ if TYPE_CHECKING:
     from benchmarks.storage.targets import Target
 
 
+READ_BYTES = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Presigned:
     """Where a part may be put by whoever knows this."""
 
     url: str
     range: Range
-
-
-class Body(io.RawIOBase):
-    """A view as the file that botocore wants for a body."""
-
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
-        self._position = 0
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = (0, self._position, len(self.view))[whence] + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        piece = self.view[self._position : self._position + len(buffer)]
-        buffer[: len(piece)] = piece
-        self._position += len(piece)
-        return len(piece)
 
 
 class Into(io.RawIOBase):
@@ -79,44 +48,6 @@ class Into(io.RawIOBase):
         self._view[self._position : self._position + len(data)] = data
         self._position += len(data)
         return len(data)
-
-
-def s3_client(target: Target) -> Any:
-    """A client that does no more than it has to: no checksums, and bodies are sent from where they lie."""
-    client = botocore.session.Session().create_client(
-        "s3",
-        endpoint_url=target.endpoint,
-        region_name=REGION,
-        aws_access_key_id=target.access_key,
-        aws_secret_access_key=target.secret_key,
-        config=Config(
-            max_pool_connections=2 * CONNECTIONS,
-            signature_version="s3v4" if target.signed else UNSIGNED,
-            s3={"addressing_style": "path"},
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-        ),
-    )
-    client.meta.events.register("before-send.s3.UploadPart", _send_view)
-    return client
-
-
-def _send_view(request: Any, **_: Any) -> None:
-    """Let http.client send a body by one call, where it would read a file in small pieces."""
-    if isinstance(request.body, Body):
-        request.body = request.body.view
-
-
-def container_sas(target: Target) -> str:
-    expiry = dt.datetime.now(dt.timezone.utc) + dt.timedelta(hours=2)
-    permission = ContainerSasPermissions(read=True, write=True, create=True, list=True)
-    return generate_container_sas(
-        AZURE_ACCOUNT, target.bucket, account_key=target.account_key, permission=permission, expiry=expiry
-    )
-
-
-def blob_url(target: Target, name: str) -> str:
-    return f"{target.account_url}/{target.bucket}/{target.prefix}{name}"
 
 
 def block_id(number: int) -> str:
@@ -165,8 +96,8 @@ def read(target: Target, segments: Sequence[Segment]) -> Iterator[Callable[[], N
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         if target.kind == AZURE:
             most = max(len(one.view) for one in wanted)
-            text = target.connection_string
-            with BlobServiceClient.from_connection_string(text, max_single_get_size=most) as service:
+            options: dict[str, Any] = {"max_single_get_size": most, "connection_data_block_size": READ_BYTES}
+            with BlobServiceClient.from_connection_string(target.connection_string, **options) as service:
                 yield lambda: for_each(pool, lambda one: _download(service, target, one), wanted)
         else:
             with closing(s3_client(target)) as client:
@@ -204,7 +135,7 @@ def _get(client: Any, target: Target, one: Range) -> None:
     with closing(answer["Body"]) as body:
         done = 0
         while done < len(one.view):
-            got = body.readinto(one.view[done:])
+            got = body.readinto(one.view[done : done + READ_BYTES])  # it makes a copy of that size on the way
             if not got:
                 raise ConnectionResetError("the body ended early")
             done += got
