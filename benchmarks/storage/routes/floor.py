@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from benchmarks.storage.targets import Target
 
 HEAD_BYTES = 16 << 10
+PATIENCE = struct.pack("ll", 60, 0)
+"""Seconds and microseconds until an answer, or more of one, has to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ def _connections(target: Target) -> Iterator[list[socket.socket]]:
         for _ in range(CONNECTIONS):
             connections.append(stack.enter_context(closing(socket.create_connection(target.address))))
             connections[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Not settimeout: with that, Python polls before every call, and this is the floor.
+            connections[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, PATIENCE)
         yield connections
 
 
