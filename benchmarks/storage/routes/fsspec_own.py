@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from benchmarks.storage.targets import Target
 
 WRITE_BYTES = 4 << 20
-MOST_BY_ONE_PUT = 50 << 20
-"""Of s3fs: what is larger it cuts into parts, and those it can cut out of a mapping."""
+MOST_BY_ONE_PUT = 100 << 20
+"""Of s3fs: what is larger than two chunks it cuts into parts, and those it can cut out of a mapping."""
 
 
 @contextmanager
