@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import datetime as dt
-import os
-import platform
-import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
-
-import torch
+from typing import TYPE_CHECKING
 
 from benchmarks.cases import first, memory, planning, restore, save, slowdown, steady
-from benchmarks.report import failures, summary
-from benchmarks.scratch import file_system, huge_pages
-from benchmarks.settings import GIB, Settings
+from benchmarks.command import head, leave_on_sigterm, run
+from benchmarks.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +37,7 @@ and, on top, `dcp.save` through a writer that does nothing: what it shows to be 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks; 1 when one of them could not be measured, whatever the verdicts."""
-    signal.signal(signal.SIGTERM, _leave)  # so that tmpfs is emptied
+    leave_on_sigterm()
     options = _parser().parse_args(arguments)
     settings = Settings(
         quick=options.quick,
@@ -54,16 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tmpfs=options.tmpfs,
         disk=options.disk,
     )
-    print(head := _head(settings))
-    sections: list[Section] = []
-    for name in options.only or CASES:
-        section = CASES[name](settings)
-        print(section.markdown, flush=True)
-        sections.append(section)
-        if options.output:  # after each, so that a late failure loses nothing
-            _write(options.output, head, sections)
-    print(summary(sections))
-    return int(failures(sections))
+    chosen = {name: CASES[name] for name in options.only or CASES}
+    return run(chosen, settings, _head(settings), options.output)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,47 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _leave(number: int, _frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
-def _write(path: Path, head: str, sections: Sequence[Section]) -> None:
-    parts = [head, *(section.markdown for section in sections), summary(sections)]
-    path.write_text("\n".join(parts))
-
-
 def _head(settings: Settings) -> str:
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    now = dt.datetime.now(dt.timezone.utc)
-    facts = {
-        "command": f"`python -m benchmarks.core {shlex.join(sys.argv[1:])}`".replace(" `", "`"),
-        "when": f"{now:%Y-%m-%d %H:%M} UTC, at commit {_commit()}",
-        "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {size / GIB:.0f} GiB, "
-        f"Linux {platform.release()}",
-        "software": f"Python {platform.python_version()}, torch {torch.__version__}",
-        "memory": f"{settings.tmpfs} ({file_system(settings.tmpfs)}; huge pages: {huge_pages()})",
-        "disk": f"{settings.disk} ({file_system(settings.disk)})",
-        "repeats": f"{settings.repeats}; fresh processes for first saves: {settings.restarts}; "
-        f"torch's writers: {settings.peer_repeats}",
-        "load": f"{os.getloadavg()[0]:.1f} before the start",
-    }
-    lines = [f"- {name}: {value}" for name, value in facts.items()]
-    return "\n".join(["# Benchmark results", "", *lines, "", HOW_TO_READ])
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.machine()
-
-
-def _commit() -> str:
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    repeats = (
+        f"{settings.repeats}; fresh processes for first saves: {settings.restarts}; "
+        f"torch's writers: {settings.peer_repeats}"
+    )
+    return head("benchmarks.core", settings, repeats, HOW_TO_READ)
 
 
 if __name__ == "__main__":

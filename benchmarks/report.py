@@ -12,7 +12,7 @@ from benchmarks.samples import Sample
 from benchmarks.scratch import Skipped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 COLUMNS = ("what", "floor", "ours", "ratio", "target", "met?", "torch peer", "ours vs peer")
 VERDICTS = {None: "", True: "yes", False: "**no**"}
@@ -47,17 +47,29 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """Figures without verdicts, in columns of their own."""
+
+    columns: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """Rows that were measured together, and what there is to say about them."""
+    """Rows that were measured together, the figures that they are about, and what there is to say about them."""
 
     rows: Sequence[Row]
     notes: Sequence[str] = ()
     title: str = ""
+    tables: Sequence[Table] = ()
 
     @property
     def markdown(self) -> str:
         notes = [f"- {note}" for note in self.notes]
-        lines = [f"### {self.title}", "", *_table(self.rows), ""]
+        rows = [Table(COLUMNS, [row.cells for row in self.rows])] if self.rows else []
+        lines = [f"### {self.title}", ""]
+        for table in (*self.tables, *rows):
+            lines += [*_table(table), ""]
         return "\n".join([*lines, *notes, ""] if notes else lines)
 
 
@@ -189,6 +201,6 @@ def _times_less(ours: Sample, peer: Sample) -> str:
     return f"{peer.median / ours.median:.1f} x less"
 
 
-def _table(rows: Iterable[Row]) -> list[str]:
-    lines = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells for row in rows)]
+def _table(table: Table) -> list[str]:
+    lines = [table.columns, ["---"] * len(table.columns), *table.lines]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]

@@ -1,0 +1,97 @@
+"""The bytes that are moved: objects of equal size, each a file in tmpfs, as the segments of a checkpoint are."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.settings import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+OBJECTS = 4
+PART_BYTES = 16 * MIB
+MARK = b"NOT READ"
+CONNECTIONS = 8
+"""Of every route that lets itself be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A file and its mapping. name: of the object that it becomes."""
+
+    name: str
+    path: Path
+    map: mmap.mmap
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.map)
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.map)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes of an object, from `start` on, and where they are in memory."""
+
+    name: str
+    number: int
+    start: int
+    view: memoryview
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.view)
+
+
+def ranges(segments: Sequence[Segment], nbytes: int = PART_BYTES) -> list[Range]:
+    """The segments cut into pieces; numbers count from 0 within each."""
+    return [
+        Range(segment.name, number, start, segment.view[start : start + nbytes])
+        for segment in segments
+        for number, start in enumerate(range(0, segment.nbytes, nbytes))
+    ]
+
+
+def make(directory: Path, nbytes: int) -> None:
+    """Write the files, `nbytes` in all, with bytes that don't compress."""
+    directory.mkdir()
+    block = os.urandom(MIB)
+    for index in range(OBJECTS):
+        with (directory / f"object-{index}").open("wb", buffering=0) as file:
+            for _ in range(nbytes // OBJECTS // MIB):
+                file.write(block)
+
+
+def mapped(directory: Path, first: int | None = None) -> list[Segment]:
+    """The files of `make`, mapped with every page in place: what a client adds to that is its own.
+
+    first: only so many bytes of each, under names of their own. Nothing is unmapped: clients may hold views for as long
+    as they live, and the process is there for one of them.
+    """
+    segments = []
+    for path in sorted(directory.iterdir()):
+        with path.open("r+b") as file:
+            mapping = mmap.mmap(file.fileno(), first or 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        segments.append(Segment(path.name if first is None else f"small-{path.name}", path, mapping))
+    return segments
+
+
+def mark(segments: Sequence[Segment]) -> None:
+    """Leave marks at both ends of every range, for a read to overwrite."""
+    for one in ranges(segments):
+        one.view[: len(MARK)] = one.view[-len(MARK) :] = MARK
+
+
+def check_overwritten(segments: Sequence[Segment]) -> None:
+    """Raise AssertionError where a mark is still there."""
+    for one in ranges(segments):
+        if MARK in (one.view[: len(MARK)], one.view[-len(MARK) :]):
+            raise AssertionError(f"{one.name} was not read from {one.start} on")
