@@ -13,6 +13,7 @@ from dcp_mem.errors import (
     CheckpointExists,
     CheckpointNotFound,
     ConfigError,
+    CredentialsExpired,
     DcpMemError,
     FlushFailed,
     JobInUse,
@@ -35,7 +36,8 @@ from dcp_mem.values import CheckpointStatus, State
 
 if TYPE_CHECKING:
     from dcp_mem.api import load, save
-    from dcp_mem.housekeeping import Reclaimed, reclaim
+    from dcp_mem.housekeeping import Reclaimed, collect_leftovers, delete, reclaim
+    from dcp_mem.leftovers import Leftover
     from dcp_mem.reader import MemoryStorageReader
     from dcp_mem.writer import MemoryStorageWriter
 
@@ -43,9 +45,12 @@ __version__ = "0.1.0"
 
 # The agent imports this package too, and has no use for torch: what needs it is imported on first use.
 _LAZY = {
+    "Leftover": "dcp_mem.leftovers",
     "MemoryStorageReader": "dcp_mem.reader",
     "MemoryStorageWriter": "dcp_mem.writer",
     "Reclaimed": "dcp_mem.housekeeping",
+    "collect_leftovers": "dcp_mem.housekeeping",
+    "delete": "dcp_mem.housekeeping",
     "load": "dcp_mem.api",
     "reclaim": "dcp_mem.housekeeping",
     "save": "dcp_mem.api",
@@ -56,9 +61,11 @@ __all__ = [
     "CheckpointNotFound",
     "CheckpointStatus",
     "ConfigError",
+    "CredentialsExpired",
     "DcpMemError",
     "FlushFailed",
     "JobInUse",
+    "Leftover",
     "ManifestInvalid",
     "MemoryBudgetExceeded",
     "MemoryRootRefused",
@@ -77,6 +84,8 @@ __all__ = [
     "UntrustedMetadata",
     "UntrustedObject",
     "WaitTimeout",
+    "collect_leftovers",
+    "delete",
     "every",
     "interval",
     "load",

@@ -21,6 +21,7 @@ from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.pickled import template_of
+from dcp_mem.leftovers import collect_older_attempts
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, share, try_lease
@@ -69,7 +70,9 @@ def _flush(job: FlushJob) -> None:
     faults.point("flush.started")
     if committed_save_id(job.storage, manifest) == manifest.save_id and not _is_described_anew(job):
         if manifest.committer == job.node:
-            collect_older_attempts(job)  # whoever committed it may have been killed before it came to that
+            collect_older_attempts(
+                job.storage, manifest
+            )  # whoever committed it may have been killed before it came to that
         return
     refuse_to_overwrite(job)
     nodes = nodes_done(job)
@@ -82,7 +85,7 @@ def _flush(job: FlushJob) -> None:
     if missing:
         raise NotYet(f"{', '.join(missing)} of {len(manifest.nodes)} nodes have not put their segments yet")
     commit(job)
-    collect_older_attempts(job)
+    collect_older_attempts(job.storage, manifest)
     there = Manifest.from_json(read_bytes(job.held.manifest_path))
     if there.save_id == manifest.save_id and there.catalog != manifest.catalog:
         raise NotYet("the coordinator has described it anew meanwhile")
@@ -176,7 +179,7 @@ def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTa
         )
         for segment in segments
     ]
-    return with_checksums(outgoing, upload_all(job.held, outgoing, job.storage, job.meter, job.throttle))
+    return with_checksums(outgoing, upload_all(job.held.directory, outgoing, job.storage, job.meter, job.throttle))
 
 
 def _items(layout: Layout, segment: Segment) -> ItemTable:
@@ -225,26 +228,13 @@ def committed_save_id(storage: Storage, manifest: Manifest) -> str:
     return manifest.save_id if manifest.save_id.encode() in metadata else ""
 
 
-def collect_older_attempts(job: FlushJob) -> None:
-    """Delete what earlier attempts at this checkpoint left under its name, now that ours is committed."""
-    manifest = job.held.manifest
-    for left in job.storage.unfinished(job.held.name):
-        if manifest.save_id in left.key:
-            job.storage.drop_unfinished(left.key)
-    for entry in job.storage.ls(job.held.name):
-        match = names.SEGMENT.fullmatch(entry.name)
-        ours = manifest.scope == names.COLLECTIVE or (
-            match is not None and names.rank_scope(int(match[1])) == manifest.scope
-        )
-        if match is not None and match[3] != manifest.save_id and ours:
-            job.storage.delete(job.key(entry.name))
-    if manifest.scope == names.COLLECTIVE:
-        for entry in job.storage.ls(job.key(names.OWN)):
-            is_ours = (
-                manifest.save_id in entry.name or entry.name == names.catalog_file(manifest.catalog).rpartition("/")[2]
-            )
-            if not is_ours and not entry.is_directory:
-                job.storage.delete(job.key(f"{names.OWN}/{entry.name}"))
+def drop_part(job: FlushJob) -> None:
+    """Take away what this node has put of a checkpoint that it can't finish, unless its part is done."""
+    if job.node in nodes_done(job) or committed_save_id(job.storage, job.held.manifest) == job.held.manifest.save_id:
+        return
+    for segment in job.held.manifest.of_node(job.node):
+        job.storage.drop_unfinished(job.key(segment.file))
+        job.storage.delete(job.key(segment.file))
 
 
 def _is_described_anew(job: FlushJob) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from dcp_mem import faults
 from dcp_mem.errors import DcpMemError, StorageUnavailable
 from dcp_mem.events import log
-from dcp_mem.flush import Evicted, FlushJob, NotYet, flush
+from dcp_mem.flush import Evicted, FlushJob, NotYet, drop_part, flush
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.memory.locks import job_is_live
@@ -184,6 +184,7 @@ class Flusher:
                 flush(FlushJob(held, memory.node, self._storage(registration), registration.overwrite))
         except Evicted:
             log.info("%s left memory before it was flushed", held.name)
+            self._drop(registration, memory, held)
             return
         except NotYet as reason:
             self._waits(memory, held, record, str(reason), time.monotonic() - started)
@@ -197,6 +198,14 @@ class Flusher:
         faults.point("flush.recorded")
         self._trouble.pop(held.manifest.save_id, None)
         log.info("%s is durable in %s (%.1f s)", held.name, registration.url, seconds)
+
+    def _drop(self, registration: Registration, memory: JobMemory, held: Held) -> None:
+        """Free what was put of a checkpoint that can't be finished any more."""
+        try:
+            with _environment(registration.environment):
+                drop_part(FlushJob(held, memory.node, self._storage(registration), registration.overwrite))
+        except Exception as error:
+            log.warning("what was put of %s can't be taken away (collect_leftovers does): %s", held.name, error)
 
     def _storage(self, registration: Registration) -> Storage:
         """The job's storage: kept, since file systems cost connections and some are never freed; opened anew after a failure."""

@@ -1,19 +1,23 @@
-"""Memory of jobs that are gone: found, and given back."""
+"""What nobody needs any more, found and given back: memory of jobs that are gone, and what lies on storage."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from dcp_mem.config import memory_root
-from dcp_mem.errors import JobInUse
+from dcp_mem.config import checkpoint_name, memory_root, settings
+from dcp_mem.errors import CheckpointNotFound, JobInUse
 from dcp_mem.events import log
 from dcp_mem.files import allocated_bytes
+from dcp_mem.leftovers import Leftover, delete_checkpoint, leftovers
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import JobLock, RunIdentity, is_leased, job_is_live, new_token
 from dcp_mem.memory.root import open_root
+from dcp_mem.storage.routes import open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,50 @@ def reclaim(
         ):
             continue
         found.append(_reclaim_one(root, name, force=force, dry_run=dry_run))
+    return found
+
+
+def delete(
+    path: str | os.PathLike[str],
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> int:
+    """Delete a checkpoint from storage, and nothing from memory; returns how many bytes that freed.
+
+    What makes it a checkpoint (`.metadata`) goes first. Where it is broken off, or raises StorageUnavailable, repeat it:
+    readers see no checkpoint of that name any more. Raises CheckpointNotFound where nothing lies under that name, StorageRefused.
+    """
+    chosen = settings(path, storage_options=storage_options)
+    assert chosen.url is not None
+    name = checkpoint_name(chosen.url, checkpoint_id)
+    storage = open_storage(chosen.url, chosen.storage_options)
+    if not storage.ls(name) and not storage.unfinished(name):
+        there = sorted(entry.name for entry in storage.ls("") if entry.is_directory)
+        raise CheckpointNotFound(name, chosen.url, there, [])
+    return delete_checkpoint(storage, name)
+
+
+def collect_leftovers(
+    path: str | os.PathLike[str],
+    *,
+    older_than: float = 86_400.0,
+    storage_options: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
+) -> list[Leftover]:
+    """Remove what saves that never became durable left under a job's root on storage; returns what was found.
+
+    That is: segments and manifests under names without a committed checkpoint, and uploads that nobody finished. older_than:
+    seconds since any of it was touched; longer than an agent may need to go on. dry_run: only look. Files that aren't dcp_mem's
+    are never touched. Raises StorageUnavailable, StorageRefused.
+    """
+    chosen = settings(path, storage_options=storage_options)
+    assert chosen.url is not None
+    storage = open_storage(chosen.url, chosen.storage_options)
+    found = leftovers(storage, older_than)
+    for one in found:
+        if not dry_run:
+            one.remove(storage)
     return found
 
 

@@ -20,7 +20,6 @@ from dcp_mem import faults
 from dcp_mem.errors import SegmentCorrupt
 from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of
 from dcp_mem.format.manifest import ItemTable
-from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.storage import LEAST_PART, Storage, Upload, part_count
 from dcp_mem.values import Segment
@@ -79,16 +78,16 @@ def parts_at_once() -> int:
 
 
 def upload_all(
-    held: Held, outgoing: Sequence[Outgoing], storage: Storage, meter: Meter, throttle: Throttle
+    directory: str, outgoing: Sequence[Outgoing], storage: Storage, meter: Meter, throttle: Throttle
 ) -> dict[str, Crcs]:
-    """Upload segments that storage lacks, and read the others; returns the checksums of all their blocks, by file.
+    """Upload a directory's segments that storage lacks, and read the others; returns checksums of their blocks, by file.
 
     Raises StorageUnavailable, StorageRefused, SegmentCorrupt (memory lacks bytes). What was put by then may stay, for the
     next attempt to go on with.
     """
     stop = threading.Event()
     with ExitStack() as resources:
-        ways = [resources.enter_context(_way(held, one, storage, meter, throttle, stop)) for one in outgoing]
+        ways = [resources.enter_context(_way(directory, one, storage, meter, throttle, stop)) for one in outgoing]
         tasks = [task for way in ways for task in way.tasks()]
         with ThreadPoolExecutor(parts_at_once(), thread_name_prefix="dcp_mem-upload") as pool:
             try:
@@ -102,10 +101,10 @@ def upload_all(
 
 @contextmanager
 def _way(
-    held: Held, outgoing: Outgoing, storage: Storage, meter: Meter, throttle: Throttle, stop: threading.Event
+    directory: str, outgoing: Outgoing, storage: Storage, meter: Meter, throttle: Throttle, stop: threading.Event
 ) -> Iterator[_Way]:
     segment = outgoing.segment
-    with _leased(held, segment) as descriptor:
+    with _leased(directory, segment) as descriptor:
         upload = None if outgoing.is_stored else storage.upload(outgoing.key, segment.nbytes)
         try:
             yield _Way(outgoing, descriptor, upload, meter, throttle, stop)
@@ -115,15 +114,16 @@ def _way(
 
 
 @contextmanager
-def _leased(held: Held, segment: Segment) -> Iterator[int]:
+def _leased(directory: str, segment: Segment) -> Iterator[int]:
+    name = os.path.basename(directory)
     try:
-        descriptor = open_leased(held.segment_path(segment.file))
+        descriptor = open_leased(os.path.join(directory, segment.file))
     except FileNotFoundError:
-        raise SegmentCorrupt(held.name, segment.rank, "memory", f"{segment.file} is gone") from None
+        raise SegmentCorrupt(name, segment.rank, "memory", f"{segment.file} is gone") from None
     try:
         there = os.fstat(descriptor).st_size
         if there < segment.nbytes:  # reading a mapping behind the end of its file would be SIGBUS
-            raise SegmentCorrupt(held.name, segment.rank, "memory", f"ends at {there} of {segment.nbytes} bytes")
+            raise SegmentCorrupt(name, segment.rank, "memory", f"ends at {there} of {segment.nbytes} bytes")
         yield descriptor
     finally:
         end_lease(descriptor)
