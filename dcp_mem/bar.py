@@ -20,18 +20,14 @@ _NAME_WIDTH = 24
 _SPEED_WINDOW = 10.0
 
 
-def show_nothing(entries: Sequence[CheckpointStatus]) -> None:
-    """For whoever waits and wants no bar."""
-
-
 @contextmanager
-def progress_bar(wanted: bool) -> Iterator[Show]:
-    """What shows how far checkpoints are, a line each, on stderr if that is a terminal; elsewhere it says nothing.
+def progress_bar(wanted: bool) -> Iterator[Show | None]:
+    """What shows how far checkpoints are, a line each, on stderr if that is a terminal; None where it is none.
 
     The lines stay when the wait is over.
     """
     if not wanted or not _is_terminal(sys.stderr):
-        yield show_nothing
+        yield None
         return
     with _columns() as progress:
         yield _Bar(progress).show

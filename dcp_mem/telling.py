@@ -60,7 +60,7 @@ class Attempt:
     def note_waiting(self) -> None:
         """Show that this node's part is done, and another's isn't."""
         record = self.record()
-        if record.transfer.stored_nbytes == record.transfer.nbytes:  # or another process is at it, and tells more
+        if 0 < record.transfer.nbytes == record.transfer.stored_nbytes:  # or another process is at it, and tells more
             self.note(replace(record, stage="waiting"))
 
     def _tell(self, stage: str, transfer: Transfer) -> None:

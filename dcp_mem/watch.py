@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dcp_mem import agent
-from dcp_mem.bar import Show, show_nothing
+from dcp_mem.bar import Show
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, ConfigError, FlushFailed, WaitTimeout
 from dcp_mem.events import log
@@ -46,7 +46,7 @@ def wait(
     state: str,
     timeout: float | None,
     wake: Callable[[bool], None],
-    show: Show = show_nothing,
+    show: Show | None = None,
 ) -> None:
     """Wait until a checkpoint (None: the newest that is meant for it) has the state. See `MemoryStorageWriter.wait`.
 
@@ -64,11 +64,12 @@ def wait(
         wake,
         f"{name or 'the newest checkpoint'} is not {state} yet",
         settings,
-        lambda: show(_awaited(settings, name, state)[:1]),
+        lambda: _awaited(settings, name, state)[:1],
+        show,
     )
 
 
-def wait_for_all(settings: Settings, wake: Callable[[bool], None], show: Show = show_nothing) -> None:
+def wait_for_all(settings: Settings, wake: Callable[[bool], None], show: Show | None = None) -> None:
     """Wait until nothing in memory awaits its flush. Raises FlushFailed for the newest one that storage refused."""
 
     def done() -> bool:
@@ -79,7 +80,7 @@ def wait_for_all(settings: Settings, wake: Callable[[bool], None], show: Show = 
         return not pending
 
     before = _refusals(settings)
-    _poll(done, None, wake, "flushing", settings, lambda: show([one for one in status(settings) if one.persist]))
+    _poll(done, None, wake, "flushing", settings, lambda: [one for one in status(settings) if one.persist], show)
 
 
 def _refusals(settings: Settings) -> dict[str, int]:
@@ -129,15 +130,15 @@ def _poll(
     wake: Callable[[bool], None],
     what: str,
     settings: Settings,
-    show: Callable[[], None],
+    awaited: Callable[[], Sequence[CheckpointStatus]],
+    show: Show | None,
 ) -> None:
     if done():
         return
     wake(True)
     started = woken = complained = time.monotonic()
     pause = 0.005
-    while not done():
-        show()
+    while not _done_and_shown(done, awaited, show):
         now = time.monotonic()
         if timeout is not None and now - started > timeout:
             raise WaitTimeout(f"{what} after {timeout:g} s; {_trouble(settings)}")
@@ -149,7 +150,16 @@ def _poll(
             complained = now
         time.sleep(pause)
         pause = min(pause * 1.3, _LONGEST_PAUSE)
-    show()
+
+
+def _done_and_shown(
+    done: Callable[[], bool], awaited: Callable[[], Sequence[CheckpointStatus]], show: Show | None
+) -> bool:
+    try:
+        return done()
+    finally:
+        if show is not None:
+            show(awaited())  # what it ended with as well, good or bad
 
 
 def _trouble(settings: Settings) -> str:

@@ -10,8 +10,9 @@ import contextlib
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
+from operator import attrgetter
 
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.manifest import FlushRecord, Manifest
@@ -66,6 +67,9 @@ class Line:
     error: str = ""
 
 
+_cells = attrgetter(*(field.name for field in fields(Line)))
+
+
 def line_of(manifest: Manifest, record: FlushRecord) -> Line:
     """The line of a checkpoint that this came of."""
     return Line(
@@ -95,13 +99,14 @@ def to_csv(lines: Sequence[Line]) -> bytes:
 def from_csv(data: bytes) -> list[Line]:
     """The lines of a file, in their order, without those that are damaged. Raises ManifestInvalid where it is no such file."""
     text = data.decode("utf-8", "replace").replace("\0", "\ufffd")
-    reader = csv.DictReader(io.StringIO(text, newline=""))
+    rows = csv.reader(io.StringIO(text, newline=""))
     found: list[Line] = []
-    is_history = False
+    places: dict[str, int] = {}
     with contextlib.suppress(csv.Error):  # from there on nothing is to be made of it
-        is_history = _NEEDED.issubset(reader.fieldnames or ())
-        found.extend(line for row in reader if (line := _line(row)) is not None)
-    if not is_history:
+        places = {column: place for place, column in enumerate(next(rows, []))}
+        if places.keys() >= _NEEDED:
+            found.extend(line for row in rows if (line := _line(row, places)) is not None)
+    if not places.keys() >= _NEEDED:
         raise ManifestInvalid("no history of checkpoints: its first line lacks columns")
     return found
 
@@ -127,33 +132,38 @@ def _rows(lines: Sequence[Line]) -> bytes:
     stream = io.StringIO(newline="")
     writer = csv.writer(stream, lineterminator=_END)
     for line in lines:
-        cells = zip(COLUMNS, astuple(line), strict=True)
+        cells = zip(COLUMNS, _cells(line), strict=True)
         writer.writerow([_iso(cell) if column in _MOMENTS else _guarded(cell) for column, cell in cells])
     return stream.getvalue().encode("utf-8", "replace")
 
 
-def _line(row: Mapping[str, str | None]) -> Line | None:
-    """What a row says; None where it is damaged. Columns that it lacks have their defaults."""
-    cells = {name: row.get(name) or "" for name in COLUMNS}
-    if None in row.values() or not (cells["name"] and cells["created"] and cells["outcome"]):
+def _line(row: Sequence[str], places: Mapping[str, int]) -> Line | None:
+    """What a row says; None where it is damaged. Columns that the file lacks have their defaults."""
+    if len(row) < len(places):
+        return None
+    name, save_id, created, world_size, nodes, nbytes, stage_seconds, outcome, durable, *figures, error = (
+        row[places[column]] if column in places else "" for column in COLUMNS
+    )
+    flush_seconds, throughput, parts, retries, attempts = figures
+    if not (name and created and outcome):
         return None
     try:
         return Line(
-            name=_unguarded(cells["name"]),
-            save_id=_unguarded(cells["save_id"]),
-            created=_moment(cells["created"]),
-            world_size=int(cells["world_size"] or 0),
-            nodes=int(cells["nodes"] or 0),
-            nbytes=int(cells["bytes"] or 0),
-            stage_seconds=float(cells["stage_seconds"] or 0.0),
-            outcome=_unguarded(cells["outcome"]),
-            durable=_moment(cells["durable"]),
-            flush_seconds=float(cells["flush_seconds"] or 0.0),
-            throughput_mib_s=float(cells["throughput_mib_s"] or 0.0),
-            parts=int(cells["parts"] or 0),
-            retries=int(cells["retries"] or 0),
-            attempts=int(cells["attempts"] or 0),
-            error=_unguarded(cells["error"]),
+            _unguarded(name),
+            _unguarded(save_id),
+            _moment(created),
+            int(world_size or 0),
+            int(nodes or 0),
+            int(nbytes or 0),
+            float(stage_seconds or 0.0),
+            _unguarded(outcome),
+            _moment(durable),
+            float(flush_seconds or 0.0),
+            float(throughput or 0.0),
+            int(parts or 0),
+            int(retries or 0),
+            int(attempts or 0),
+            _unguarded(error),
         )
     except (ValueError, OverflowError):
         return None
@@ -168,7 +178,7 @@ def _guarded(cell: str | float) -> str | float:
 
 
 def _unguarded(text: str) -> str:
-    return text[1:] if text.startswith("'") and text.lstrip("'").startswith(_FORMULAS) else text
+    return text[1:] if text[:1] == "'" and text.lstrip("'").startswith(_FORMULAS) else text
 
 
 def _iso(moment: float) -> str:
