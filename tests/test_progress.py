@@ -16,9 +16,11 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_mem.session
 from dcp_mem import CheckpointStatus, ConfigError, MemoryBudgetExceeded, MemoryStorageWriter, State
+from dcp_mem.flusher import Flusher, Registration
 from dcp_mem.format.histories import Line, from_csv, to_csv
 from dcp_mem.format.manifest import FlushRecord, NodeManifest
 from dcp_mem.memory.job import Held, JobMemory
+from dcp_mem.storage.posix import PosixUpload
 from dcp_mem.values import Transfer
 from tests.forks import forked, forked_ranks
 from tests.gates import install as install_gate
@@ -262,6 +264,61 @@ def test_the_limit_may_come_from_the_environment(job: Job, monkeypatch: pytest.M
     assert forked(_seconds_of_a_flush, job, 48) > 0.9
 
 
+def _flush_what_storage_has_already(job: Job) -> Transfer:
+    put_part = PosixUpload.put_part
+
+    def put_what_is_there(upload: PosixUpload, number: int, data: memoryview, crc32c: int) -> bool:
+        put_part(upload, number, data, crc32c)
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PosixUpload, "put_part", put_what_is_there)
+        with job.writer(agent="thread", upload_limit="1MiB") as writer:
+            _save_mib(writer, 48, "step-1")
+            writer.wait(timeout=40)  # each part that was sent would take 16 seconds
+            return writer.status()[0].transfer
+
+
+def test_what_storage_has_already_doesnt_count(job: Job) -> None:
+    found = forked(_flush_what_storage_has_already, job)
+    assert found.stored_nbytes == found.nbytes > 48 * _MIB
+    assert (found.parts, found.sent_parts, found.sent_nbytes, found.throughput) == (4, 0, 0, 0.0)
+
+
+def _flush_by_one_flusher(slow: Job, quick: Job) -> list[CheckpointStatus]:
+    """A byte a second lets one small checkpoint through, and the next after an hour."""
+    flusher = Flusher(slow.memory)
+
+    def registration(job: Job, limit: int | None) -> Registration:
+        return Registration(job.name or "", job.url or "", overwrite=True, upload_limit=limit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.session.Session, "wake_agent", lambda *_, **__: None)
+        writers = slow.writer(agent="thread"), quick.writer(agent="thread")
+        flusher.register(registration(slow, 1))
+        flusher.register(registration(quick, None))
+        for writer in writers:
+            save(writer, 1)
+        assert flusher.flush_next()
+        assert flusher.flush_next()
+        flusher.register(registration(slow, None))
+        save(writers[0], 2)
+        assert flusher.flush_next()
+        found = [one for writer in writers for one in writer.status()]
+        for writer in writers:
+            writer.close(flush=False)
+        return found
+
+
+def test_each_job_has_a_limit_of_its_own_which_it_may_change(job: Job, tmp_path: Path) -> None:
+    found = forked(_flush_by_one_flusher, job, Job(str(tmp_path / "other"), job.memory, name="other"))
+    assert [(one.name, one.state) for one in found] == [
+        ("step-2", State.DURABLE),
+        ("step-1", State.DURABLE),
+        ("step-1", State.DURABLE),
+    ]
+
+
 # -- the bar -----------------------------------------------------------------------------------------------------------
 
 _SCRIPT = """
@@ -305,7 +362,3 @@ def test_a_bar_says_nothing_where_there_is_no_terminal(job: Job, method: str) ->
     command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, str(job.url), job.memory, method]
     result = subprocess.run(command, check=True, capture_output=True)
     assert (result.stdout, result.stderr) == (b"", b"")
-
-
-def test_a_transfer_of_nothing_has_no_throughput() -> None:
-    assert Transfer().throughput == 0.0
