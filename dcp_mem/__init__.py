@@ -32,7 +32,7 @@ from dcp_mem.errors import (
     WaitTimeout,
 )
 from dcp_mem.policy.persistence import Persist, every, interval
-from dcp_mem.values import CheckpointStatus, State
+from dcp_mem.values import CheckpointStatus, State, Transfer
 
 if TYPE_CHECKING:
     from dcp_mem.api import load, save
@@ -81,6 +81,7 @@ __all__ = [
     "StorageKeyMissing",
     "StorageRefused",
     "StorageUnavailable",
+    "Transfer",
     "UntrustedMetadata",
     "UntrustedObject",
     "WaitTimeout",

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.persistence import Persist, persist_policy
+from dcp_mem.values import HISTORIES
 
 OnFull = Literal["wait", "skip", "raise"]
 AgentKind = Literal["process", "thread"]
@@ -36,6 +37,7 @@ class Settings:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     overwrite: bool = True
     agent: AgentKind = "process"
+    upload_limit: int | None = None
 
 
 def settings(
@@ -50,6 +52,7 @@ def settings(
     storage_options: Mapping[str, Any] | None = None,
     overwrite: bool = True,
     agent: str = "process",
+    upload_limit: int | str | None = None,
 ) -> Settings:
     """Check the arguments of `MemoryStorageWriter` and fill in the defaults. Raises ConfigError."""
     if on_full not in ("wait", "skip", "raise"):
@@ -61,29 +64,36 @@ def settings(
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigError(f"storage_options is a {type(storage_options).__name__}: give a mapping, as fsspec takes it")
     url = root_url(path)
-    limit = memory_limit if memory_limit is not None else os.environ.get("DCP_MEM_MEMORY_LIMIT") or None
     return Settings(
         url=url,
         memory_root=memory_root(memory),
         job=job_name(job, url),
         persist=persist_policy(persist if url is not None else False),
         keep=keep,
-        memory_limit=None if limit is None else parse_bytes(limit),
+        memory_limit=_limit("memory_limit", memory_limit),
         on_full=on_full,  # type: ignore[arg-type]
         storage_options=dict(storage_options or {}),
         overwrite=overwrite,
         agent=agent,  # type: ignore[arg-type]
+        upload_limit=_limit("upload_limit", upload_limit),
     )
 
 
-def parse_bytes(size: int | str) -> int:
+def _limit(argument: str, given: int | str | None) -> int | None:
+    """Bytes that the argument says, else its variable; None where neither is given."""
+    limit = given if given is not None else os.environ.get(f"DCP_MEM_{argument.upper()}") or None
+    return None if limit is None else parse_bytes(limit, argument)
+
+
+def parse_bytes(size: int | str, argument: str) -> int:
     """Bytes of a number or of a text like "64GiB" or "1.5 GB". Raises ConfigError."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"memory_limit={size!r}: give bytes, or a text such as '64GiB' or '500MB'")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    nbytes = int(float(match[1]) * _UNITS.get(match[2].lower(), 0)) if match is not None else 0
+    if not nbytes:
+        raise ConfigError(f"{argument}={size!r}: give bytes, or a text such as '64GiB' or '500MB'")
+    return nbytes
 
 
 def memory_root(memory: str | os.PathLike[str] | None) -> str:
@@ -171,7 +181,7 @@ def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> s
         if text.startswith("file://") and text[7:].startswith(url + "/"):
             name = text[7 + len(url) + 1 :]
     name = name.rstrip("/")
-    if not _NAME.fullmatch(name) or len(name) > 200:
+    if not _NAME.fullmatch(name) or len(name) > 200 or name == HISTORIES:
         raise ConfigError(
             f"checkpoint_id={text!r} is no name under {url or 'the job'}: give a plain name such as 'step-100', or a full "
             f"path or URL directly under the root"

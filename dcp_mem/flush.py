@@ -25,8 +25,9 @@ from dcp_mem.leftovers import collect_older_attempts
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, share, try_lease
+from dcp_mem.metering import Meter, Throttle
 from dcp_mem.storage import Storage
-from dcp_mem.uploading import Meter, Outgoing, Throttle, upload_all, with_checksums
+from dcp_mem.uploading import Outgoing, upload_all, with_checksums
 from dcp_mem.values import Segment
 
 
@@ -68,23 +69,27 @@ def flush(job: FlushJob) -> None:
 def _flush(job: FlushJob) -> None:
     manifest = job.held.manifest
     faults.point("flush.started")
+    ours = sum(segment.nbytes for segment in manifest.of_node(job.node))
     if committed_save_id(job.storage, manifest) == manifest.save_id and not _is_described_anew(job):
         if manifest.committer == job.node:
-            collect_older_attempts(
-                job.storage, manifest
-            )  # whoever committed it may have been killed before it came to that
+            # whoever committed it may have been killed before it came to that
+            collect_older_attempts(job.storage, manifest)
+        job.meter.find_stored(ours)
         return
     refuse_to_overwrite(job)
     nodes = nodes_done(job)
     if job.node not in nodes:
         put_part(job)
         nodes = nodes_done(job)
+    else:
+        job.meter.find_stored(ours)
     missing = [node for node in manifest.nodes if node not in nodes]
     if manifest.committer != job.node:
         raise NotYet(f"node {manifest.committer} has not committed it yet")
     if missing:
         raise NotYet(f"{', '.join(missing)} of {len(manifest.nodes)} nodes have not put their segments yet")
-    commit(job)
+    with job.meter.stage("commit"):
+        commit(job)
     collect_older_attempts(job.storage, manifest)
     there = Manifest.from_json(read_bytes(job.held.manifest_path))
     if there.save_id == manifest.save_id and there.catalog != manifest.catalog:
@@ -157,11 +162,12 @@ def nodes_done(job: FlushJob) -> frozenset[str]:
 def put_part(job: FlushJob) -> None:
     """Upload this node's segments, and then what it knows of them."""
     manifest = job.held.manifest
-    tables = put_segments(job, manifest.of_node(job.node))
+    with job.meter.stage("segments"):
+        tables = put_segments(job, manifest.of_node(job.node))
     faults.point("flush.segments")
     job.storage.put(
         job.key(names.stored_node_manifest(manifest.save_id, job.node)),
-        NodeManifest(manifest.save_id, job.node, tables).to_json(),
+        NodeManifest(manifest.save_id, job.node, tables, job.meter.transfer()).to_json(),
     )
     faults.point("flush.node_manifest")
 

@@ -17,12 +17,14 @@ from dcp_mem import faults
 from dcp_mem.errors import DcpMemError, StorageUnavailable
 from dcp_mem.events import log
 from dcp_mem.flush import Evicted, FlushJob, NotYet, drop_part, flush
+from dcp_mem.format.histories import line_of
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.memory.locks import job_is_live
-from dcp_mem.storage import Storage
-from dcp_mem.storage.patient import Patience
+from dcp_mem.metering import Throttle
+from dcp_mem.storage.patient import Patience, PatientStorage
 from dcp_mem.storage.routes import open_storage
+from dcp_mem.telling import Attempt, add_to_stored_history
 
 _CREDENTIAL_PREFIXES = (
     "AWS_",
@@ -51,7 +53,7 @@ class Registration:
     """A job that wants its checkpoints flushed. Options and environment may hold secrets: they stay in memory and out of repr.
 
     environment: the trainer's variables for storage SDKs; None where the flusher runs in the trainer itself.
-    now: somebody waits for it: failed flushes are tried again at once.
+    now: somebody waits for it: failed flushes are tried again at once. upload_limit: bytes per second of this node.
     """
 
     job: str
@@ -60,10 +62,14 @@ class Registration:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     environment: Mapping[str, str] | None = field(default=None, repr=False)
     now: bool = False
+    upload_limit: int | None = None
 
     def goes_to_the_same_place(self, other: Registration) -> bool:
         """Whether the other one differs in nothing that reaches storage."""
-        return replace(self, now=False, overwrite=False) == replace(other, now=False, overwrite=False)
+        return self._place() == other._place()
+
+    def _place(self) -> Registration:
+        return replace(self, now=False, overwrite=False, upload_limit=None)
 
 
 def credential_environment() -> dict[str, str]:
@@ -75,7 +81,7 @@ def credential_environment() -> dict[str, str]:
 class _Trouble:
     """Failures of one checkpoint's flush so far. waits: how often other nodes' parts were missing, since `waiting`.
 
-    part: seconds that this node's own part took.
+    part: seconds that this node's own part took. looked: when other nodes' parts were last looked for (0.0: they aren't).
     """
 
     job: str
@@ -86,6 +92,7 @@ class _Trouble:
     waits: int = 0
     waiting: float = 0.0
     part: float = 0.0
+    looked: float = 0.0
 
 
 class Flusher:
@@ -95,7 +102,8 @@ class Flusher:
         self._root = root
         self._jobs: dict[str, Registration] = {}
         self._trouble: dict[str, _Trouble] = {}
-        self._storages: dict[str, tuple[Registration, Storage]] = {}
+        self._storages: dict[str, tuple[Registration, PatientStorage]] = {}
+        self._throttles: dict[str, tuple[int | None, Throttle]] = {}
         self._unwritten: dict[str, tuple[JobMemory, Held, FlushRecord]] = {}
         self._served: dict[str, float] = {}
 
@@ -177,27 +185,27 @@ class Flusher:
         return trouble.refusals < _ORPHAN_REFUSALS and time.monotonic() - since < _ORPHAN_PATIENCE
 
     def _flush(self, registration: Registration, memory: JobMemory, held: Held) -> None:
-        started = time.monotonic()
-        record = replace(held.flush, attempts=held.flush.attempts + 1)
+        trouble = self._trouble.get(held.manifest.save_id)
+        waited = time.monotonic() - trouble.looked if trouble is not None and trouble.looked else 0.0
+        attempt = Attempt(memory, held, waited)
         try:
             with _environment(registration.environment):
-                flush(FlushJob(held, memory.node, self._storage(registration), registration.overwrite))
+                record = self._flushed(registration, memory, held, attempt)
         except Evicted:
             log.info("%s left memory before it was flushed", held.name)
             self._drop(registration, memory, held)
             return
         except NotYet as reason:
-            self._waits(memory, held, record, str(reason), time.monotonic() - started)
+            self._waits(memory, held, attempt, str(reason))
             return
         except Exception as error:  # whatever it was, training and the other checkpoints must go on
             self._storages.pop(registration.job, None)
-            self._failed(memory, held, record, error)
+            self._failed(memory, held, attempt.record(), error)
             return
-        seconds = time.monotonic() - started
-        self._record(memory, held, replace(record, outcome="durable", error="", durable=time.time(), seconds=seconds))
+        self._record(memory, held, record)
         faults.point("flush.recorded")
         self._trouble.pop(held.manifest.save_id, None)
-        log.info("%s is durable in %s (%.1f s)", held.name, registration.url, seconds)
+        log.info("%s is durable in %s (%.1f s)", held.name, registration.url, attempt.seconds)
 
     def _drop(self, registration: Registration, memory: JobMemory, held: Held) -> None:
         """Free what was put of a checkpoint that can't be finished any more."""
@@ -207,7 +215,25 @@ class Flusher:
         except Exception as error:
             log.warning("what was put of %s can't be taken away (collect_leftovers does): %s", held.name, error)
 
-    def _storage(self, registration: Registration) -> Storage:
+    def _flushed(self, registration: Registration, memory: JobMemory, held: Held, attempt: Attempt) -> FlushRecord:
+        """Flush it; what is to be written down of that. The committing node tells it to the history on storage, too."""
+        storage, throttle = self._storage(registration), self._throttle(registration)
+        flush(FlushJob(held, memory.node, storage, registration.overwrite, attempt.meter(storage), throttle))
+        ended = attempt.record()
+        record = replace(ended, outcome="durable", error="", durable=time.time(), attempts=ended.attempts + 1)
+        if held.manifest.committer == memory.node:
+            add_to_stored_history(storage, line_of(held.manifest, record), memory.history())
+        return record
+
+    def _throttle(self, registration: Registration) -> Throttle:
+        """The job's throttle, kept: what one flush sent counts for the next."""
+        known = self._throttles.get(registration.job)
+        if known is None or known[0] != registration.upload_limit:
+            known = registration.upload_limit, Throttle(registration.upload_limit)
+            self._throttles[registration.job] = known
+        return known[1]
+
+    def _storage(self, registration: Registration) -> PatientStorage:
         """The job's storage: kept, since file systems cost connections and some are never freed; opened anew after a failure."""
         known = self._storages.get(registration.job)
         if known is None or not known[0].goes_to_the_same_place(registration):
@@ -215,35 +241,42 @@ class Flusher:
             self._storages[registration.job] = known
         return known[1]
 
-    def _waits(self, memory: JobMemory, held: Held, record: FlushRecord, reason: str, seconds: float) -> None:
+    def _waits(self, memory: JobMemory, held: Held, attempt: Attempt, reason: str) -> None:
         """This node's part is up and another's is missing. One that stays away has dropped the checkpoint, or died.
 
         Where a newer one is durable there is little to lose: then it gets some times the time that the part took here.
         """
         now = time.monotonic()
         trouble = self._trouble_of(memory, held)
-        trouble.part = max(trouble.part, seconds)
+        trouble.part = max(trouble.part, attempt.seconds)
         trouble.waiting = trouble.waiting or now
+        trouble.looked = now
         trouble.waits += 1
         trouble.again = now + min(_LONGEST_LOOK, 0.05 * 1.5 ** min(trouble.waits, 20))
         waited = now - trouble.waiting
         is_superseded = any(other.flush.outcome == "durable" and _is_newer(other, held) for other in memory.held())
         if is_superseded and waited > _PEER_LAG + 10 * trouble.part:
-            self._record(memory, held, replace(record, outcome="skipped", error=f"{reason}; a newer one is durable"))
+            ended = attempt.record()
+            why = f"{reason}; a newer one is durable"
+            self._record(memory, held, replace(ended, outcome="skipped", error=why, attempts=ended.attempts + 1))
             log.warning("%s is skipped: %s", held.name, reason)
         elif waited > _PEER_PATIENCE:
-            self._failed(memory, held, record, StorageUnavailable(self._jobs[memory.job].url, reason))
+            self._failed(memory, held, attempt.record(), StorageUnavailable(self._jobs[memory.job].url, reason))
+        else:
+            attempt.note_waiting()
 
     def _failed(self, memory: JobMemory, held: Held, record: FlushRecord, error: Exception) -> None:
         text = str(error) if isinstance(error, DcpMemError) else f"{type(error).__name__}: {error}"
         passing = isinstance(error, StorageUnavailable) or not isinstance(error, DcpMemError)
-        self._record(memory, held, replace(record, outcome="failed" if passing else "refused", error=text))
-        now = time.monotonic()
         trouble = self._trouble_of(memory, held)
+        pause = min(_LONGEST_PAUSE, 0.5 * 2 ** min(trouble.attempts + 1, 10)) * random.uniform(0.7, 1.3)
+        outcome, attempts, again = "failed" if passing else "refused", record.attempts + 1, time.time() + pause
+        self._record(memory, held, replace(record, outcome=outcome, error=text, attempts=attempts, again=again))
+        now = time.monotonic()
         trouble.first = trouble.first or now
         trouble.attempts += 1
         trouble.refusals += not passing
-        pause = min(_LONGEST_PAUSE, 0.5 * 2 ** min(trouble.attempts, 10)) * random.uniform(0.7, 1.3)
+        trouble.looked = 0.0
         trouble.again = now + pause
         log.warning("flush of %s failed, next try in %.1f s: %s", held.name, pause, text)
 
@@ -251,6 +284,7 @@ class Flusher:
         """Write down how a flush went; remembered here for as long as memory has no room even for that."""
         try:
             memory.record_flush(held, record)
+            memory.add_to_history(line_of(held.manifest, record))
             self._unwritten.pop(record.save_id, None)
         except (DcpMemError, OSError) as error:
             self._unwritten[record.save_id] = (memory, held, record)

@@ -308,7 +308,13 @@ def registration_of(settings: Settings, *, now: bool = False) -> Registration:
     """What the agent must know of this job. now: that somebody waits for it."""
     assert settings.url is not None
     return Registration(
-        settings.job, settings.url, settings.overwrite, settings.storage_options, credential_environment(), now
+        settings.job,
+        settings.url,
+        settings.overwrite,
+        settings.storage_options,
+        credential_environment(),
+        now,
+        settings.upload_limit,
     )
 
 

@@ -10,7 +10,6 @@ import contextlib
 import mmap
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from dcp_mem.errors import SegmentCorrupt
 from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.locks import end_lease, open_leased
+from dcp_mem.metering import Meter, Throttle
 from dcp_mem.storage import LEAST_PART, Storage, Upload, part_count
 from dcp_mem.values import Segment
 
@@ -35,41 +35,6 @@ class Outgoing:
     table: ItemTable
     key: str
     is_stored: bool
-
-
-class Meter:
-    """Counts what passes. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.nbytes = self.parts = self.sent_nbytes = self.sent_parts = 0
-
-    def count(self, nbytes: int, *, is_sent: bool) -> None:
-        """Note a part that storage has now, sent by us or known from an earlier attempt."""
-        with self._lock:
-            self.nbytes += nbytes
-            self.parts += 1
-            if is_sent:
-                self.sent_nbytes += nbytes
-                self.sent_parts += 1
-
-
-class Throttle:
-    """Lets through so many bytes per second, None for as many as come. Thread-safe."""
-
-    def __init__(self, bytes_per_second: float | None) -> None:
-        self._rate = bytes_per_second
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def wait(self, nbytes: int) -> None:
-        """Wait for this part's turn."""
-        if self._rate is None:
-            return
-        with self._lock:
-            turn = max(self._free_at, time.monotonic())
-            self._free_at = turn + nbytes / self._rate
-        time.sleep(max(0.0, turn - time.monotonic()))
 
 
 def parts_at_once() -> int:
@@ -89,6 +54,7 @@ def upload_all(
     with ExitStack() as resources:
         ways = [resources.enter_context(_way(directory, one, storage, meter, throttle, stop)) for one in outgoing]
         tasks = [task for way in ways for task in way.tasks()]
+        meter.expect(sum(one.segment.nbytes for one in outgoing), sum(len(numbers) for _, numbers in tasks))
         with ThreadPoolExecutor(parts_at_once(), thread_name_prefix="dcp_mem-upload") as pool:
             try:
                 for _ in pool.map(lambda task: task[0].pass_on(task[1]), tasks):
@@ -183,8 +149,12 @@ class _Way:
         with _mapped(self._descriptor, start, nbytes) as data:
             crc32c = self.checksums.add(start, data)
             if self._upload is not None:
-                self._throttle.wait(nbytes)
+                self._throttle.wait(nbytes, self._stop)
+                if self._stop.is_set():
+                    return
                 is_sent = self._upload.put_part(number, data, crc32c)
+                if not is_sent:
+                    self._throttle.give_back(nbytes)
         self._meter.count(nbytes, is_sent=is_sent)
         faults.point("flush.part")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -34,12 +34,44 @@ class Segment:
     tail: tuple[tuple[int, int], ...] = ()
 
 
+HISTORIES = "checkpointHistories.csv"
+"""What became of a job's checkpoints: in its directory in memory, and in its root on storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How far one node's part of a checkpoint is on its way to storage, and what that took so far, in all attempts.
+
+    nbytes, parts: what there is to move (0: not looked at yet). stored_nbytes: what storage has of it by now.
+    sent_nbytes, sent_parts: what went over the wire: less where storage had something already, more where it was lost again.
+    retries: requests that were repeats. waiting_seconds: for other nodes, with this node's part done.
+    """
+
+    nbytes: int = 0
+    stored_nbytes: int = 0
+    sent_nbytes: int = 0
+    parts: int = 0
+    sent_parts: int = 0
+    retries: int = 0
+    segments_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Bytes per second, while segments were moved."""
+        return self.sent_nbytes / self.segments_seconds if self.segments_seconds > 0 else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointStatus:
     """What is known of one checkpoint; one entry of `MemoryStorageWriter.status()`.
 
     in_memory: this node still holds it. persist: it is meant to reach storage.
     created, durable: seconds since the epoch (0.0: not yet). nbytes: all ranks' segments together.
+    flush_stage: "segments", "commit", "waiting" (for other nodes), or "" where no flush is under way.
+    flush_seconds: what all attempts took, without the pauses between them. flush_again: when a failed one is tried again,
+    seconds since the epoch (0.0: it is being tried, or nothing failed).
     """
 
     name: str
@@ -54,3 +86,6 @@ class CheckpointStatus:
     flush_seconds: float = 0.0
     flush_attempts: int = 0
     error: str = ""
+    flush_stage: str = ""
+    flush_again: float = 0.0
+    transfer: Transfer = field(default_factory=Transfer)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from dcp_mem import agent
+from dcp_mem.bar import Show
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointNotFound, ConfigError, FlushFailed, WaitTimeout
 from dcp_mem.events import log
+from dcp_mem.format.histories import Line
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.saving.values import Caller
-from dcp_mem.values import CheckpointStatus, State
+from dcp_mem.values import CheckpointStatus, State, Transfer
 
 _LONGEST_PAUSE = 0.2
 _WAKE_EVERY = 2.0
@@ -24,7 +25,7 @@ def status(settings: Settings) -> list[CheckpointStatus]:
     memory = JobMemory(settings.memory_root, settings.job)
     present = [_of_held(held) for held in memory.held()]
     known = {entry.save_id for entry in present}
-    past = [_of_history(line) for line in memory.history() if line["save_id"] not in known]
+    past = [_of_history(line) for line in memory.history() if line.save_id not in known]
     return sorted([*present, *past], key=lambda entry: entry.created, reverse=True)
 
 
@@ -35,14 +36,22 @@ def agent_log(settings: Settings) -> str:
 def record_skipped(caller: Caller, why: str) -> None:
     """Write down a save that never began."""
     if caller.ranks.rank == 0:
-        line = {"name": caller.name, "save_id": "", "created": time.time(), "outcome": "skipped", "error": why}
-        caller.session.memory.append_history(line)
+        line = Line(caller.name, "", time.time(), outcome="skipped", error=why)
+        caller.session.memory.add_to_history(line)
 
 
-def wait(settings: Settings, name: str | None, state: str, timeout: float | None, wake: Callable[[bool], None]) -> None:
+def wait(
+    settings: Settings,
+    name: str | None,
+    state: str,
+    timeout: float | None,
+    wake: Callable[[bool], None],
+    show: Show | None = None,
+) -> None:
     """Wait until a checkpoint (None: the newest that is meant for it) has the state. See `MemoryStorageWriter.wait`.
 
     wake: has the agent look at what is pending; told True, failed flushes are tried again at once.
+    show: told of the checkpoint, several times a second.
     """
     if state not in ("complete", "durable"):
         raise ConfigError(f"state={state!r}: wait for 'complete' or 'durable'")
@@ -55,10 +64,12 @@ def wait(settings: Settings, name: str | None, state: str, timeout: float | None
         wake,
         f"{name or 'the newest checkpoint'} is not {state} yet",
         settings,
+        lambda: _awaited(settings, name, state)[:1],
+        show,
     )
 
 
-def wait_for_all(settings: Settings, wake: Callable[[bool], None]) -> None:
+def wait_for_all(settings: Settings, wake: Callable[[bool], None], show: Show | None = None) -> None:
     """Wait until nothing in memory awaits its flush. Raises FlushFailed for the newest one that storage refused."""
 
     def done() -> bool:
@@ -69,7 +80,7 @@ def wait_for_all(settings: Settings, wake: Callable[[bool], None]) -> None:
         return not pending
 
     before = _refusals(settings)
-    _poll(done, None, wake, "flushing", settings)
+    _poll(done, None, wake, "flushing", settings, lambda: [one for one in status(settings) if one.persist], show)
 
 
 def _refusals(settings: Settings) -> dict[str, int]:
@@ -83,9 +94,7 @@ def _is_refused_again(held: Held, before: dict[str, int]) -> bool:
 
 
 def _reached(settings: Settings, name: str | None, state: str, before: dict[str, int]) -> bool:
-    candidates = [
-        one for one in status(settings) if one.name == name or (name is None and (one.persist or state == "complete"))
-    ]
+    candidates = _awaited(settings, name, state)
     if not candidates:
         if name is None:
             return True  # nothing was saved that would get there
@@ -104,19 +113,32 @@ def _reached(settings: Settings, name: str | None, state: str, before: dict[str,
     return False
 
 
+def _awaited(settings: Settings, name: str | None, state: str) -> list[CheckpointStatus]:
+    """What a wait may be for, newest first."""
+    return [
+        one for one in status(settings) if one.name == name or (name is None and (one.persist or state == "complete"))
+    ]
+
+
 def _raise(entry: CheckpointStatus) -> bool:
     raise FlushFailed(entry.name, entry.error or "it left memory before it was durable")
 
 
 def _poll(
-    done: Callable[[], bool], timeout: float | None, wake: Callable[[bool], None], what: str, settings: Settings
+    done: Callable[[], bool],
+    timeout: float | None,
+    wake: Callable[[bool], None],
+    what: str,
+    settings: Settings,
+    awaited: Callable[[], Sequence[CheckpointStatus]],
+    show: Show | None,
 ) -> None:
     if done():
         return
     wake(True)
     started = woken = complained = time.monotonic()
     pause = 0.005
-    while not done():
+    while not _done_and_shown(done, awaited, show):
         now = time.monotonic()
         if timeout is not None and now - started > timeout:
             raise WaitTimeout(f"{what} after {timeout:g} s; {_trouble(settings)}")
@@ -128,6 +150,16 @@ def _poll(
             complained = now
         time.sleep(pause)
         pause = min(pause * 1.3, _LONGEST_PAUSE)
+
+
+def _done_and_shown(
+    done: Callable[[], bool], awaited: Callable[[], Sequence[CheckpointStatus]], show: Show | None
+) -> bool:
+    try:
+        return done()
+    finally:
+        if show is not None:
+            show(awaited())  # what it ended with as well, good or bad
 
 
 def _trouble(settings: Settings) -> str:
@@ -152,22 +184,27 @@ def _of_held(held: Held) -> CheckpointStatus:
         flush_seconds=flush.seconds,
         flush_attempts=flush.attempts,
         error=flush.error,
+        flush_stage=flush.stage,
+        flush_again=flush.again,
+        transfer=flush.transfer,
     )
 
 
-def _of_history(line: dict[str, Any]) -> CheckpointStatus:
-    states = {"durable": State.DURABLE, "skipped": State.SKIPPED}
+def _of_history(line: Line) -> CheckpointStatus:
+    # One that failed and has left memory since will not be tried again.
+    states = {"durable": State.DURABLE, "evicted": State.EVICTED}
     return CheckpointStatus(
-        name=str(line["name"]),
-        save_id=str(line["save_id"]),
-        state=states.get(line["outcome"], State.EVICTED),
+        name=line.name,
+        save_id=line.save_id,
+        state=states.get(line.outcome, State.SKIPPED),
         in_memory=False,
-        persist=bool(line.get("persist", False)),
-        nbytes=int(line.get("nbytes", 0)),
-        created=float(line["created"]),
-        durable=float(line.get("durable", 0.0)),
-        stage_seconds=float(line.get("stage_seconds", 0.0)),
-        flush_seconds=float(line.get("flush_seconds", 0.0)),
-        flush_attempts=int(line.get("attempts", 0)),
-        error=str(line.get("error", "")),
+        persist=bool(line.save_id) and line.outcome != "evicted",
+        nbytes=line.nbytes,
+        created=line.created,
+        durable=line.durable,
+        stage_seconds=line.stage_seconds,
+        flush_seconds=line.flush_seconds,
+        flush_attempts=line.attempts,
+        error=line.error,
+        transfer=Transfer(parts=line.parts, retries=line.retries),
     )

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from dcp_mem import faults, watch
 from dcp_mem.agent import AgentHandle
+from dcp_mem.bar import progress_bar
 from dcp_mem.config import Settings, checkpoint_name, run_identity, settings
 from dcp_mem.dcp_call import DcpCall, dcp_call, direct_call, global_metadata
 from dcp_mem.errors import ConfigError, RankFailed, picklable
@@ -64,6 +65,7 @@ class MemoryStorageWriter(StorageWriter):
     storage_options: passed to fsspec as they are. They reach the agent over a pipe, and are never written down.
     overwrite: False refuses a checkpoint id that is there already.
     agent: "process", or "thread" for platforms that allow no second process and for file systems that live in one.
+    upload_limit: bytes (or "200MiB") per second that a node sends of this job; default DCP_MEM_UPLOAD_LIMIT, else no limit.
     process_group: the ranks that save together; by default those of the dcp.save call.
 
     Raises ConfigError for arguments that can't work, before anything is saved.
@@ -83,6 +85,7 @@ class MemoryStorageWriter(StorageWriter):
         storage_options: Mapping[str, Any] | None = None,
         overwrite: bool = True,
         agent: str = "process",
+        upload_limit: int | str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -101,6 +104,7 @@ class MemoryStorageWriter(StorageWriter):
             storage_options=storage_options,
             overwrite=overwrite,
             agent=agent,
+            upload_limit=upload_limit,
         )
         _check_that_the_agent_gets(self.settings)
         self._process_group = process_group
@@ -300,16 +304,22 @@ class MemoryStorageWriter(StorageWriter):
         return prepare(caller, state_dict, planner or DefaultSavePlanner())
 
     def wait(
-        self, checkpoint_id: str | os.PathLike[str] | None = None, state: str = "durable", timeout: float | None = None
+        self,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        state: str = "durable",
+        timeout: float | None = None,
+        *,
+        progress: bool = False,
     ) -> None:
         """Wait until a checkpoint reaches a state: "complete" or "durable".
 
         checkpoint_id: by default the newest one that is meant for storage. timeout: seconds; None waits for as long as
-        there is hope. Raises WaitTimeout; FlushFailed where storage refused it, or it left memory before it was durable;
-        CheckpointNotFound where nobody knows it.
+        there is hope. progress: show how far it is, on stderr if that is a terminal. Raises WaitTimeout; FlushFailed where
+        storage refused it, or it left memory before it was durable; CheckpointNotFound where nobody knows it.
         """
         name = None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
-        watch.wait(self.settings, name, state, timeout, self._wake)
+        with progress_bar(progress) as show:
+            watch.wait(self.settings, name, state, timeout, self._wake, show)
 
     def status(self) -> list[CheckpointStatus]:
         """Every known checkpoint of this job on this node, newest first: state, sizes, times and the last error."""
@@ -320,16 +330,18 @@ class MemoryStorageWriter(StorageWriter):
         """Where this node's agent writes what it does."""
         return watch.agent_log(self.settings)
 
-    def close(self, flush: bool = True) -> None:
+    def close(self, flush: bool = True, *, progress: bool = False) -> None:
         """Wait until everything that is meant for storage is durable (flush=True), then give back slots and mappings.
 
-        What `keep` keeps stays in memory, for a restart. Without flush, the agent goes on flushing by itself. Raises
-        FlushFailed where storage refuses; the checkpoints then stay in memory. Closing twice is fine.
+        What `keep` keeps stays in memory, for a restart. Without flush, the agent goes on flushing by itself. progress: show
+        how far it is, on stderr if that is a terminal. Raises FlushFailed where storage refuses; the checkpoints then stay in
+        memory. Closing twice is fine.
         """
         try:
             own_thread = self.settings.agent == "thread" and open_session(self.settings) is None
             if flush and self.settings.url is not None and not own_thread:
-                watch.wait_for_all(self.settings, self._wake)
+                with progress_bar(progress) as show:
+                    watch.wait_for_all(self.settings, self._wake, show)
             self._apply_retention()
         finally:
             close_session(self.settings, drop_free=True)

@@ -51,6 +51,8 @@ _UNREACHABLE = "http://127.0.0.1:9"  # the discard port, where nothing listens
         ({"path": "run", "keep": "2"}, "give a whole number"),
         ({"path": "run", "keep": 0}, "at least 1 complete checkpoint"),
         ({"path": "run", "memory_limit": "lots"}, "give bytes, or a text such as '64GiB'"),
+        ({"path": "run", "upload_limit": "fast"}, "^upload_limit='fast': give bytes, or a text such as"),
+        ({"path": "run", "upload_limit": "0 MB"}, "^upload_limit='0 MB': give bytes"),
         ({"path": "run", "on_full": "panic"}, "choose 'wait', 'skip' or 'raise'"),
         ({"path": "run", "agent": "fork"}, "choose 'process' or 'thread'"),
         ({"path": "run", "persist": 10}, r"give True, False, every\(n\) or interval\(seconds\)"),

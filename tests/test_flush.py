@@ -193,7 +193,8 @@ def test_the_policy_chooses_what_is_flushed(
     status = forked_ranks(_save_five, ranks, job, persist)[0]
     assert [one.name for one in status if one.state is State.DURABLE] == [f"step-{n}" for n in reversed(expected)]
     assert [one.name for one in status if one.persist] == [f"step-{n}" for n in reversed(expected)]
-    assert sorted({name.split("/")[1] for name in local_root.names()}) == [f"step-{n}" for n in expected]
+    stored = {name.split("/")[1] for name in local_root.names()} - {"checkpointHistories.csv"}
+    assert sorted(stored) == [f"step-{n}" for n in expected]
 
 
 def _save_unflushed(job: Job) -> list[Exception | None]:
@@ -769,7 +770,7 @@ def test_a_process_ends_after_the_flush_that_is_under_way(memory_root: Path, tmp
     assert (tmp_path / "run" / "step-1" / ".metadata").exists()
 
 
-def test_what_a_kill_left_of_a_line_of_the_history_does_no_harm(
+def test_a_line_of_the_history_that_was_damaged_does_no_harm(
     local_root: StorageRoot, memory_root: Path, writing: Callable[..., MemoryStorageWriter]
 ) -> None:
     job = _job(local_root, memory_root)
@@ -777,11 +778,19 @@ def test_what_a_kill_left_of_a_line_of_the_history_does_no_harm(
     for number in (1, 2, 3):
         save(writer, number)
         writer.wait(timeout=60)
-    history = job.directory / ".history.jsonl"
-    first, second = history.read_bytes().splitlines()
-    history.write_bytes(first[:20] + second + b"\n" + b"[]\n{}\n" + first + b"\n" + second[:-5])
+    history = job.directory / "checkpointHistories.csv"
+    head, first, second, _ = history.read_bytes().splitlines(keepends=True)
+    history.write_bytes(head + second[:20] + b"\r\n[]\r\n{}\r\n" + first + second[:-9])
     assert [(one.name, one.state) for one in writer.status()] == [("step-3", State.DURABLE), ("step-1", State.DURABLE)]
     writer.wait("step-1", timeout=1)
+    save(writer, 4)
+    writer.wait(timeout=60)
+    writer.close()
+    assert [(one.name, one.in_memory) for one in writer.status()] == [
+        ("step-4", True),
+        ("step-3", False),
+        ("step-1", False),
+    ]
 
 
 def test_the_agent_runs_without_torch() -> None:

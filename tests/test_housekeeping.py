@@ -143,7 +143,7 @@ def _left(job: Job) -> list[str]:
     return sorted(re.sub(r"[0-9a-f]{8,}", "#", name) for name in found)
 
 
-_OF_THE_JOB = [".catalogs", ".history.jsonl", ".lock", ".owner.json", ".slots"]
+_OF_THE_JOB = [".catalogs", ".lock", ".owner.json", ".slots", "checkpointHistories.csv"]
 
 
 def _of_a_checkpoint(number: int, ranks: int, flushed: bool) -> list[str]:

@@ -66,7 +66,7 @@ def test_everything_in_memory_and_on_a_local_disk_is_private(memory_root: Path, 
     job = Job(str(tmp_path / "storage" / "run"), str(memory_root / "root"))
     forked_ranks(_live_carelessly, ranks, job)
     found = [Path(job.memory), *Path(job.memory).rglob("*"), tmp_path / "storage", *(tmp_path / "storage").rglob("*")]
-    assert {"agent.log", "socket", "lock", ".metadata", ".history.jsonl", ".owner.json"} <= {
+    assert {"agent.log", "socket", "lock", ".metadata", "checkpointHistories.csv", ".owner.json"} <= {
         path.name for path in found
     }
     exposed = {
@@ -467,7 +467,7 @@ def test_credentials_are_written_nowhere(
     log = Path(writer.agent_log).read_text()
     assert "step-2 is durable in s3://" in log
     assert "flush of step-2 failed" in log
-    assert (memory_root / "astray" / ".history.jsonl").exists()
+    assert (memory_root / "astray" / "checkpointHistories.csv").exists()
 
 
 def test_a_connection_string_is_written_nowhere(

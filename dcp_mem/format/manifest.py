@@ -10,7 +10,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import Crcs
 from dcp_mem.format.layout import Columns
 from dcp_mem.format.segments import Segments, Tail
-from dcp_mem.values import Segment
+from dcp_mem.values import Segment, Transfer
 
 VERSION = 3
 _BODY = ', "body": '
@@ -92,15 +92,17 @@ class ItemTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeManifest:
-    """What one node put on storage for one checkpoint: items by segment file."""
+    """What one node put on storage for one checkpoint: items by segment file. transfer: what that took."""
 
     save_id: str
     node: str
     tables: Mapping[str, ItemTable]
+    transfer: Transfer = field(default_factory=Transfer)
 
     def to_json(self) -> bytes:
         tables = {file: {name: _pack(getattr(table, name)) for name in _DTYPES} for file, table in self.tables.items()}
-        return _dump("node", {"save_id": self.save_id, "node": self.node, "tables": tables})
+        facts = {"save_id": self.save_id, "node": self.node, "transfer": asdict(self.transfer)}
+        return _dump("node", {**facts, "tables": tables})
 
     @staticmethod
     def from_json(data: bytes) -> NodeManifest:
@@ -111,7 +113,7 @@ class NodeManifest:
                 file: ItemTable(**{name: _unpack(packed[name], dtype) for name, dtype in _DTYPES.items()})
                 for file, packed in body["tables"].items()
             }
-            return NodeManifest(body["save_id"], body["node"], tables)
+            return NodeManifest(body["save_id"], body["node"], tables, Transfer(**body.get("transfer", {})))
         except (TypeError, KeyError, ValueError, AttributeError, zlib.error) as error:
             raise ManifestInvalid(f"a node manifest is damaged: {error}") from None
 
@@ -121,6 +123,8 @@ class FlushRecord:
     """What the agent wrote down about one checkpoint's way to storage.
 
     outcome: "" (none yet), "durable", "failed" (tried again later), "refused" (tried again, but rarely), "skipped".
+    While it is tried again, what came of the last attempt stays. attempts: those that have ended.
+    stage, seconds, again: as in `CheckpointStatus`. Rewritten now and then while a flush runs.
     """
 
     save_id: str
@@ -129,6 +133,9 @@ class FlushRecord:
     attempts: int = 0
     durable: float = 0.0
     seconds: float = 0.0
+    stage: str = ""
+    again: float = 0.0
+    transfer: Transfer = field(default_factory=Transfer)
 
     def to_json(self) -> bytes:
         return _dump("flush", asdict(self))
@@ -136,8 +143,9 @@ class FlushRecord:
     @staticmethod
     def from_json(data: bytes) -> FlushRecord:
         """Read what `to_json` wrote. Raises ManifestInvalid."""
+        body = _parse("flush", data)
         try:
-            return FlushRecord(**_parse("flush", data))
+            return FlushRecord(**{**body, "transfer": Transfer(**body.get("transfer", {}))})
         except TypeError as error:
             raise ManifestInvalid(f"a flush record is damaged: {error}") from None
 

@@ -7,23 +7,24 @@ files `0600`.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_mem import files
 from dcp_mem.errors import DcpMemError, ManifestInvalid, MemoryBudgetExceeded
 from dcp_mem.events import log
-from dcp_mem.format import names
+from dcp_mem.format import histories, names
+from dcp_mem.format.histories import Line, line_of
 from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.pickled import MetadataTemplate, template_of
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.locks import end_lease, in_turn, is_leased, try_lease
 from dcp_mem.memory.root import node_id, open_root, private_directory
+from dcp_mem.values import HISTORIES
 
-_HISTORY_LINES = 1000
+_HISTORY_LINES = 1_000
 _SLACK = 64 << 20
 _TRIES = 5
 
@@ -311,53 +312,42 @@ class JobMemory:
     # -- history ------------------------------------------------------------------------------------------------
 
     def _remember(self, held: Held, why: str) -> None:
-        manifest, flush = held.manifest, held.flush
-        skipped = held.pending or flush.outcome == "skipped"
-        line = {
-            "name": manifest.name,
-            "save_id": manifest.save_id,
-            "created": manifest.created,
-            "persist": manifest.persist,
-            "nbytes": manifest.nbytes,
-            "stage_seconds": manifest.stage_seconds,
-            "outcome": "skipped" if skipped else flush.outcome,
-            "error": (flush.error or why) if skipped else flush.error,
-            "durable": flush.durable,
-            "flush_seconds": flush.seconds,
-            "attempts": flush.attempts,
-        }
-        try:
-            self.append_history(line)
-        except (OSError, MemoryBudgetExceeded) as error:  # where memory is full, leaving it must still be possible
-            log.warning("what became of %s can't be written down: %s", manifest.name, error)
+        """Write down that a checkpoint leaves memory."""
+        flush = held.flush
+        if held.pending:
+            flush = replace(flush, outcome="skipped", error=flush.error or why)
+        elif flush.outcome == "skipped":
+            flush = replace(flush, error=flush.error or why)
+        self.add_to_history(line_of(held.manifest, flush))
 
-    def append_history(self, line: dict[str, object]) -> None:
-        path = os.path.join(self.directory, ".history.jsonl")
-        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "ab") as stream:
-            stream.write(json.dumps(line).encode() + b"\n")
-            long = stream.tell() > 400 * _HISTORY_LINES
-        if long:
-            files.write_atomically(
-                path, b"".join(files.read_bytes(path).splitlines(keepends=True)[-_HISTORY_LINES // 2 :])
-            )
-
-    def history(self) -> list[dict[str, object]]:
-        """What became of checkpoints that have left memory, oldest first."""
+    def add_to_history(self, line: Line) -> None:
+        """Write down what became of a checkpoint, in the place of what was known of it. Where memory is full, that is lost."""
+        path = os.path.join(self.directory, HISTORIES)
         try:
-            lines = files.read_bytes(os.path.join(self.directory, ".history.jsonl")).splitlines()
-        except FileNotFoundError:
+            with in_turn(self.directory):  # the agent and the trainers all write to it
+                before = _read_if_there(path)
+                try:
+                    after = histories.with_line(before, line, _HISTORY_LINES)
+                except ManifestInvalid:  # there is none yet, or somebody overwrote it
+                    after = histories.to_csv([line])
+                if after != before:
+                    files.write_atomically(path, after)
+        except (OSError, MemoryBudgetExceeded) as error:
+            log.warning("what became of %s can't be written down: %s", line.name, error)
+
+    def history(self) -> list[Line]:
+        """What became of checkpoints, oldest first: of those that have left memory, and of those whose flush has ended."""
+        try:
+            return histories.from_csv(_read_if_there(os.path.join(self.directory, HISTORIES)))
+        except ManifestInvalid:
             return []
-        return [entry for line in lines if (entry := _history_entry(line)) is not None]
 
 
-def _history_entry(line: bytes) -> dict[str, object] | None:
-    """A line of the history; None where it was cut off, because its writer was killed or memory was full."""
+def _read_if_there(path: str) -> bytes:
     try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) and {"name", "save_id", "created", "outcome"} <= entry.keys() else None
+        return files.read_bytes(path)
+    except FileNotFoundError:
+        return b""
 
 
 def _remove_unless_held(path: str) -> None:
