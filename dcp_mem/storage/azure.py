@@ -14,7 +14,7 @@ from azure.core import MatchConditions
 from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import BlobBlock, BlobClient, BlobPrefix, BlobProperties
 
-from dcp_mem.errors import CheckpointExists, StorageKeyMissing
+from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageRefused
 from dcp_mem.storage import Entry, Unfinished, part_count, part_nbytes
 from dcp_mem.storage.azure_client import Pieces, service_client
 from dcp_mem.storage.azure_reads import read_all, read_into
@@ -43,7 +43,7 @@ class AzureStorage:
         container, _, self._root = path.strip("/").partition("/")
         with self._translator.errors():
             self._container = service.get_container_client(container)
-        self._has_directories = False
+        self._may_have_directories = True
 
     def upload(self, key: str, nbytes: int) -> AzureUpload:
         blob, stored = self._blob(key), set[str]()
@@ -84,7 +84,6 @@ class AzureStorage:
             for item in self._container.walk_blobs(start, include=["metadata"], delimiter="/"):
                 name = item.name[len(start) :].rstrip("/")
                 is_marker = not isinstance(item, BlobPrefix) and _is_marker(item)
-                self._has_directories = self._has_directories or is_marker
                 if is_marker or isinstance(item, BlobPrefix):
                     directories.add(name)
                 else:
@@ -97,11 +96,15 @@ class AzureStorage:
         with suppress(StorageKeyMissing), self._translator.errors(key):
             # Asked for the snapshots as well, an account with directories refuses to delete one of them, even if empty.
             self._blob(key).delete_blob(delete_snapshots="include")
-        if self._has_directories:
+        if self._may_have_directories:
             self._remove_empty_directories(key.rpartition("/")[0])
 
     def _remove_empty_directories(self, directory: str) -> None:
-        """Remove a directory that nothing is in any more, and those above it: without the last file they would stay."""
+        """Remove a directory that nothing is in any more, and those above it: without the last file they would stay.
+
+        In an account that has none, only the first delete asks for one.
+        """
+        is_first = True
         while directory:
             try:
                 with self._translator.errors(directory):
@@ -111,8 +114,11 @@ class AzureStorage:
                         return
                     blob.delete_blob(etag=str(facts.etag), match_condition=MatchConditions.IfNotModified)
             except StorageKeyMissing:
+                self._may_have_directories = not is_first
                 return
-            directory = directory.rpartition("/")[0]
+            except StorageRefused:  # something is in it, or it isn't ours to remove
+                return
+            directory, is_first = directory.rpartition("/")[0], False
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
         start = self._start(prefix)
@@ -134,7 +140,7 @@ class AzureStorage:
             # Blocks go only with a commit that leaves them out. They are dropped for good once the empty object is there.
             try:
                 made = blob.commit_block_list([], match_condition=MatchConditions.IfMissing)
-                blob.delete_blob(etag=made["etag"], match_condition=MatchConditions.IfNotModified)
+                blob.delete_blob(etag=str(made["etag"]), match_condition=MatchConditions.IfNotModified)
             except HttpResponseError as error:
                 if status_of(error) not in (409, 412):  # somebody committed it meanwhile
                     raise
@@ -188,9 +194,10 @@ class AzureUpload:
 
 def _is_marker(blob: BlobProperties) -> bool:
     """Whether the blob stands for a directory: real ones do in accounts that have them, placeholders elsewhere."""
-    metadata: dict[str, str] | None = blob.metadata  # None where it was not asked for, whatever the SDK declares
-    return (metadata or {}).get("hdi_isfolder", "").lower() == "true"
+    metadata: Any = blob.metadata  # None where it was not asked for, whatever the SDK declares
+    return str((metadata or {}).get("hdi_isfolder", "")).lower() == "true"
 
 
 def _modified(blob: BlobProperties) -> float:
-    return 0.0 if blob.last_modified is None else blob.last_modified.timestamp()
+    when: Any = blob.last_modified  # None where nothing was committed
+    return 0.0 if when is None else float(when.timestamp())
