@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import time
@@ -22,7 +21,6 @@ from dcp_mem.storage.translate import Translator, says, status_of
 
 # MD5 costs 1.5 CPU-seconds per GB: manifests and metadata get it, parts don't. Ours are checked when they are read.
 _CHECKED_BY_STORAGE = 4 << 20
-_SECRET = re.compile(r"AZURE_\w*(KEY|SECRET|TOKEN|STRING|PASSWORD)")
 _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 
 
@@ -34,8 +32,7 @@ class AzureStorage:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.url = url
-        secret = {name: value for name, value in os.environ.items() if _SECRET.fullmatch(name)}
-        self._translator = Translator(url, {**secret, **storage_options})
+        self._translator = Translator(url, storage_options)
         options = {"skip_instance_cache": True, "use_listings_cache": False, **storage_options}
         with self._translator.errors():
             fs, path = fsspec.core.url_to_fs(url, **options)
@@ -49,7 +46,8 @@ class AzureStorage:
         blob, stored = self._blob(key), set[str]()
         if nbytes > part_nbytes(nbytes):
             with suppress(StorageKeyMissing), self._translator.errors(key):
-                stored = {block.id for blocks in blob.get_block_list("all") for block in blocks}
+                blocks = itertools.chain(*blob.get_block_list("all"))
+                stored = {block.id for block in blocks if block.id.endswith(f"-{block.size:010x}")}
         return AzureUpload(blob, nbytes, stored, self._translator)
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
@@ -134,15 +132,14 @@ class AzureStorage:
     def drop_unfinished(self, key: str) -> None:
         blob = self._blob(key)
         with suppress(StorageKeyMissing), self._translator.errors(key):
-            committed, uncommitted = blob.get_block_list("all")
-            if committed or not uncommitted:
+            if not any(blob.get_block_list("uncommitted")):
                 return
             # Blocks go only with a commit that leaves them out. They are dropped for good once the empty object is there.
             try:
                 made = blob.commit_block_list([], match_condition=MatchConditions.IfMissing)
                 blob.delete_blob(etag=str(made["etag"]), match_condition=MatchConditions.IfNotModified)
             except HttpResponseError as error:
-                if status_of(error) not in (409, 412):  # somebody committed it meanwhile
+                if status_of(error) not in (409, 412):  # there is an object
                     raise
 
     def _blob(self, key: str) -> BlobClient:
