@@ -25,7 +25,7 @@ import urllib3
 from azure.core.credentials import AccessToken, AzureSasCredential
 from azure.storage.blob import BlobServiceClient, ContainerSasPermissions, ContentSettings, generate_container_sas
 
-from dcp_mem.errors import CredentialsExpired, StorageKeyMissing, StorageRefused, StorageUnavailable
+from dcp_mem.errors import CheckpointExists, CredentialsExpired, StorageKeyMissing, StorageRefused, StorageUnavailable
 from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import LEAST_PART, Storage, azure_reads
 from dcp_mem.storage.azure import AzureStorage
@@ -173,15 +173,29 @@ def test_neither_parts_nor_ranges_are_copied(root: StorageRoot) -> None:
     assert is_same == "True"
 
 
-def test_a_part_may_take_longer_than_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stored(_: Asked) -> Answer:
-        return Answer(201)
+_SENDING: dict[str, Callable[[Storage], object]] = {
+    "upload": lambda storage: upload(storage, "step-1/segment", DATA[:LEAST_PART]),
+    "put": lambda storage: storage.put("step-1/segment", DATA[:LEAST_PART]),
+}
 
-    with answering(stored, pause=0.15) as endpoint:
+
+@pytest.mark.parametrize("send", _SENDING.values(), ids=_SENDING)
+def test_sending_may_take_longer_than_connecting(send: Callable[[Storage], object]) -> None:
+    with answering(lambda _: Answer(201), pause=0.15) as endpoint:
         options = {**endpoint.storage_options, "connection_timeout": 1}
         storage, start = AzureStorage(f"abfs://{CONTAINER}/job", options), time.monotonic()
-        upload(storage, "step-1/segment", DATA[:LEAST_PART])
+        send(storage)
         assert time.monotonic() - start > 2
+
+
+@pytest.mark.parametrize("there", [b"small", DATA], ids=["small", "large"])
+def test_a_large_object_is_created_once(storage: AzureStorage, there: bytes) -> None:
+    storage.put("step-1/.metadata", there, create=True)
+    with pytest.raises(CheckpointExists):
+        storage.put("step-1/.metadata", b"other" + DATA, create=True)
+    assert storage.get("step-1/.metadata") == there
+    storage.put("step-1/.metadata", DATA[1:])
+    assert storage.get("step-1/.metadata") == DATA[1:]
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------

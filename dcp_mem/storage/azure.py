@@ -14,13 +14,14 @@ from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import BlobBlock, BlobClient, BlobPrefix, BlobProperties
 
 from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageRefused
+from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import Entry, Unfinished, part_count, part_nbytes
 from dcp_mem.storage.azure_client import Pieces, service_client
 from dcp_mem.storage.azure_reads import read_all, read_into
 from dcp_mem.storage.translate import Translator, says, status_of
 
 # MD5 costs 1.5 CPU-seconds per GB: manifests and metadata get it, parts don't. Ours are checked when they are read.
-_CHECKED_BY_STORAGE = 4 << 20
+_PUT_AT_ONCE = 4 << 20
 _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 
 
@@ -53,13 +54,21 @@ class AzureStorage:
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         with self._translator.errors():
             try:
-                self._blob(key).upload_blob(
-                    data, overwrite=not create, validate_content=len(data) <= _CHECKED_BY_STORAGE
-                )
+                if len(data) <= _PUT_AT_ONCE:
+                    self._blob(key).upload_blob(data, overwrite=not create, validate_content=True)
+                else:
+                    self._put_in_parts(key, memoryview(data), create)
             except HttpResponseError as error:
                 if create and says(error, *_THERE):
                     raise CheckpointExists(key.rpartition("/")[0], self.url) from None
                 raise
+
+    def _put_in_parts(self, key: str, data: memoryview, create: bool) -> None:
+        going = AzureUpload(self._blob(key), len(data), set(), self._translator)  # others' blocks may be of other bytes
+        for number in range(part_count(len(data), going.part_nbytes)):
+            part = data[number * going.part_nbytes :][: going.part_nbytes]
+            going.put_part(number, part, checksum(part))
+        going.commit(**({"match_condition": MatchConditions.IfMissing} if create else {}))
 
     def get(self, key: str) -> bytes:
         with self._translator.errors(key):
@@ -182,8 +191,12 @@ class AzureUpload:
         if self._missing:
             raise ValueError(f"{len(self._missing)} parts were never put")
         with self._translator.errors():
-            # The latest of each id: after a commit whose answer was lost these are the committed ones.
-            self._blob.commit_block_list([BlobBlock(self._put[number]) for number in sorted(self._put)])
+            self.commit()
+
+    def commit(self, **conditions: Any) -> None:
+        """Make the blocks the blob, on these conditions. Raises what the SDK raises."""
+        # The latest of each id: after a commit whose answer was lost these are the committed ones.
+        self._blob.commit_block_list([BlobBlock(self._put[number]) for number in sorted(self._put)], **conditions)
 
     def close(self) -> None:
         """Blocks stay for a week, for whoever goes on."""
