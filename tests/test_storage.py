@@ -20,6 +20,7 @@ import pytest
 
 from dcp_mem.errors import CheckpointExists, DcpMemError, StorageKeyMissing, StorageRefused, StorageUnavailable
 from dcp_mem.storage import Storage
+from dcp_mem.storage.azure import AzureStorage
 from dcp_mem.storage.fsspec_route import FsspecStorage
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
@@ -63,6 +64,13 @@ class TestAzureBlob(StorageConformance):
     def opened(self, container: StorageRoot) -> Callable[[], Storage]:
         url = f"{container.url}/{secrets.token_hex(8)}"
         return lambda: FsspecStorage(url, container.storage_options)
+
+
+class TestAzureRoute(StorageConformance):
+    @pytest.fixture
+    def opened(self, container: StorageRoot) -> Callable[[], Storage]:
+        url = f"{container.url}/{secrets.token_hex(8)}"
+        return lambda: AzureStorage(url, container.storage_options)
 
 
 class TestS3(StorageConformance):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
@@ -21,13 +22,20 @@ from dcp_mem.errors import (
 _REFUSED_STATUS = {400, 401, 403, 404, 405, 409, 411, 413, 507}
 _REFUSED_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
 _HARMLESS = {"account_name", "endpoint_url", "region_name", "project"}
-_NO_CONTAINER = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist", "container does not exist")
+_NO_CONTAINER = (
+    "NoSuchBucket",
+    "ContainerNotFound",
+    "ContainerBeingDeleted",
+    "bucket does not exist",
+    "container does not exist",
+)
 _NO_CONTAINER_TEXT = "there is no such bucket or container. Create it, or correct the URL."
 _EXPIRED = (
     "ExpiredToken",
     "TokenRefreshRequired",
     "Signature not valid in the specified time frame",
     "Signature expired",
+    "Lifetime validation failed",
     "AADSTS700082",
 )
 _EXPIRED_TEXT = "the credentials have expired. Renew them where they come from: the next try takes the new ones"
@@ -37,6 +45,7 @@ _PASSING = (
     "Md5Mismatch",
     "ChecksumMismatch",
     "InternalError",
+    "InvalidBlockList",
     "OperationAborted",
     "OperationTimedOut",
     "RequestTimeout",
@@ -52,8 +61,16 @@ _ADVICE = {
     "RequestTimeTooSkewed": "Set this machine's clock: it differs too much from the storage's.",
     "AccountIsDisabled": "Enable the storage account again.",
     "InvalidObjectState": "It was archived: bring it back from the archive tier first.",
+    "AuthorizationPermissionMismatch": "Give the identity a role on data there, such as Storage Blob Data Contributor.",
+    "BlobImmutableDueToPolicy": "A policy keeps what is there from being changed: use another root, or change the policy.",
+    "DirectoryIsNotEmpty": "It is a directory: delete what is in it first.",
+    "OperationNotSupportedOnDirectory": "It is a directory, where an object was expected. Check the URL.",
+    "ResourceTypeMismatch": "There is a directory where an object was expected, or the other way round. Check the URL.",
     "BlobArchived": "It was archived: bring it back from the archive tier first.",
 }
+_SIGNATURE = re.compile(r"(?i)([?&](?:sig|x-amz-signature|x-amz-security-token)=)[^&\s'\")]+")
+"""In a URL: credential objects sign with what isn't in the options."""
+_ERROR_CODE = re.compile(r"ErrorCode:(\w+)|<Code>(\w+)</Code>")
 _REFUSED_NAMES = {
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -103,7 +120,7 @@ class Translator:
     def _redacted(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return text
+        return _SIGNATURE.sub(r"\1***", text)
 
 
 def says(error: BaseException | None, *words: str) -> bool:
@@ -169,8 +186,8 @@ def _seconds(text: str) -> float:
 def _first_line(error: Exception) -> str:
     """What the error says, without the request ids and the XML that Azure's bring along."""
     lines = str(error).strip().splitlines()
-    code = next((line.partition(":")[2] for line in lines[1:] if line.startswith("ErrorCode:")), "")
-    return (lines[0] if lines else "no reason given") + (f" ({code})" if code else "")
+    code = _ERROR_CODE.search("\n".join(lines[1:]))
+    return (lines[0] if lines else "no reason given") + (f" ({code[1] or code[2]})" if code else "")
 
 
 def _secrets(value: Any, name: str = "") -> Iterator[str]:

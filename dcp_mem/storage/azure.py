@@ -1,0 +1,213 @@
+"""Azure Blob Storage and ADLS Gen2, through the synchronous SDK that adlfs brings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from time import time
+from typing import Any
+
+import fsspec.core
+from azure.core import MatchConditions
+from azure.core.exceptions import HttpResponseError
+from azure.storage.blob import BlobBlock, BlobClient, BlobPrefix, BlobProperties
+
+from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageRefused
+from dcp_mem.format.checksums import checksum
+from dcp_mem.storage import Entry, Unfinished, part_count, part_nbytes
+from dcp_mem.storage.azure_client import Pieces, service_client
+from dcp_mem.storage.azure_reads import read_all, read_into
+from dcp_mem.storage.translate import Translator, says, status_of
+
+# MD5 costs 1.5 CPU-seconds per GB: manifests and metadata get it, parts don't. Ours are checked when they are read.
+_PUT_AT_ONCE = 4 << 20
+_THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
+
+
+class AzureStorage:
+    """A container, or what is under a prefix in it. Takes the account and the credentials from adlfs.
+
+    Raises NoSynchronousClient where that can't be.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        self.url = url
+        self._translator = Translator(url, storage_options)
+        options = {"skip_instance_cache": True, "use_listings_cache": False, **storage_options}
+        with self._translator.errors():
+            fs, path = fsspec.core.url_to_fs(url, **options)
+        service = service_client(fs)
+        container, _, self._root = path.strip("/").partition("/")
+        with self._translator.errors():
+            self._container = service.get_container_client(container)
+        self._may_have_directories = True
+
+    def upload(self, key: str, nbytes: int) -> AzureUpload:
+        blob, stored = self._blob(key), set[str]()
+        if nbytes > part_nbytes(nbytes):
+            with suppress(StorageKeyMissing), self._translator.errors(key):
+                blocks = itertools.chain(*blob.get_block_list("all"))
+                stored = {block.id for block in blocks if block.id.endswith(f"-{block.size:010x}")}
+        return AzureUpload(blob, nbytes, stored, self._translator)
+
+    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
+        with self._translator.errors():
+            try:
+                if len(data) <= _PUT_AT_ONCE:
+                    self._blob(key).upload_blob(data, overwrite=not create, validate_content=True)
+                else:
+                    self._put_in_parts(key, memoryview(data), create)
+            except HttpResponseError as error:
+                if create and says(error, *_THERE):
+                    raise CheckpointExists(key.rpartition("/")[0], self.url) from None
+                raise
+
+    def _put_in_parts(self, key: str, data: memoryview, create: bool) -> None:
+        going = AzureUpload(self._blob(key), len(data), set(), self._translator)  # others' blocks may be of other bytes
+        for number in range(part_count(len(data), going.part_nbytes)):
+            part = data[number * going.part_nbytes :][: going.part_nbytes]
+            going.put_part(number, part, checksum(part))
+        going.commit(**({"match_condition": MatchConditions.IfMissing} if create else {}))
+
+    def get(self, key: str) -> bytes:
+        with self._translator.errors(key):
+            return read_all(self._blob(key))
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        if not any(map(len, buffers)):
+            return 0
+        with self._translator.errors(key):
+            try:
+                return read_into(self._blob(key), offset, buffers)
+            except HttpResponseError as error:
+                if status_of(error) == 416:  # the object ends before `offset`
+                    return 0
+                raise
+
+    def ls(self, prefix: str) -> list[Entry]:
+        start, directories, files = self._start(prefix), set[str](), list[Entry]()
+        with suppress(StorageKeyMissing), self._translator.errors(prefix):
+            for item in self._container.walk_blobs(start, include=["metadata"], delimiter="/"):
+                name = item.name[len(start) :].rstrip("/")
+                is_marker = not isinstance(item, BlobPrefix) and _is_marker(item)
+                if is_marker or isinstance(item, BlobPrefix):
+                    directories.add(name)
+                else:
+                    files.append(Entry(name, item.size, is_directory=False, modified=_modified(item)))
+        # An empty blob of a directory's name marks it; one without a name, or a directory without one, is what was listed.
+        shown = [file for file in files if file.name and (file.nbytes or file.name not in directories)]
+        return shown + [Entry(name, 0, is_directory=True) for name in directories if name]
+
+    def delete(self, key: str) -> None:
+        with suppress(StorageKeyMissing), self._translator.errors(key):
+            # Asked for the snapshots as well, an account with directories refuses to delete one of them, even if empty.
+            self._blob(key).delete_blob(delete_snapshots="include")
+        if self._may_have_directories:
+            self._remove_empty_directories(key.rpartition("/")[0])
+
+    def _remove_empty_directories(self, directory: str) -> None:
+        """Remove a directory that nothing is in any more, and those above it: without the last file they would stay.
+
+        In an account that has none, only the first delete asks for one.
+        """
+        is_first = True
+        while directory:
+            try:
+                with self._translator.errors(directory):
+                    blob = self._blob(directory)
+                    facts = blob.get_blob_properties()
+                    if not _is_marker(facts):
+                        return
+                    blob.delete_blob(etag=str(facts.etag), match_condition=MatchConditions.IfNotModified)
+            except StorageKeyMissing:
+                self._may_have_directories = not is_first
+                return
+            except StorageRefused:  # something is in it, or it isn't ours to remove
+                return
+            directory, is_first = directory.rpartition("/")[0], False
+
+    def unfinished(self, prefix: str) -> list[Unfinished]:
+        start = self._start(prefix)
+        with self._translator.errors():
+            listed = self._container.list_blobs(start, include=["uncommittedblobs"])
+            begun = {blob.name: _modified(blob) or time() for blob in listed if not blob.size}
+            if begun:
+                # Azure gives those no times, emulators do: that they aren't listed otherwise is what tells them from empty ones.
+                for blob in self._container.list_blobs(start):
+                    begun.pop(blob.name, None)
+        return [Unfinished(name[len(self._start("")) :], when) for name, when in begun.items()]
+
+    def drop_unfinished(self, key: str) -> None:
+        blob = self._blob(key)
+        with suppress(StorageKeyMissing), self._translator.errors(key):
+            if not any(blob.get_block_list("uncommitted")):
+                return
+            # Blocks go only with a commit that leaves them out. They are dropped for good once the empty object is there.
+            try:
+                made = blob.commit_block_list([], match_condition=MatchConditions.IfMissing)
+                blob.delete_blob(etag=str(made["etag"]), match_condition=MatchConditions.IfNotModified)
+            except HttpResponseError as error:
+                if status_of(error) not in (409, 412):  # there is an object
+                    raise
+
+    def _blob(self, key: str) -> BlobClient:
+        return self._container.get_blob_client(f"{self._root}/{key}" if self._root else key)
+
+    def _start(self, prefix: str) -> str:
+        """What the names of all blobs under the prefix begin with."""
+        path = "/".join(part for part in (self._root, prefix) if part)
+        return f"{path}/" if path else ""
+
+
+class AzureUpload:
+    """Blocks of a blob, and the commit that makes them one.
+
+    A block's id says which part it is, and which bytes: what an earlier process put counts if they are the same. One part
+    goes the same way as many: the SDK's public calls would copy it otherwise.
+    """
+
+    in_order = False
+
+    def __init__(self, blob: BlobClient, nbytes: int, stored: set[str], translator: Translator) -> None:
+        self.part_nbytes = part_nbytes(nbytes)
+        self._blob, self._stored, self._translator = blob, stored, translator
+        self._missing = set(range(part_count(nbytes, self.part_nbytes)))
+        self._put: dict[int, str] = {}
+
+    def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
+        # Azure wants ids of one length for all blocks of a blob, whoever puts them.
+        block = f"{number:05d}-{crc32c:08x}-{len(data):010x}"
+        is_new = block not in self._stored
+        if is_new and data:  # there are no empty blocks
+            with self._translator.errors():
+                self._blob.stage_block(block, Pieces(data), length=len(data))
+        if data:
+            self._put[number] = block
+        self._missing.discard(number)
+        return is_new
+
+    def finish(self) -> None:
+        if self._missing:
+            raise ValueError(f"{len(self._missing)} parts were never put")
+        with self._translator.errors():
+            self.commit()
+
+    def commit(self, **conditions: Any) -> None:
+        """Make the blocks the blob, on these conditions. Raises what the SDK raises."""
+        # The latest of each id: after a commit whose answer was lost these are the committed ones.
+        self._blob.commit_block_list([BlobBlock(self._put[number]) for number in sorted(self._put)], **conditions)
+
+    def close(self) -> None:
+        """Blocks stay for a week, for whoever goes on."""
+
+
+def _is_marker(blob: BlobProperties) -> bool:
+    """Whether the blob stands for a directory: real ones do in accounts that have them, placeholders elsewhere."""
+    metadata: Any = blob.metadata  # None where it was not asked for, whatever the SDK declares
+    return str((metadata or {}).get("hdi_isfolder", "")).lower() == "true"
+
+
+def _modified(blob: BlobProperties) -> float:
+    when: Any = blob.last_modified  # None where nothing was committed
+    return 0.0 if when is None else float(when.timestamp())

@@ -1,0 +1,79 @@
+"""Bytes of Azure blobs: one request each, from the socket into the caller's memory.
+
+The SDK's public download collects what it reads, twice; the operation beneath it hands over the open answer. Where a later
+SDK has it no more, the public one serves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+from azure.storage.blob import BlobClient
+
+from dcp_mem.storage import scatter
+
+_PIECE = 1 << 20
+_SERVED = re.compile(r"bytes (\d+)-(\d+)/")
+
+
+def read_all(blob: BlobClient) -> bytes:
+    """All bytes of the blob."""
+    operation = _operation(blob)
+    if operation is None:
+        return bytes(blob.download_blob().readall())
+    with _answer(operation) as answer:
+        return bytes(answer.raw.read())
+
+
+def read_into(blob: BlobClient, offset: int, buffers: Sequence[memoryview]) -> int:
+    """Fill the buffers with the bytes from `offset` on; returns how many there were. Raises where the answer breaks off."""
+    wanted = sum(map(len, buffers))
+    operation = _operation(blob)
+    if operation is None:
+        return _read_publicly(blob, offset, wanted, buffers)
+    with _answer(operation, range=f"bytes={offset}-{offset + wanted - 1}") as answer:
+        served = _SERVED.match(answer.headers.get("Content-Range", ""))
+        if served is None or int(served[1]) != offset:
+            raise OSError(f"asked for bytes from {offset} on, got {answer.headers.get('Content-Range', 'all')}")
+        return _fill(answer.raw, min(wanted, int(served[2]) + 1 - offset), buffers)
+
+
+def _operation(blob: BlobClient) -> Any:
+    return getattr(getattr(getattr(blob, "_client", None), "blob", None), "download", None)
+
+
+@contextmanager
+def _answer(operation: Any, **options: Any) -> Iterator[Any]:
+    """The open answer, of requests. Its connection is used again where it was read to its end, closed otherwise."""
+    answer = operation(cls=lambda response, *_: response, **options).http_response.internal_response
+    with closing(answer):
+        yield answer
+
+
+def _fill(stream: Any, nbytes: int, buffers: Sequence[memoryview]) -> int:
+    """Fill the buffers from an answer of urllib3's."""
+    # http.client's own, beneath it, reads into them from the socket; urllib3's makes a copy of each piece on the way.
+    beneath: Any = getattr(stream, "_fp", None)
+    body = beneath if hasattr(beneath, "readinto") and hasattr(beneath, "isclosed") else stream
+    done = 0
+    for buffer in buffers:
+        rest = buffer[: nbytes - done]
+        while rest:
+            count = body.readinto(rest[:_PIECE])
+            if not count:
+                raise OSError(f"the answer ended after {done} of {nbytes} bytes")
+            done, rest = done + count, rest[count:]
+    if body is beneath and body.isclosed():  # read to its end, which urllib3 doesn't know
+        stream.release_conn()
+    return done
+
+
+def _read_publicly(blob: BlobClient, offset: int, wanted: int, buffers: Sequence[memoryview]) -> int:
+    done = 0
+    for piece in blob.download_blob(offset, wanted).chunks():
+        scatter(piece, done, buffers)
+        done += len(piece)
+    return done
