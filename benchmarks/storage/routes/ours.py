@@ -1,66 +1,65 @@
-"""dcp_mem's own route. What the benchmarks know of it is in two functions: when the route changes, so do these."""
+"""dcp_mem's own route: what the agent does to upload segments, and a restore to read them."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from benchmarks.storage.routes.threads import for_each
-from benchmarks.storage.source import CONNECTIONS, ranges
+import numpy as np
+
+from benchmarks.storage.source import ranges
+from dcp_mem.format.checksums import BLOCK, checksum
+from dcp_mem.format.manifest import ItemTable
+from dcp_mem.metering import Meter, Throttle
+from dcp_mem.reading.fetch import in_parallel
 from dcp_mem.storage.routes import open_storage
+from dcp_mem.uploading import Outgoing, upload_all
+from dcp_mem.values import Segment as Staged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from benchmarks.storage.source import Segment
+    from benchmarks.storage.source import Range, Segment
     from benchmarks.storage.targets import Target
 
-PIECE_BYTES = 4 << 20
-"""As a flush reads them."""
+ITEM_BYTES = 64 << 20
 
 
 @contextmanager
 def upload(target: Target, segments: Sequence[Segment]) -> Iterator[Callable[[], None]]:
-    with ours_upload(target.url, target.storage_options, segments) as move:
-        yield move
+    """The part of a flush that moves bytes: mapped, hashed, sent."""
+    storage = open_storage(target.url, target.storage_options)
+    outgoing = [
+        Outgoing(Staged(rank, "", one.path.name, one.nbytes), _table(one.nbytes), one.name, is_stored=False)
+        for rank, one in enumerate(segments)
+    ]
+    directory = str(segments[0].path.parent)
+
+    def upload_them() -> None:
+        upload_all(directory, outgoing, storage, Meter(), Throttle(None))
+
+    yield upload_them
 
 
 @contextmanager
 def read(target: Target, segments: Sequence[Segment]) -> Iterator[Callable[[], None]]:
-    with ours_read(target.url, target.storage_options, segments) as move:
-        yield move
+    """The part of a restore that moves bytes: ranges straight into place, hashed."""
+    storage = open_storage(target.url, target.storage_options)
 
-
-# ---- TO BE REPLACED when the route for storage at full speed is merged ------------------------------------------------
-
-
-@contextmanager
-def ours_upload(url: str, options: Mapping[str, Any], segments: Sequence[Segment]) -> Iterator[Callable[[], None]]:
-    """Upload each segment under its name below `url`, as the agent does."""
-    storage = open_storage(url, options)
-
-    def put(segment: Segment) -> None:
-        pieces = (one.view for one in ranges([segment], PIECE_BYTES))
-        storage.put_stream(segment.name, pieces, segment.nbytes)
-
-    with ThreadPoolExecutor(len(segments)) as pool:
-        yield lambda: for_each(pool, put, segments)
-
-
-@contextmanager
-def ours_read(url: str, options: Mapping[str, Any], segments: Sequence[Segment]) -> Iterator[Callable[[], None]]:
-    """Read the objects below `url` over the segments, as a restore does."""
-    storage = open_storage(url, options)
-    wanted = ranges(segments)
-
-    def read_one(index: int) -> None:
-        one = wanted[index]
-        if storage.read_into(one.name, one.start, one.view) != len(one.view):
+    def read_one(one: Range) -> None:
+        if storage.read_into(one.name, one.start, [one.view]) != len(one.view):
             raise AssertionError(f"{one.name} is too short")
+        for start in range(0, len(one.view), BLOCK):
+            checksum(one.view[start : start + BLOCK])
 
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        yield lambda: for_each(pool, read_one, range(len(wanted)))
+    def read_all() -> None:
+        for _ in in_parallel(read_one, ranges(segments)):
+            pass
+
+    yield read_all
 
 
-# ---- until here -------------------------------------------------------------------------------------------------------
+def _table(nbytes: int) -> ItemTable:
+    offsets = np.arange(0, nbytes, ITEM_BYTES)
+    lengths = np.minimum(ITEM_BYTES, nbytes - offsets)
+    return ItemTable(offsets, lengths, offsets, lengths, np.zeros(0, dtype="<u4"))
