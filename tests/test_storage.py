@@ -21,6 +21,7 @@ from dcp_mem.storage import Storage
 from dcp_mem.storage.fsspec_route import FsspecStorage
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.s3 import S3Storage
 from tests.places import fill, mounted_tmpfs
 from tests.servers import BlobServer, S3Server, StorageRoot
 from tests.storage_conformance import StorageConformance, upload
@@ -61,6 +62,15 @@ class TestS3(StorageConformance):
     def opened(self, bucket: StorageRoot) -> Callable[[], Storage]:
         url = f"{bucket.url}/{secrets.token_hex(8)}"
         return lambda: FsspecStorage(url, bucket.storage_options)
+
+
+class TestS3Route(StorageConformance):
+    tells_when_uploads_began = False  # moto says 2010, of each
+
+    @pytest.fixture
+    def opened(self, bucket: StorageRoot) -> Callable[[], Storage]:
+        url = f"{bucket.url}/{secrets.token_hex(8)}"
+        return lambda: S3Storage(url, bucket.storage_options)
 
 
 class TestMemoryFileSystem(StorageConformance):
