@@ -21,7 +21,6 @@ from dcp_mem.storage import Storage
 from dcp_mem.storage.fsspec_route import FsspecStorage
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
-from dcp_mem.storage.s3 import S3Storage
 from tests.places import fill, mounted_tmpfs
 from tests.servers import BlobServer, S3Server, StorageRoot
 from tests.storage_conformance import StorageConformance, upload
@@ -70,7 +69,7 @@ class TestS3Route(StorageConformance):
     @pytest.fixture
     def opened(self, bucket: StorageRoot) -> Callable[[], Storage]:
         url = f"{bucket.url}/{secrets.token_hex(8)}"
-        return lambda: S3Storage(url, bucket.storage_options)
+        return lambda: open_storage(url, bucket.storage_options)  # moto answers 500 where one part comes twice at once
 
 
 class TestMemoryFileSystem(StorageConformance):
