@@ -24,13 +24,15 @@ from tests.servers import (
     StorageRoot,
     running_azurite,
     running_moto,
+    running_radosgw,
 )
 
 S = TypeVar("S", bound=Server)
 
 _SHM = Path("/dev/shm")
 _ROOT_PREFIX = "dcp_mem-test"
-_SERVER_FIXTURES = {"azurite", "moto"}
+_SERVER_FIXTURES = {"azurite", "moto", "radosgw"}
+_KEPT_VARIABLES = {"DCP_MEM_AZURITE", "DCP_MEM_NO_RADOSGW"}
 _LOG_CHARACTERS = 8192
 _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.01
@@ -55,7 +57,7 @@ def _hermetic_environment() -> Iterator[None]:
     foreign = ("AWS_", "AZURE_", "DCP_MEM_", "SLURM_", "TORCHELASTIC_")
     with pytest.MonkeyPatch.context() as patch, _private_directory("default") as default_root:
         for name in list(os.environ):
-            if name.startswith(foreign) and name != "DCP_MEM_AZURITE":
+            if name.startswith(foreign) and name not in _KEPT_VARIABLES:
                 patch.delenv(name)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.setenv("DCP_MEM_ROOT", str(default_root))
@@ -88,6 +90,15 @@ def azurite() -> Iterator[BlobServer]:
 def moto() -> Iterator[S3Server]:
     """moto's S3 for the whole session. Tests that make a server fail use `running_moto()`."""
     with _started(running_moto) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def radosgw() -> Iterator[S3Server]:
+    """Ceph's S3 for the whole session. $DCP_MEM_NO_RADOSGW has its tests skipped also where a missing server fails."""
+    if os.environ.get("DCP_MEM_NO_RADOSGW"):
+        pytest.skip("radosgw could not be installed: it takes Debian's packages, and root or sudo")
+    with _started(running_radosgw) as server:
         yield server
 
 

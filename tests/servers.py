@@ -20,6 +20,7 @@ import botocore.session
 import fsspec
 from azure.storage.blob import BlobServiceClient
 
+from tests import ceph
 from tests.launch import TETHER
 
 _HOST = "127.0.0.1"
@@ -98,11 +99,15 @@ class BlobServer(Server):
     @property
     def storage_options(self) -> dict[str, Any]:
         """What adlfs needs to reach it."""
+        return self.options_at(self.endpoint)
+
+    def options_at(self, endpoint: str) -> dict[str, Any]:
+        """What adlfs needs to reach it by way of another endpoint, a proxy's."""
         connection = {
             "DefaultEndpointsProtocol": "http",
             "AccountName": _AZURE_ACCOUNT,
             "AccountKey": _AZURE_KEY,
-            "BlobEndpoint": f"{self.endpoint}/{_AZURE_ACCOUNT}",
+            "BlobEndpoint": f"{endpoint}/{_AZURE_ACCOUNT}",
         }
         return {"connection_string": ";".join(f"{k}={v}" for k, v in connection.items())}
 
@@ -117,18 +122,24 @@ class BlobServer(Server):
                 container.delete_container()
 
 
+@dataclass(frozen=True, slots=True)
 class S3Server(Server):
-    """moto's S3, in memory."""
+    """moto's S3 or radosgw, in memory."""
 
-    __slots__ = ()
+    key: str = "test"
+    secret: str = field(default="test", repr=False)
 
     @property
     def storage_options(self) -> dict[str, Any]:
         """What s3fs needs to reach it."""
+        return self.options_at(self.endpoint)
+
+    def options_at(self, endpoint: str) -> dict[str, Any]:
+        """What s3fs needs to reach it by way of another endpoint, a proxy's."""
         return {
-            "key": "test",
-            "secret": "test",
-            "endpoint_url": self.endpoint,
+            "key": self.key,
+            "secret": self.secret,
+            "endpoint_url": endpoint,
             "client_kwargs": {"region_name": "us-east-1"},
         }
 
@@ -139,8 +150,8 @@ class S3Server(Server):
             "s3",
             endpoint_url=self.endpoint,
             region_name="us-east-1",
-            aws_access_key_id="test",
-            aws_secret_access_key="test",
+            aws_access_key_id=self.key,
+            aws_secret_access_key=self.secret,
         )
         with contextlib.closing(client):
             bucket = _fresh_name()
@@ -182,6 +193,30 @@ def running_moto() -> Iterator[S3Server]:
         yield S3Server(endpoint, process)
 
 
+@contextlib.contextmanager
+def running_radosgw() -> Iterator[S3Server]:
+    """A new Ceph with radosgw, its S3 server, answering by the time this is entered. `kill` ends radosgw alone.
+
+    Raises ServerUnavailable where a program of it is missing, or does not start.
+    """
+    if missing := [program for program in ceph.PROGRAMS if shutil.which(program) is None]:
+        raise ServerUnavailable(f"{', '.join(missing)} of Ceph missing: `bash .ci/test` installs Debian's packages")
+    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile() as log, contextlib.ExitStack() as started:
+        cluster = ceph.prepared(Path(home))
+        _finish(cluster.make_monmap(), log)
+        _finish(cluster.make_monitor(), log)
+        started.enter_context(_process(cluster.monitor(), log))
+        _finish(cluster.make_osd(), log)
+        started.enter_context(_process(cluster.osd(), log))
+        try:
+            endpoint, process = started.enter_context(_running(cluster.gateway))
+        except ServerUnavailable as error:
+            raise ServerUnavailable(f"{error}\n--- monitor and OSD\n{_tail(log)}") from None
+        user = S3Server(endpoint, process, key="test", secret=secrets.token_hex(16))
+        _finish(cluster.make_user(user.key, user.secret), log)
+        yield user
+
+
 def _node() -> str:
     node = shutil.which("node") or shutil.which("node", path=f"{sys.prefix}/bin")
     if node is None:
@@ -220,6 +255,17 @@ def _running(
                     f"{' '.join(command(port))}\n{_tail(log)}"
                 )
         yield f"http://{_HOST}:{port}", process
+
+
+def _finish(command: Sequence[str], log: IO[bytes]) -> None:
+    """Run it to its end. Raises ServerUnavailable where that isn't a good one."""
+    with _process(command, log) as process:
+        try:
+            ended_well = process.wait(_START_SECONDS) == 0
+        except subprocess.TimeoutExpired:
+            ended_well = False
+    if not ended_well:
+        raise ServerUnavailable(f"failed (exit code {process.poll()}): {' '.join(command)}\n{_tail(log)}")
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from dcp_mem.storage import Storage
 from dcp_mem.storage.fsspec_route import FsspecStorage
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.s3 import S3Storage
 from tests.places import fill, mounted_tmpfs
 from tests.servers import BlobServer, S3Server, StorageRoot
 from tests.storage_conformance import StorageConformance, upload
@@ -49,6 +50,13 @@ def bucket(moto: S3Server) -> Iterator[StorageRoot]:
         yield root
 
 
+@pytest.fixture(scope="module")
+def ceph_bucket(radosgw: S3Server) -> Iterator[StorageRoot]:
+    """A bucket for all tests of this file, on radosgw."""
+    with radosgw.fresh_root() as root:
+        yield root
+
+
 class TestAzureBlob(StorageConformance):
     @pytest.fixture
     def opened(self, container: StorageRoot) -> Callable[[], Storage]:
@@ -63,6 +71,13 @@ class TestS3(StorageConformance):
         return lambda: FsspecStorage(url, bucket.storage_options)
 
 
+class TestRadosgw(StorageConformance):
+    @pytest.fixture
+    def opened(self, ceph_bucket: StorageRoot) -> Callable[[], Storage]:
+        url = f"{ceph_bucket.url}/{secrets.token_hex(8)}"
+        return lambda: FsspecStorage(url, ceph_bucket.storage_options)
+
+
 class TestS3Route(StorageConformance):
     tells_when_uploads_began = False  # moto says 2010, of each
 
@@ -70,6 +85,13 @@ class TestS3Route(StorageConformance):
     def opened(self, bucket: StorageRoot) -> Callable[[], Storage]:
         url = f"{bucket.url}/{secrets.token_hex(8)}"
         return lambda: open_storage(url, bucket.storage_options)  # moto answers 500 where one part comes twice at once
+
+
+class TestRadosgwRoute(StorageConformance):
+    @pytest.fixture
+    def opened(self, ceph_bucket: StorageRoot) -> Callable[[], Storage]:
+        url = f"{ceph_bucket.url}/{secrets.token_hex(8)}"
+        return lambda: S3Storage(url, ceph_bucket.storage_options)
 
 
 class TestMemoryFileSystem(StorageConformance):
