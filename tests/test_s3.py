@@ -77,15 +77,20 @@ def test_a_new_process_sends_only_the_parts_that_are_missing(fake: FakeS3, data:
     assert not fake.uploads
 
 
-def test_parts_are_known_by_their_md5_where_storage_lists_no_checksums(s3_root: StorageRoot, data: bytes) -> None:
-    url = f"{s3_root.url}/job"  # moto and radosgw
-    killed = S3Storage(url, s3_root.storage_options).upload(KEY, NBYTES)
-    _send(killed, 0, data)
-    _send(killed, 4, data)
-    storage = S3Storage(url, s3_root.storage_options)
-    assert _send_rest(storage.upload(KEY, NBYTES), data) == [False, True, True, True, False]
-    assert storage.get(KEY) == data
-    assert storage.unfinished("") == []
+@pytest.mark.parametrize("server", ["moto", "radosgw"])
+@pytest.mark.servers
+def test_parts_are_known_by_their_md5_where_storage_lists_no_checksums(
+    request: pytest.FixtureRequest, server: str, data: bytes
+) -> None:
+    with request.getfixturevalue(server).fresh_root() as root:
+        url = f"{root.url}/job"
+        killed = S3Storage(url, root.storage_options).upload(KEY, NBYTES)
+        _send(killed, 0, data)
+        _send(killed, 4, data)
+        storage = S3Storage(url, root.storage_options)
+        assert _send_rest(storage.upload(KEY, NBYTES), data) == [False, True, True, True, False]
+        assert storage.get(KEY) == data
+        assert storage.unfinished("") == []
 
 
 def test_a_part_of_other_bytes_is_sent_again(fake: FakeS3, storage: S3Storage, data: bytes) -> None:
