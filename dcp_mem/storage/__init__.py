@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from dcp_mem.errors import DcpMemError
+
 LEAST_PART = 16 << 20
 _MOST_PARTS = 9000
+
+
+class NotThisRoute(DcpMemError):
+    """What fsspec was given for a URL can't be carried over to this route: fsspec itself has to serve it."""
 
 
 @dataclass(frozen=True, slots=True)

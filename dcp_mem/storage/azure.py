@@ -28,7 +28,7 @@ _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 class AzureStorage:
     """A container, or what is under a prefix in it. Takes the account and the credentials from adlfs.
 
-    Raises NoSynchronousClient where that can't be.
+    Raises NotThisRoute where that can't be.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:

@@ -12,13 +12,11 @@ from azure.storage.blob import BlobServiceClient
 from requests import Session
 from requests.adapters import HTTPAdapter
 
+from dcp_mem.storage import NotThisRoute
+
 _CONNECTION_TIMEOUT, _READ_TIMEOUT = 10.0, 60.0
 _CONNECTIONS = 64  # more than parts are in flight: what doesn't fit would be closed after each request
 _PIECE = 256 << 10
-
-
-class NoSynchronousClient(Exception):
-    """What fsspec found can't be talked to without it. Says why."""
 
 
 class Pieces:
@@ -41,7 +39,7 @@ class Pieces:
 def service_client(fs: Any) -> BlobServiceClient:
     """The client of the account that `fs` is for, with its credentials; tries each request once. Thread-safe.
 
-    Whatever renews the credentials for `fs` renews them here. Raises NoSynchronousClient.
+    Whatever renews the credentials for `fs` renews them here. Raises NotThisRoute.
     """
     try:
         options = {
@@ -56,7 +54,7 @@ def service_client(fs: Any) -> BlobServiceClient:
         location = {} if fs.location_mode is None else {"_location_mode": fs.location_mode}
         return BlobServiceClient(fs.account_url + token, credential, **location, **options)
     except (AttributeError, TypeError, ValueError) as error:
-        raise NoSynchronousClient(f"{type(fs).__name__}: {type(error).__name__}") from None
+        raise NotThisRoute(f"{type(fs).__name__}: {type(error).__name__}") from None
 
 
 def _transport(options: dict[str, Any]) -> RequestsTransport:

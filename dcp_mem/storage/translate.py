@@ -19,9 +19,9 @@ from dcp_mem.errors import (
     StorageUnavailable,
 )
 
-_REFUSED_STATUS = {400, 401, 403, 404, 405, 409, 411, 413, 507}
+_REFUSED_STATUS = {301, 400, 401, 403, 404, 405, 409, 411, 413, 501, 507}
 _REFUSED_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
-_HARMLESS = {"account_name", "endpoint_url", "region_name", "project"}
+_HARMLESS = {"account_name", "endpoint_url", "profile", "region_name", "project"}
 _NO_CONTAINER = (
     "NoSuchBucket",
     "ContainerNotFound",
@@ -37,6 +37,9 @@ _EXPIRED = (
     "Signature expired",
     "Lifetime validation failed",
     "AADSTS700082",
+    "session associated with this profile has expired",
+    "Token has expired and refresh failed",
+    "refreshed credentials are still expired",
 )
 _EXPIRED_TEXT = "the credentials have expired. Renew them where they come from: the next try takes the new ones"
 _PASSING = (
@@ -59,6 +62,9 @@ _ADVICE = {
     "StorageFull": "Free space there, or delete old checkpoints.",
     "InsufficientCapacity": "Free space there, or delete old checkpoints.",
     "RequestTimeTooSkewed": "Set this machine's clock: it differs too much from the storage's.",
+    "PermanentRedirect": "Give the bucket's region: client_kwargs={'region_name': ...}.",
+    "NotImplemented": "This storage lacks what was asked for. If it is checksums, do without: "
+    "config_kwargs={'request_checksum_calculation': 'when_required'}.",
     "AccountIsDisabled": "Enable the storage account again.",
     "InvalidObjectState": "It was archived: bring it back from the archive tier first.",
     "AuthorizationPermissionMismatch": "Give the identity a role on data there, such as Storage Blob Data Contributor.",
@@ -80,6 +86,9 @@ _REFUSED_NAMES = {
     "ResourceNotFoundError",
     "InvalidAccessKeyId",
     "ParamValidationError",
+    "ProfileNotFound",
+    "ConfigParseError",
+    "InvalidConfigError",
     "UnknownServiceError",
 }
 

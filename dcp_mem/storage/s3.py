@@ -1,0 +1,329 @@
+"""Storage in S3, and in what speaks it: parts sent from memory and ranges read into it, by botocore, in threads."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec.core
+from botocore.exceptions import ClientError
+
+from dcp_mem.errors import CheckpointExists, StorageUnavailable
+from dcp_mem.events import log
+from dcp_mem.format.checksums import checksum
+from dcp_mem.storage import Entry, Unfinished, Upload, part_count, part_nbytes
+from dcp_mem.storage.s3_client import Body, S3Client
+from dcp_mem.storage.streams import fill
+from dcp_mem.storage.translate import Translator, status_of
+
+_MAY_NOT_LIST = {403, 405, 501}
+
+
+class S3Storage:
+    """A bucket, or a prefix in it. Raises NotThisRoute where only s3fs itself can serve these options."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        self.url = url
+        self._translator = Translator(url, storage_options)
+        options = {"skip_instance_cache": True, "use_listings_cache": False, **storage_options}
+        with self._translator.errors():
+            fs, path = fsspec.core.url_to_fs(url, **options)
+            bucket, root, _ = fs.split_path(path)
+            self._client = S3Client(fs, bucket)
+        self._root = root.strip("/")
+
+    def upload(self, key: str, nbytes: int) -> Upload:
+        path = self._path(key)
+        if part_count(nbytes, part_nbytes(nbytes)) == 1:
+            return OnePart(self._client, path, nbytes, self._translator)
+        with self._translator.errors():
+            begun = self._begun_before(path)
+            if begun is None:
+                begun = self._client.call("create_multipart_upload", Key=path, **self._algorithm())["UploadId"], {}
+        return Multipart(self._client, path, nbytes, begun, self._translator, self.url)
+
+    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
+        condition = {"IfNoneMatch": "*"} if create else {}
+        with self._translator.errors():
+            try:
+                _put(self._client, self._path(key), memoryview(data), checksum(data), **condition)
+            except ClientError as error:
+                if create and status_of(error) == 412:
+                    raise CheckpointExists(key.rpartition("/")[0], self.url) from None
+                raise
+
+    def get(self, key: str) -> bytes:
+        with self._translator.errors(key):
+            body = self._client.call("get_object", Key=self._path(key))["Body"]
+            try:
+                return bytes(body.read())
+            finally:
+                body.close()
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        wanted = sum(map(len, buffers))
+        if wanted == 0:
+            return 0
+        with self._translator.errors(key):
+            try:
+                answer = self._client.call(
+                    "get_object", Key=self._path(key), Range=f"bytes={offset}-{offset + wanted - 1}"
+                )
+            except ClientError as error:
+                if status_of(error) == 416:  # the object ends before `offset`
+                    return 0
+                raise
+            body, nbytes = answer["Body"], min(int(answer["ContentLength"]), wanted)
+            if _first_byte(answer) != offset:
+                body.close()
+                raise StorageUnavailable(self.url, f"bytes from {offset} on were asked for, others came ({key})")
+            count = fill(getattr(body, "_raw_stream", body), buffers, nbytes)
+        if count < nbytes:
+            raise StorageUnavailable(self.url, f"the answer broke off after {count} of {nbytes} bytes ({key})")
+        return count
+
+    def ls(self, prefix: str) -> list[Entry]:
+        start = self._below(prefix)
+        found: list[Entry] = []
+        with self._translator.errors():
+            for page in self._client.pages("list_objects_v2", Prefix=start, Delimiter="/"):
+                found += [Entry(one["Prefix"][len(start) : -1], 0, True) for one in page.get("CommonPrefixes", ())]
+                found += [_entry(one, start) for one in page.get("Contents", ())]
+        return [entry for entry in found if entry.name]  # a nameless one marks the directory itself
+
+    def delete(self, key: str) -> None:
+        with self._translator.errors():
+            self._client.call("delete_object", Key=self._path(key))
+
+    def unfinished(self, prefix: str) -> list[Unfinished]:
+        root = f"{self._root}/" if self._root else ""
+        with self._translator.errors():
+            return [
+                Unfinished(one["Key"][len(root) :], one["Initiated"].timestamp())
+                for one in self._uploads(self._below(prefix))
+            ]
+
+    def drop_unfinished(self, key: str) -> None:
+        path = self._path(key)
+        with self._translator.errors():
+            for one in self._uploads_of(path):
+                self._abort(path, one["UploadId"])
+
+    def _abort(self, path: str, upload_id: str) -> None:
+        try:
+            self._client.call("abort_multipart_upload", Key=path, UploadId=upload_id)
+        except ClientError as error:
+            if _code(error) != "NoSuchUpload":
+                raise
+
+    def _begun_before(self, path: str) -> tuple[str, dict[int, _Part]] | None:
+        """The newest upload of that very object that can be gone on with, and its parts."""
+        try:
+            usable = [one for one in self._uploads_of(path) if self._takes_our_checksums(one)]
+            if not usable:
+                return None
+            upload_id = max(usable, key=lambda one: float(one["Initiated"].timestamp()))["UploadId"]
+            return upload_id, _listed_parts(self._client, path, upload_id)
+        except ClientError as error:
+            if _code(error) == "NoSuchUpload":  # finished or dropped meanwhile
+                return None
+            # Whoever may write need not be allowed to list uploads; that costs nothing but what was sent before a kill.
+            if status_of(error) in _MAY_NOT_LIST and _code(error) != "NoSuchBucket":
+                log.info("can't look for parts of %s that are in %s already: %s", path, self.url, _code(error))
+                return None
+            raise
+
+    def _takes_our_checksums(self, upload: Mapping[str, Any]) -> bool:
+        """Whether parts may be added as this client sends them; a storage that doesn't say takes any."""
+        algorithm = upload.get("ChecksumAlgorithm")
+        return algorithm is None or (algorithm == "CRC32C") == self._client.sends_checksums
+
+    def _uploads_of(self, path: str) -> list[Mapping[str, Any]]:
+        # A directory bucket lists only what is below a directory.
+        prefix = f"{path.rpartition('/')[0]}/".lstrip("/") if self._client.bucket.endswith("--x-s3") else path
+        return [one for one in self._uploads(prefix) if one["Key"] == path]
+
+    def _uploads(self, prefix: str) -> Iterator[Mapping[str, Any]]:
+        for page in self._client.pages("list_multipart_uploads", Prefix=prefix):
+            yield from page.get("Uploads", ())
+
+    def _algorithm(self) -> dict[str, str]:
+        return {"ChecksumAlgorithm": "CRC32C"} if self._client.sends_checksums else {}
+
+    def _path(self, key: str) -> str:
+        return "/".join(filter(None, (self._root, key)))
+
+    def _below(self, prefix: str) -> str:
+        path = self._path(prefix)
+        return f"{path}/" if path else ""
+
+
+class OnePart:
+    """An object of a single part, which is put whole with it."""
+
+    in_order = False
+
+    def __init__(self, client: S3Client, path: str, nbytes: int, translator: Translator) -> None:
+        self.part_nbytes = part_nbytes(nbytes)
+        self._client, self._path, self._nbytes, self._translator = client, path, nbytes, translator
+        self._is_put = False
+
+    def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
+        if number != 0 or len(data) != self._nbytes:
+            raise ValueError(f"{self._path} has one part of {self._nbytes} bytes: not {number} of {len(data)}")
+        with self._translator.errors():
+            _put(self._client, self._path, data, crc32c)
+        self._is_put = True
+        return True
+
+    def finish(self) -> None:
+        if not self._is_put:
+            raise ValueError(f"{self._path} has a part that was not put")
+
+    def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part as storage has it. crc32c: in base64, "" where storage doesn't tell."""
+
+    etag: str
+    nbytes: int
+    crc32c: str
+
+
+class Multipart:
+    """A multipart upload. What is left of one can be gone on with, and costs money until it is dropped.
+
+    Several processes may be at the same one, with the same bytes: each keeps to its own list of parts, and who finds it
+    finished by another is done.
+    """
+
+    in_order = False
+
+    def __init__(
+        self,
+        client: S3Client,
+        path: str,
+        nbytes: int,
+        begun: tuple[str, dict[int, _Part]],
+        translator: Translator,
+        url: str,
+    ) -> None:
+        self.part_nbytes = part_nbytes(nbytes)
+        self._client, self._path, self._nbytes, self._translator, self._url = client, path, nbytes, translator, url
+        self._upload_id, self._found = begun
+        self._parts: dict[int, _Part] = {}
+        self._is_finished = False
+
+    def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
+        found = self._found.get(number)
+        if found is not None and _is_whole(found, data, crc32c):
+            self._parts[number] = found
+            return False
+        checksum_of_it = _checksum(self._client, crc32c)
+        with self._translator.errors():
+            try:
+                answer = self._client.call(
+                    "upload_part", **self._names(), PartNumber=number + 1, Body=Body(data), **checksum_of_it
+                )
+            except ClientError as error:
+                self._must_be_finished(error)
+                return False
+        self._parts[number] = _Part(answer["ETag"], len(data), _base64(crc32c))
+        return True
+
+    def finish(self) -> None:
+        if self._is_finished:
+            return
+        count = part_count(self._nbytes, self.part_nbytes)
+        if missing := count - len(self._parts.keys() & range(count)):
+            raise ValueError(f"{self._path} has {missing} of {count} parts that were not put")
+        parts = [self._described(number) for number in range(count)]
+        with self._translator.errors():
+            try:
+                self._client.call("complete_multipart_upload", **self._names(), MultipartUpload={"Parts": parts})
+            except ClientError as error:
+                if _code(error) == "InvalidPart":
+                    self._take_what_others_sent()
+                self._must_be_finished(error)
+        self._is_finished = True
+
+    def close(self) -> None:
+        return
+
+    def _names(self) -> dict[str, str]:
+        return {"Key": self._path, "UploadId": self._upload_id}
+
+    def _described(self, number: int) -> dict[str, Any]:
+        part = self._parts[number]
+        checksum_of_it = {"ChecksumCRC32C": part.crc32c} if self._client.sends_checksums else {}
+        return {"PartNumber": number + 1, "ETag": part.etag, **checksum_of_it}
+
+    def _take_what_others_sent(self) -> None:
+        """Take the same bytes by the name that they have now: ETags of encrypted parts are new whenever they are sent."""
+        for number, part in _listed_parts(self._client, self._path, self._upload_id).items():
+            if number in self._parts and part.crc32c and part.crc32c == self._parts[number].crc32c:
+                self._parts[number] = part
+        raise StorageUnavailable(self._url, f"another process was sending parts of {self._path} as well")
+
+    def _must_be_finished(self, error: ClientError) -> None:
+        """Nothing if the upload is gone since the object is there: by an earlier try, or by another process."""
+        if _code(error) != "NoSuchUpload":
+            raise error
+        try:
+            stored = int(self._client.call("head_object", Key=self._path)["ContentLength"])
+        except ClientError as failure:
+            if status_of(failure) != 404:
+                raise
+            stored = -1
+        if stored != self._nbytes:
+            raise StorageUnavailable(self._url, f"the upload of {self._path} was dropped meanwhile")
+        self._is_finished = True
+
+
+def _put(client: S3Client, path: str, data: memoryview, crc32c: int, **condition: str) -> None:
+    client.call("put_object", Key=path, Body=Body(data), **_checksum(client, crc32c), **condition)
+
+
+def _checksum(client: S3Client, crc32c: int) -> dict[str, str]:
+    return {"ChecksumCRC32C": _base64(crc32c)} if client.sends_checksums else {}
+
+
+def _base64(crc32c: int) -> str:
+    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()
+
+
+def _listed_parts(client: S3Client, path: str, upload_id: str) -> dict[int, _Part]:
+    pages = client.pages("list_parts", Key=path, UploadId=upload_id)
+    return {part["PartNumber"] - 1: _part(part) for page in pages for part in page.get("Parts", ())}
+
+
+def _part(listed: Mapping[str, Any]) -> _Part:
+    return _Part(listed["ETag"], int(listed["Size"]), listed.get("ChecksumCRC32C", ""))
+
+
+def _is_whole(found: _Part, data: memoryview, crc32c: int) -> bool:
+    """Whether storage has these very bytes. Where it tells no checksum, its ETag is their MD5, or something that isn't."""
+    if found.nbytes != len(data):
+        return False
+    if found.crc32c:
+        return found.crc32c == _base64(crc32c)
+    return found.etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _first_byte(answer: Mapping[str, Any]) -> int:
+    """Where the bytes of an answer lie: "bytes 10-19/200", or nothing where it is all there is."""
+    return int(answer.get("ContentRange", "bytes 0-").split()[-1].partition("-")[0])
+
+
+def _entry(listed: Mapping[str, Any], start: str) -> Entry:
+    return Entry(listed["Key"][len(start) :], int(listed["Size"]), False, listed["LastModified"].timestamp())
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))

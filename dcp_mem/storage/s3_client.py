@@ -1,0 +1,154 @@
+"""A synchronous S3 client that goes where s3fs would go, and sends memory without copying it."""
+
+from __future__ import annotations
+
+import io
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import botocore.session
+import s3fs
+from botocore import UNSIGNED
+from botocore.config import Config
+
+from dcp_mem.storage import NotThisRoute
+
+_PIECE = 1 << 20
+_SESSION_ARGUMENTS = {"profile"}
+_CONFIG = {
+    "connect_timeout": 10,
+    "read_timeout": 60,
+    "max_pool_connections": 64,
+    "tcp_keepalive": True,
+    # Every byte read is held against the checksums of the segments; the SDK's own would be a second pass, and a copy.
+    "response_checksum_validation": "when_required",
+}
+
+
+class S3Client:
+    """Requests to one bucket, each sent once (`patient` repeats them), by any number of threads.
+
+    Endpoint, credentials, configuration and the extra arguments of requests are those of an s3fs file system. What the
+    environment and its files say is read here, once; credentials that expire are fetched again by botocore.
+
+    sends_checksums: False where the user's configuration is of a storage that takes none.
+    Raises NotThisRoute, and what botocore raises.
+    """
+
+    def __init__(self, fs: Any, bucket: str) -> None:
+        if not isinstance(fs, s3fs.S3FileSystem):
+            raise NotThisRoute(f"{type(fs).__name__} isn't s3fs's file system")
+        try:
+            client = _client(fs)
+            self._extra = {**fs.s3_additional_kwargs, **fs.req_kw}
+        except AttributeError as error:
+            raise NotThisRoute(f"this version of s3fs is unknown here ({error})") from None
+        self.bucket = bucket
+        self.sends_checksums = client.meta.config.request_checksum_calculation != "when_required"
+        if self.sends_checksums:  # one that is asked for besides would have to be computed as well
+            self._extra = {name: value for name, value in self._extra.items() if not name.startswith("Checksum")}
+        self._client = client
+        self._direct = _Direct()
+        for operation in ("PutObject", "UploadPart"):
+            client.meta.events.register(f"before-send.s3.{operation}", self._direct.take_over)
+        weakref.finalize(self, client.close)
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """What the bucket answers. Bodies are given as `Body`."""
+        answer = getattr(self._client, method)(**self._arguments(method, arguments))
+        self._direct.is_answered = True
+        return answer
+
+    def pages(self, method: str, **arguments: Any) -> Iterator[Any]:
+        """The answers to a request for a list, page by page."""
+        yield from self._client.get_paginator(method).paginate(**self._arguments(method, arguments))
+        self._direct.is_answered = True
+
+    def _arguments(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        operation = self._client.meta.service_model.operation_model(self._client.meta.method_to_api_mapping[method])
+        known = operation.input_shape.members
+        extra = {name: value for name, value in self._extra.items() if name in known}
+        return {**extra, **arguments, "Bucket": self.bucket}
+
+
+class Body(io.RawIOBase):
+    """Memory, as the file that botocore wants to see. `read` copies nothing."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self._position = 0
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self.view)}[whence] + offset
+        return self._position
+
+    def read(self, count: int | None = -1) -> memoryview:
+        stop = len(self.view) if count is None or count < 0 else self._position + count
+        piece = self.view[self._position : stop]
+        self._position += len(piece)
+        return piece
+
+
+class _Direct:
+    """Has bodies sent right from memory, once the bucket has answered anything at all.
+
+    Until then they go botocore's own way, which waits for the storage's go-ahead (`Expect: 100-continue`): a bucket in
+    another region redirects that request before it has the body, and botocore rewinds and follows. Later on the wait
+    would be a round trip for each part, and a second for each where a storage never gives the go-ahead.
+
+    Bodies are sent in pieces since a socket's timeout is that of a whole `sendall`: on a new connection urllib3's is the
+    time for connecting, and a part that a slow network takes longer for would never get through.
+    """
+
+    def __init__(self) -> None:
+        self.is_answered = False
+
+    def take_over(self, request: Any, **_: Any) -> None:
+        if self.is_answered and isinstance(request.body, Body):
+            view = request.body.view
+            request.body = [view[start : start + _PIECE] for start in range(0, len(view), _PIECE)]
+            del request.headers["Expect"]  # no signature covers it
+
+
+def _client(fs: Any) -> Any:
+    if fs.session is not None:
+        raise NotThisRoute("a session= of aiobotocore's works only there")
+    if not fs.kwargs.keys() <= _SESSION_ARGUMENTS:
+        raise NotThisRoute(f"only s3fs knows {', '.join(sorted(fs.kwargs.keys() - _SESSION_ARGUMENTS))}")
+    arguments = {
+        "aws_access_key_id": fs.key,
+        "aws_secret_access_key": fs.secret,
+        "aws_session_token": fs.token,
+        "endpoint_url": fs.endpoint_url,
+    }
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    arguments = {"use_ssl": fs.use_ssl, **fs.client_kwargs, **arguments}
+    if fs.anon:
+        arguments = {name: value for name, value in arguments.items() if not name.startswith("aws_")}
+    return botocore.session.Session(**fs.kwargs).create_client("s3", config=_config(fs), **arguments)
+
+
+def _config(fs: Any) -> Config:
+    given = {**_CONFIG, **fs.config_kwargs, "retries": {"total_max_attempts": 1}}
+    # Without this botocore hashes each part with SHA-256, at three times the cost of sending it. What guards the bytes on
+    # their way is the CRC32C that goes along with them, and TLS.
+    given["s3"] = {"payload_signing_enabled": False, **(fs.config_kwargs.get("s3") or {})}
+    if fs.anon:
+        given["signature_version"] = UNSIGNED
+    try:
+        return Config(**given)
+    except TypeError as error:
+        raise NotThisRoute(f"config_kwargs: {error}") from None
