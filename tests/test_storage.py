@@ -200,9 +200,19 @@ def test_missing_s3_credentials_are_refused(
     assert "credentials" in text
 
 
+def _through_s3fs(url: str, options: dict[str, Any]) -> Storage:
+    """S3 storage on s3fs that doesn't try again by itself."""
+    storage = FsspecStorage(url, options)
+    storage._fs.retries = 1
+    return storage
+
+
 @each_operation
+@pytest.mark.parametrize("route", [_through_s3fs, S3Storage])
 def test_an_endpoint_that_nobody_listens_on_is_unavailable(
-    unused_endpoint: str, operation: Callable[[Storage], object]
+    unused_endpoint: str,
+    operation: Callable[[Storage], object],
+    route: Callable[[str, dict[str, Any]], Storage],
 ) -> None:
     options = {
         "key": "AKIANOBODYKNOWSIT",
@@ -210,16 +220,9 @@ def test_an_endpoint_that_nobody_listens_on_is_unavailable(
         "endpoint_url": unused_endpoint,
         "config_kwargs": {"retries": {"total_max_attempts": 1}},
     }
-    text = _failure(lambda: operation(_impatient(options)), StorageUnavailable, SECRET)
+    text = _failure(lambda: operation(route("s3://bucket/job", options)), StorageUnavailable, SECRET)
     assert text.startswith("storage s3://bucket/job is unavailable: ")
     assert unused_endpoint in text
-
-
-def _impatient(options: dict[str, Any]) -> Storage:
-    """S3 storage that doesn't try again by itself."""
-    storage = FsspecStorage("s3://bucket/job", options)
-    storage._fs.retries = 1
-    return storage
 
 
 @pytest.fixture

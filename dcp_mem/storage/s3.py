@@ -33,7 +33,7 @@ class S3Storage:
             fs, path = fsspec.core.url_to_fs(url, **options)
             bucket, root, _ = fs.split_path(path)
             self._client = S3Client(fs, bucket)
-        self._root = root.strip("/")
+        self._root = root.rstrip("/")
 
     def upload(self, key: str, nbytes: int) -> Upload:
         path = self._path(key)
