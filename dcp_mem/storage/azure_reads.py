@@ -14,8 +14,8 @@ from typing import Any
 from azure.storage.blob import BlobClient
 
 from dcp_mem.storage import scatter
+from dcp_mem.storage.streams import fill
 
-_PIECE = 1 << 20
 _SERVED = re.compile(r"bytes (\d+)-(\d+)/")
 
 
@@ -38,7 +38,11 @@ def read_into(blob: BlobClient, offset: int, buffers: Sequence[memoryview]) -> i
         served = _SERVED.match(answer.headers.get("Content-Range", ""))
         if served is None or int(served[1]) != offset:
             raise OSError(f"asked for bytes from {offset} on, got {answer.headers.get('Content-Range', 'all')}")
-        return _fill(answer.raw, min(wanted, int(served[2]) + 1 - offset), buffers)
+        nbytes = min(wanted, int(served[2]) + 1 - offset)
+        count = fill(answer.raw, buffers, nbytes)
+        if count < nbytes:
+            raise OSError(f"the answer ended after {count} of {nbytes} bytes")
+        return count
 
 
 def _operation(blob: BlobClient) -> Any:
@@ -51,24 +55,6 @@ def _answer(operation: Any, **options: Any) -> Iterator[Any]:
     answer = operation(cls=lambda response, *_: response, **options).http_response.internal_response
     with closing(answer):
         yield answer
-
-
-def _fill(stream: Any, nbytes: int, buffers: Sequence[memoryview]) -> int:
-    """Fill the buffers from an answer of urllib3's."""
-    # http.client's own, beneath it, reads into them from the socket; urllib3's makes a copy of each piece on the way.
-    beneath: Any = getattr(stream, "_fp", None)
-    body = beneath if hasattr(beneath, "readinto") and hasattr(beneath, "isclosed") else stream
-    done = 0
-    for buffer in buffers:
-        rest = buffer[: nbytes - done]
-        while rest:
-            count = body.readinto(rest[:_PIECE])
-            if not count:
-                raise OSError(f"the answer ended after {done} of {nbytes} bytes")
-            done, rest = done + count, rest[count:]
-    if body is beneath and body.isclosed():  # read to its end, which urllib3 doesn't know
-        stream.release_conn()
-    return done
 
 
 def _read_publicly(blob: BlobClient, offset: int, wanted: int, buffers: Sequence[memoryview]) -> int:
