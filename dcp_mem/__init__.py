@@ -36,8 +36,8 @@ from dcp_mem.values import CheckpointStatus, State, Transfer
 
 if TYPE_CHECKING:
     from dcp_mem.api import load, save
+    from dcp_mem.flushing.leftovers import Leftover
     from dcp_mem.housekeeping import Reclaimed, collect_leftovers, delete, reclaim
-    from dcp_mem.leftovers import Leftover
     from dcp_mem.reader import MemoryStorageReader
     from dcp_mem.writer import MemoryStorageWriter
 
@@ -45,7 +45,7 @@ __version__ = "0.1.0"
 
 # The agent imports this package too, and has no use for torch: what needs it is imported on first use.
 _LAZY = {
-    "Leftover": "dcp_mem.leftovers",
+    "Leftover": "dcp_mem.flushing.leftovers",
     "MemoryStorageReader": "dcp_mem.reader",
     "MemoryStorageWriter": "dcp_mem.writer",
     "Reclaimed": "dcp_mem.housekeeping",

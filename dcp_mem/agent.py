@@ -21,7 +21,7 @@ from logging.handlers import RotatingFileHandler
 from typing import IO
 
 from dcp_mem.events import log
-from dcp_mem.flusher import Flusher, Registration
+from dcp_mem.flushing.flusher import Flusher, Registration
 from dcp_mem.memory.root import private_directory
 
 _LINGER = 5.0

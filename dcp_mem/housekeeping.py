@@ -13,7 +13,7 @@ from dcp_mem.config import checkpoint_name, memory_root, settings
 from dcp_mem.errors import CheckpointNotFound, JobInUse
 from dcp_mem.events import log
 from dcp_mem.files import allocated_bytes
-from dcp_mem.leftovers import Leftover, delete_checkpoint, leftovers
+from dcp_mem.flushing.leftovers import Leftover, delete_checkpoint, leftovers
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import JobLock, RunIdentity, is_leased, job_is_live, new_token
 from dcp_mem.memory.root import open_root

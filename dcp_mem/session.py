@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from dcp_mem.agent import AgentHandle
 from dcp_mem.config import Settings
 from dcp_mem.events import log
-from dcp_mem.flusher import Flusher, Registration, credential_environment
+from dcp_mem.flushing.flusher import Flusher, Registration, credential_environment
 from dcp_mem.format.frames import QUANTISED, Spec, Specs, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.manifest import Manifest

@@ -527,7 +527,7 @@ def test_what_no_client_can_be_made_from_is_reached_through_fsspec(
         storage = open_storage("abfs://container/job", {})
     assert isinstance(storage._storage, FsspecStorage)
     assert storage.get("key") == b"container/job/key"
-    assert "goes through fsspec, which takes more CPU and memory (_Unlike" in caplog.text
+    assert "goes through fsspec, which takes more CPU and memory: _Unlike" in caplog.text
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import dcp_mem.agent
-import dcp_mem.flusher
+import dcp_mem.flushing.flusher
 import dcp_mem.saving.agree
 import dcp_mem.session
 from dcp_mem import (
@@ -39,7 +39,7 @@ from dcp_mem import (
     every,
     interval,
 )
-from dcp_mem.flusher import Registration
+from dcp_mem.flushing.flusher import Registration
 from dcp_mem.memory.job import JobMemory
 from tests.forks import forked, forked_ranks, forking, raised_by
 from tests.gates import install as install_gate
@@ -516,14 +516,14 @@ def _fail_then_succeed(memory: str) -> tuple[list[CheckpointStatus], list[str]]:
 def test_failed_flushes_give_way_to_newer_saves(memory_root: Path) -> None:
     status, _ = forked(_fail_then_succeed, str(memory_root))
     before, after = status[:4], status[4:]
-    assert [(one.name, one.state) for one in before] == [
-        ("step-4", State.FAILED),
-        ("step-3", State.FAILED),
-        ("step-2", State.SKIPPED),
-        ("step-1", State.SKIPPED),
-    ]
+    # Which of the older ones went depends on which was being tried again when room was needed.
+    assert [one.name for one in before] == ["step-4", "step-3", "step-2", "step-1"]
+    assert before[0].state is State.FAILED
+    assert sorted(one.state.value for one in before[1:]) == ["failed", "skipped", "skipped"]
     assert all("the disk in the cloud is full" in one.error for one in before)
-    assert [(one.name, one.state) for one in after[:2]] == [("step-4", State.DURABLE), ("step-3", State.DURABLE)]
+    assert {one.name for one in after if one.state is State.DURABLE} == {
+        one.name for one in before if one.state is State.FAILED
+    }
 
 
 # -- agents ------------------------------------------------------------------------------------------------------------
@@ -645,7 +645,7 @@ def test_the_ranks_of_a_node_share_an_agent(local_root: StorageRoot, memory_root
 
 
 def _save_on_nodes(job: Job) -> list[tuple[str, State]]:
-    dcp_mem.flusher._PEER_LAG = 1.0
+    dcp_mem.flushing.flusher._PEER_LAG = 1.0
     root = f"{job.memory}/node{dist.get_rank()}"
     with replace(job, memory=root).writer(agent="thread") as writer:
         save(writer, 0)
@@ -667,7 +667,7 @@ def test_nodes_that_are_at_different_checkpoints_dont_wait_for_each_other(
 
 def _save_and_drop_a_part(job: Job) -> list[tuple[str, State, str]]:
     """Save on two nodes, of which one drops the older checkpoint before either flushes it."""
-    dcp_mem.flusher._PEER_LAG = 0.2
+    dcp_mem.flushing.flusher._PEER_LAG = 0.2
     root = f"{job.memory}/node{dist.get_rank()}"
     with replace(job, memory=root).writer(agent="thread", keep=3) as writer:
         with pytest.MonkeyPatch.context() as patch:
@@ -718,7 +718,7 @@ def test_a_flush_thread_leaves_the_trainers_variables_alone(memory_root: Path) -
 def _save_busily(first: Job, second: Job) -> list[str]:
     """Have one job always something new to flush; what the flusher flushes, in order."""
     install_gate()
-    flusher = dcp_mem.flusher.Flusher(first.memory)
+    flusher = dcp_mem.flushing.flusher.Flusher(first.memory)
     order: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp_mem.session.Session, "wake_agent", lambda *_, **__: None)
@@ -794,5 +794,7 @@ def test_a_line_of_the_history_that_was_damaged_does_no_harm(
 
 
 def test_the_agent_runs_without_torch() -> None:
-    check = "import sys, dcp_mem.agent, dcp_mem.flush, dcp_mem.format.pickled; assert 'torch' not in sys.modules"
+    check = (
+        "import sys, dcp_mem.agent, dcp_mem.flushing.flush, dcp_mem.format.pickled; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -16,7 +16,7 @@ import pytest
 
 import dcp_mem
 from dcp_mem import agent, faults
-from dcp_mem.flusher import Flusher, Registration
+from dcp_mem.flushing.flusher import Flusher, Registration
 from dcp_mem.format import names
 from dcp_mem.memory import locks, slots
 from dcp_mem.memory.job import JobMemory

@@ -11,17 +11,17 @@ import pytest
 
 import dcp_mem
 from dcp_mem import CheckpointNotFound
+from dcp_mem.flushing.leftovers import collect_older_attempts, delete_checkpoint, leftovers
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.segments import Segments
-from dcp_mem.leftovers import collect_older_attempts, delete_checkpoint, leftovers
 from dcp_mem.storage import LEAST_PART, Storage
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
 from dcp_mem.values import Segment
-from tests.forks import forked
+from tests.forks import forked, raised_by
 from tests.jobs import Job, load_anew, save
-from tests.servers import StorageRoot
+from tests.servers import BlobServer, S3Server, StorageRoot
 from tests.storage_conformance import upload
 
 OURS, OTHER = "11111111", "22222222"
@@ -149,10 +149,15 @@ def _break_off(options: StorageRoot) -> None:
         going.put_part(0, memoryview(bytes(LEAST_PART)), 0)
 
 
-@pytest.mark.parametrize("root_of", ["s3_root", "abfs_root"])
+@pytest.mark.parametrize("server", ["radosgw", "azurite"])  # moto dates all uploads back by years
 @pytest.mark.servers
-def test_uploads_that_nobody_finished_are_found_and_freed(root_of: str, request: pytest.FixtureRequest) -> None:
-    place: StorageRoot = request.getfixturevalue(root_of)
+def test_uploads_that_nobody_finished_are_found_and_freed(server: str, request: pytest.FixtureRequest) -> None:
+    running: S3Server | BlobServer = request.getfixturevalue(server)
+    with running.fresh_root() as place:
+        _check_that_broken_off_uploads_are_freed(place)
+
+
+def _check_that_broken_off_uploads_are_freed(place: StorageRoot) -> None:
     _break_off(place)
     url, options = f"{place.url}/run", place.storage_options
     assert dcp_mem.collect_leftovers(url, storage_options=options) == []
@@ -178,6 +183,10 @@ def _delete(job: Job, name: str) -> int:
     return dcp_mem.delete(job.url, name, storage_options=job.storage_options)
 
 
+def _refused(job: Job, name: str) -> Exception | None:
+    return raised_by(lambda: _delete(job, name))
+
+
 def test_a_deleted_checkpoint_is_gone_and_the_others_are_not(storage_root: StorageRoot, memory_root: Path) -> None:
     job = Job(f"{storage_root.url}/run", str(memory_root), storage_root.storage_options)
     forked(_save_two, job)
@@ -185,8 +194,10 @@ def test_a_deleted_checkpoint_is_gone_and_the_others_are_not(storage_root: Stora
     assert not [name for name in storage_root.names() if "step-2" in name and not name.endswith(".csv")]
     job = dataclasses.replace(job, memory=str(memory_root / "other"))
     assert forked(load_anew, job).number == 1
-    with pytest.raises(CheckpointNotFound, match="step-2"):
-        forked(_delete, job, "step-2")
+    error = forked(_refused, job, "step-2")
+    assert isinstance(error, CheckpointNotFound)
+    assert "step-2" in str(error)
+    assert error.available == ("step-1",)
 
 
 def test_what_makes_it_a_checkpoint_goes_first(root: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:

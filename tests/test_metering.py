@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from dcp_mem import metering
 from dcp_mem.bar import moving, told
-from dcp_mem.metering import Meter, Throttle
+from dcp_mem.flushing import metering
+from dcp_mem.flushing.metering import Meter, Throttle
 from dcp_mem.values import CheckpointStatus, State, Transfer
 
 

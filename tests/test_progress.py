@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_mem.session
 from dcp_mem import CheckpointStatus, ConfigError, MemoryBudgetExceeded, MemoryStorageWriter, State
-from dcp_mem.flusher import Flusher, Registration
+from dcp_mem.flushing.flusher import Flusher, Registration
 from dcp_mem.format.histories import Line, from_csv, to_csv
 from dcp_mem.format.manifest import FlushRecord, NodeManifest
 from dcp_mem.memory.job import Held, JobMemory

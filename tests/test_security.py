@@ -23,7 +23,7 @@ from dcp_mem import (
     MemoryStorageWriter,
     NoRecoverableCheckpoint,
 )
-from dcp_mem.flusher import Registration
+from dcp_mem.flushing.flusher import Registration
 from dcp_mem.format.catalog import Catalog, catalog_key
 from dcp_mem.format.manifest import Manifest
 from tests.forks import forked, forked_ranks, raised_by

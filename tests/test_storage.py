@@ -2,6 +2,7 @@
 
 import base64
 import builtins
+import copy
 import errno
 import os
 import re
@@ -231,6 +232,14 @@ def unused_endpoint() -> Iterator[str]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_opening_a_storage_leaves_its_options_as_they_were(bucket: StorageRoot) -> None:
+    options = {**bucket.storage_options, "config_kwargs": {"retries": {"max_attempts": 3}, "s3": {}}}
+    before = repr(options)
+    open_storage(bucket.url, options).ls("")
+    FsspecStorage(bucket.url, copy.deepcopy(options)).ls("")
+    assert repr(options) == before
 
 
 def test_a_protocol_whose_package_is_broken_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,14 @@ Route = Callable[[str, Mapping[str, Any]], Storage]
 
 def open_storage(url: str, storage_options: Mapping[str, Any], patience: Patience = PATIENCE) -> PatientStorage:
     """The storage under a root URL or absolute path. Raises StorageRefused, StorageUnavailable."""
-    return PatientStorage(_storage(url, storage_options), patience)
+    return PatientStorage(_storage(url, _copied(storage_options)), patience)
+
+
+def _copied(options: Any) -> Any:
+    """The options for the SDKs, some of which change what they are given. Credential objects stay the same."""
+    if isinstance(options, Mapping):
+        return {name: _copied(value) for name, value in options.items()}
+    return [_copied(value) for value in options] if isinstance(options, list) else options
 
 
 def _storage(url: str, storage_options: Mapping[str, Any]) -> Storage:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.storage.source import ranges
+from dcp_mem.flushing.metering import Meter, Throttle
+from dcp_mem.flushing.uploading import Outgoing, upload_all
 from dcp_mem.format.checksums import BLOCK, checksum
 from dcp_mem.format.manifest import ItemTable
-from dcp_mem.metering import Meter, Throttle
 from dcp_mem.reading.fetch import in_parallel
 from dcp_mem.storage.routes import open_storage
-from dcp_mem.uploading import Outgoing, upload_all
 from dcp_mem.values import Segment as Staged
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from dcp_mem.errors import DcpMemError, ManifestInvalid, StorageKeyMissing
 from dcp_mem.events import log
+from dcp_mem.flushing.metering import Meter
 from dcp_mem.format import histories
 from dcp_mem.format.histories import Line
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.job import Held, JobMemory
-from dcp_mem.metering import Meter
 from dcp_mem.storage import Storage
 from dcp_mem.storage.patient import PatientStorage
 from dcp_mem.values import HISTORIES, Transfer

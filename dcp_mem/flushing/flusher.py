@@ -16,15 +16,15 @@ from typing import Any
 from dcp_mem import faults
 from dcp_mem.errors import DcpMemError, StorageUnavailable
 from dcp_mem.events import log
-from dcp_mem.flush import Evicted, FlushJob, NotYet, drop_part, flush
+from dcp_mem.flushing.flush import Evicted, FlushJob, NotYet, drop_part, flush
+from dcp_mem.flushing.metering import Throttle
+from dcp_mem.flushing.telling import Attempt, add_to_stored_history
 from dcp_mem.format.histories import line_of
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.memory.locks import job_is_live
-from dcp_mem.metering import Throttle
 from dcp_mem.storage.patient import Patience, PatientStorage
 from dcp_mem.storage.routes import open_storage
-from dcp_mem.telling import Attempt, add_to_stored_history
 
 _CREDENTIAL_PREFIXES = (
     "AWS_",

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from dcp_mem import faults
 from dcp_mem.errors import SegmentCorrupt
+from dcp_mem.flushing.metering import Meter, Throttle
 from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.metering import Meter, Throttle
 from dcp_mem.storage import LEAST_PART, Storage, Upload, part_count
 from dcp_mem.values import Segment
 

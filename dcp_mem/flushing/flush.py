@@ -16,18 +16,18 @@ import numpy as np
 from dcp_mem import faults
 from dcp_mem.errors import CheckpointExists, ManifestInvalid, SegmentCorrupt, StorageKeyMissing, StorageUnavailable
 from dcp_mem.files import read_bytes
+from dcp_mem.flushing.leftovers import collect_older_attempts
+from dcp_mem.flushing.metering import Meter, Throttle
+from dcp_mem.flushing.uploading import Outgoing, upload_all, with_checksums
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.pickled import template_of
-from dcp_mem.leftovers import collect_older_attempts
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, share, try_lease
-from dcp_mem.metering import Meter, Throttle
 from dcp_mem.storage import Storage
-from dcp_mem.uploading import Outgoing, upload_all, with_checksums
 from dcp_mem.values import Segment
 
 

@@ -75,12 +75,14 @@ def leftovers(storage: Storage, older_than: float) -> list[Leftover]:
     older_than: seconds. What isn't dcp_mem's is never among them.
     """
     deadline = time.time() - older_than
+    names_there = {entry.name for entry in storage.ls("") if entry.is_directory}
+    names_there |= {
+        left.key.partition("/")[0] for left in storage.unfinished("")
+    }  # object stores list no more of these
     found = []
-    for directory in storage.ls(""):
-        if not directory.is_directory or directory.name.startswith("."):
-            continue
-        under = list(_files(storage, directory.name))
-        is_committed = any(_METADATA.fullmatch(entry.name) for entry in storage.ls(directory.name))
+    for name in sorted(name for name in names_there if not name.startswith(".")):
+        under = list(_files(storage, name))
+        is_committed = any(_METADATA.fullmatch(entry.name) for entry in storage.ls(name))
         is_at_rest = all(0.0 < one.modified < deadline for one in under)
         if not is_committed and is_at_rest:
             found += under
