@@ -20,7 +20,7 @@ import fsspec
 import pytest
 
 from dcp_mem.errors import CheckpointExists, DcpMemError, StorageKeyMissing, StorageRefused, StorageUnavailable
-from dcp_mem.storage import Storage
+from dcp_mem.storage import Storage, part_count, part_nbytes
 from dcp_mem.storage.azure import AzureStorage
 from dcp_mem.storage.fsspec_route import FsspecStorage
 from dcp_mem.storage.posix import PosixStorage
@@ -113,6 +113,29 @@ class TestMemoryFileSystem(StorageConformance):
         fs, path = fsspec.url_to_fs(root)
         if fs.exists(path):
             fs.rm(path, recursive=True)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "of_part", "count"),
+    [
+        (0, 16 << 20, 1),
+        (1, 16 << 20, 1),
+        (16 << 20, 16 << 20, 1),
+        ((16 << 20) + 1, 16 << 20, 2),
+        (256 << 20, 32 << 20, 8),
+        (1 << 30, 64 << 20, 16),
+        (500 << 30, 64 << 20, 8000),
+        (1 << 40, 117 << 20, 8963),
+    ],
+)
+def test_parts_are_few_enough_for_any_store_and_enough_for_several_threads(
+    nbytes: int, of_part: int, count: int
+) -> None:
+    assert part_nbytes(nbytes) == of_part
+    assert part_count(nbytes, of_part) == count
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.settings import MIB
+from dcp_mem.memory.mapping import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,11 +62,13 @@ def ranges(segments: Sequence[Segment], nbytes: int = PART_BYTES) -> list[Range]
 
 
 def make(directory: Path, nbytes: int) -> None:
-    """Write the files, `nbytes` in all, with bytes that don't compress."""
+    """Make the files as slots are made (of huge pages where the kernel can), `nbytes` in all, of bytes that don't compress."""
     directory.mkdir()
     block = os.urandom(MIB)
     for index in range(OBJECTS):
-        with (directory / f"object-{index}").open("wb", buffering=0) as file:
+        with (directory / f"object-{index}").open("w+b", buffering=0) as file:
+            file.truncate(nbytes // OBJECTS)
+            Mapping(file.fileno(), nbytes // OBJECTS).populate()
             for _ in range(nbytes // OBJECTS // MIB):
                 file.write(block)
 

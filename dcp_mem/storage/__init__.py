@@ -13,7 +13,8 @@ from typing import Protocol
 from dcp_mem.errors import DcpMemError
 
 LEAST_PART = 16 << 20
-_MOST_PARTS = 9000
+_COMFORTABLE_PART = 64 << 20
+_ENOUGH_PARTS, _MOST_PARTS = 8, 9000
 
 
 class NotThisRoute(DcpMemError):
@@ -107,8 +108,13 @@ class Storage(Protocol):
 
 
 def part_nbytes(nbytes: int) -> int:
-    """How long the parts of an object of so many bytes are: whole MiB, and fewer than any store's limit of 10,000."""
-    return max(LEAST_PART, -(-nbytes // _MOST_PARTS >> 20 << 20))
+    """How long the parts of an object of so many bytes are, in whole MiB.
+
+    At least 16 MiB and, for objects that leave enough of them for several threads, up to 64, since each request costs an SDK
+    some milliseconds of CPU; longer where there would be more than any store's limit of 10,000.
+    """
+    comfortable = min(_COMFORTABLE_PART, nbytes // _ENOUGH_PARTS >> 20 << 20)
+    return max(LEAST_PART, comfortable, -(-nbytes // _MOST_PARTS >> 20 << 20))
 
 
 def part_count(nbytes: int, of_part: int) -> int:
