@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +28,7 @@ from dcp_mem.planning.reads import Straight
 from dcp_mem.storage import Storage
 
 _END_OF_METADATA = 4096
+_MANIFESTS_AT_ONCE = 8
 _LARGE = 1 << 20
 """Bytes of a payload from which on it is worth a call of its own."""
 
@@ -71,8 +73,8 @@ class Source(Protocol):
     def describe(self) -> Description:
         """What the checkpoint consists of. Raises UntrustedMetadata as well."""
 
-    def table(self, file: str) -> ItemTable | None:
-        """Extents, payloads and checksums of a segment's items; None where nothing of ours describes it."""
+    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
+        """Extents, payloads and checksums of these segments' items; None where nothing of ours describes one."""
 
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers, one after the other, with a segment's bytes from `offset` on."""
@@ -115,7 +117,10 @@ class MemorySource:
         except ManifestInvalid as error:
             raise self._corrupt(0, str(error)) from None
 
-    def table(self, file: str) -> ItemTable | None:
+    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
+        return {file: self._table(file) for file in files}
+
+    def _table(self, file: str) -> ItemTable | None:
         rank = self._ranks.get(file)
         if rank is None:
             return None
@@ -200,7 +205,6 @@ class StorageSource:
     def __init__(self, storage: Storage, name: str, save_id: str, scope: str) -> None:
         self.label = storage.url
         self._storage, self._name, self._save_id, self._scope = storage, name, save_id, scope
-        self._tables: dict[str, ItemTable] = {}
         self._manifest: Manifest | None = None
 
     def describe(self) -> Description:
@@ -243,14 +247,26 @@ class StorageSource:
             raise self._corrupt(0, "its manifest is missing, and the checksums with it (torch's own readers need none)")
         return metadata
 
-    def table(self, file: str) -> ItemTable | None:
+    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
         if not self._save_id:
-            return None
-        if file not in self._tables:
-            self._tables.update(self._read_tables(file))
-        if file not in self._tables:
-            raise self._corrupt(_rank_of(file), f"no manifest of its has the checksums of {file}")
-        return self._tables[file]
+            return dict.fromkeys(files)
+        assert self._manifest is not None
+        of_rank = dict(zip(self._manifest.segments.rank, self._manifest.segments.node, strict=True))
+        nodes = sorted({of_rank[_rank_of(file)] for file in files if _rank_of(file) in of_rank})
+        known: dict[str, ItemTable | None] = {}
+        with ThreadPoolExecutor(_MANIFESTS_AT_ONCE, thread_name_prefix="dcp_mem-manifests") as pool:
+            for tables in pool.map(self._tables_of_node, nodes):
+                known.update(tables)
+        for file in files:
+            if file not in known:
+                raise self._corrupt(_rank_of(file), f"no manifest of its has the checksums of {file}")
+        return {file: known[file] for file in files}
+
+    def _tables_of_node(self, node: str) -> Mapping[str, ItemTable]:
+        try:
+            return NodeManifest.from_json(self._get(names.stored_node_manifest(self._save_id, node))).tables
+        except ManifestInvalid as error:
+            raise self._corrupt(0, str(error)) from None
 
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
         nbytes = sum(map(len, buffers))
@@ -269,19 +285,6 @@ class StorageSource:
             return Manifest.from_json(manifest)
         except ManifestInvalid as error:
             raise self._corrupt(0, str(error)) from None
-
-    def _read_tables(self, file: str) -> Mapping[str, ItemTable]:
-        """Tables of the segments that the same node had."""
-        assert self._manifest is not None
-        segments = self._manifest.segments
-        rank = _rank_of(file)
-        nodes = [node for node, other in zip(segments.node, segments.rank, strict=True) if other == rank]
-        if not nodes:
-            return {}
-        try:
-            return NodeManifest.from_json(self._get(names.stored_node_manifest(self._save_id, nodes[0]))).tables
-        except ManifestInvalid as error:
-            raise self._corrupt(rank, str(error)) from None
 
     def _get(self, file: str) -> bytes:
         try:

@@ -56,19 +56,18 @@ class Part:
 def share_out(needs: Sequence[Need], edges: Callable[[str], Sequence[int] | None], *, across_nodes: bool) -> list[Part]:
     """Every rank's part, so that storage gives each byte once for each node, or once in all.
 
-    edges: where a segment may be cut, ascending; None: anywhere. Bytes that one rank alone needs are its own affair, and so is
-    everything on a node that has no room for a window.
+    edges: where a segment may be cut, ascending; None: anywhere. Asked only for segments that are shared. Bytes that one rank
+    alone needs are its own affair, and so is everything on a node that has no room for a window.
     """
     work = _Work(needs)
     for file in sorted({file for need in needs for file in need.extents}):
-        points = edges(file)
         for extent, ranks in _spans(needs, file):
             for group in work.groups(ranks, across_nodes):
                 if len(group) == 1:
                     work.alone[group[0]].setdefault(file, []).append(extent)
-                    continue
-                for start, stop in cut(extent, points):
-                    work.share(file, start, stop, group)
+                else:
+                    for start, stop in cut(extent, edges(file)):
+                        work.share(file, start, stop, group)
     return work.parts()
 
 

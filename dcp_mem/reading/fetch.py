@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from typing import TypeVar
@@ -14,6 +14,7 @@ from crc32c import crc32c
 
 from dcp_mem.errors import SegmentCorrupt
 from dcp_mem.format import names
+from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.copying import copy_here
 from dcp_mem.policy.pieces import Extent, cut, merged
 from dcp_mem.reading.arrivals import Arrival, Arrivals
@@ -26,21 +27,23 @@ _AT_ONCE = 8
 
 
 class Fetcher:
-    """Gets bytes of one checkpoint's segments, from one source. verify: check them, where checksums are known.
+    """Gets bytes of one checkpoint's segments, from one source. files: that will be asked for, as far as that is known.
+
+    verify: check them, where checksums are known.
 
     whose: names, for errors, the items that take some of these bytes of a segment.
     """
 
-    def __init__(self, source: Source, checkpoint: str, *, verify: bool) -> None:
+    def __init__(self, source: Source, checkpoint: str, files: Collection[str], *, verify: bool) -> None:
         self._source, self._checkpoint, self._verify = source, checkpoint, verify
         self.whose: Callable[[str, int, int], str] = lambda file, low, high: ""
-        self._tables: dict[str, TableIndex | None] = {}
+        self._tables = {file: _index(table) for file, table in source.tables(files).items()}
+        self._edges: dict[str, list[int]] = {}
 
     def table(self, file: str) -> TableIndex | None:
         """What is known of a segment's items; None where nothing of ours describes it. Raises SegmentCorrupt."""
         if file not in self._tables:
-            table = self._source.table(file)
-            self._tables[file] = TableIndex(table) if table is not None else None
+            self._tables[file] = _index(self._source.tables([file])[file])
         return self._tables[file]
 
     def fetch(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
@@ -56,7 +59,11 @@ class Fetcher:
     def edges(self, file: str) -> list[int] | None:
         """Where a segment may be cut into pieces that can be checked; None: anywhere."""
         table = self.table(file)
-        return table.blocks.offsets.tolist() if table is not None and self.checks(file) else None
+        if table is None or not self.checks(file):
+            return None
+        if file not in self._edges:
+            self._edges[file] = table.blocks.offsets.tolist()
+        return self._edges[file]
 
     def check(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Raise SegmentCorrupt where these aren't the bytes that were saved; whole blocks are looked at."""
@@ -73,6 +80,10 @@ class Fetcher:
                 whose = self.whose(file, low, high) or "bytes that nobody here awaits"
                 detail = f"{whose}: CRC32C {found:08x} where {saved:08x} was saved, in bytes {low} to {high} of {file}"
                 raise SegmentCorrupt(self._checkpoint, int(match[1]) if match else 0, self._source.label, detail)
+
+
+def _index(table: ItemTable | None) -> TableIndex | None:
+    return None if table is None else TableIndex(table)
 
 
 def fetch_all(fetcher: Fetcher, arrivals: Arrivals, extents: Mapping[str, Sequence[Extent]]) -> None:

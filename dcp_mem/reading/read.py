@@ -83,7 +83,7 @@ def _read_alone(source: Source, name: str, wanted: Sequence[Wanted], planner: Lo
 def _prepared(
     source: Source, name: str, wanted: Sequence[Wanted], planner: LoadPlanner, verify: bool
 ) -> tuple[Fetcher, Arrivals]:
-    fetcher = Fetcher(source, name, verify=verify)
+    fetcher = Fetcher(source, name, {item.file for item in wanted}, verify=verify)
     arrivals = [
         Arrival(item, planner, fetcher.table(item.file), by_blocks=fetcher.checks(item.file)) for item in wanted
     ]

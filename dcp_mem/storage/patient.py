@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Patience:
     """How long a request is repeated. Times in seconds; a pause that storage asks for counts up to `longest_asked`."""
 
-    tries: int = 6
+    tries: int = 8
     first_pause: float = 0.5
     longest_pause: float = 8.0
     longest_asked: float = 60.0
