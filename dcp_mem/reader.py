@@ -20,11 +20,12 @@ from dcp_mem.config import checkpoint_name, settings
 from dcp_mem.dcp_call import DcpCall, dcp_call, direct_call, is_called_by_dcp
 from dcp_mem.errors import ConfigError, DcpMemError, NoRecoverableCheckpoint, RankFailed, SegmentCorrupt, picklable
 from dcp_mem.events import log
+from dcp_mem.format import names
 from dcp_mem.heap import collector_paused
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.load import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
-from dcp_mem.ranks import Ranks
+from dcp_mem.ranks import Alone, Ranks
 from dcp_mem.reading.read import read_items
 from dcp_mem.reading.together import Company
 from dcp_mem.recover import Opened, Origin, Recovery, open_next, recover
@@ -127,7 +128,7 @@ class MemoryStorageReader(StorageReader):
         recovery, opened, used = self._recovery, self._opened, set[str]()
         try:
             while True:
-                used, failure = self._read(opened, plan, planner, recovery.ranks)
+                used, failure = self._read(opened, plan, planner, _company(recovery))
                 failures = [(rank, text) for rank, text in enumerate(recovery.ranks.exchange(_text(failure))) if text]
                 if not failures:
                     break
@@ -277,6 +278,11 @@ def _text(failure: Exception | None) -> str:
         return ""
     kind = _DAMAGE if isinstance(failure, Failures) else f"{type(failure).__name__}: "
     return f"{kind}{failure}"
+
+
+def _company(recovery: Recovery) -> Ranks:
+    """Who may read together: not ranks that saved alone, who load a checkpoint of their own each."""
+    return recovery.ranks if recovery.scope == names.COLLECTIVE else Alone()
 
 
 def _plans_alone(planner: LoadPlanner) -> bool:

@@ -74,7 +74,7 @@ def _saves_asynchronously(places: Places, executors: list[str]) -> None:
                 dcp.save(_state(52), checkpoint_id="plain", storage_writer=writer)
                 _is_there(places, writer, "plain", _state(52))
         job = Path(places.memory, places.job)
-        kept = sorted(path.name for path in job.iterdir() if path.name[0] != ".")
+        kept = sorted(path.name for path in job.iterdir() if path.is_dir() and path.name[0] != ".")
         assert len(kept) == 2, kept
 
 

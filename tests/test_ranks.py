@@ -604,7 +604,9 @@ def _fails_and_saves_on(places: Places) -> Failures:
         job = Path(places.memory, places.job)
         dist.barrier()
         errors["files"] = str(len([*job.rglob("*.slot"), *job.rglob("*.distcp")]))
-        errors["directories"] = ",".join(sorted(path.name for path in job.iterdir() if path.name[0] != "."))
+        errors["directories"] = ",".join(
+            sorted(path.name for path in job.iterdir() if path.is_dir() and path.name[0] != ".")
+        )
         dist.barrier()
     return errors
 

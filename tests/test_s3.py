@@ -506,7 +506,7 @@ def test_what_only_s3fs_can_use_goes_through_s3fs(
     storage = open_storage("s3://bucket/job", {**fake.storage_options, **options})
     storage.put("key", b"1")
     assert fake.objects == {"/bucket/job/key": b"1"}
-    assert re.search(f"goes through s3fs.*{reason}", caplog.text)
+    assert re.search(f"goes through fsspec.*{reason}", caplog.text)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------------

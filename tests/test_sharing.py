@@ -1,8 +1,9 @@
 """Loads from storage that ranks make together: storage gives each byte once for each node, or once in all."""
 
+import io
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -14,15 +15,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
 from dcp_mem import NoRecoverableCheckpoint
+from dcp_mem.format.manifest import ItemTable
+from dcp_mem.planning.reads import Wanted
 from dcp_mem.policy import pieces, sharing
 from dcp_mem.policy.pieces import Extent, cut, merged
 from dcp_mem.policy.sharing import Need, Part, share_out
 from dcp_mem.reading import together
+from dcp_mem.reading.arrivals import Arrival, Arrivals
+from dcp_mem.reading.fetch import Fetcher, fetch_all
+from dcp_mem.sources import Description
 from dcp_mem.storage.posix import PosixStorage
 from tests.forks import forked, forked_ranks, raised_by
 from tests.jobs import Job
@@ -342,3 +351,76 @@ def test_a_rank_that_needs_a_quarter_reads_a_quarter(tmp_path: Path, memory_root
     assert all(asked <= nbytes + 2 * (1 << 20) for asked, nbytes in rows), "more than its rows, rounded to blocks"
     columns = forked_ranks(_load_a_part, 4, job, 1)
     assert sum(asked for asked, _ in columns) <= 1.1 * sum(nbytes for _, nbytes in columns), "columns aren't shared"
+
+
+# -- bytes that come in any order ----------------------------------------------------------------------------------------
+
+
+class _Segment:
+    """A source that has one segment, of bytes that tell their places, and nothing that describes it."""
+
+    label = "a segment"
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
+        return dict.fromkeys(files)
+
+    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        for buffer in buffers:
+            buffer[:] = self._data[offset : offset + len(buffer)]
+            offset += len(buffer)
+
+    def describe(self) -> Description:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        return
+
+
+class _Listener(DefaultLoadPlanner):
+    """A planner that keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came: dict[str, bytes] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        assert read_item.dest_index.fqn not in self.came, "it came twice"
+        self.came[read_item.dest_index.fqn] = value.getvalue()
+
+
+def _byte_item(start: int, stop: int) -> Wanted:
+    index = MetadataIndex(f"{start}-{stop}")
+    request = ReadItem(LoadItemType.BYTE_IO, index, torch.Size([0]), index, torch.Size([0]), torch.Size([0]))
+    return Wanted(request, "f", start, stop - start)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(0, 200), min_size=2, max_size=12, unique=True),
+    st.lists(st.integers(0, 200), max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_an_item_is_whole_when_all_its_bytes_have_come_however_they_were_shared_out(
+    edges: list[int], cuts: list[int], chance: random.Random
+) -> None:
+    """What lies between two ranges that a rank fetches may be read along, and still comes from another rank as well."""
+    data, places = bytes(range(201)), sorted(edges)
+    items = list(zip(places[::2], places[1::2], strict=False))
+    planner = _Listener()
+    fetcher = Fetcher(_Segment(data), "step-1", {"f"}, verify=True)
+    arrivals = Arrivals([Arrival(_byte_item(*item), planner, None, by_blocks=False) for item in items])
+    pieces = [
+        (max(low, start), min(high, stop))
+        for start, stop in items
+        for low, high in pairwise(sorted({0, *cuts, 201}))
+        if max(low, start) < min(high, stop)
+    ]
+    parts: list[list[Extent]] = [[], [], []]
+    for piece in pieces:
+        chance.choice(parts).append(piece)
+    for part in parts:
+        fetch_all(fetcher, arrivals, {"f": part})
+    assert planner.came == {f"{start}-{stop}": data[start:stop] for start, stop in items}

@@ -84,11 +84,15 @@ class Arrival:
         return [(self._address + low - self._low, address + low - start, high - low)]
 
     def note(self, start: int, stop: int) -> bool:
-        """Take down that bytes [start, stop) are where they belong; True where they were the last."""
+        """Take down that bytes [start, stop) are where they belong, once; True where they were the last."""
+        count = min(stop, self.stop) - max(start, self.start)
+        if count <= 0:
+            return False
         with self._lock:
-            count = min(stop, self.stop) - max(start, self.start)
             self._missing -= count
-            return not self._missing and count > 0
+            if self._missing < 0:
+                raise AssertionError(f"{self.item.request.storage_index.fqn}: some bytes came twice")
+            return not self._missing
 
     def hand_on(self) -> None:
         """Give the planner what has arrived."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -88,26 +88,37 @@ def _index(table: ItemTable | None) -> TableIndex | None:
 
 def fetch_all(fetcher: Fetcher, arrivals: Arrivals, extents: Mapping[str, Sequence[Extent]]) -> None:
     """Fetch these bytes for whoever awaits some of them, and hand on what is complete by that."""
-    pieces = [
-        (file, piece)
-        for file, of_file in extents.items()
-        for extent in merged(of_file)
-        for piece in cut(extent, fetcher.edges(file))
-    ]
-    for complete in in_parallel(lambda piece: _fetch_piece(fetcher, arrivals, piece[0], *piece[1]), pieces):
+    pieces = []
+    for file, of_file in extents.items():
+        wanted = merged(of_file, 1)
+        cuts = [piece for extent in merged(wanted) for piece in cut(extent, fetcher.edges(file))]
+        pieces += [(file, piece, _inside(wanted, piece)) for piece in cuts]
+    for complete in in_parallel(lambda piece: _fetch_piece(fetcher, arrivals, *piece), pieces):
         for arrival in complete:
             arrival.hand_on()
 
 
-def _fetch_piece(fetcher: Fetcher, arrivals: Arrivals, file: str, start: int, stop: int) -> list[Arrival]:
+def _inside(extents: Sequence[Extent], piece: Extent) -> list[Extent]:
+    """What a piece has of these ranges; what lies between them is read along, and belongs to others."""
+    start, stop = piece
+    first = bisect_right(extents, start, key=lambda extent: extent[1])
+    last = bisect_left(extents, stop, key=lambda extent: extent[0])
+    return [(max(low, start), min(high, stop)) for low, high in extents[first:last]]
+
+
+def _fetch_piece(
+    fetcher: Fetcher, arrivals: Arrivals, file: str, piece: Extent, wanted: Sequence[Extent]
+) -> list[Arrival]:
+    start, stop = piece
     here = arrivals.within(file, start, stop)
-    if len(here) == 1 and here[0].is_straight:
+    if len(here) == 1 and here[0].is_straight and list(wanted) == [piece]:
         fetcher.fetch(file, start, here[0].around(start, stop))
     else:
         buffer = np.empty(stop - start, np.uint8)
         fetcher.fetch(file, start, [buffer.data])
-        copy_here([move for one in here for move in one.moves(start, stop, buffer.ctypes.data)])
-    return [one for one in here if one.note(start, stop)]
+        address = buffer.ctypes.data - start
+        copy_here([move for low, high in wanted for one in here for move in one.moves(low, high, address + low)])
+    return [one for one in here if any(one.note(low, high) for low, high in wanted)]
 
 
 def in_parallel(act: Callable[[T], R], work: Iterable[T]) -> Iterator[R]:
