@@ -1,6 +1,5 @@
 """A flush meets every fault at every one of its steps: what it makes is durable and whole in the end, or not there."""
 
-import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import dcp_mem.flusher
 import dcp_mem.storage
-from dcp_mem import CheckpointStatus, MemoryStorageWriter, State
+from dcp_mem import State
 from dcp_mem.uploading import parts_at_once
 from tests import ways
 from tests.forks import forked
@@ -28,7 +27,11 @@ from tests.ways import (
     load_state,
     put_into,
     save_unflushed,
+    saved_in,
+    start,
+    status_of,
     without_memory,
+    writing,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -56,9 +59,7 @@ ONCE: dict[str, Callable[[Way], Fault]] = {
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have faults get over soon: short pauses, and parts as short as S3 takes them."""
-    monkeypatch.setattr(dcp_mem.flusher, "_PATIENCE", ways.QUICK)
-    monkeypatch.setattr(dcp_mem.flusher, "_LONGEST_PAUSE", 0.05)
-    monkeypatch.setattr(dcp_mem.storage, "LEAST_PART", ways.PART)
+    ways.flush_quickly(monkeypatch)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,46 +72,19 @@ def _models_read_once() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A node's memory with the first state, which goes to storage in one part."""
-    return _saved(tmp_path_factory.mktemp("small"), 1, 0)
+    return saved_in(tmp_path_factory.mktemp("small"), 1, 0)
 
 
 @pytest.fixture(scope="module")
 def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same name, saved anew with the second state."""
-    return _saved(tmp_path_factory.mktemp("second"), 2, 0)
+    return saved_in(tmp_path_factory.mktemp("second"), 2, 0)
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A node's memory with the first state and much more, which goes to storage in three parts."""
-    return _saved(tmp_path_factory.mktemp("large"), 1, LARGE)
-
-
-def _saved(directory: Path, number: int, nbytes: int) -> Path:
-    directory.chmod(0o700)
-    forked(save_unflushed, str(directory), number, nbytes)
-    return directory
-
-
-@contextlib.contextmanager
-def writing(job: Job, *, overwrite: bool = True) -> Iterator[MemoryStorageWriter]:
-    """A writer that flushes in a thread of this process, and isn't waited for at the end."""
-    writer = job.writer(agent="thread", overwrite=overwrite)
-    try:
-        yield writer
-    finally:
-        writer.close(flush=False)
-
-
-def _status(writer: MemoryStorageWriter) -> CheckpointStatus:
-    (status,) = writer.status()
-    return status
-
-
-def _start(writer: MemoryStorageWriter) -> None:
-    """Have it flush, and go on."""
-    with contextlib.suppress(TimeoutError):
-        writer.wait(timeout=0)
+    return saved_in(tmp_path_factory.mktemp("large"), 1, LARGE)
 
 
 # -- a fault that passes -------------------------------------------------------------------------------------------------
@@ -133,7 +107,7 @@ def test_a_fault_that_passes_leaves_the_checkpoint_durable_and_whole(
     root = way.impatient if fault == "hang" else way.root
     with writing(way.job(memory_root, root)) as writer:
         writer.wait(timeout=30)
-        status = _status(writer)
+        status = status_of(writer)
     assert any(one.fault is not None for one in way.asked(step)), "no request met the fault"
     assert (status.state, status.error) == (State.DURABLE, "")
     assert_whole(way, memory_root, 1, nbytes)
@@ -170,7 +144,7 @@ def test_storage_is_left_alone_for_as_long_as_it_asks(
     started = time.monotonic()
     with writing(way.job(memory_root)) as writer:
         writer.wait(timeout=30)
-        status = _status(writer)
+        status = status_of(writer)
     assert time.monotonic() - started >= 1
     assert (status.flush_attempts, status.transfer.retries) == (1, 1)
 
@@ -189,7 +163,7 @@ def test_without_overwrite_our_own_commit_is_known_for_ours(
     root = way.impatient if fault == "hang" else way.root
     with writing(way.job(memory_root, root), overwrite=False) as writer:
         writer.wait(timeout=30)
-        assert (_status(writer).state, _status(writer).error) == (State.DURABLE, "")
+        assert (status_of(writer).state, status_of(writer).error) == (State.DURABLE, "")
     assert_whole(way, memory_root, 1)
 
 
@@ -201,7 +175,7 @@ def test_a_commit_of_which_no_answer_comes_is_read_back(
     way.proxy.fail(way.steps["commit"], LoseAnswer(), times=ALWAYS)
     with writing(way.job(memory_root), overwrite=overwrite) as writer:
         writer.wait(timeout=30)
-        assert _status(writer).flush_attempts == 1
+        assert status_of(writer).flush_attempts == 1
     assert_whole(way, memory_root, 1)
 
 
@@ -214,7 +188,7 @@ def test_a_commit_that_can_not_be_read_back_is_known_by_the_next_attempt(
     way.proxy.fail(way.steps["look"], Reset(), times=ways.QUICK.tries, after=1)
     with writing(way.job(memory_root), overwrite=overwrite) as writer:
         writer.wait(timeout=30)
-        assert _status(writer).flush_attempts == 2
+        assert status_of(writer).flush_attempts == 2
     assert way.asked("commit")[0].status in (200, 201)
     assert_whole(way, memory_root, 1)
 
@@ -225,11 +199,11 @@ def test_without_overwrite_what_another_has_committed_meanwhile_is_left_alone(
     put_into(memory_root, small)
     way.proxy.fail(way.steps["commit"], Delay(1.0))
     with writing(way.job(memory_root), overwrite=False) as writer:
-        _start(writer)
+        start(writer)
         wait_until(lambda: way.asked("commit"))
         way.direct.write(f"run/{NAME}/.metadata", b"another's")
-        wait_until(lambda: _status(writer).error)
-        status = _status(writer)
+        wait_until(lambda: status_of(writer).error)
+        status = status_of(writer)
     assert (status.state, status.in_memory) == (State.FAILED, True)
     assert f"'{NAME}' exists already in {way.root.url}/run and overwrite=False" in status.error
     assert way.direct.read(f"run/{NAME}/.metadata") == b"another's"
@@ -265,14 +239,14 @@ def test_while_a_fault_stays_nothing_is_durable_and_afterwards_it_becomes_so_by_
     make, words = STAYING[fault]
     way.proxy.fail(way.steps[step], make(way), times=ALWAYS)
     with writing(way.job(memory_root)) as writer:
-        _start(writer)
-        wait_until(lambda: _status(writer).flush_attempts >= 2, "two attempts")
-        status = _status(writer)
+        start(writer)
+        wait_until(lambda: status_of(writer).flush_attempts >= 2, "two attempts")
+        status = status_of(writer)
         assert (status.state, status.in_memory) == (State.FAILED, True)
         assert re.match(f"storage {way.root.url}/run is unavailable: .*({words})", status.error), status.error
         assert_absent(way, memory_root)
         way.proxy.reset()
-        wait_until(lambda: _status(writer).state is State.DURABLE, "the flush, once the fault is over")
+        wait_until(lambda: status_of(writer).state is State.DURABLE, "the flush, once the fault is over")
         load_state(Job(None, str(memory_root)).reader(), 1, nbytes)
     assert_whole(way, memory_root, 1, nbytes)
 
@@ -289,12 +263,12 @@ def test_while_a_fault_stays_readers_see_the_checkpoint_that_is_to_be_replaced(
     put_into(memory_root / "second", second)
     way.proxy.fail(way.steps[step], ONCE["503"](way), times=ALWAYS)
     with writing(way.job(memory_root / "second")) as writer:
-        _start(writer)
-        wait_until(lambda: _status(writer).flush_attempts >= 1)
+        start(writer)
+        wait_until(lambda: status_of(writer).flush_attempts >= 1)
         load_state(without_memory(way.job(memory_root, way.direct)), 1)
         load_state(FsspecReader(f"{way.direct.url}/run/{NAME}", **way.direct.storage_options), 1, name=None)
         way.proxy.reset()
-        wait_until(lambda: _status(writer).state is State.DURABLE)
+        wait_until(lambda: status_of(writer).state is State.DURABLE)
     assert_whole(way, memory_root, 2)
 
 
@@ -304,9 +278,9 @@ def test_while_storage_hangs_nothing_is_durable_and_the_status_says_for_how_long
     put_into(memory_root, small)
     way.proxy.fail(lambda request: True, Hang(), times=ALWAYS)
     with writing(way.job(memory_root, way.impatient)) as writer:
-        _start(writer)
-        wait_until(lambda: _status(writer).error)
-        assert re.search(r"(?i)time.*\(3 requests in a row have failed, for [2-9]\.\d s\)", _status(writer).error)
+        start(writer)
+        wait_until(lambda: status_of(writer).error)
+        assert re.search(r"(?i)time.*\(3 requests in a row have failed, for [2-9]\.\d s\)", status_of(writer).error)
         way.proxy.reset()
         writer.wait(timeout=30)
     assert_whole(way, memory_root, 1)
@@ -378,12 +352,12 @@ def test_a_storage_that_goes_down_fails_thirty_parts_no_later_than_one(
     forked(save_unflushed, str(memory_root), 1, nbytes)
     abfs_way.proxy.fail(abfs_way.steps["part"], Delay(0.3), times=ALWAYS, after=4)
     with writing(abfs_way.job(memory_root)) as writer:
-        _start(writer)
+        start(writer)
         wait_until(lambda: len(abfs_way.asked("part")) > 6, "the upload to be under way")
         abfs_way.proxy.down()
         down = time.monotonic()
-        wait_until(lambda: _status(writer).error, timeout=40)
-        seconds, error = time.monotonic() - down, _status(writer).error
+        wait_until(lambda: status_of(writer).error, timeout=40)
+        seconds, error = time.monotonic() - down, status_of(writer).error
         facts = re.search(r"\((\d+) requests in a row have failed, for (\d+\.\d) s\)$", error)
         assert facts is not None, error
         assert int(facts[1]) <= _REAL_PATIENCE.tries * parts_at_once(), error

@@ -20,11 +20,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from botocore.loaders import JSONFileLoader
 
+import dcp_mem.flusher
 import dcp_mem.session
-from dcp_mem import MemoryStorageReader, NoRecoverableCheckpoint
+import dcp_mem.storage
+from dcp_mem import CheckpointStatus, MemoryStorageReader, MemoryStorageWriter, NoRecoverableCheckpoint
 from dcp_mem.storage.patient import Patience, PatientStorage
 from dcp_mem.storage.routes import open_storage
-from tests.forks import raised_by
+from tests.forks import forked, raised_by
 from tests.http_wire import Head, Request
 from tests.jobs import Job, make_state
 from tests.proxy import Exchange, Proxy, Refuse, azure_error, running_proxy, s3_error
@@ -158,6 +160,20 @@ def save_unflushed(memory: str, number: int, nbytes: int, name: str = NAME) -> N
         writer.close(flush=False)
 
 
+def saved_in(directory: Path, number: int, nbytes: int = 0) -> Path:
+    """Make the directory a node's memory that has the state of that number."""
+    directory.chmod(0o700)
+    forked(save_unflushed, str(directory), number, nbytes)
+    return directory
+
+
+def flush_quickly(patch: pytest.MonkeyPatch) -> None:
+    """Have faults get over soon: short pauses, and parts as short as S3 takes them."""
+    patch.setattr(dcp_mem.flusher, "_PATIENCE", QUICK)
+    patch.setattr(dcp_mem.flusher, "_LONGEST_PAUSE", 0.05)
+    patch.setattr(dcp_mem.storage, "LEAST_PART", PART)
+
+
 def read_models_once(patch: pytest.MonkeyPatch) -> None:
     """Have all clients of botocore share what describes S3's requests: reading it takes longer than a small flush."""
     patch.setattr(JSONFileLoader, "load_file", functools.cache(JSONFileLoader.load_file))
@@ -166,6 +182,28 @@ def read_models_once(patch: pytest.MonkeyPatch) -> None:
 def put_into(memory_root: Path, saved: Path) -> None:
     """Make a memory root what another one is."""
     shutil.copytree(saved, memory_root, dirs_exist_ok=True)
+
+
+@contextlib.contextmanager
+def writing(job: Job, *, overwrite: bool = True) -> Iterator[MemoryStorageWriter]:
+    """A writer that flushes in a thread of this process, and isn't waited for at the end."""
+    writer = job.writer(agent="thread", overwrite=overwrite)
+    try:
+        yield writer
+    finally:
+        writer.close(flush=False)
+
+
+def start(writer: MemoryStorageWriter) -> None:
+    """Have it flush, and go on."""
+    with contextlib.suppress(TimeoutError):
+        writer.wait(timeout=0)
+
+
+def status_of(writer: MemoryStorageWriter) -> CheckpointStatus:
+    """What has become of its only checkpoint so far."""
+    (status,) = writer.status()
+    return status
 
 
 # -- what came of it -----------------------------------------------------------------------------------------------------
