@@ -24,7 +24,7 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.policy.election import Choice, Finding, RecoveryPlan, elect, in_common
 from dcp_mem.ranks import Ranks
-from dcp_mem.sources import Description, MemorySource, Source, StorageSource, StoredDescription
+from dcp_mem.sources import Description, MemorySource, Source, StorageSource, StoredDescription, get_parsed
 from dcp_mem.storage import Entry, Storage
 
 T = TypeVar("T")
@@ -381,7 +381,7 @@ def _manifests(storage: Storage, name: str) -> list[Entry]:
 
 def _manifest(storage: Storage, key: str) -> Manifest | str:
     try:
-        return Manifest.from_json(storage.get(key))
+        return get_parsed(storage, key, Manifest.from_json)
     except (ManifestInvalid, StorageKeyMissing) as error:
         return str(error)
 

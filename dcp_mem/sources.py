@@ -7,15 +7,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, StorageKeyMissing, UntrustedMetadata
+from dcp_mem.events import log
 from dcp_mem.files import read_bytes
 from dcp_mem.format import names
-from dcp_mem.format.catalog import Catalog, Extent, catalog_named
+from dcp_mem.format.catalog import Catalog, Extent, catalog_key, catalog_named
 from dcp_mem.format.described import metadata_of
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.metadata import read_metadata
@@ -26,6 +27,8 @@ from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.planning.reads import Straight
 from dcp_mem.storage import Storage
+
+T = TypeVar("T")
 
 _END_OF_METADATA = 4096
 _MANIFESTS_AT_ONCE = 8
@@ -213,18 +216,20 @@ class StorageSource:
     def fetch_description(self) -> StoredDescription:
         """What storage says of the checkpoint; one rank may ask, and tell the others. Raises SegmentCorrupt."""
         if not self._save_id:
-            return StoredDescription(metadata=self._get(names.metadata_file(self._scope)))
+            return StoredDescription(metadata=self._get(names.metadata_file(self._scope), bytes))
         if not self._is_committed():
             raise self._corrupt(0, f"what is committed there isn't save {self._save_id}")
-        manifest = self._get(names.stored_manifest(self._save_id))
-        return StoredDescription(manifest, self._get(names.catalog_file(self._parsed(manifest).catalog)))
+        manifest, key = self._get(
+            names.stored_manifest(self._save_id), lambda data: (data, Manifest.from_json(data).catalog)
+        )
+        return StoredDescription(manifest, self._get(names.catalog_file(key), lambda data: _checked_catalog(key, data)))
 
     def adopt(self, stored: StoredDescription) -> Description:
         """Go by what storage said to this rank or another. Raises SegmentCorrupt, UntrustedMetadata."""
         if not self._save_id:
             return Description(None, None, self._foreign(read_metadata(stored.metadata)))
-        self._manifest = self._parsed(stored.manifest)
         try:
+            self._manifest = Manifest.from_json(stored.manifest)
             return Description(catalog_named(self._manifest.catalog, stored.catalog), self._manifest)
         except ManifestInvalid as error:
             raise self._corrupt(0, str(error)) from None
@@ -238,7 +243,7 @@ class StorageSource:
             self._storage.read_into(f"{self._name}/{file}", nbytes - len(end), [memoryview(end)])
         except StorageKeyMissing as error:
             raise self._corrupt(0, str(error)) from None
-        return self._save_id.encode() in end or self._save_id.encode() in self._get(file)
+        return self._save_id.encode() in end or self._save_id.encode() in self._get(file, bytes)
 
     def _foreign(self, metadata: Metadata) -> Metadata:
         """What torch wrote has no manifest; a checkpoint of ours without one has lost its checksums."""
@@ -263,10 +268,7 @@ class StorageSource:
         return {file: known[file] for file in files}
 
     def _tables_of_node(self, node: str) -> Mapping[str, ItemTable]:
-        try:
-            return NodeManifest.from_json(self._get(names.stored_node_manifest(self._save_id, node))).tables
-        except ManifestInvalid as error:
-            raise self._corrupt(0, str(error)) from None
+        return self._get(names.stored_node_manifest(self._save_id, node), NodeManifest.from_json).tables
 
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
         nbytes = sum(map(len, buffers))
@@ -280,20 +282,30 @@ class StorageSource:
     def close(self) -> None:
         return
 
-    def _parsed(self, manifest: bytes) -> Manifest:
+    def _get(self, file: str, parse: Callable[[bytes], T]) -> T:
         try:
-            return Manifest.from_json(manifest)
-        except ManifestInvalid as error:
-            raise self._corrupt(0, str(error)) from None
-
-    def _get(self, file: str) -> bytes:
-        try:
-            return self._storage.get(f"{self._name}/{file}")
-        except StorageKeyMissing as error:
+            return get_parsed(self._storage, f"{self._name}/{file}", parse)
+        except (StorageKeyMissing, ManifestInvalid) as error:
             raise self._corrupt(0, str(error)) from None
 
     def _corrupt(self, rank: int, detail: str) -> SegmentCorrupt:
         return SegmentCorrupt(self._name, rank, self.label, detail)
+
+
+def get_parsed(storage: Storage, key: str, parse: Callable[[bytes], T]) -> T:
+    """What `parse` makes of the bytes under a key. Raises ManifestInvalid where they are damaged twice; StorageKeyMissing."""
+    try:
+        return parse(storage.get(key))
+    except ManifestInvalid as error:
+        log.warning("%s in %s: %s; reading it once more, for it may have changed on its way", key, storage.url, error)
+        return parse(storage.get(key))
+
+
+def _checked_catalog(key: str, data: bytes) -> bytes:
+    """The catalog's bytes. Raises ManifestInvalid where they aren't those of that key."""
+    if catalog_key(data) != key:
+        raise ManifestInvalid(f"catalog {key} is damaged")
+    return data
 
 
 def _rank_of(file: str) -> int:

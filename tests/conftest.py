@@ -16,6 +16,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests import ways
 from tests.servers import (
     BlobServer,
     S3Server,
@@ -133,6 +134,32 @@ def storage_root(request: pytest.FixtureRequest) -> StorageRoot:
     """A fresh root on every kind of storage in turn."""
     root: StorageRoot = request.getfixturevalue(request.param)
     return root
+
+
+@pytest.fixture
+def s3_way(moto: S3Server) -> Iterator[ways.Way]:
+    """A way to a fresh bucket, on which faults can wait."""
+    with ways.s3_way(moto) as way:
+        yield way
+
+
+@pytest.fixture
+def abfs_way(azurite: BlobServer) -> Iterator[ways.Way]:
+    """A way to a fresh container, on which faults can wait."""
+    with ways.azure_way(azurite) as way:
+        yield way
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("s3_way", id="s3", marks=pytest.mark.servers),
+        pytest.param("abfs_way", id="abfs", marks=pytest.mark.servers),
+    ]
+)
+def way(request: pytest.FixtureRequest) -> ways.Way:
+    """A way to each kind of server in turn."""
+    found: ways.Way = request.getfixturevalue(request.param)
+    return found
 
 
 @contextlib.contextmanager

@@ -202,6 +202,7 @@ def _act(job: bytes, directory: Path, rank: int, world_size: int | None) -> obje
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.barrier()  # one that ended sooner, with little to do, would break off the others' connecting
     result = target(*args)
     dist.destroy_process_group()
     return result

@@ -13,6 +13,7 @@ import numpy as np
 from crc32c import crc32c
 
 from dcp_mem.errors import SegmentCorrupt
+from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.copying import copy_here
@@ -47,9 +48,17 @@ class Fetcher:
         return self._tables[file]
 
     def fetch(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, one behind the other, with a segment's bytes from `start` on. Raises SegmentCorrupt."""
+        """Fill the buffers, one behind the other, with a segment's bytes from `start` on.
+
+        Raises SegmentCorrupt where they are damaged twice.
+        """
         self._source.read_into(file, start, buffers)
-        self.check(file, start, buffers)
+        try:
+            self.check(file, start, buffers)
+        except SegmentCorrupt as error:
+            log.warning("%s; reading it once more, for it may have changed on its way", error)
+            self._source.read_into(file, start, buffers)
+            self.check(file, start, buffers)
 
     def checks(self, file: str) -> bool:
         """Whether what is read of a segment is checked: then it has to be read by whole blocks."""
