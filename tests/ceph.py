@@ -54,6 +54,7 @@ objecter tick interval = 0.2
 rgw enable usage log = false
 rgw gc obj min wait = 1
 rgw gc processor period = 1
+rgw multipart min part size = {least_part}
 """
 _MEMORY_BYTES = 2 << 30
 
@@ -96,13 +97,19 @@ class Cluster:
         return [program, "-c", f"{self.home}/ceph.conf", "--no-mon-config", *arguments]
 
 
-def prepared(home: Path) -> Cluster:
-    """A new cluster, configured in an empty directory of its own."""
+def prepared(home: Path, least_part: int) -> Cluster:
+    """A new cluster, configured in an empty directory of its own. least_part: bytes that all parts but the last need."""
     # A loopback address that nobody else has leaves the ports to it.
     address = ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])
     cluster = Cluster(home, str(uuid.uuid4()), address)
     for directory in ("monitor", "osd"):
         (home / directory).mkdir()
-    settings = {"fsid": cluster.fsid, "home": home, "address": address, "memory_bytes": _MEMORY_BYTES}
+    settings = {
+        "fsid": cluster.fsid,
+        "home": home,
+        "address": address,
+        "memory_bytes": _MEMORY_BYTES,
+        "least_part": least_part,
+    }
     (home / "ceph.conf").write_text(_CONFIGURATION.format(**settings))
     return cluster

@@ -31,16 +31,16 @@ from tests.http_wire import Head, Request
 from tests.jobs import Job, make_state
 from tests.proxy import Exchange, Proxy, Refuse, azure_error, running_proxy, s3_error
 from tests.roundtrip import State, assert_same, blank_of
-from tests.servers import BlobServer, S3Server, StorageRoot
+from tests.servers import LEAST_S3_PART, BlobServer, S3Server, StorageRoot
 
 Match = Callable[[Request], bool]
 
 NAME = "step-1"
-PART = 5 << 20
-"""What S3 wants a part to have at least."""
-LARGE = 2 * PART + (1 << 20)
+PART = max(1 << 20, LEAST_S3_PART)
+"""What parts are made to have: they are of whole MiB."""
+LARGE = 2 * PART + 1000
 """Bytes of a state whose segment has three parts."""
-QUICK = Patience(tries=3, first_pause=0.01, longest_pause=0.05, longest_asked=0.2)
+QUICK = Patience(tries=4, first_pause=0.01, longest_pause=0.05, longest_asked=0.2)
 _SEGMENT = ".distcp"
 
 
@@ -168,7 +168,7 @@ def saved_in(directory: Path, number: int, nbytes: int = 0) -> Path:
 
 
 def flush_quickly(patch: pytest.MonkeyPatch) -> None:
-    """Have faults get over soon: short pauses, and parts as short as S3 takes them."""
+    """Have faults get over soon: short pauses, short parts."""
     patch.setattr(dcp_mem.flushing.flusher, "_PATIENCE", QUICK)
     patch.setattr(dcp_mem.flushing.flusher, "_LONGEST_PAUSE", 0.05)
     patch.setattr(dcp_mem.storage, "LEAST_PART", PART)
