@@ -151,6 +151,16 @@ class StorageConformance:
             going.finish()  # its answer may have been lost
         assert storage.get("step-1/segment") == data
 
+    @pytest.mark.parametrize("nbytes", [LEAST_PART, LARGE], ids=["one part", "several"])
+    def test_an_upload_that_lacks_a_part_cannot_be_finished(self, storage: Storage, nbytes: int) -> None:
+        data = _bytes(nbytes)
+        with closing(storage.upload("step-1/segment", nbytes)) as going:
+            for number in range(part_count(nbytes, going.part_nbytes) - 1):
+                _put_part(going, number, data)
+            with pytest.raises(ValueError, match="part"):
+                going.finish()
+        assert all(entry.nbytes < nbytes for entry in storage.ls("step-1") if entry.name == "segment")
+
     def test_nothing_is_seen_of_an_upload_that_is_not_finished(
         self, storage: Storage, opened: Callable[[], Storage]
     ) -> None:

@@ -129,10 +129,15 @@ class _Way:
         return [(self, range(number, number + 1)) for number in everything]
 
     def pass_on(self, numbers: range) -> None:
-        for number in numbers:
-            if self._stop.is_set():
-                return
-            self._pass_one(number)
+        try:
+            for number in numbers:
+                if not self._stop.is_set():
+                    self._pass_one(number)
+        except BaseException:
+            self._stop.set()  # now: who waits for all parts hears of them in their order
+            raise
+        if self._stop.is_set():
+            return  # not all of them may have been put
         with self._lock:
             self._left -= len(numbers)
             is_last = not self._left

@@ -54,7 +54,10 @@ class Upload(Protocol):
         """Store a part; False where storage has it already, from an attempt that was cut short. `data` isn't kept."""
 
     def finish(self) -> None:
-        """Make the object visible, whole and durable. Safe to repeat where parts come in any order."""
+        """Make the object visible, whole and durable. Safe to repeat where parts come in any order.
+
+        Raises ValueError, and makes nothing visible, where a part was never put.
+        """
 
     def close(self) -> None:
         """End this process's part in an upload that may not be finished. What a later one can go on with stays."""

@@ -11,7 +11,7 @@ import fsspec
 import fsspec.core
 
 from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageUnavailable
-from dcp_mem.storage import Entry, Unfinished, part_nbytes, scatter
+from dcp_mem.storage import Entry, Unfinished, part_count, part_nbytes, scatter
 from dcp_mem.storage.translate import Translator, says, status_of
 
 _BLOCK = 32 << 20
@@ -33,11 +33,10 @@ class FsspecStorage:
 
     def upload(self, key: str, nbytes: int) -> FsspecUpload:
         path = self._path(key)
-        part = part_nbytes(nbytes)
         with self._translator.errors():
             self._make_parent(path)
-            stream = self._fs.open(path, "wb", block_size=part)
-        return FsspecUpload(stream, part, lambda: self._check_size(key, nbytes), self._translator)
+            stream = self._fs.open(path, "wb", block_size=part_nbytes(nbytes))
+        return FsspecUpload(stream, nbytes, lambda: self._check_size(key, nbytes), self._translator)
 
     def _check_size(self, key: str, nbytes: int) -> None:
         with self._translator.errors():
@@ -121,17 +120,21 @@ class FsspecUpload:
 
     in_order = True
 
-    def __init__(self, stream: Any, part_nbytes: int, check: Callable[[], None], translator: Translator) -> None:
-        self.part_nbytes = part_nbytes
+    def __init__(self, stream: Any, nbytes: int, check: Callable[[], None], translator: Translator) -> None:
+        self.part_nbytes = part_nbytes(nbytes)
+        self._missing = part_count(nbytes, self.part_nbytes)
         self._stream, self._check, self._translator = stream, check, translator
         self._is_open = True
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         with self._translator.errors():
             self._stream.write(data)
+        self._missing -= 1
         return True
 
     def finish(self) -> None:
+        if self._missing:
+            raise ValueError(f"{self._missing} parts were never put")
         with self._translator.errors():
             self._stream.close()
         self._is_open = False

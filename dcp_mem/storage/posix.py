@@ -20,7 +20,7 @@ from dcp_mem.errors import (
     StorageUnavailable,
 )
 from dcp_mem.files import read_bytes, remove, remove_directory_if_empty, sync_directory, write_atomically
-from dcp_mem.storage import Entry, Unfinished, part_nbytes
+from dcp_mem.storage import Entry, Unfinished, part_count, part_nbytes
 
 T = TypeVar("T")
 
@@ -178,6 +178,7 @@ class PosixUpload:
     def __init__(self, path: str, nbytes: int, translated: Callable[[], AbstractContextManager[None]]) -> None:
         self.part_nbytes = part_nbytes(nbytes)
         self._path, self._translated = path, translated
+        self._missing = set(range(part_count(nbytes, self.part_nbytes)))
         self._part = f"{path}.{uuid.uuid4().hex[:8]}.part"
         self._descriptor = os.open(self._part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         self._is_named = False
@@ -188,9 +189,12 @@ class PosixUpload:
             while data:
                 count = os.pwrite(self._descriptor, data, offset)
                 data, offset = data[count:], offset + count
+        self._missing.discard(number)
         return True
 
     def finish(self) -> None:
+        if self._missing:
+            raise ValueError(f"{len(self._missing)} parts of {self._path} were never put")
         with self._translated():
             if not self._is_named:
                 os.fsync(self._descriptor)
