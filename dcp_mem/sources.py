@@ -255,7 +255,8 @@ class StorageSource:
     def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
         if not self._save_id:
             return dict.fromkeys(files)
-        assert self._manifest is not None
+        if self._manifest is None:  # another source has described the checkpoint
+            self._manifest = self._get(names.stored_manifest(self._save_id), Manifest.from_json)
         of_rank = dict(zip(self._manifest.segments.rank, self._manifest.segments.node, strict=True))
         nodes = sorted({of_rank[_rank_of(file)] for file in files if _rank_of(file) in of_rank})
         known: dict[str, ItemTable | None] = {}
