@@ -12,6 +12,7 @@ from dcp_mem.errors import CheckpointNotFound, ConfigError, FlushFailed, WaitTim
 from dcp_mem.events import log
 from dcp_mem.format.histories import Line
 from dcp_mem.memory.job import Held, JobMemory
+from dcp_mem.memory.locks import is_leased
 from dcp_mem.saving.values import Caller
 from dcp_mem.values import CheckpointStatus, State, Transfer
 
@@ -84,9 +85,23 @@ def wait_for_all(settings: Settings, wake: Callable[[bool], None], show: Show | 
 
 
 def _refusals(settings: Settings) -> dict[str, int]:
-    """What storage refused before a wait began, by save id, and in how many attempts: the next one may succeed."""
-    held = JobMemory(settings.memory_root, settings.job).held()
-    return {one.manifest.save_id: one.flush.attempts for one in held if one.flush.outcome == "refused"}
+    """In how many attempts that began before a wait storage refused, by save id: the next one may succeed.
+
+    One that is under way may have begun before whoever waits had mended what was wrong; a first one is believed.
+    """
+    found = {}
+    for held in JobMemory(settings.memory_root, settings.job).held():
+        is_again = held.flush.attempts > 0 and _is_under_way(held)
+        if held.flush.outcome == "refused" or is_again:
+            found[held.manifest.save_id] = held.flush.attempts + is_again
+    return found
+
+
+def _is_under_way(held: Held) -> bool:
+    try:
+        return is_leased(held.flushing_path)
+    except FileNotFoundError:
+        return False
 
 
 def _is_refused_again(held: Held, before: dict[str, int]) -> bool:
