@@ -250,3 +250,16 @@ def test_unsafe_memory_root_is_not_cleaned(memory_root: Path) -> None:
     with pytest.raises(MemoryRootRefused):
         reclaim(memory_root / "open", force=True)
     (memory_root / "open").rmdir()
+
+
+def test_what_a_flush_notes_of_a_checkpoint_that_leaves_meanwhile_keeps_no_directory(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    forked(_save_and_end, Job(str(tmp_path / "storage"), str(memory_root)), False)
+    memory = JobMemory(str(memory_root), "job")
+    held = memory.held()[0]
+    os.unlink(held.manifest_path)
+    for segment in held.manifest.segments:
+        os.unlink(held.segment_path(segment.file))
+    memory.record_flush(held, held.flush)
+    assert not os.path.exists(held.directory)

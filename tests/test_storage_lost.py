@@ -62,7 +62,7 @@ def test_a_bucket_that_is_removed_midway_is_to_be_made_again(
 ) -> None:
     put_into(memory_root, large)
     fs, bucket = way.direct.filesystem()
-    way.proxy.fail(way.steps["part"], Delay(1.0), times=2, after=1)
+    way.proxy.fail(way.steps["part"], Delay(5.0), times=2, after=1)
     with writing(way.job(memory_root), overwrite=overwrite) as writer:
         start(writer)
         wait_until(lambda: _has_taken_a_part(way))

@@ -209,6 +209,8 @@ class JobMemory:
             files.write_atomically(path, record.to_json())
         except FileNotFoundError:
             return
+        if not os.path.exists(held.manifest_path):  # it left just now, and this would keep its directory
+            self.tidy(held.directory)
 
     # -- leaving memory -----------------------------------------------------------------------------------------
 
