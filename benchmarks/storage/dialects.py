@@ -122,6 +122,8 @@ class Store:
                 return Answer("202 Accepted", headers=(("x-ms-copy-id", "0"), ("x-ms-copy-status", "success")))
             case "PUT", None:
                 return self._put(request, "201 Created", "409 Conflict")
+            case "GET", "blocklist":  # as if nothing had been put: every run is to send all of it
+                return Answer("404 Not Found", headers=(("x-ms-error-code", "BlobNotFound"),))
             case "DELETE", _:
                 return Answer("202 Accepted" if self.objects.pop(name, None) else "404 Not Found")
         return self._get(request, Answer("404 Not Found", headers=(("x-ms-error-code", "BlobNotFound"),)))
