@@ -258,14 +258,14 @@ class StorageSource:
         if self._manifest is None:  # another source has described the checkpoint
             self._manifest = self._get(names.stored_manifest(self._save_id), Manifest.from_json)
         of_rank = dict(zip(self._manifest.segments.rank, self._manifest.segments.node, strict=True))
-        nodes = sorted({of_rank[_rank_of(file)] for file in files if _rank_of(file) in of_rank})
+        nodes = sorted({of_rank[names.rank_of(file)] for file in files if names.rank_of(file) in of_rank})
         known: dict[str, ItemTable | None] = {}
         with ThreadPoolExecutor(_MANIFESTS_AT_ONCE, thread_name_prefix="dcp_mem-manifests") as pool:
             for tables in pool.map(self._tables_of_node, nodes):
                 known.update(tables)
         for file in files:
             if file not in known:
-                raise self._corrupt(_rank_of(file), f"no manifest of its has the checksums of {file}")
+                raise self._corrupt(names.rank_of(file), f"no manifest of its has the checksums of {file}")
         return {file: known[file] for file in files}
 
     def _tables_of_node(self, node: str) -> Mapping[str, ItemTable]:
@@ -276,9 +276,9 @@ class StorageSource:
         try:
             count = self._storage.read_into(f"{self._name}/{file}", offset, buffers)
         except StorageKeyMissing as error:
-            raise self._corrupt(_rank_of(file), str(error)) from None
+            raise self._corrupt(names.rank_of(file), str(error)) from None
         if count < nbytes:
-            raise self._corrupt(_rank_of(file), f"{file} ends at {offset + count}, {nbytes - count} bytes short")
+            raise self._corrupt(names.rank_of(file), f"{file} ends at {offset + count}, {nbytes - count} bytes short")
 
     def close(self) -> None:
         return
@@ -307,11 +307,6 @@ def _checked_catalog(key: str, data: bytes) -> bytes:
     if catalog_key(data) != key:
         raise ManifestInvalid(f"catalog {key} is damaged")
     return data
-
-
-def _rank_of(file: str) -> int:
-    match = names.SEGMENT.fullmatch(file)
-    return int(match[1]) if match else 0
 
 
 Failures = (SegmentCorrupt, UntrustedMetadata, ManifestInvalid)

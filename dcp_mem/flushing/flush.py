@@ -18,7 +18,7 @@ from dcp_mem.errors import CheckpointExists, ManifestInvalid, SegmentCorrupt, St
 from dcp_mem.files import read_bytes
 from dcp_mem.flushing.leftovers import collect_older_attempts
 from dcp_mem.flushing.metering import Meter, Throttle
-from dcp_mem.flushing.uploading import Outgoing, upload_all, with_checksums
+from dcp_mem.flushing.uploading import Outgoing, upload_all
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.layout import Columns, Layout
@@ -185,7 +185,7 @@ def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTa
         )
         for segment in segments
     ]
-    return with_checksums(outgoing, upload_all(job.held.directory, outgoing, job.storage, job.meter, job.throttle))
+    return upload_all(job.held.directory, outgoing, job.storage, job.meter, job.throttle)
 
 
 def _items(layout: Layout, segment: Segment) -> ItemTable:

@@ -10,15 +10,15 @@ import contextlib
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_mem import faults
 from dcp_mem.errors import SegmentCorrupt
 from dcp_mem.flushing.metering import Meter, Throttle
-from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of
+from dcp_mem.format.checksums import BlockChecksums, blocks_of
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.storage import LEAST_PART, Storage, Upload, part_count
@@ -44,8 +44,8 @@ def parts_at_once() -> int:
 
 def upload_all(
     directory: str, outgoing: Sequence[Outgoing], storage: Storage, meter: Meter, throttle: Throttle
-) -> dict[str, Crcs]:
-    """Upload a directory's segments that storage lacks, and read the others; returns checksums of their blocks, by file.
+) -> dict[str, ItemTable]:
+    """Upload a directory's segments that storage lacks, and read the others; returns their tables, complete, by file.
 
     Raises StorageUnavailable, StorageRefused, SegmentCorrupt (memory lacks bytes). What was put by then may stay, for the
     next attempt to go on with.
@@ -62,7 +62,7 @@ def upload_all(
             except BaseException:
                 stop.set()
                 raise
-        return {way.outgoing.segment.file: way.checksums.result() for way in ways}
+        return {way.outgoing.segment.file: way.table() for way in ways}
 
 
 @contextmanager
@@ -121,6 +121,10 @@ class _Way:
         self._left = part_count(outgoing.segment.nbytes, self._part_nbytes)
         self._lock = threading.Lock()
 
+    def table(self) -> ItemTable:
+        """The segment's items with their checksums, once all parts have passed."""
+        return replace(self.outgoing.table, crc32c=self.checksums.result())
+
     def tasks(self) -> list[tuple[_Way, range]]:
         """The parts' numbers, in runs that one thread takes."""
         everything = range(self._left)
@@ -176,14 +180,3 @@ def _mapped(descriptor: int, start: int, nbytes: int) -> Iterator[memoryview]:
     finally:
         with contextlib.suppress(BufferError):  # an SDK's error still holds the part; it goes with the error
             mapping.close()
-
-
-def with_checksums(outgoing: Sequence[Outgoing], crcs: Mapping[str, Crcs]) -> dict[str, ItemTable]:
-    """The segments' tables, complete."""
-    tables = {}
-    for one in outgoing:
-        table = one.table
-        tables[one.segment.file] = ItemTable(
-            table.offsets, table.lengths, table.payload_offsets, table.payload_nbytes, crcs[one.segment.file]
-        )
-    return tables

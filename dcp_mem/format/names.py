@@ -22,6 +22,12 @@ def segment_file(rank: int, save_id: str) -> str:
     return f"__{rank}_0-{save_id}.distcp"
 
 
+def rank_of(file: str) -> int:
+    """The rank that a segment's file is of, 0 for a file that is named otherwise."""
+    match = SEGMENT.fullmatch(file)
+    return int(match[1]) if match else 0
+
+
 def rank_scope(rank: int) -> str:
     return f"r{rank}"
 

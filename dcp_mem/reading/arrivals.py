@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ from dcp_mem.format.checksums import BLOCK
 from dcp_mem.memory.copying import Move
 from dcp_mem.planning.plain import is_plain
 from dcp_mem.planning.reads import Wanted
-from dcp_mem.reading.payloads import Payload, TableIndex, hull, is_contiguous, strides
+from dcp_mem.reading.payloads import TableIndex, hull, strides
 
 
 class Arrival:
@@ -33,22 +34,26 @@ class Arrival:
     def __init__(self, item: Wanted, planner: LoadPlanner, index: TableIndex | None, *, by_blocks: bool) -> None:
         self.item, self._planner = item, planner
         self._payload = index.payload(item) if index is not None else None
-        self.start, self.stop = _extent(item, self._payload, by_blocks=by_blocks)
+        self._hull = hull(self._payload, item.request) if self._payload is not None else None
+        self.start, self.stop = _extent(item, self._hull, by_blocks=by_blocks)
         self._target: torch.Tensor | None = None
         self._low, self._high, self._address = self.start, self.stop, 0
         self._buffer: np.ndarray[Any, Any] | None = None
         self._lock = threading.Lock()
         self._missing = self.stop - self.start
-        if self._payload is not None and is_contiguous(self._payload, item.request):
-            self._aim_straight(self._payload)
+        if self._payload is not None and self._hull is not None:
+            self._aim_straight(self._payload.dtype, *self._hull)
 
-    def _aim_straight(self, payload: Payload) -> None:
-        target = self._planner.resolve_tensor(self.item.request).detach()
-        check_shape(self.item.request, target)
-        if target.dtype is payload.dtype and is_plain(target):
-            start, stop = hull(payload, self.item.request)
+    def _aim_straight(self, dtype: torch.dtype, low: int, high: int) -> None:
+        """Have the bytes go into the tensor as they come, if nothing lies between its values and it is laid out alike."""
+        request = self.item.request
+        if high - low != math.prod(request.lengths) * dtype.itemsize:
+            return
+        target = self._planner.resolve_tensor(request).detach()
+        check_shape(request, target)
+        if target.dtype is dtype and is_plain(target):
             self._target, self._address = target, target.data_ptr()
-            self._low, self._high = payload.offset + start, payload.offset + stop
+            self._low, self._high = low, high
 
     @property
     def is_straight(self) -> bool:
@@ -115,14 +120,13 @@ class Arrival:
 
     def _values(self, data: memoryview) -> torch.Tensor:
         request, payload = self.item.request, self._payload
-        if payload is None:
+        if payload is None or self._hull is None:
             whole = torch.load(_plain_stream(self.item, data), map_location="cpu", weights_only=True)
             return narrow_tensor_by_index(whole, request.storage_offsets, request.lengths)
-        start, stop = hull(payload, request)
-        if start == stop:
+        low, high = self._hull
+        if low == high:
             return torch.empty(request.lengths, dtype=payload.dtype)
-        first = payload.offset + start - self.start
-        values = torch.frombuffer(data[first : first + stop - start], dtype=payload.dtype)
+        values = torch.frombuffer(data[low - self.start : high - self.start], dtype=payload.dtype)
         return values.as_strided(request.lengths, strides(payload.shape))
 
 
@@ -164,13 +168,13 @@ class Arrivals:
         return [one for one in self._by_file[file][first:last] if one.stop > start]
 
 
-def _extent(item: Wanted, payload: Payload | None, *, by_blocks: bool) -> tuple[int, int]:
-    if payload is None:
+def _extent(item: Wanted, values: tuple[int, int] | None, *, by_blocks: bool) -> tuple[int, int]:
+    """What to read. values: where those that are asked for lie; None: only the whole item tells."""
+    if values is None:
         return item.offset, item.stop
-    start, stop = hull(payload, item.request)
+    start, stop = values
     if start == stop:
         return item.offset, item.offset
-    start, stop = payload.offset + start, payload.offset + stop
     if not by_blocks:
         return start, stop
     first, last = (start - item.offset) // BLOCK, -(-(stop - item.offset) // BLOCK)

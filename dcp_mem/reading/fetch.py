@@ -85,10 +85,9 @@ class Fetcher:
             low, high = int(blocks.offsets[number]), int(blocks.offsets[number] + blocks.lengths[number])
             found, saved = _crc(buffers, places, low, high), table.crcs[number]
             if found != saved:
-                match = names.SEGMENT.fullmatch(file)
                 whose = self.whose(file, low, high) or "bytes that nobody here awaits"
                 detail = f"{whose}: CRC32C {found:08x} where {saved:08x} was saved, in bytes {low} to {high} of {file}"
-                raise SegmentCorrupt(self._checkpoint, int(match[1]) if match else 0, self._source.label, detail)
+                raise SegmentCorrupt(self._checkpoint, names.rank_of(file), self._source.label, detail)
 
 
 def _index(table: ItemTable | None) -> TableIndex | None:

@@ -56,20 +56,15 @@ class TableIndex:
 
 
 def hull(payload: Payload, request: ReadItem) -> tuple[int, int]:
-    """Bytes [start, stop) of the payload from the first to the last value of the box that is asked for."""
+    """Bytes [start, stop) of the segment from the first to the last value of the box that is asked for."""
     if 0 in request.lengths:
-        return 0, 0
+        return payload.offset, payload.offset
     first = last = 0
     for offset, length, stride in zip(request.storage_offsets, request.lengths, strides(payload.shape), strict=True):
         first += offset * stride
         last += (offset + length - 1) * stride
-    return first * payload.dtype.itemsize, (last + 1) * payload.dtype.itemsize
-
-
-def is_contiguous(payload: Payload, request: ReadItem) -> bool:
-    """Whether nothing lies between the values of the box: then the hull is the box."""
-    start, stop = hull(payload, request)
-    return stop - start == math.prod(request.lengths) * payload.dtype.itemsize
+    itemsize = payload.dtype.itemsize
+    return payload.offset + first * itemsize, payload.offset + (last + 1) * itemsize
 
 
 def strides(shape: torch.Size) -> list[int]:
