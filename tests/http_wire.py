@@ -91,6 +91,11 @@ class Request:
         query = dict(parse_qsl(url.query, keep_blank_values=True))
         return Request(method, target, unquote(url.path), query, head.headers)
 
+    @property
+    def wanted(self) -> str:
+        """The range of bytes that it asks for; empty where it asks for all."""
+        return self.headers.get("x-ms-range") or self.headers.get("range", "")
+
 
 class Wire:
     """A connection on which HTTP is spoken. Owns the socket.

@@ -682,7 +682,7 @@ def test_saving_under_one_name_over_and_over_takes_no_more_memory(places: Places
             state = {"a": torch.full((5000,), float(step)), "step": step}
             dcp.save(state, checkpoint_id="latest", storage_writer=writer)
             assert len(list(job.glob("*/*.distcp"))) == 1
-            assert len(list(job.glob(".slots/*.slot"))) <= keep
+            assert len(list(job.glob(".slots/*.slot"))) <= keep + 1  # one more while a flush reads what was replaced
             comes_back(places, "latest", state, roads=("memory", "stock from memory"))
         writer.wait("latest", timeout=60)
         comes_back(places, "latest", state)
