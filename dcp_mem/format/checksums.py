@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from crc32c import crc32c
+from fastcrc.crc32 import iscsi
 
 Crcs = npt.NDArray[np.uint32]
 Extents = npt.NDArray[np.int64]
@@ -62,9 +62,11 @@ class BlockChecksums:
             else:
                 self._pieces.setdefault(block, {})[low] = crc, high - low
             if high - low == BLOCK:  # joining costs less than reading it again, for a length that occurs often
-                whole = combined(int(crc32c(data[done - start : low - start], whole)), crc, BLOCK)
-                done = high
-        return int(crc32c(data[done - start :], whole))
+                whole = combined(checksum(data[done - start : low - start], whole), crc, BLOCK)
+            else:  # now, while the processor's cache has it
+                whole = checksum(data[done - start : high - start], whole)
+            done = high
+        return checksum(data[done - start :], whole)
 
     def result(self) -> Crcs:
         """What was asked for, once all parts were given."""
@@ -76,9 +78,9 @@ class BlockChecksums:
         return self._crcs
 
 
-def checksum(data: bytes | memoryview) -> int:
-    """CRC32C of data held whole."""
-    return int(crc32c(data))
+def checksum(data: bytes | memoryview, before: int = 0) -> int:
+    """CRC32C of data held whole, or of what has the checksum `before` and data behind it."""
+    return iscsi(data, before)  # the name by which catalogues of checksums know this one
 
 
 def combined(first: int, second: int, nbytes: int) -> int:

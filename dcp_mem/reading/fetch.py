@@ -10,11 +10,11 @@ from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
-from crc32c import crc32c
 
 from dcp_mem.errors import SegmentCorrupt
 from dcp_mem.events import log
 from dcp_mem.format import names
+from dcp_mem.format.checksums import checksum
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.copying import copy_here
 from dcp_mem.policy.pieces import Extent, cut, merged
@@ -150,6 +150,6 @@ def _crc(buffers: Sequence[memoryview], places: Sequence[int], low: int, high: i
     crc, number = 0, bisect_right(places, low) - 1
     while low < high:
         stop = min(high, places[number + 1])
-        crc = crc32c(buffers[number][low - places[number] : stop - places[number]], crc)
+        crc = checksum(buffers[number][low - places[number] : stop - places[number]], crc)
         low, number = stop, number + 1
-    return int(crc)
+    return crc

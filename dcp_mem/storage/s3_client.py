@@ -101,6 +101,11 @@ class Body(io.RawIOBase):
         self._position += len(piece)
         return piece
 
+    def readinto(self, buffer: Any) -> int:  # what botocore hashes by where the AWS CRT is installed
+        piece = self.read(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
 
 class _Direct:
     """Has bodies sent right from memory, once the bucket has answered anything at all.
