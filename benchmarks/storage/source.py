@@ -64,6 +64,7 @@ def ranges(segments: Sequence[Segment], nbytes: int = PART_BYTES) -> list[Range]
 def make(directory: Path, nbytes: int) -> None:
     """Make the files as slots are made (of huge pages where the kernel can), `nbytes` in all, of bytes that don't compress."""
     directory.mkdir()
+    _have_memory(nbytes)
     block = os.urandom(MIB)
     for index in range(OBJECTS):
         with (directory / f"object-{index}").open("w+b", buffering=0) as file:
@@ -71,6 +72,19 @@ def make(directory: Path, nbytes: int) -> None:
             Mapping(file.fileno(), nbytes // OBJECTS).populate()
             for _ in range(nbytes // OBJECTS // MIB):
                 file.write(block)
+
+
+def _have_memory(nbytes: int) -> None:
+    """Touch as much memory as is needed and free it again, so that it is there to be had in huge pages.
+
+    A hypervisor takes back what has been free for some seconds (free page reporting), large blocks first, and gives it
+    anew at many times what a touch costs otherwise: slots would be made of what small pages are left. Machines that
+    train have their memory for themselves.
+    """
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        for start in range(0, nbytes, mmap.PAGESIZE):
+            memory[start] = 1
 
 
 def mapped(directory: Path, first: int | None = None) -> list[Segment]:
