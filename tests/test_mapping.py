@@ -5,12 +5,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory import mapping
-from dcp_mem.memory.mapping import HUGE, Mapping
+from dcp_mem.memory.mapping import Mapping
 from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.memory.views import HUGE, mapped
 from tests.places import mounted_tmpfs
 
 _MIB = 1 << 20
@@ -137,3 +139,32 @@ def is_mapped(address: int) -> bool:
     with open("/proc/self/maps") as lines:
         ranges = [line.split()[0].split("-") for line in lines]
     return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
+
+
+def maps_of(descriptor: int) -> int:
+    """How many mappings of the file this process has."""
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    return sum(line.endswith(path) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("start", [0, 4096, HUGE, 5 * _MIB])
+def test_a_part_is_mapped_where_its_huge_pages_can_be(descriptor: int, start: int) -> None:
+    content = os.urandom(8 * _MIB)
+    os.pwrite(descriptor, content, 0)
+    part = mapped(descriptor, start, 2 * _MIB + 100)
+    assert part == content[start : start + 2 * _MIB + 100]
+    assert np.frombuffer(part, np.uint8).ctypes.data % HUGE == start % HUGE
+    with pytest.raises(TypeError, match="read-only"):
+        part[0] = 1
+
+
+def test_a_part_stays_mapped_for_as_long_as_anybody_sees_it(descriptor: int) -> None:
+    os.pwrite(descriptor, b"1234" * 1024, 0)
+    part = mapped(descriptor, 0, 4096)
+    piece = part[:4]
+    part.release()
+    gc.collect()
+    assert bytes(piece) == b"1234"
+    assert maps_of(descriptor) == 1
+    del piece, part
+    assert maps_of(descriptor) == 0

@@ -6,8 +6,6 @@ mapped than is in flight.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +19,7 @@ from dcp_mem.flushing.metering import Meter, Throttle
 from dcp_mem.format.checksums import BlockChecksums, blocks_of
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.locks import end_lease, open_leased
+from dcp_mem.memory.views import mapped
 from dcp_mem.storage import LEAST_PART, Storage, Upload, part_count
 from dcp_mem.values import Segment
 
@@ -155,28 +154,14 @@ class _Way:
         start = number * self._part_nbytes
         nbytes = min(self._part_nbytes, self.outgoing.segment.nbytes - start)
         is_sent = False
-        with _mapped(self._descriptor, start, nbytes) as data:
-            crc32c = self.checksums.add(start, data)
-            if self._upload is not None:
-                self._throttle.wait(nbytes, self._stop)
-                if self._stop.is_set():
-                    return
-                is_sent = self._upload.put_part(number, data, crc32c)
-                if not is_sent:
-                    self._throttle.give_back(nbytes)
+        data = mapped(self._descriptor, start, nbytes) if nbytes else memoryview(b"")
+        crc32c = self.checksums.add(start, data)
+        if self._upload is not None:
+            self._throttle.wait(nbytes, self._stop)
+            if self._stop.is_set():
+                return
+            is_sent = self._upload.put_part(number, data, crc32c)
+            if not is_sent:
+                self._throttle.give_back(nbytes)
         self._meter.count(nbytes, is_sent=is_sent)
         faults.point("flush.part")
-
-
-@contextmanager
-def _mapped(descriptor: int, start: int, nbytes: int) -> Iterator[memoryview]:
-    if not nbytes:
-        yield memoryview(b"")
-        return
-    mapping = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ, offset=start)
-    try:
-        with memoryview(mapping) as data:
-            yield data
-    finally:
-        with contextlib.suppress(BufferError):  # an SDK's error still holds the part; it goes with the error
-            mapping.close()

@@ -12,24 +12,19 @@ import errno
 import mmap
 import os
 import time
-import weakref
 from collections.abc import Callable
 from itertools import pairwise
 
 from dcp_mem.memory.copying import work_off
+from dcp_mem.memory.views import HUGE, kept_while_seen, map_aligned
 
-HUGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
 _STEP = 16 << 20
 _FIRST_STEP = 4 << 20
 _SLOW_COLLAPSE = 1e-3 / (1 << 20)  # seconds per byte; beyond that plain pages are quicker (memory is fragmented, say)
-_PROT_NONE, _MAP_FIXED, _MAP_FAILED = 0, 0x10, ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -41,10 +36,8 @@ class Mapping:
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.address = _map_aligned(descriptor, nbytes)
-        self.buffer = (ctypes.c_ubyte * nbytes).from_address(self.address)
-        end = weakref.finalize(self.buffer, _libc.munmap, self.address, nbytes)
-        end.atexit = False  # views may still be in use then
+        self.address = map_aligned(descriptor, nbytes, 0, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.buffer = kept_while_seen(self.address, nbytes)
         self._descriptor = descriptor
         self._makes_huge = True
 
@@ -90,30 +83,6 @@ class Mapping:
             return os.lseek(self._descriptor, offset, os.SEEK_DATA) >= offset + nbytes
         except OSError as error:
             return error.errno == errno.ENXIO
-
-
-def _map_aligned(descriptor: int, nbytes: int) -> int:
-    """Map a file at a multiple of the huge page's size, without which none of its pages can be mapped as huge ones."""
-    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    room = _mmap(0, nbytes + HUGE, _PROT_NONE, anonymous, -1)
-    address = -(-room // HUGE) * HUGE
-    try:
-        _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
-    except OSError:
-        _libc.munmap(room, nbytes + HUGE)
-        raise
-    for start, stop in ((room, address), (address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, room + nbytes + HUGE)):
-        if start < stop:
-            _libc.munmap(start, stop - start)
-    return address
-
-
-def _mmap(address: int, nbytes: int, protection: int, flags: int, descriptor: int) -> int:
-    result: int = _libc.mmap(address, nbytes, protection, flags, descriptor, 0)
-    if result == _MAP_FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, f"mmap of {nbytes} bytes: {os.strerror(number)}")
-    return result
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:

@@ -17,7 +17,8 @@ from typing import NoReturn
 from dcp_mem import files
 from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory.locks import end_lease, in_turn, share, try_lease
-from dcp_mem.memory.mapping import HUGE, Mapping
+from dcp_mem.memory.mapping import Mapping
+from dcp_mem.memory.views import HUGE
 
 _SUFFIX = ".slot"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

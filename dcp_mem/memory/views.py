@@ -1,0 +1,59 @@
+"""Files seen as memory, at addresses where the kernel can map their huge pages as such."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+HUGE = 2 << 20
+_PROT_NONE, _MAP_FIXED, _MAP_FAILED = 0, 0x10, ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def mapped(descriptor: int, start: int, nbytes: int) -> memoryview:
+    """Bytes [start, start + nbytes) of a file, to be read; they stay mapped until the last view of them is gone.
+
+    start: at a page boundary. Huge pages are mapped as such, which costs next to nothing; 4 KiB ones cost as much as hashing.
+    """
+    address = map_aligned(descriptor, nbytes, start, mmap.PROT_READ)
+    return memoryview(kept_while_seen(address, nbytes)).cast("B").toreadonly()
+
+
+def kept_while_seen(address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """A mapping's bytes; it ends with the last view of them."""
+    buffer = (ctypes.c_ubyte * nbytes).from_address(address)
+    end = weakref.finalize(buffer, _libc.munmap, address, nbytes)
+    end.atexit = False  # views may still be in use then
+    return buffer
+
+
+def map_aligned(descriptor: int, nbytes: int, start: int, protection: int) -> int:
+    """Map a file so that its huge pages lie at multiples of their size, without which none can be mapped as a huge one."""
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    room_nbytes = nbytes + 2 * HUGE
+    room = _mmap(0, room_nbytes, _PROT_NONE, anonymous, -1)
+    address = -(-room // HUGE) * HUGE + start % HUGE
+    try:
+        _mmap(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, start)
+    except OSError:
+        _libc.munmap(room, room_nbytes)
+        raise
+    stop = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    for first, last in ((room, address), (stop, room + room_nbytes)):
+        if first < last:
+            _libc.munmap(first, last - first)
+    return address
+
+
+def _mmap(address: int, nbytes: int, protection: int, flags: int, descriptor: int, start: int = 0) -> int:
+    result: int = _libc.mmap(address, nbytes, protection, flags, descriptor, start)
+    if result == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mmap of {nbytes} bytes: {os.strerror(number)}")
+    return result
