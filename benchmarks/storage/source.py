@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.settings import MIB
@@ -12,7 +13,6 @@ from dcp_mem.memory.mapping import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 OBJECTS = 4
 PART_BYTES = 32 * MIB
@@ -62,9 +62,13 @@ def ranges(segments: Sequence[Segment], nbytes: int = PART_BYTES) -> list[Range]
     ]
 
 
-def make(directory: Path, nbytes: int) -> None:
-    """Make the files as slots are made (of huge pages where the kernel can), `nbytes` in all, of bytes that don't compress."""
+def make(directory: Path, nbytes: int) -> str:
+    """Make the files as slots are made (of huge pages where the kernel can), `nbytes` in all, of bytes that don't compress.
+
+    Returns what they are made of, for a note.
+    """
     directory.mkdir()
+    huge_before = _huge_nbytes()
     _have_memory(nbytes)
     block = os.urandom(MIB)
     for index in range(OBJECTS):
@@ -73,18 +77,25 @@ def make(directory: Path, nbytes: int) -> None:
             Mapping(file.fileno(), nbytes // OBJECTS).populate()
             for _ in range(nbytes // OBJECTS // MIB):
                 file.write(block)
+    return f"the objects lie on huge pages, {(_huge_nbytes() - huge_before) / nbytes:.0%} of them, as slots do"
+
+
+def _huge_nbytes() -> int:
+    """Of all tmpfs."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("ShmemHugePages")), 0)
 
 
 def _have_memory(nbytes: int) -> None:
-    """Touch as much memory as is needed and free it again, so that it is there to be had in huge pages.
+    """Touch twice the memory that is needed and free it again, so that it is there to be had in huge pages.
 
     A hypervisor takes back what has been free for some seconds (free page reporting), large blocks first, and gives it
     anew at many times what a touch costs otherwise: slots would be made of what small pages are left. Machines that
     train have their memory for themselves.
     """
-    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+    with mmap.mmap(-1, 2 * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
-        for start in range(0, nbytes, mmap.PAGESIZE):
+        for start in range(0, 2 * nbytes, mmap.PAGESIZE):
             memory[start] = 1
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 PIECE = 32 << 20
-"""Bytes of a request: enough to pay for it (of 16 MiB, requests would be a quarter of the CPU), and few enough for many at once."""
+"""Bytes of a request: enough to pay for it (at 16 MiB requests were a quarter of the CPU), few enough for many at once."""
 _GAP = 1 << 20
 """Bytes between two ranges that are better read along than asked for apart."""
 Extent = tuple[int, int]

@@ -67,12 +67,12 @@ def _part(settings: Settings, kind: str, nbytes: int) -> Part:
     need(settings.tmpfs, nbytes + PEER_MEMORY)
     routes = [route for route in UPLOADS if kind in route.kinds]
     with scratch(settings.tmpfs) as directory, running_sink() as sink:
-        source.make(directory / "objects", nbytes)
+        made_of = source.make(directory / "objects", nbytes)
         target = sink.target(kind)
         found = take(routes, lambda route: Spec(route, target, directory / "objects", settings.repeats))
     return Part(
         [*_verdicts(found), *found.failures()],
-        [CONNECTIONS_NOTE, CPU_NOTE, MEMORY_NOTE, SAVE_NOTE],
+        [made_of, CONNECTIONS_NOTE, CPU_NOTE, MEMORY_NOTE, SAVE_NOTE],
         tables=[found.table(routes, FLOOR, SDK)],
     )
 
