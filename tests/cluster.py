@@ -36,7 +36,7 @@ from tests.servers import ServerUnavailable
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-TOOLS = ("bash", "ip", "mount", "nsenter", "setpriv", "tc", "unshare")
+TOOLS = ("bash", "hostname", "ip", "mount", "nsenter", "setpriv", "tc", "unshare")
 
 MEMORY = Path("/dev/shm")
 """Where every node has its tmpfs."""

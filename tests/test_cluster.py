@@ -19,10 +19,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.cluster import MEMORY, Cluster, Node, running_cluster
 from tests.jobs import Job, load_anew, save, wait_until
+from tests.servers import ServerUnavailable
 from tests.torchrun import JobFailed
 
 _MIB = 1 << 20
 _STARTED_SECONDS = 60.0
+
+# By default torchrun gives the ranks' store to the first round alone: who joins later waits for its address in vain, and who
+# is left without the node that has it can't start again.
+_STORE_PER_ROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def _summed(number: int) -> int:
@@ -84,6 +89,16 @@ def test_a_killed_node_takes_its_detached_processes_and_its_memory_along(cluster
         node.inside(["true"])
 
 
+def test_where_no_nodes_can_be_made_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.cluster.TOOLS", ("bash", "no-such-tool"))
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    with pytest.raises(ServerUnavailable, match="no-such-tool missing"), running_cluster(1):
+        pass
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(ServerUnavailable, match="only root"), running_cluster(1):
+        pass
+
+
 # -- what happens to nodes that work together ------------------------------------------------------------------------
 
 
@@ -143,7 +158,7 @@ def _sum_until_resumed(started: Path) -> tuple[int, bool]:
 def test_a_running_job_goes_on_when_an_empty_node_joins_in_the_place_of_a_lost_one(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    job = cluster.launch(_sum_until_resumed, tmp_path / "started", max_restarts=5)
+    job = cluster.launch(_sum_until_resumed, tmp_path / "started", max_restarts=5, env=_STORE_PER_ROUND)
     wait_until((tmp_path / "started").exists, "both nodes take part", _STARTED_SECONDS)
     survivor, lost = cluster.nodes
     lost.kill()
@@ -169,7 +184,7 @@ def _sum_until_alone(both: Path) -> int:
 def test_an_elastic_job_goes_on_with_fewer_nodes(cluster: Cluster, tmp_path: Path, lost: int) -> None:
     both = tmp_path / "both"
     store = cluster.serve_store() if lost == 0 else None
-    job = cluster.launch(_sum_until_alone, both, nnodes="1:2", max_restarts=5, store=store)
+    job = cluster.launch(_sum_until_alone, both, nnodes="1:2", max_restarts=5, store=store, env=_STORE_PER_ROUND)
     wait_until(both.exists, "both nodes take part", _STARTED_SECONDS)
     cluster.nodes[lost].kill()
     endings = job.wait()
