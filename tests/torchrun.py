@@ -51,6 +51,9 @@ class Host(Protocol):
     name: str
     interface: str
 
+    @property
+    def is_alive(self) -> bool: ...
+
     def take_place(self, place: int) -> str:
         """An address of this node, that sorts among those of the others as `place` does."""
         ...
@@ -91,15 +94,16 @@ class Job(Generic[T]):
     def wait(self, timeout: float = _RESULT_SECONDS) -> list[Ending[T]]:
         """How torchrun ended on each node, as soon as it has on all of them. Raises JobFailed after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while running := [agent.node for agent in self._agents if agent.process.poll() is None]:
+        while running := [agent.node.name for agent in self._agents if agent.process.poll() is None]:
             if time.monotonic() > deadline:
                 raise JobFailed(f"{', '.join(running)} still running after {timeout:.0f} s\n{self.output()}")
             time.sleep(_POLL_SECONDS)
         return [agent.ending() for agent in self._agents]
 
     def results(self, timeout: float = _RESULT_SECONDS) -> list[T]:
-        """What the ranks returned, by rank. Raises JobFailed where torchrun failed on a node, or took longer."""
-        endings = self.wait(timeout)
+        """What the ranks returned, by rank. Raises JobFailed where torchrun failed on a node that lives, or took longer."""
+        self.wait(timeout)
+        endings = [agent.ending() for agent in self._agents if agent.node.is_alive]
         if failed := [f"{ending.node}: {ending.exit_code}" for ending in endings if ending.exit_code]:
             raise JobFailed(f"torchrun failed: {', '.join(failed)}\n{self.output()}")
         returned = {rank: value for ending in endings for rank, value in ending.returned.items()}
@@ -112,7 +116,7 @@ class Job(Generic[T]):
 
     def output(self) -> str:
         """The end of what was printed on each node."""
-        return "\n".join(f"--- {agent.node}\n{agent.output()}" for agent in self._agents)
+        return "\n".join(f"--- {agent.node.name}\n{agent.output()}" for agent in self._agents)
 
     def close(self) -> None:
         """Kill what is left, and put what was printed where pytest shows it, should the test have failed."""
@@ -155,7 +159,7 @@ def start_job(
         home = directory / node.name
         home.mkdir()
         environment = {**_environment(node, home), **(env or {}), **(env_of or {}).get(node.name, {})}
-        return _Agent(node.name, home, node.inside(torchrun), environment)
+        return _Agent(node, home, node.inside(torchrun), environment)
 
     job: Job[T] = Job(start)
     for node in nodes:
@@ -166,7 +170,7 @@ def start_job(
 class _Agent:
     """One node's torchrun, and the files through which its ranks answer."""
 
-    def __init__(self, node: str, home: Path, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, node: Host, home: Path, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.node = node
         self._home = home
         self._output = home / "output"
@@ -192,11 +196,8 @@ class _Agent:
         self.process.wait()
 
     def ending(self) -> Ending[Any]:
-        returned = {
-            int(path.name.removeprefix("returned-")): pickle.loads(path.read_bytes())
-            for path in self._home.glob("returned-*")
-        }
-        return Ending(self.node, self.process.wait(), returned, self.output())
+        returned = dict(pickle.loads(path.read_bytes()) for path in self._home.glob("returned-*"))
+        return Ending(self.node.name, self.process.wait(), returned, self.output())
 
     def output(self) -> str:
         return self._output.read_text(errors="replace")[-_OUTPUT_CHARACTERS:].rstrip()
@@ -226,14 +227,14 @@ def _main(directory: Path) -> None:
     faulthandler.enable()
     warnings.filterwarnings("error", module=r"dcp_mem(\.|$)")
     target, args, patience = pickle.loads((directory / "job").read_bytes())
-    home = Path(os.environ["DCP_MEM_TEST_HOME"])
+    answer = Path(os.environ["DCP_MEM_TEST_HOME"], f"returned-{os.environ['LOCAL_RANK']}")
+    answer.unlink(missing_ok=True)
     dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
-    rank = dist.get_rank()
-    returned = pickle.dumps(target(*args))
+    returned = pickle.dumps((dist.get_rank(), target(*args)))
     dist.destroy_process_group()
-    temporary = home / f".{rank}"
+    temporary = answer.with_name(f".{answer.name}")
     temporary.write_bytes(returned)
-    temporary.rename(home / f"returned-{rank}")
+    temporary.rename(answer)
 
 
 if __name__ == "__main__":
