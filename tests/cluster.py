@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +44,6 @@ MEMORY = Path("/dev/shm")
 _SWITCH_ADDRESS = "10.77.0.254"
 _MOST_NODES = 250
 _FIRST_PLACE = 101  # Addresses are sorted as texts: each has to have three digits here.
-_KILL_SECONDS = 10.0
-_POLL_SECONDS = 0.005
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
@@ -78,7 +75,7 @@ class Node:
             address = f"ip addr add {self.address}/16 dev {self.interface}"
             self._namespaces.run(f"ip link set lo up; {address}; ip link set {self.interface} up")
         except BaseException:
-            self.close()
+            self.kill()
             raise
 
     @property
@@ -108,13 +105,6 @@ class Node:
         """Lose this node: SIGKILL for all of its processes at once, and its memory is gone. Peers see their connections
         closed, as when a virtual machine is destroyed; after `unplug` they see nothing, as when the power fails.
         """
-        if self.is_alive:
-            # First, since what connections end with could be lost with the network.
-            self._namespaces.kill_processes()
-        self._namespaces.close()
-
-    def close(self) -> None:
-        """As `kill`, whatever peers see."""
         self._namespaces.close()
 
     def unplug(self) -> None:
@@ -162,7 +152,7 @@ class Cluster:
     def add(self) -> Node:
         """One more node, with nothing in its memory, and a name and an address that no other had."""
         node = Node(len(self._made), self._switch, self._memory, self._hosts)
-        self._stack.callback(node.close)
+        self._stack.callback(node.kill)
         self._made.append(node)
         return node
 
@@ -294,21 +284,6 @@ class _Namespaces:
         """What runs here."""
         ours = os.readlink(f"/proc/{self.pid}/ns/pid")
         return [process for process in psutil.process_iter() if _process_namespace(process.pid) == ours]
-
-    def kill_processes(self) -> None:
-        """Kill all that was run here, at once, and wait until it is gone; the namespaces stay."""
-        _shell("kill -KILL -1", self.inside)
-        deadline = time.monotonic() + _KILL_SECONDS
-        while left := [process for process in self.processes() if not self._is_holder(process)]:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"can't kill {left}")
-            time.sleep(_POLL_SECONDS)
-
-    def _is_holder(self, process: psutil.Process) -> bool:
-        try:
-            return process.pid == self.pid or process.cmdline() == ["sleep", "infinity"]
-        except psutil.NoSuchProcess:
-            return True
 
     def close(self) -> None:
         """Kill all that runs here, and wait until it is gone."""
