@@ -140,7 +140,8 @@ class Cluster:
         self._hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         self._switch = _Namespaces(_HOLD)
         stack.callback(self._switch.close)
-        bridge = "ip link add switch type bridge"
+        # Its own hardware address: else it takes one of its ports', another one when that goes, and who knew it is lost.
+        bridge = "ip link add switch address 02:00:00:00:00:01 type bridge"
         address = f"ip addr add {_SWITCH_ADDRESS}/16 dev switch"
         self._switch.run(f"{_NO_IPV6}; ip link set lo up; {bridge}; {address}; ip link set switch up")
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.cluster import MEMORY, Cluster, Node, running_cluster
 from tests.jobs import Job, load_anew, save, wait_until
 from tests.servers import ServerUnavailable
-from tests.torchrun import JobFailed
+from tests.torchrun import PORT, JobFailed
 
 _MIB = 1 << 20
 _STARTED_SECONDS = 60.0
@@ -292,6 +292,22 @@ def test_a_throttled_node_sends_and_receives_no_faster_than_its_limit(cluster: C
     throttled.throttle(None)
     for sender, receiver in ((throttled, other), (other, throttled)):
         assert max(_bytes_per_second(sender, receiver, 32 * _MIB) for _ in range(3)) > 4 * limit
+
+
+_CONNECT = """
+import socket, sys
+socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5).close()
+"""
+
+
+@pytest.mark.nodes(4)
+def test_a_store_off_the_nodes_is_reached_whichever_node_is_lost(cluster: Cluster) -> None:
+    address = cluster.serve_store()
+    *others, last = cluster.nodes
+    for lost in (None, *others):
+        if lost is not None:
+            lost.kill()
+        subprocess.run(last.inside([sys.executable, "-S", "-c", _CONNECT, address, str(PORT)]), check=True)
 
 
 # -- nothing is left -------------------------------------------------------------------------------------------------
