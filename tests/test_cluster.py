@@ -135,6 +135,7 @@ def _look(name: str) -> tuple[int, bool]:
 
 
 @pytest.mark.nodes(2)
+@pytest.mark.slow
 def test_a_job_starts_again_with_an_empty_node_in_the_place_of_a_lost_one(cluster: Cluster) -> None:
     survivor, lost = cluster.nodes
     assert cluster.launch(_look, "kept").results() == [(2, False), (2, False)]
@@ -388,7 +389,7 @@ def _save_and_idle(job: Job, saved: Path) -> None:
     with job.writer() as writer:
         for number in (1, 2):
             save(writer, number)
-        writer.wait("step-2", timeout=60)
+        writer.wait("step-2", "durable" if job.url else "complete", timeout=60)
         dist.barrier()
         saved.touch()
         time.sleep(1000)
@@ -419,6 +420,21 @@ def test_a_job_that_was_killed_on_two_nodes_loads_from_storage_what_no_node_hold
     loaded = cluster.launch(_load_both_ways, job).results()
     assert [(number, source) for number, source, _ in loaded] == [(2, "storage")] * 2
     assert all("lie in other nodes' memory" in reason for _, _, reason in loaded)
+
+
+def _load(job: Job) -> tuple[int, str]:
+    loaded = load_anew(job)
+    return loaded.number, loaded.report.source
+
+
+@pytest.mark.nodes(1)
+@pytest.mark.slow
+def test_a_job_that_was_killed_on_its_only_node_loads_from_its_memory(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(None, str(MEMORY / "dcp_mem"))
+    killed = cluster.launch(_save_and_idle, job, tmp_path / "saved", ranks_per_node=2)
+    wait_until((tmp_path / "saved").exists, "two saves", _STARTED_SECONDS)
+    killed.kill()
+    assert cluster.launch(_load, job, ranks_per_node=2).results() == [(2, "memory")] * 2
 
 
 def _save_until_lost(job: Job) -> None:
