@@ -369,8 +369,10 @@ with running_cluster(2) as cluster:
 
 
 @pytest.mark.nodes(1)
-def test_nothing_is_left_of_a_cluster_whose_test_process_was_killed(cluster: Cluster) -> None:
-    with subprocess.Popen([sys.executable, "-c", _ABANDONED], stdout=subprocess.PIPE, text=True) as process:
+def test_nothing_but_files_is_left_of_a_cluster_whose_test_process_was_killed(cluster: Cluster, tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", _ABANDONED]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             token = process.stdout.readline().strip()
