@@ -17,10 +17,10 @@ import pytest
 from hypothesis import settings
 
 from tests import ways
+from tests.cluster import Cluster, running_cluster
 from tests.servers import (
     BlobServer,
     S3Server,
-    Server,
     ServerUnavailable,
     StorageRoot,
     running_azurite,
@@ -28,12 +28,12 @@ from tests.servers import (
     running_radosgw,
 )
 
-S = TypeVar("S", bound=Server)
+S = TypeVar("S")
 
 _SHM = Path("/dev/shm")
 _ROOT_PREFIX = "dcp_mem-test"
 _SERVER_FIXTURES = {"azurite", "moto", "radosgw"}
-_KEPT_VARIABLES = {"DCP_MEM_AZURITE", "DCP_MEM_NO_RADOSGW"}
+_KEPT_VARIABLES = {"DCP_MEM_AZURITE", "DCP_MEM_NO_NODES", "DCP_MEM_NO_RADOSGW"}
 _LOG_CHARACTERS = 8192
 _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.01
@@ -101,6 +101,19 @@ def radosgw() -> Iterator[S3Server]:
         pytest.skip("radosgw could not be installed: it takes Debian's packages, and root or sudo")
     with _started(running_radosgw) as server:
         yield server
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """As many nodes as the test's mark `nodes` says, which takes what `running_cluster` does.
+
+    $DCP_MEM_NO_NODES has tests on nodes skipped also where their lack is a failure.
+    """
+    if os.environ.get("DCP_MEM_NO_NODES"):
+        pytest.skip("no nodes can be made here: it takes root, namespaces, and Debian's iproute2")
+    mark = request.node.get_closest_marker("nodes")
+    with _started(lambda: running_cluster(*mark.args, **mark.kwargs)) as cluster:
+        yield cluster
 
 
 @pytest.fixture
