@@ -14,7 +14,7 @@ from botocore.config import Config
 
 from dcp_mem.storage import NotThisRoute
 
-_PIECE = 1 << 20
+_PIECE = 2 << 20
 _SESSION_ARGUMENTS = {"profile"}
 _CONFIG = {
     "connect_timeout": 10,
