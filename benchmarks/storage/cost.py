@@ -105,19 +105,22 @@ def measure(rank: Rank, spec: Spec) -> Cost:
 
 
 def _rounds(way: Way, target: Target, segments: Sequence[Segment], repeats: int) -> Cost:
+    """One round in which memory is watched, and then those that are timed: watching takes CPU, and so does whatever is new."""
     nbytes = sum(segment.nbytes for segment in segments)
     cpu, rate = [], []
     with way(target, segments) as move:
         gc.collect()
         before, growth = resident().anonymous, Growth()
         with watching(lambda: [os.getpid()], LOOK_SECONDS) as peaks:
-            for _ in range(repeats):
-                start, cpu_start = time.perf_counter(), _cpu_seconds()
-                move()
-                rate.append(nbytes / GB / (time.perf_counter() - start))
-                cpu.append((_cpu_seconds() - cpu_start) / (nbytes / GB))
+            move()
         peaks.look(os.getpid())
-        return Cost(Sample(tuple(cpu)), Sample(tuple(rate)), max(0, peaks.anonymous - before), max(0, growth.peak))
+        cost_of_memory = max(0, peaks.anonymous - before), max(0, growth.peak)
+        for _ in range(repeats):
+            start, cpu_start = time.perf_counter(), _cpu_seconds()
+            move()
+            rate.append(nbytes / GB / (time.perf_counter() - start))
+            cpu.append((_cpu_seconds() - cpu_start) / (nbytes / GB))
+        return Cost(Sample(tuple(cpu)), Sample(tuple(rate)), *cost_of_memory)
 
 
 def _once(way: Way, target: Target, segments: Sequence[Segment]) -> None:

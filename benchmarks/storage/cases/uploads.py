@@ -40,7 +40,7 @@ CONNECTIONS_NOTE = (
     "https it doesn't"
 )
 CPU_NOTE = (
-    "CPU: user and system time of the client's process, all threads; over loopback, part of the receiving side's work "
+    "CPU: user and system time of the client's process, all threads, when it has moved everything once; over loopback, part of the receiving side's work "
     "is done, and counted, where it is sent"
 )
 MEMORY_NOTE = (
