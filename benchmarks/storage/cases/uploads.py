@@ -40,8 +40,8 @@ CONNECTIONS_NOTE = (
     "https it doesn't"
 )
 CPU_NOTE = (
-    "CPU: user and system time of the client's process, all threads, when it has moved everything once; over loopback, part of the receiving side's work "
-    "is done, and counted, where it is sent"
+    "CPU: user and system time of the client's process, all threads, once it has moved everything a first time; over "
+    "loopback, part of the receiving side's work is done, and counted, where it is sent"
 )
 MEMORY_NOTE = (
     "extra RSS: the most that the process had, above what it had when its client was ready and had moved 1 MiB per "
