@@ -21,6 +21,7 @@ REGION = "us-east-1"
 REAL: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "Azurite": (AZURE, servers.running_azurite),
     "moto": (S3, servers.running_moto),
+    "radosgw": (S3, servers.running_radosgw),
 }
 """Kind and fixture of each real server."""
 
