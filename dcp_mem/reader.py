@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -28,14 +28,18 @@ from dcp_mem.planning.reads import Reads
 from dcp_mem.ranks import Alone, Ranks
 from dcp_mem.reading.read import read_items
 from dcp_mem.reading.together import Company
-from dcp_mem.recover import Opened, Origin, Recovery, open_next, recover
-from dcp_mem.sources import Failures
+from dcp_mem.recover import Damage, Opened, Origin, Recovery, open_next, recover, without
+from dcp_mem.sources import PEERS, Failures, MemorySource
 from dcp_mem.storage.routes import open_storage
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryReport:
-    """What a load did. source: "memory", "storage" or "memory and storage"; passed_over: candidates not taken, and why."""
+    """What a load did, on all ranks together.
+
+    source: "memory" (of the rank's own node), "peers" (other nodes' memory), "storage", or several of them with "and".
+    passed_over: candidates not taken, and why.
+    """
 
     checkpoint_id: str
     save_id: str
@@ -45,7 +49,7 @@ class RecoveryReport:
 
 
 class MemoryStorageReader(StorageReader):
-    """Loads checkpoints from the nearest place that has them whole: this node's memory, else storage.
+    """Loads checkpoints from the nearest place that has each segment: this node's memory, other nodes' memory, storage.
 
     `dcp.load` without a checkpoint id loads the newest checkpoint that can be proved whole; with one, that checkpoint or
     an error that lists what there is. The arguments are those of `MemoryStorageWriter`; verify=False skips the checksums
@@ -129,11 +133,13 @@ class MemoryStorageReader(StorageReader):
         try:
             while True:
                 used, failure = self._read(opened, plan, planner, _company(recovery))
-                failures = [(rank, text) for rank, text in enumerate(recovery.ranks.exchange(_text(failure))) if text]
+                told = recovery.ranks.exchange((_text(failure), _damage_in_memory(recovery, opened, failure)))
+                failures = [(rank, text) for rank, (text, _) in enumerate(told) if text]
                 if not failures:
                     break
                 recovery.reasons.append(f"{opened.choice.name}: {failures[0][1]}")
-                opened, plan = self._older(recovery, opened, planner, failure, failures)
+                damage = {one for _, one in told if one is not None}
+                opened, plan = self._next(recovery, opened, plan, planner, failure, failures, damage)
         finally:
             self.close()
         self._report = self._reported(recovery, opened, used)
@@ -230,27 +236,37 @@ class MemoryStorageReader(StorageReader):
         except Exception as error:  # it travels with the next exchange: the other ranks wait for one
             return set(), error
 
-    def _older(
+    def _next(
         self,
         recovery: Recovery,
         opened: Opened,
+        plan: LoadPlan | Reads,
         planner: LoadPlanner,
         failure: Exception | None,
         failures: list[tuple[int, str]],
+        damage: Collection[Damage],
     ) -> tuple[Opened, LoadPlan | Reads]:
-        """Go on with the next older checkpoint, where the newer one turned out to be damaged and none was asked for."""
-        damaged = all(text.startswith(_DAMAGE) for _, text in failures)
-        if not damaged or recovery.wanted is not None or not _plans_alone(planner):
-            if failure is not None:
-                raise failure
-            raise RankFailed(f"loading {opened.choice.name}", failures)
+        """Go on without what turned out to be damaged: with another copy of it, else with the next older checkpoint."""
+        may_be_older = recovery.wanted is None and _plans_alone(planner)
+        if not all(text.startswith(_DAMAGE) for _, text in failures) or not (damage or may_be_older):
+            raise failure or RankFailed(f"loading {opened.choice.name}", failures)
         opened.close()
-        self._opened = older = open_next(recovery)
-        log.warning("%s is damaged (%s); loading %s", opened.choice.name, failures[0][1], older.choice.name)
-        plan, trouble = _plan_again(planner, older, self._is_coordinator)
-        self._raise_together(recovery, f"planning the load of {older.choice.name}", trouble)
-        assert plan is not None
-        return older, plan
+        try:
+            self._opened = found = without(recovery, damage) if damage else open_next(recovery)
+        except NoRecoverableCheckpoint:
+            if may_be_older:
+                raise
+            raise failure or RankFailed(f"loading {opened.choice.name}", failures) from None
+        if (found.choice.name, found.choice.save_id) == (opened.choice.name, opened.choice.save_id):
+            log.warning("%s is damaged (%s); loading it from elsewhere", opened.choice.name, failures[0][1])
+            return found, plan
+        if not may_be_older:
+            raise failure or RankFailed(f"loading {opened.choice.name}", failures)
+        log.warning("%s is damaged (%s); loading %s", opened.choice.name, failures[0][1], found.choice.name)
+        older_plan, trouble = _plan_again(planner, found, self._is_coordinator)
+        self._raise_together(recovery, f"planning the load of {found.choice.name}", trouble)
+        assert older_plan is not None
+        return found, older_plan
 
     def _raise_together(self, recovery: Recovery, what: str, trouble: Exception | None) -> None:
         troubles = [(rank, text) for rank, text in enumerate(recovery.ranks.exchange(_text(trouble))) if text]
@@ -261,9 +277,8 @@ class MemoryStorageReader(StorageReader):
 
     def _reported(self, recovery: Recovery, opened: Opened, used: set[str]) -> RecoveryReport:
         everywhere = set().union(*recovery.ranks.exchange(used))
-        kinds = [
-            kind for kind, found in (("memory", "memory" in everywhere), ("storage", everywhere - {"memory"})) if found
-        ]
+        kinds = [kind for kind in (MemorySource.label, PEERS) if kind in everywhere]
+        kinds += ["storage"] if everywhere - {MemorySource.label, PEERS} else []
         source = " and ".join(kinds) or ("memory" if opened.choice.memory else "storage")
         return RecoveryReport(
             opened.choice.name, opened.choice.save_id, source, tuple(recovery.reasons), time.monotonic() - self._started
@@ -278,6 +293,17 @@ def _text(failure: Exception | None) -> str:
         return ""
     kind = _DAMAGE if isinstance(failure, Failures) else f"{type(failure).__name__}: "
     return f"{kind}{failure}"
+
+
+def _damage_in_memory(recovery: Recovery, opened: Opened, failure: Exception | None) -> Damage | None:
+    """What of a checkpoint that several nodes hold together this node can't be asked for any more."""
+    memory = recovery.origin.memory
+    is_of_memory = isinstance(failure, SegmentCorrupt) and failure.source == MemorySource.label
+    if not is_of_memory or memory is None or opened.choice.holders is None:
+        return None
+    assert isinstance(failure, SegmentCorrupt)
+    known = (opened.choice.save_id, failure.rank) in recovery.damaged
+    return None if known else (memory.node, opened.choice.save_id, failure.rank)
 
 
 def _company(recovery: Recovery) -> Ranks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from dcp_mem.errors import (
     ManifestInvalid,
     NoRecoverableCheckpoint,
     RankFailed,
+    SegmentCorrupt,
     StorageKeyMissing,
 )
 from dcp_mem.events import log
@@ -24,7 +25,15 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.policy.election import Choice, Finding, RecoveryPlan, elect, in_common
 from dcp_mem.ranks import Ranks
-from dcp_mem.sources import Description, MemorySource, Source, StorageSource, StoredDescription, get_parsed
+from dcp_mem.sources import (
+    Description,
+    MemorySource,
+    Source,
+    StorageSource,
+    StoredDescription,
+    description_of,
+    get_parsed,
+)
 from dcp_mem.storage import Entry, Storage
 
 T = TypeVar("T")
@@ -34,6 +43,10 @@ _PATIENCE = 10.0
 """Seconds that a load waits for storage to answer at all when memory has a checkpoint as well."""
 _LISTING_PATIENCE = 60.0
 """Seconds that it waits for the rest of what it asks, once storage has answered."""
+
+
+Damage = tuple[str, str, int]
+"""(node, save id, rank): a segment in that node's memory that is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,8 @@ class Recovery:
     """Why storage didn't answer: it is not asked again."""
     heard: threading.Event = field(default_factory=threading.Event)
     """Set once it has answered anything."""
+    damaged: set[tuple[str, int]] = field(default_factory=set)
+    """Segments (save id, rank) in this node's memory that have turned out to be of no use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +94,10 @@ class Opened:
     choice: Choice
     description: Description
     sources: tuple[Source, ...]
+
+    def is_in_memory(self, file: str) -> bool:
+        """Whether some node has the segment."""
+        return self.choice.holders is None or names.rank_of(file) in self.choice.holders
 
     @property
     def metadata(self) -> Metadata:
@@ -170,6 +189,17 @@ def open_next(recovery: Recovery) -> Opened:
     raise _nothing(recovery)
 
 
+def without(recovery: Recovery, damage: Collection[Damage]) -> Opened:
+    """Open the best checkpoint there is once these segments don't count; raises as `recover` does."""
+    memory = recovery.origin.memory
+    recovery.damaged.update((save_id, rank) for node, save_id, rank in damage if memory and node == memory.node)
+    passed = {(choice.name, choice.save_id) for choice in recovery.plan.choices[: recovery.tried - 1]}
+    plan = survey(recovery)
+    choices = tuple(choice for choice in plan.choices if (choice.name, choice.save_id) not in passed)
+    recovery.plan, recovery.tried = replace(plan, choices=choices), 0
+    return open_next(recovery)
+
+
 def _nothing(recovery: Recovery) -> NoRecoverableCheckpoint:
     if recovery.wanted is None:
         return NoRecoverableCheckpoint(recovery.origin.where, recovery.reasons)
@@ -184,8 +214,9 @@ def _open(recovery: Recovery, choice: Choice) -> tuple[Opened | None, str]:
     sources: list[Source] = []
     description: Description | None = None
     troubles: list[str] = []
-    told = _told(recovery, choice) if choice.storage and not choice.memory else None
-    for source in _sources(recovery, choice, troubles):
+    found = _sources(recovery, choice, troubles)
+    told = _told(recovery, choice, found)
+    for source in found:
         try:
             if description is None:
                 description = _described(source, told)
@@ -194,39 +225,68 @@ def _open(recovery: Recovery, choice: Choice) -> tuple[Opened | None, str]:
             source.close()
             continue
         sources.append(source)
+    if description is None and told is not None:  # this node has nothing of it, and storage neither
+        try:
+            description = _adopted(told)
+        except DcpMemError as error:
+            troubles.append(str(error))
     if description is None:
         return None, "; ".join(troubles) or "it is gone"
     recovery.reasons.extend(f"{choice.name}: {text}" for text in troubles)
     return Opened(choice, description, tuple(sources)), ""
 
 
-def _told(recovery: Recovery, choice: Choice) -> StoredDescription | DcpMemError | None:
-    """What rank 0 has read, for all of them, of a checkpoint that lies on storage only; None where each rank saved alone."""
-    if recovery.scope != names.COLLECTIVE:
+def _told(recovery: Recovery, choice: Choice, found: Sequence[Source]) -> StoredDescription | DcpMemError | None:
+    """What one rank says of the checkpoint to all of them: who has it in memory, or rank 0 for storage.
+
+    None where each sees it by itself: in its memory, or since each rank saved alone.
+    """
+    if recovery.scope != names.COLLECTIVE or (choice.memory and choice.teller is None):
         return None
     told: StoredDescription | DcpMemError | None = None
-    if recovery.ranks.rank == 0:
+    if recovery.ranks.rank == (choice.teller or 0):
         try:
-            assert recovery.origin.storage is not None
-            source = StorageSource(recovery.origin.storage, choice.name, choice.save_id, recovery.scope)
-            told = source.fetch_description()
+            told = _tell(recovery, choice, found)
         except Exception as error:  # the other ranks wait for it
             told = error if isinstance(error, DcpMemError) else DcpMemError(f"{type(error).__name__}: {error}")
+    if choice.teller:
+        told = next((one for one in recovery.ranks.gather(told) if one is not None), None)
     return recovery.ranks.broadcast(told)
 
 
+def _tell(recovery: Recovery, choice: Choice, found: Sequence[Source]) -> StoredDescription:
+    if choice.teller is not None and found and isinstance(found[0], MemorySource):
+        return found[0].tell()
+    if not choice.storage or recovery.origin.storage is None:
+        raise DcpMemError("it has left memory")
+    return StorageSource(recovery.origin.storage, choice.name, choice.save_id, recovery.scope).fetch_description()
+
+
 def _described(source: Source, told: StoredDescription | DcpMemError | None) -> Description:
+    if isinstance(source, MemorySource) or told is None:
+        return source.describe()
     if isinstance(told, DcpMemError):
         raise told
-    return source.adopt(told) if isinstance(source, StorageSource) and told is not None else source.describe()
+    return source.adopt(told) if isinstance(source, StorageSource) else source.describe()
+
+
+def _adopted(told: StoredDescription | DcpMemError) -> Description:
+    if isinstance(told, DcpMemError):
+        raise told
+    return description_of(told)
 
 
 def _sources(recovery: Recovery, choice: Choice, troubles: list[str]) -> list[Source]:
     found: list[Source] = []
-    held = _held(recovery, choice) if choice.memory else None
-    if held is not None:
+    held = _held(recovery, choice) if choice.memory or choice.holders else None
+    memory = recovery.origin.memory
+    if held is not None and memory is not None:
         try:
-            found.append(MemorySource(held))
+            source = MemorySource(held, memory.node, _damaged(recovery, held))
+            if choice.holders is None and source.lacking:
+                source.close()
+                raise SegmentCorrupt(held.name, min(source.lacking), source.label, source.lacking[min(source.lacking)])
+            found.append(source)
         except DcpMemError as error:
             troubles.append(str(error))
     if choice.storage and recovery.origin.storage is not None:
@@ -270,22 +330,28 @@ def _in_memory(recovery: Recovery) -> list[Finding]:
         return []
     found = memory.held() if recovery.wanted is None else memory.find(recovery.wanted)
     return [
-        Finding(held.name, held.manifest.save_id, held.manifest.created, _problem(held, memory.node))
+        _in_memory_of(held, memory.node, _damaged(recovery, held))
         for held in found
         if held.manifest.scope == recovery.scope
     ]
 
 
-def _problem(held: Held, node: str) -> str:
-    """Why this node alone can't load it ("" if it can)."""
-    elsewhere = [str(segment.rank) for segment in held.manifest.segments if segment.node != node]
-    if elsewhere:
-        return f"the segments of ranks {', '.join(elsewhere[:8])} lie in other nodes' memory"
+def _in_memory_of(held: Held, node: str, damaged: Collection[int]) -> Finding:
+    """What this node has of a checkpoint."""
+    manifest = held.manifest
+    finding = Finding(held.name, manifest.save_id, manifest.created, count=len(manifest.segments))
     try:
-        MemorySource(held).close()
+        source = MemorySource(held, node, damaged)
     except DcpMemError as error:
-        return str(error)
-    return ""
+        return replace(finding, problem=str(error))
+    source.close()
+    if len(source.present) == len(manifest.segments):
+        return finding
+    return replace(finding, segments=source.present, lacking=next(iter(source.lacking.values()), ""))
+
+
+def _damaged(recovery: Recovery, held: Held) -> list[int]:
+    return [rank for save_id, rank in recovery.damaged if save_id == held.manifest.save_id]
 
 
 # -- storage ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""Where an opened checkpoint's bytes come from: this node's memory, or storage. Both answer in the same terms."""
+"""Where an opened checkpoint's bytes come from: this node's memory, other nodes', or storage. All answer in the same terms."""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +27,10 @@ from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.copying import Move, read, read_many
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, open_leased
+from dcp_mem.memory.views import lent
 from dcp_mem.planning.reads import Straight
 from dcp_mem.storage import Storage
+from dcp_mem.values import Segment
 
 T = TypeVar("T")
 
@@ -87,32 +91,65 @@ class Source(Protocol):
 
 
 class MemorySource:
-    """A complete checkpoint in this node's memory, protected by leases from being recycled until it is closed."""
+    """What this node's memory has of a complete checkpoint, protected by leases from being recycled until it is closed.
+
+    present: ranks whose segments lie here whole. lacking: why those that should lie here don't, by rank.
+    Raises SegmentCorrupt where the checkpoint itself isn't here any more.
+    """
 
     label = "memory"
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, node: str, damaged: Collection[int] = ()) -> None:
+        """damaged: ranks whose segments here have turned out to be of no use."""
         self._held = held
         self._resources = ExitStack()
         self._descriptors: dict[str, int] = {}
         self._catalog: Catalog | None = None
         self._ranks = {segment.file: segment.rank for segment in held.manifest.segments}
+        self.lacking: dict[int, str] = {}
         try:
-            self._open_all()
+            self._open_all(node, damaged)
         except BaseException:
             self.close()
             raise
+        self.present = frozenset(self._ranks[file] for file in self._descriptors)
 
-    def _open_all(self) -> None:
+    def _open_all(self, node: str, damaged: Collection[int]) -> None:
         held = self._held
         self._open(held.manifest_path, 0)
         if Manifest.from_json(self._read_file(held.manifest_path)).save_id != held.manifest.save_id:
             raise self._corrupt(0, "it was replaced by a newer save")
+        listed = set(os.listdir(held.directory))
         for segment in held.manifest.segments:
-            descriptor = self._open(held.segment_path(segment.file), segment.rank)
-            self._descriptors[segment.file] = descriptor
-            if os.fstat(descriptor).st_size < segment.nbytes:
-                raise self._corrupt(segment.rank, f"{os.fstat(descriptor).st_size} of {segment.nbytes} bytes")
+            if segment.rank in damaged:
+                self.lacking[segment.rank] = f"segment of rank {segment.rank}: it is damaged"
+            elif segment.file in listed:
+                self._open_segment(segment)
+            elif segment.node == node:
+                self.lacking[segment.rank] = (
+                    f"segment of rank {segment.rank}: {segment.file}: {os.strerror(errno.ENOENT)}"
+                )
+
+    def _open_segment(self, segment: Segment) -> None:
+        try:
+            descriptor = self._open(self._held.segment_path(segment.file), segment.rank)
+        except SegmentCorrupt as error:  # it has just been recycled
+            self.lacking[segment.rank] = str(error)
+            return
+        there = os.fstat(descriptor).st_size
+        if there < segment.nbytes:
+            self.lacking[segment.rank] = f"segment of rank {segment.rank}: {there} of {segment.nbytes} bytes"
+            return
+        self._descriptors[segment.file] = descriptor
+
+    def has(self, file: str) -> bool:
+        """Whether the segment lies here."""
+        return file in self._descriptors
+
+    def view(self, file: str, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of a segment, mapped, to be sent."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        return lent(self._descriptors[file], first, stop - first)[start - first :]
 
     def describe(self) -> Description:
         try:
@@ -120,17 +157,20 @@ class MemorySource:
         except ManifestInvalid as error:
             raise self._corrupt(0, str(error)) from None
 
+    def tell(self) -> StoredDescription:
+        """The files that describe it, for ranks of other nodes. Raises SegmentCorrupt."""
+        key = self._held.manifest.catalog
+        path = os.path.join(self._held.directory, names.catalog_file(key))
+        try:
+            return StoredDescription(self._held.manifest.to_json(), _checked_catalog(key, self._read_file(path)))
+        except ManifestInvalid as error:
+            raise self._corrupt(0, str(error)) from None
+
     def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
         return {file: self._table(file) for file in files}
 
     def _table(self, file: str) -> ItemTable | None:
-        rank = self._ranks.get(file)
-        if rank is None:
-            return None
-        layout = self._read_catalog().layout(rank)
-        return ItemTable(
-            layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes, np.zeros(0, "<u4")
-        )
+        return described_table(self._read_catalog(), file) if file in self._ranks else None
 
     def read(self, file: str, moves: Sequence[Move]) -> None:
         """Read ranges of a segment (address, offset, bytes) straight into memory."""
@@ -166,7 +206,6 @@ class MemorySource:
         try:
             descriptor = open_leased(path)
         except OSError as error:
-            self.close()
             raise self._corrupt(rank, f"{os.path.basename(path)}: {os.strerror(error.errno or 0)}") from None
         self._resources.callback(os.close, descriptor)
         self._resources.callback(end_lease, descriptor)
@@ -193,13 +232,58 @@ class MemorySource:
         return SegmentCorrupt(self._held.name, rank, self.label, detail)
 
 
+PEERS = "peers"
+"""Label of other nodes' memory."""
+
+
+class ElsewhereSource:
+    """What other nodes' memory has, and storage what they lack, as a rank sees it: by the description that it was given.
+
+    stored: None where storage doesn't have the checkpoint. held: files that lie in some node's memory.
+    """
+
+    def __init__(self, description: Description, stored: Source | None, is_held: Callable[[str], bool]) -> None:
+        self.label = stored.label if stored is not None else PEERS
+        self._description, self._stored, self._is_held = description, stored, is_held
+
+    def describe(self) -> Description:
+        return self._description
+
+    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
+        catalog = self._description.catalog
+        assert catalog is not None
+        others = [file for file in files if not self._is_held(file)]
+        known = self._stored.tables(others) if self._stored is not None and others else {}
+        return {file: known[file] if file in known else described_table(catalog, file) for file in files}
+
+    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        if self._stored is None or self._is_held(file):  # those come from other ranks, who send them
+            raise SegmentCorrupt("", names.rank_of(file), self.label, f"{file} lies in no memory that can be reached")
+        self._stored.read_into(file, offset, buffers)
+
+    def close(self) -> None:
+        return
+
+
+def described_table(catalog: Catalog, file: str) -> ItemTable:
+    """The items that a catalog has of a segment, without checksums."""
+    layout = catalog.layout(names.rank_of(file))
+    return ItemTable(layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes, np.zeros(0, "<u4"))
+
+
 @dataclass(frozen=True, slots=True)
 class StoredDescription:
-    """Files that describe a stored checkpoint. metadata: DCP's, where nothing of ours does."""
+    """Files that describe a checkpoint, for ranks that don't see them. metadata: DCP's, where nothing of ours does."""
 
     manifest: bytes = b""
     catalog: bytes = b""
     metadata: bytes = b""
+
+
+def description_of(told: StoredDescription) -> Description:
+    """What another rank has told. Raises ManifestInvalid."""
+    manifest = Manifest.from_json(told.manifest)
+    return Description(catalog_named(manifest.catalog, told.catalog), manifest)
 
 
 class StorageSource:

@@ -1,9 +1,11 @@
 """Several nodes on one machine: ranks with memory roots of their own."""
 
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -11,8 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_mem import MemoryStorageReader, MemoryStorageWriter, NoRecoverableCheckpoint
+import dcp_mem
+from dcp_mem import MemoryStorageReader, MemoryStorageWriter, NoRecoverableCheckpoint, SegmentCorrupt
+from dcp_mem.format import names
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.ranks.base import Message
+from dcp_mem.ranks.gloo import GlooRanks
+from dcp_mem.sources import MemorySource
 from tests.launch import run_ranks
 
 
@@ -38,25 +45,69 @@ def _save_on_two_nodes(memory_root: Path, path: str) -> list[list[str]]:
     return [[newest.name, older.name], files, [str(len(newest.manifest.nodes))]]
 
 
-def _load(memory_root: Path, path: str, ranks_per_node: int) -> tuple[str, str, bool]:
-    reader = MemoryStorageReader(path, memory=_node_root(memory_root, ranks_per_node), job="job")
+def _load(memory_root: Path, path: str | None, nodes: Sequence[int]) -> tuple[str, str, bool]:
+    """What a load brings where each rank is on one of these nodes."""
+    reader = MemoryStorageReader(path, memory=memory_root / f"node{nodes[dist.get_rank()]}", job="job")
     state = _state(0)
     dcp.load(state, storage_reader=reader)
+    report = reader.report()
+    return report.checkpoint_id, report.source, _is_saved(state)
+
+
+def _is_saved(state: dict[str, Any]) -> bool:
     expected = _state(2)
     same = torch.equal(state["sharded"].full_tensor(), expected["sharded"].full_tensor()) and torch.equal(
         state["replicated"], expected["replicated"]
     )
-    report = reader.report()
-    return report.checkpoint_id, report.source, same and state["step"] == 2
+    return same and state["step"] == 2
 
 
-def _load_from_memory_alone(memory_root: Path) -> list[str]:
-    reader = MemoryStorageReader(memory=_node_root(memory_root, 2), job="job")
+def _load_directly(memory_root: Path, nodes: Sequence[int]) -> tuple[str, bool]:
+    state = _state(0)
+    reader = MemoryStorageReader(memory=memory_root / f"node{nodes[dist.get_rank()]}", job="job")
+    dcp_mem.load(state, storage_reader=reader)
+    return reader.report().source, _is_saved(state)
+
+
+def _refusal(memory_root: Path, nodes: Sequence[int]) -> list[str]:
+    reader = MemoryStorageReader(memory=memory_root / f"node{nodes[dist.get_rank()]}", job="job")
     try:
         dcp.load(_state(0), storage_reader=reader)
     except CheckpointException as error:
-        return [type(failure[0]).__name__ for failure in error.failures.values()]
+        return [f"{type(failure[0]).__name__}: {failure[0]}" for failure in error.failures.values()]
     return []
+
+
+def _load_where_a_read_fails(
+    memory_root: Path, path: str | None, nodes: Sequence[int], rank: int
+) -> tuple[str, str, bool]:
+    """Load while a rank's segment can be opened in memory, and not be read."""
+
+    def failing(read: Callable[..., None]) -> Callable[..., None]:
+        def read_or_fail(self: MemorySource, file: str, what: object) -> None:
+            if names.rank_of(file) == rank:
+                raise SegmentCorrupt("step-2", rank, self.label, "input/output error")
+            read(self, file, what)
+
+        return read_or_fail
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemorySource, "read", failing(MemorySource.read))
+        patch.setattr(MemorySource, "read_many", failing(MemorySource.read_many))
+        return _load(memory_root, path, nodes)
+
+
+def _load_over_a_bad_line(memory_root: Path, nodes: Sequence[int]) -> list[str]:
+    swap = GlooRanks.swap
+
+    def swap_badly(self: GlooRanks, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        swap(self, outgoing, incoming)
+        if incoming:
+            incoming[0][1][0] ^= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooRanks, "swap", swap_badly)
+        return _refusal(memory_root, nodes)
 
 
 def test_every_node_gets_the_manifest_but_holds_only_its_own_segments(memory_root: Path, tmp_path: Path) -> None:
@@ -67,15 +118,74 @@ def test_every_node_gets_the_manifest_but_holds_only_its_own_segments(memory_roo
     assert all(nodes == ["2"] for _, _, nodes in held)
 
 
-def test_two_agents_commit_one_checkpoint_that_any_world_loads(memory_root: Path, tmp_path: Path) -> None:
-    path = str(tmp_path / "run")
-    run_ranks(_save_on_two_nodes, 4, memory_root, path)
-    assert run_ranks(_load, 4, memory_root, path, 2) == [("step-2", "storage", True)] * 4
-    shutil.rmtree(memory_root / "node1")
-    assert run_ranks(_load, 2, memory_root, path, 1) == [("step-2", "storage", True)] * 2
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """step-1 and step-2 of four ranks on two nodes, in their memory and on storage (`run`)."""
+    directory = tmp_path_factory.mktemp("nodes")
+    run_ranks(_save_on_two_nodes, 4, directory, str(directory / "run"))
+    return directory
 
 
-def test_what_no_node_holds_whole_is_refused_on_all_ranks_alike(memory_root: Path, tmp_path: Path) -> None:
-    run_ranks(_save_on_two_nodes, 4, memory_root, str(tmp_path / "run"))
-    outcomes = run_ranks(_load_from_memory_alone, 4, memory_root)
-    assert outcomes == [[NoRecoverableCheckpoint.__name__] * 4] * 4
+@pytest.fixture
+def saved(original: Path, memory_root: Path) -> Path:
+    """A copy to be damaged."""
+    shutil.copytree(original, memory_root, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".agent"))
+    return memory_root
+
+
+AS_BEFORE = (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "source"),
+    [
+        pytest.param(AS_BEFORE, "memory and peers", id="as before"),  # what is replicated lies on one of them
+        pytest.param((1, 1, 0, 0), "memory and peers", id="ranks moved"),
+        pytest.param((0, 0, 2, 1), "memory and peers", id="beside a node that has nothing"),
+        pytest.param((2, 0, 1, 2), "memory and peers", id="the first rank on a node that has nothing"),
+        pytest.param((0, 1), "memory and peers", id="fewer ranks"),
+        pytest.param((0, 1, 2), "memory and peers", id="another sharding"),
+    ],
+)
+def test_nodes_put_together_what_lies_in_their_memory(saved: Path, nodes: Sequence[int], source: str) -> None:
+    assert run_ranks(_load, len(nodes), saved, None, nodes) == [("step-2", source, True)] * len(nodes)
+
+
+def test_a_direct_load_puts_it_together_as_well(saved: Path) -> None:
+    assert run_ranks(_load_directly, 3, saved, (0, 2, 1)) == [("memory and peers", True)] * 3
+
+
+def test_what_no_node_has_comes_from_storage_and_the_rest_from_memory(saved: Path) -> None:
+    path = str(saved / "run")
+    shutil.rmtree(saved / "node1")
+    assert run_ranks(_load, 2, saved, path, (0, 1)) == [("step-2", "memory and peers and storage", True)] * 2
+    shutil.rmtree(saved / "node0")
+    assert run_ranks(_load, 4, saved, path, AS_BEFORE) == [("step-2", "storage", True)] * 4
+
+
+def test_a_checkpoint_that_lacks_segments_is_refused_on_all_ranks_alike(saved: Path) -> None:
+    shutil.rmtree(saved / "node1")
+    for refusal in run_ranks(_refusal, 3, saved, (0, 1, 1)):
+        assert len(refusal) == 3
+        for text in refusal:
+            assert text.startswith(NoRecoverableCheckpoint.__name__)
+            assert "step-2" in text
+            assert "no node has the segments of ranks 2, 3" in text
+
+
+def test_a_torn_segment_makes_all_ranks_take_the_older_checkpoint(saved: Path) -> None:
+    (segment,) = (saved / "node1" / "job" / "step-2").glob("__3_0-*.distcp")
+    segment.write_bytes(segment.read_bytes()[:1000])
+    outcomes = run_ranks(_load, 4, saved, None, AS_BEFORE)
+    assert outcomes == [("step-1", "memory and peers", False)] * 4
+
+
+def test_a_segment_that_can_be_opened_and_not_read_comes_from_elsewhere(saved: Path) -> None:
+    path = str(saved / "run")
+    outcomes = run_ranks(_load_where_a_read_fails, 4, saved, path, AS_BEFORE, 2)
+    assert outcomes == [("step-2", "memory and peers and storage", True)] * 4
+
+
+def test_bytes_that_change_between_nodes_are_noticed(saved: Path) -> None:
+    for refusal in run_ranks(_load_over_a_bad_line, 2, saved, (0, 1)):
+        assert any("changed on their way between nodes" in text for text in refusal)

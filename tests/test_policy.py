@@ -270,6 +270,39 @@ def test_the_order_of_ranks_and_findings_does_not_matter(
     assert elect(shuffled, data.draw(st.permutations(stored))) == elect(inventories, stored)
 
 
+@given(st.lists(st.none() | st.frozensets(st.integers(0, 4)), min_size=1, max_size=5), st.booleans(), st.booleans())
+def test_nodes_put_together_what_they_have(
+    having: list[frozenset[int] | None], lies_on_storage: bool, is_damaged_there: bool
+) -> None:
+    """Five segments; None is a node without any trace of them."""
+    whole = frozenset(range(5))
+    inventories = [
+        []
+        if segments is None
+        else [Finding("step-1", "aa", 1.0, count=5, segments=None if segments == whole else segments)]
+        for segments in having
+    ]
+    stored = [Finding("step-1", "aa", 1.0, "torn" if is_damaged_there else "")] if lies_on_storage else []
+    plan = elect(inventories, stored)
+    there = frozenset().union(*(segments for segments in having if segments is not None))
+    is_stored = lies_on_storage and not is_damaged_there
+    assert bool(plan.choices) == (there == whole or is_stored)
+    for choice in plan.choices:
+        assert (choice.memory, choice.storage) == (there == whole, is_stored)
+        if all(segments == whole for segments in having):
+            assert choice.holders is None
+            continue
+        assert choice.holders == {
+            segment: tuple(rank for rank, segments in enumerate(having) if segments is not None and segment in segments)
+            for segment in sorted(there)
+        }
+        knowing = [rank for rank, segments in enumerate(having) if segments is not None]
+        assert choice.teller == (knowing[0] if there and len(knowing) < len(having) else None)
+    for reason in plan.reasons:
+        missing = ", ".join(str(segment) for segment in sorted(whole - there))
+        assert any(segments is not None for segments in having) == (f"segments of ranks {missing}" in reason)
+
+
 def test_memory_and_storage_of_one_save_are_one_choice() -> None:
     finding = Finding("step-1", "aa", 1.0)
     assert elect([[finding], [finding]], [finding]).choices == (Choice("step-1", "aa", 1.0, True, True),)

@@ -27,7 +27,7 @@ from dcp_mem.format.manifest import ItemTable
 from dcp_mem.planning.reads import Wanted
 from dcp_mem.policy import pieces, sharing
 from dcp_mem.policy.pieces import Extent, cut, merged
-from dcp_mem.policy.sharing import Need, Part, share_out
+from dcp_mem.policy.sharing import Need, NoRoom, Part, share_out
 from dcp_mem.reading import together
 from dcp_mem.reading.arrivals import Arrival, Arrivals
 from dcp_mem.reading.fetch import Fetcher, fetch_all
@@ -112,16 +112,19 @@ def _played(needs: Sequence[Need], parts: Sequence[Part]) -> list[Counter[tuple[
             assert all(
                 part.batches == other.batches for other, need in zip(parts, needs, strict=True) if need.node == node
             )
-            taken = [place for one in batch for place in range(one.place, one.place + one.stop - one.start)]
+            coming = [one for one in batch if one.comes_in]
+            taken = [place for one in coming for place in range(one.place, one.place + one.stop - one.start)]
             assert len(taken) == len(set(taken)), "pieces that lie over each other in a window"
             assert not taken or max(taken) < part.window_nbytes <= needs[rank].window_nbytes
             for one in batch:
                 assert needs[one.by].node == node
                 if one.by == rank:
-                    if one.origin is None:
+                    if one.origin is None and one.comes_in:
                         asked[rank].update((one.file, place) for place in range(one.start, one.stop))
                     sent |= {(rank, to, one.file, one.start, one.stop) for to in one.to}
-                windows.setdefault(node, {}).update({(one.file, place): one.by for place in range(one.start, one.stop)})
+                if one.comes_in:
+                    places = range(one.start, one.stop)
+                    windows.setdefault(node, {}).update({(one.file, place): one.by for place in places})
         expected = {
             (one.origin, one.by, one.file, one.start, one.stop)
             for part in parts
@@ -164,6 +167,56 @@ def test_fetching_is_shared_out_evenly() -> None:
         for across_nodes, each in ((False, 2000), (True, 1000)):
             asked = _played(needs, share_out(needs, lambda file: None, across_nodes=across_nodes))
             assert [sum(one.values()) for one in asked] == [each] * 8
+
+
+@settings(max_examples=300)
+@given(_needs(), st.sets(st.sampled_from("abc"), min_size=1), st.booleans())
+def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
+    needs: list[Need], having: set[str], across_nodes: bool
+) -> None:
+    """`x` lies in the memory of some nodes, `y` on storage alone."""
+    holding = [rank for rank, need in enumerate(needs) if need.node in having]
+    needs = [
+        Need(need.node, {file: of_file for file, of_file in need.extents.items() if file != "x"}, need.window_nbytes)
+        if rank in holding
+        else Need(need.node, need.extents, max(need.window_nbytes, 20))
+        for rank, need in enumerate(needs)
+    ]
+    held = {"x": holding} if holding else {}
+    with small_pieces(8):
+        parts = share_out(needs, lambda file: None, across_nodes=across_nodes, holders=lambda file: held.get(file, ()))
+        asked = _played(needs, parts)
+    if not holding:
+        return
+    assert all(file != "x" for one in asked for file, _ in one)
+    pieces_sent = {
+        (rank, one) for rank, part in enumerate(parts) for batch in part.batches for one in batch if one.by == rank
+    }
+    sent = Counter[int]()
+    for rank, one in pieces_sent:
+        if one.is_held and one.to:
+            assert rank in holding
+            assert len({needs[to].node for to in one.to}) == len(one.to)
+            sent[rank] += (one.stop - one.start) * len(one.to)
+    came = Counter(
+        (needs[rank].node, place)
+        for rank, one in pieces_sent
+        if one.is_held and one.origin is not None
+        for place in range(one.start, one.stop)
+    )
+    wanted = {(need.node, place) for need in needs for place in _bytes_of(need.extents.get("x", ()))}
+    assert came == Counter(wanted)
+    assert max(sent.values(), default=0) - min(sent[rank] for rank in holding) <= 8 * len("abc")
+
+
+def test_a_node_without_room_for_what_others_send_is_named() -> None:
+    with pytest.raises(NoRoom, match="b"):
+        share_out(
+            [Need("a", {}, 1000), Need("b", {"x": [(0, 100)]}, 99)],
+            lambda file: None,
+            across_nodes=False,
+            holders=lambda file: [0],
+        )
 
 
 # -- real ranks ------------------------------------------------------------------------------------------------------------

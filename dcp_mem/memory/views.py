@@ -21,8 +21,13 @@ def mapped(descriptor: int, start: int, nbytes: int) -> memoryview:
 
     start: at a page boundary. Huge pages are mapped as such, which costs next to nothing; 4 KiB ones cost as much as hashing.
     """
+    return lent(descriptor, start, nbytes).toreadonly()
+
+
+def lent(descriptor: int, start: int, nbytes: int) -> memoryview:
+    """The same for those who take no read-only buffer, though they only read: whoever writes to it dies of SIGSEGV."""
     address = map_aligned(descriptor, nbytes, start, mmap.PROT_READ)
-    return memoryview(kept_while_seen(address, nbytes)).cast("B").toreadonly()
+    return memoryview(kept_while_seen(address, nbytes)).cast("B")
 
 
 def kept_while_seen(address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -11,23 +11,34 @@ class Finding:
     """A checkpoint that a rank's node, or the storage, has.
 
     save_id: "" for one that torch's own writer made. problem: why it can't be loaded from there ("" if it can).
+    count: how many segments it has in all (0: not told). segments: the ranks whose segments lie there, None: all of them;
+    lacking: why others don't.
     """
 
     name: str
     save_id: str
     created: float
     problem: str = ""
+    count: int = 0
+    segments: frozenset[int] | None = None
+    lacking: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A checkpoint that can be loaded: from the memory of every node (memory), from storage, or both."""
+    """A checkpoint that can be loaded: from the memory of all nodes together (memory), from storage, or both.
+
+    holders: for each segment, the ranks of this load whose node has it in memory; None: every rank's node has them all.
+    teller: the rank that tells all others what the checkpoint consists of; None: each sees it by itself.
+    """
 
     name: str
     save_id: str
     created: float
     memory: bool
     storage: bool
+    holders: Mapping[int, tuple[int, ...]] | None = None
+    teller: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,7 @@ class RecoveryPlan:
 
 
 def elect(inventories: Sequence[Sequence[Finding]], stored: Sequence[Finding]) -> RecoveryPlan:
-    """Rank the checkpoints for which every rank has a source, newest first.
+    """Rank the checkpoints for whose every segment there is a source, newest first.
 
     inventories: what each rank finds in its node's memory. stored: what storage has.
     """
@@ -48,21 +59,31 @@ def elect(inventories: Sequence[Sequence[Finding]], stored: Sequence[Finding]) -
     keys = set(on_storage).union(*in_memory)
     choices, reasons = [], []
     for key in keys:
-        everyone = [found[key] for found in in_memory if key in found]
-        memory = len(everyone) == len(in_memory) and not any(one.problem for one in everyone)
-        storage = key in on_storage and not on_storage[key].problem
-        created = max(one.created for one in [*everyone, *([on_storage[key]] if key in on_storage else [])])
-        if memory or storage:
-            choices.append(Choice(*key, created, memory, storage))
+        found = {rank: inventory[key] for rank, inventory in enumerate(in_memory) if key in inventory}
+        there = on_storage.get(key)
+        created = max(one.created for one in [*found.values(), *([there] if there is not None else [])])
+        choice = _choice(key, created, found, len(in_memory), storage=there is not None and not there.problem)
+        if choice.memory or choice.storage:
+            choices.append(choice)
         else:
-            reasons.append(
-                (
-                    created,
-                    f"{key[0]}{key[1] and f' (save {key[1]})'}: {_why(everyone, len(in_memory), on_storage.get(key))}",
-                )
-            )
+            save = f" (save {key[1]})" if key[1] else ""
+            reasons.append((created, f"{key[0]}{save}: {_why(choice, found, len(in_memory), there)}"))
     choices.sort(key=lambda choice: (choice.created, choice.name, choice.save_id), reverse=True)
     return RecoveryPlan(tuple(choices), tuple(text for _, text in sorted(reasons, reverse=True)))
+
+
+def _choice(key: tuple[str, str], created: float, found: Mapping[int, Finding], ranks: int, *, storage: bool) -> Choice:
+    usable = {rank: one for rank, one in found.items() if not one.problem}
+    if len(usable) == ranks and all(one.segments is None for one in usable.values()):
+        return Choice(*key, created, memory=True, storage=storage)
+    count = max((one.count for one in usable.values()), default=0)
+    lists: list[list[int]] = [[] for _ in range(count)]
+    for rank, one in usable.items():
+        for segment in range(count) if one.segments is None else one.segments:
+            lists[segment].append(rank)
+    holders = {segment: tuple(of_segment) for segment, of_segment in enumerate(lists) if of_segment}
+    teller = min(usable) if holders and len(usable) < ranks else None
+    return Choice(*key, created, bool(count) and len(holders) == count, storage, holders, teller)
 
 
 def in_common(plans: Sequence[RecoveryPlan]) -> RecoveryPlan:
@@ -76,12 +97,19 @@ def in_common(plans: Sequence[RecoveryPlan]) -> RecoveryPlan:
     return RecoveryPlan(tuple(choices), (*plans[0].reasons, *missing))
 
 
-def _why(in_memory: Sequence[Finding], ranks: int, stored: Finding | None) -> str:
-    problems = sorted({one.problem for one in in_memory if one.problem})
+def _why(choice: Choice, found: Mapping[int, Finding], ranks: int, stored: Finding | None) -> str:
+    problems = sorted({one.problem for one in found.values() if one.problem})
+    lacking = sorted({one.lacking for one in found.values() if one.lacking})
+    count = max((one.count for one in found.values()), default=0)
+    missing = [str(segment) for segment in range(count) if segment not in (choice.holders or {})]
     if problems:
         memory = f"memory: {problems[0]}"
-    elif in_memory:
-        memory = f"memory: only {len(in_memory)} of {ranks} ranks' nodes hold it"
+    elif missing:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        why = f" ({lacking[0]})" if lacking else ""
+        memory = f"memory: no node has the segments of ranks {', '.join(missing[:8])}{more}{why}"
+    elif found:
+        memory = f"memory: only {len(found)} of {ranks} ranks' nodes hold it"
     else:
         memory = "not in memory"
     return f"{memory}; " + (f"storage: {stored.problem}" if stored is not None else "not committed on storage")

@@ -1,4 +1,4 @@
-"""Who fetches what from storage, where several ranks need the same bytes of a checkpoint."""
+"""Who fetches what from storage, where several ranks need the same bytes of a checkpoint, and who sends what it has in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Shared:
     """Bytes [start, stop) of a segment that come into a node's window, at `place`, once.
 
     by: the rank of the node that brings them there. origin: the rank that it gets them from, None: from storage.
-    to: ranks of other nodes that it sends them to.
+    to: ranks of other nodes that it sends them to. is_held: the rank that sends them has them in its node's memory; they
+    don't come into its own node's window then.
     """
 
     file: str
@@ -36,6 +37,12 @@ class Shared:
     by: int
     origin: int | None = None
     to: tuple[int, ...] = ()
+    is_held: bool = False
+
+    @property
+    def comes_in(self) -> bool:
+        """Whether it comes into the node's window."""
+        return self.origin is not None or not self.is_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +60,36 @@ class Part:
     passes_on: bool = False
 
 
-def share_out(needs: Sequence[Need], edges: Callable[[str], Sequence[int] | None], *, across_nodes: bool) -> list[Part]:
+class NoRoom(Exception):
+    """A node needs bytes of other nodes' memory and has no room for a window. nbytes: what it would take at least."""
+
+    def __init__(self, node: str, nbytes: int) -> None:
+        super().__init__(node, nbytes)
+        self.node, self.nbytes = node, nbytes
+
+
+def share_out(
+    needs: Sequence[Need],
+    edges: Callable[[str], Sequence[int] | None],
+    *,
+    across_nodes: bool,
+    holders: Callable[[str], Sequence[int]] = lambda file: (),
+) -> list[Part]:
     """Every rank's part, so that storage gives each byte once for each node, or once in all.
+
+    holders: ranks that have a segment in their node's memory, and don't need it from others. Each byte of such a segment
+    leaves one of them once for each node that needs it. Raises NoRoom.
 
     edges: where a segment may be cut, ascending; None: anywhere. Asked only for segments that are shared. Bytes that one rank
     alone needs are its own affair, and so is everything on a node that has no room for a window.
     """
     work = _Work(needs)
     for file in sorted({file for need in needs for file in need.extents}):
+        holding = holders(file)
         for extent, ranks in _spans(needs, file):
-            for group in work.groups(ranks, across_nodes):
+            for start, stop in cut(extent, edges(file)) if holding else ():
+                work.send(file, start, stop, ranks, holding)
+            for group in () if holding else work.groups(ranks, across_nodes):
                 if len(group) == 1:
                     work.alone[group[0]].setdefault(file, []).append(extent)
                 else:
@@ -99,7 +126,7 @@ class _Work:
         self._window = {
             node: min(needs[rank].window_nbytes for rank in members) for node, members in self._members.items()
         }
-        self._fetched, self._received = [0] * len(needs), [0] * len(needs)
+        self._fetched, self._received, self._sent = [0] * len(needs), [0] * len(needs), [0] * len(needs)
         self._filled: dict[str, int] = dict.fromkeys(self._members, 0)
         self._batches: dict[str, list[list[Shared]]] = {node: [[]] for node in self._members}
         self._most: dict[str, int] = dict.fromkeys(self._members, 0)
@@ -143,6 +170,28 @@ class _Work:
                 None if is_fetched else fetcher,
                 to if is_fetched else (),
             )
+            self._batches[node][-1].append(piece)
+            self._filled[node] += nbytes
+            self._most[node] = max(self._most[node], self._filled[node])
+
+    def send(self, file: str, start: int, stop: int, group: Sequence[int], holding: Sequence[int]) -> None:
+        """Have these bytes sent by a rank whose node has them, to all nodes of the group."""
+        nbytes, nodes = stop - start, list(dict.fromkeys(self._nodes[rank] for rank in group))
+        for node in nodes:
+            if nbytes > self._window[node]:
+                raise NoRoom(node, 2 * nbytes)
+        if any(self._filled[node] + nbytes > self._window[node] for node in nodes):
+            self._begin_batch()
+        sender = min(holding, key=lambda rank: (self._sent[rank], rank))
+        by = {node: self._idlest(node) for node in nodes}
+        self._sent[sender] += nbytes * len(nodes)
+        self._passes_on = True
+        self._batches[self._nodes[sender]][-1].append(
+            Shared(file, start, stop, 0, sender, None, tuple(by.values()), is_held=True)
+        )
+        for node, rank in by.items():
+            self._received[rank] += nbytes
+            piece = Shared(file, start, stop, self._filled[node], rank, sender, is_held=True)
             self._batches[node][-1].append(piece)
             self._filled[node] += nbytes
             self._most[node] = max(self._most[node], self._filled[node])

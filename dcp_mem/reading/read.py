@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -14,7 +15,7 @@ from dcp_mem.reading.arrivals import Arrival, Arrivals
 from dcp_mem.reading.fetch import Fetcher, fetch_all
 from dcp_mem.reading.together import Company, fetch_together
 from dcp_mem.recover import Opened
-from dcp_mem.sources import Failures, MemorySource, Source
+from dcp_mem.sources import PEERS, ElsewhereSource, Failures, MemorySource, Source
 
 
 def read_items(
@@ -25,6 +26,8 @@ def read_items(
     Where memory has the checkpoint on no rank, all ranks call this together: what several of them need is fetched once.
     Raises SegmentCorrupt when no source has an item whole; by then some destinations hold its bytes already.
     """
+    if opened.choice.holders:
+        return _read_from_all_nodes(opened, plan, planner, company, verify)
     nearest = opened.sources[0]
     if not opened.choice.memory:
         fetch_together(lambda: _prepared(nearest, opened.choice.name, _wanted(opened, plan), planner, verify), company)
@@ -40,6 +43,45 @@ def read_items(
             raise
         log.warning("%s; going on with %s", error, opened.sources[1].label)
         return _read_by_file(opened, plan.everything(), planner, verify)
+
+
+def _read_from_all_nodes(
+    opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, company: Company, verify: bool
+) -> set[str]:
+    """What this node has, each rank for itself; then what other nodes have, and what storage alone has, all together."""
+    memory = next((source for source in opened.sources if isinstance(source, MemorySource)), None)
+    stored = next((source for source in opened.sources if not isinstance(source, MemorySource)), None)
+    used: set[str] = set()
+
+    def prepare() -> tuple[Fetcher, Arrivals]:
+        if memory is None:
+            elsewhere = _wanted(opened, plan)
+        else:
+            elsewhere = _read_what_is_here(memory, opened, plan, planner, verify)
+            used.add(memory.label)
+        for item in elsewhere:
+            used.add(PEERS if opened.is_in_memory(item.file) or stored is None else stored.label)
+        source = ElsewhereSource(opened.description, stored, opened.is_in_memory)
+        return _prepared(source, opened.choice.name, elsewhere, planner, verify)
+
+    fetch_together(prepare, replace(company, memory=memory, holders=opened.choice.holders or {}))
+    return used
+
+
+def _read_what_is_here(
+    memory: MemorySource, opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, verify: bool
+) -> Sequence[Wanted]:
+    """Read what lies in this node's memory; returns what doesn't."""
+    rest = plan.rest() if isinstance(plan, Reads) else _wanted(opened, plan)
+    lacks = any(not memory.has(item.file) for item in rest)
+    for file, payloads in plan.straight() if isinstance(plan, Reads) else ():
+        if memory.has(file):
+            memory.read_many(file, payloads)
+        else:
+            lacks = True
+    _read_alone(memory, opened.choice.name, [item for item in rest if memory.has(item.file)], planner, verify)
+    # Thousands of items are looked at one by one only where some of them don't lie here.
+    return [item for item in _wanted(opened, plan) if not memory.has(item.file)] if lacks else ()
 
 
 def _wanted(opened: Opened, plan: LoadPlan | Reads) -> Sequence[Wanted]:

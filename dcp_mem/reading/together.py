@@ -1,40 +1,52 @@
-"""Ranks that load from storage together: what several of them need is fetched once, and passed on.
+"""Ranks that load together: what several of them need of storage is fetched once, and what a node has in memory is passed on.
 
-Rank 0 learns what everybody needs and shares the fetching out. What one rank alone needs it fetches for itself. The rest
-comes, batch by batch, into a window of tmpfs on each node, one half being filled while the ranks take from the other;
-with `across_nodes`, from one node's window into the others'.
+Rank 0 learns what everybody needs and shares the work out. What one rank alone needs of storage it fetches for itself. The
+rest comes, batch by batch, into a window of tmpfs on each node, one half being filled while the ranks take from the other:
+from storage, with `across_nodes` from one node's window into the others', and from the memory of a node that has it.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from dcp_mem.errors import DcpMemError
+from dcp_mem.errors import DcpMemError, MemoryUnavailable, RankFailed
 from dcp_mem.events import log
+from dcp_mem.format import names
+from dcp_mem.format.checksums import checksum
 from dcp_mem.memory.copying import copy
 from dcp_mem.memory.root import node_id
 from dcp_mem.memory.window import Window, make_window, remove_window, room_for_window, window_path
 from dcp_mem.policy.pieces import merged
-from dcp_mem.policy.sharing import Need, Part, Shared, share_out
+from dcp_mem.policy.sharing import Need, NoRoom, Part, Shared, share_out
 from dcp_mem.ranks import Ranks
 from dcp_mem.reading.arrivals import Arrivals, view_of
 from dcp_mem.reading.fetch import Fetcher, fetch_all, in_parallel
+from dcp_mem.sources import MemorySource
 
+_CRC = 4
 WINDOW = 256 << 20
 """Bytes of a half of a node's window, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """Who loads together. across_nodes: nodes pass on to each other what they have fetched."""
+    """Who loads together. across_nodes: nodes pass on to each other what they have fetched.
+
+    memory: what this rank's node has of the checkpoint, for others. holders: of each segment, the ranks whose nodes have it.
+    """
 
     ranks: Ranks
     memory_root: str
     across_nodes: bool = False
+    memory: MemorySource | None = None
+    holders: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def holding(self, file: str) -> Sequence[int]:
+        return self.holders.get(names.rank_of(file), ())
 
 
 def fetch_together(prepare: Callable[[], tuple[Fetcher, Arrivals]], company: Company) -> None:
@@ -66,9 +78,18 @@ def _agreed(
         with failures.collected():
             everybodys = [need for need in needs if need is not None]
             token = uuid.uuid4().hex
-            shared = share_out(everybodys, prepared[0].edges, across_nodes=company.across_nodes) if needs else []
+            shared = _shared_out(everybodys, prepared[0].edges, company) if needs else []
             parts = [(part, token) for part in shared] or parts
     return company.ranks.scatter(parts)
+
+
+def _shared_out(needs: Sequence[Need], edges: Callable[[str], Sequence[int] | None], company: Company) -> list[Part]:
+    try:
+        return share_out(needs, edges, across_nodes=company.across_nodes, holders=company.holding)
+    except NoRoom as error:
+        raise MemoryUnavailable(
+            company.memory_root, f"node {error.node} has no room for {error.nbytes} bytes on their way from other nodes"
+        ) from None
 
 
 def _take_part(
@@ -80,7 +101,7 @@ def _take_part(
         return
     with _window(part, company.memory_root, token, failures) as window:
         if not failures.anywhere():
-            _Batches(fetcher, arrivals, company.ranks, part, window, failures).run()
+            _Batches(fetcher, arrivals, company, part, window, failures).run()
 
 
 def _need(company: Company, arrivals: Arrivals) -> Need:
@@ -145,12 +166,13 @@ class _Batches:
         self,
         fetcher: Fetcher,
         arrivals: Arrivals,
-        ranks: Ranks,
+        company: Company,
         part: Part,
         window: Window | None,
         failures: _Failures,
     ) -> None:
-        self._fetcher, self._arrivals, self._ranks = fetcher, arrivals, ranks
+        self._fetcher, self._arrivals = fetcher, arrivals
+        self._ranks, self._memory = company.ranks, company.memory
         self._part, self._window, self._failures = part, window, failures
 
     def run(self) -> None:
@@ -172,24 +194,50 @@ class _Batches:
                     self._take(number)
 
     def _fetch(self, number: int) -> None:
-        mine = [one for one in self._part.batches[number] if one.by == self._ranks.rank and one.origin is None]
-        for _ in in_parallel(lambda one: self._fetcher.fetch(one.file, one.start, [self._view(number, one)]), mine):
+        mine = [one for one in self._part.batches[number] if one.by == self._ranks.rank]
+        work = [one for one in mine if one.origin is None and one.comes_in]
+        for _ in in_parallel(lambda one: self._fetcher.fetch(one.file, one.start, [self._view(number, one)]), work):
             pass
 
     def _pass_on(self, number: int) -> None:
-        """Send what this rank has fetched to other nodes, and receive what it is to bring from there."""
+        """Send what this rank has fetched, or has in memory, to other nodes, and receive what it is to bring from there.
+
+        A checksum follows each piece: what lies in memory has no other that all could go by.
+        """
         mine = [one for one in self._part.batches[number] if one.by == self._ranks.rank]
-        self._ranks.swap(
-            [(rank, self._view(number, one)) for one in mine for rank in one.to],
-            [(one.origin, self._view(number, one)) for one in mine if one.origin is not None],
-        )
         with self._failures.collected():
-            for one in mine:
-                if one.origin is not None:
-                    self._fetcher.check(one.file, one.start, [self._view(number, one)])
+            outgoing = [(one, self._outgoing(number, one)) for one in mine if one.to]
+            incoming = [(one, self._view(number, one), bytearray(_CRC)) for one in mine if one.origin is not None]
+            crcs = [checksum(view).to_bytes(_CRC, "little") for _, view in outgoing]
+        if self._failures.anywhere():
+            return
+        sent = [
+            (rank, data)
+            for (one, view), crc in zip(outgoing, crcs, strict=True)
+            for rank in one.to
+            for data in (view, memoryview(bytearray(crc)))
+        ]
+        received = [(one.origin, data) for one, view, crc in incoming for data in (view, memoryview(crc))]
+        self._ranks.swap(sent, [(rank, data) for rank, data in received if rank is not None])
+        with self._failures.collected():
+            for one, view, crc in incoming:
+                if checksum(view) != int.from_bytes(crc, "little"):
+                    raise RankFailed(
+                        f"sending {one.file}", [(one.origin or 0, "its bytes changed on their way between nodes")]
+                    )
+                if not one.is_held:
+                    self._fetcher.check(one.file, one.start, [view])
+
+    def _outgoing(self, number: int, one: Shared) -> memoryview:
+        if one.comes_in:
+            return self._view(number, one)
+        assert self._memory is not None
+        return self._memory.view(one.file, one.start, one.stop)
 
     def _take(self, number: int) -> None:
         for one in self._part.batches[number]:
+            if not one.comes_in:
+                continue
             here = self._arrivals.within(one.file, one.start, one.stop)
             copy([move for arrival in here for move in arrival.moves(one.start, one.stop, self._address(number, one))])
             for arrival in here:
