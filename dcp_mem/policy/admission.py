@@ -62,6 +62,7 @@ def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
     The newest checkpoint that all nodes hold never leaves, nor does the newest that has copies elsewhere, nor one that is
     busy or awaits its flush with no newer one to take its place. What a kill has left on some nodes only leaves first.
     """
+    nodes = _of_one_mind(nodes)
     evict: set[str] = set()
     whole = frozenset.intersection(*(frozenset(kept.key for kept in node.kept) for node in nodes))
     groups = [[kept for node in nodes for kept in node.kept if kept.key in whole]] if whole else [n.kept for n in nodes]
@@ -71,6 +72,14 @@ def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
         if full is not None:
             return replace(full, lasting=not _will_have_room(nodes, keep))
     return Verdict("stage", frozenset(evict))
+
+
+def _of_one_mind(nodes: Sequence[NodeMemory]) -> list[NodeMemory]:
+    """The nodes, where one that has written down that a checkpoint is replicated speaks for all: others are just about to."""
+    replicated = {one.key for node in nodes for one in node.kept if one.replicated}
+    return [
+        replace(node, kept=tuple(replace(one, replicated=one.key in replicated) for one in node.kept)) for node in nodes
+    ]
 
 
 def _will_have_room(nodes: Sequence[NodeMemory], keep: int) -> bool:

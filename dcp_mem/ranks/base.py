@@ -32,6 +32,9 @@ class Line(Protocol):
     def receive(self, data: Any) -> Passing:
         """Begin to receive bytes into this memory."""
 
+    def close(self) -> None:
+        """Hang up: with the last message that somebody still holds, the other end learns of it, and waits no longer."""
+
 
 class Ranks(Protocol):
     """A fixed set of ranks; all of them make the same calls in the same order.
@@ -97,7 +100,7 @@ class Ranks(Protocol):
         """
 
     def line(self, sender: int, receiver: int) -> Line:
-        """A line from one rank to another, kept for as long as the set is whole; both ask for it. Any thread may.
+        """A line from one rank to another, kept for as long as the set is whole; both ask for it, in a thread of any kind.
 
         Raises RuntimeError where the other one doesn't come.
         """

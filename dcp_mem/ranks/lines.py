@@ -30,6 +30,9 @@ class GlooLine:
     def receive(self, data: Any) -> _Passing:
         return _Passing(self._group.recv([torch.frombuffer(data, dtype=torch.uint8)], self._other, _TAG))
 
+    def close(self) -> None:
+        self._group = None
+
 
 class _Passing:
     """A message on its way."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease
 from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.ranks import Ranks
+from dcp_mem.ranks.base import Line
 from dcp_mem.replicating.exchange import Source, receive, refuse, send
 from dcp_mem.replicating.transfers import Copy
 from dcp_mem.values import Segment
@@ -179,12 +181,26 @@ class _Task:
             self._failures.append((self._ranks.rank, text))
 
     def _send(self, copy: Copy, source: Source) -> None:
-        send(self._ranks.line(copy.sender, copy.receiver), source, self._go_on)
+        with self._line(copy) as line:
+            send(line, source, self._go_on)
         self._has_sent = True
 
-    def _receive(self, copy: Copy, segment: Segment, table: ItemTable) -> None:
-        slot = self._replication.targets[copy.sender]
+    @contextmanager
+    def _line(self, copy: Copy) -> Iterator[Line]:
+        """The line for a copy; it is closed where the copy fails, so that the other end doesn't wait."""
         line = self._ranks.line(copy.sender, copy.receiver)
+        try:
+            yield line
+        except BaseException:
+            line.close()
+            raise
+
+    def _receive(self, copy: Copy, segment: Segment, table: ItemTable) -> None:
+        with self._line(copy) as line:
+            self._receive_by(line, copy, segment, table)
+
+    def _receive_by(self, line: Line, copy: Copy, segment: Segment, table: ItemTable) -> None:
+        slot = self._replication.targets[copy.sender]
         if not isinstance(slot, str):
             slot = _mapped(slot, segment.nbytes, copy.nbytes)
         if isinstance(slot, str):
