@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from dcp_mem.agent import AgentHandle
 from dcp_mem.config import Settings
@@ -54,6 +55,13 @@ class PlanLayout:
     described: Layout
     frames: str
     is_plain: bool
+
+
+class Home(NamedTuple):
+    """Where a rank runs: its node, and what fails together with that."""
+
+    node: str
+    domain: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +242,8 @@ class Session:
         """Who shares a node; asked once for each group of ranks. failure_domain: of this node, where it isn't one of its own."""
         known = ranks.notes.get(self.memory.node)
         if known is None:
-            mine = self.memory.node, f"domain {failure_domain}" if failure_domain else f"node {self.memory.node}"
-            found = ranks.all_reduce({ranks.rank: mine}, operator.or_)
+            domain = f"domain {failure_domain}" if failure_domain else f"node {self.memory.node}"
+            found = ranks.all_reduce({ranks.rank: Home(self.memory.node, domain)}, operator.or_)
             nodes, domains = zip(*(found[rank] for rank in range(ranks.size)), strict=True)
             known = ranks.notes[self.memory.node] = nodes, domains
             ranks.arrange(nodes)

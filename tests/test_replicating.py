@@ -88,7 +88,7 @@ def _with_line_sends(change: Callable[[Any], Any]) -> None:
     def changed(line: GlooLine, data: Any) -> Any:
         return send(line, change(data) if len(data) > 1000 and isinstance(data, memoryview) else data)
 
-    GlooLine.send = changed  # type: ignore[method-assign]
+    GlooLine.send = changed  # type: ignore[assignment,method-assign]
 
 
 # -- what is copied ---------------------------------------------------------------------------------------------------
@@ -199,6 +199,25 @@ def test_ten_saves_take_no_more_memory_than_their_copies_and_one_more_checkpoint
         assert len(cluster.held(node).held()) == keep
 
 
+def _prepares_and_saves(cluster: Cluster) -> tuple[set[int], set[int]]:
+    """Which slots were ready before the first save, and which became of that."""
+    with cluster.writer() as writer:
+        assert writer.prepare(_state(1)).wait(30)
+        slots = Path(cluster.memory(dist.get_rank()), "job", ".slots")
+        ready = {path.stat().st_ino for path in slots.iterdir()}
+        _save(writer, 1, own_plan=False)
+        writer.wait("step-1", "replicated", timeout=30)
+        (held,) = cluster.held(dist.get_rank()).held()
+        return ready, {path.stat().st_ino for path in Path(held.directory).glob("*.distcp")}
+
+
+def test_slots_for_copies_are_ready_before_the_first_save_where_it_is_prepared(cluster: Cluster) -> None:
+    for ready, used in forked_ranks(_prepares_and_saves, 3, cluster):
+        assert len(used) == 2
+        assert used < ready
+        assert len(ready) == 6
+
+
 @pytest.mark.parametrize("on_replication", ["skip", "overtake"])
 def test_a_memory_limit_holds_whatever_becomes_of_copies(cluster: Cluster, on_replication: str) -> None:
     limit = 5 * _MOST_ON_A_NODE  # the newest, what is being copied, the newest with copies, and the one being staged
@@ -222,7 +241,7 @@ def _saves_with_a_flipped_byte(cluster: Cluster) -> list[tuple[State, str]]:
             if step == 2 and dist.get_rank() == 0:
                 _with_line_sends(_flipped)
             else:
-                GlooLine.send = send  # type: ignore[method-assign]
+                GlooLine.send = send  # type: ignore[assignment,method-assign]
             _save(writer, step)
             raised_by(lambda step=step: writer.wait(f"step-{step}", "replicated", timeout=30))  # type: ignore[misc]
         found = [_status(writer, step) for step in (1, 2, 3)]
