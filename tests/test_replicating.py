@@ -241,7 +241,7 @@ def _saves_with_a_flipped_byte(cluster: Cluster) -> list[tuple[State, str]]:
             if step == 2 and dist.get_rank() == 0:
                 _with_line_sends(_flipped)
             else:
-                GlooLine.send = send  # type: ignore[assignment,method-assign]
+                GlooLine.send = send  # type: ignore[method-assign]
             _save(writer, step)
             raised_by(lambda step=step: writer.wait(f"step-{step}", "replicated", timeout=30))  # type: ignore[misc]
         found = [_status(writer, step) for step in (1, 2, 3)]
