@@ -343,7 +343,7 @@ def _saves_while_copies_are_under_way(cluster: Cluster, on_replication: str) -> 
 
 
 def _slowly(data: Any) -> Any:
-    time.sleep(0.3)
+    time.sleep(0.5)
     return data
 
 
