@@ -295,6 +295,7 @@ def test_survivors_of_a_kill_have_it_in_their_status_and_the_next_start_goes_on(
     ranks = kill_targets.forked(_saves_until_a_peer_is_lost, 3, cluster, 1, f"{point}:kill:1", env=_PATIENCE)
     outcomes = ranks.join(killed={1})
     for error, states in (outcomes[0], outcomes[2]):
+        assert ".cc:" not in error
         if point == "replicate.recorded":
             assert error == "NoneType: None"
         else:

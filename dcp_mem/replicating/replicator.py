@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -147,7 +148,7 @@ class _Task:
             for thread in threads:
                 thread.join()
             self._sum_up()
-            return tuple(dict.fromkeys([*self._failures, *error.failures]))
+            return (*self._failures, *((rank, f"agreeing: {_plain(text)}") for rank, text in error.failures))
         finally:
             self._give_back()
 
@@ -179,8 +180,7 @@ class _Task:
         try:
             act()
         except Exception as error:
-            text = f"{what}: {type(error).__name__}: {error}".split("\n")[0][:300]
-            self._failures.append((self._ranks.rank, text))
+            self._failures.append((self._ranks.rank, f"{what}: {type(error).__name__}: {_plain(str(error))}"))
 
     def _send(self, copy: Copy, source: Source) -> None:
         with self._line(copy) as line:
@@ -273,6 +273,11 @@ class _Task:
                 error or replication.remark,
             )
             self._memory.record_replication(self._manifest, record)
+
+
+def _plain(text: str) -> str:
+    """What an error says, without gloo's source file and good wishes."""
+    return re.sub(r"^\[[^]]*\] ", "", text.split("\n")[0]).partition(". This is typically caused")[0][:300]
 
 
 def _mapped(slot: Slot, nbytes: int, room: int) -> Slot | str:
