@@ -186,9 +186,12 @@ class Session:
         def work() -> None:
             wanted = self._prefault_wanted.is_set
             try:
-                self.slots.prefault(checkpoints, nbytes, lambda slot: self.put_frames(slot, plan_layout), wanted)
-                for count, size in enumerate(copies, start=2):
-                    self.slots.prefault(checkpoints * count, size, lambda slot: None, wanted)
+                for count in range(1, checkpoints * (1 + len(copies)) + 1):  # one checkpoint's after the other's
+                    kind = (count - 1) % (1 + len(copies))
+                    if kind:
+                        self.slots.prefault(count, copies[kind - 1], lambda slot: None, wanted)
+                    else:
+                        self.slots.prefault(count, nbytes, lambda slot: self.put_frames(slot, plan_layout), wanted)
             except Exception:
                 log.warning("prefaulting failed; saves will fault their pages in themselves", exc_info=True)
             if self.heap_grew:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,7 +113,9 @@ class _Task:
         self._ranks, self._manifest = replication.ranks, replication.manifest
         self._started = time.monotonic()
         self._failures: list[tuple[int, str]] = []
-        self._has_sent = False
+        self._received: set[int] = set()
+        self._source: Source | None = None
+        self._has_sent = self._has_summed = False
 
     def run(self) -> None:
         try:
@@ -144,7 +147,8 @@ class _Task:
         except RankFailed as error:
             for thread in threads:
                 thread.join()
-            return tuple(dict.fromkeys([*self._failures, *error.failures]))
+            self._sum_up()
+            return (*self._failures, *((rank, f"agreeing: {_plain(text)}") for rank, text in error.failures))
         finally:
             self._give_back()
 
@@ -156,8 +160,7 @@ class _Task:
             return items_of(catalog.layout(segment.rank), segment.tail)
 
         mine = self._manifest.segments[self._ranks.rank]
-        source = Source(self._replication.slot, mine.nbytes, table(mine))
-        self._source = source
+        self._source = source = Source(self._replication.slot, mine.nbytes, table(mine))
         threads = []
         for copy in self._replication.copies:
             if copy.sender == self._ranks.rank:
@@ -177,8 +180,7 @@ class _Task:
         try:
             act()
         except Exception as error:
-            text = f"{what}: {type(error).__name__}: {error}".split("\n")[0][:300]
-            self._failures.append((self._ranks.rank, text))
+            self._failures.append((self._ranks.rank, f"{what}: {type(error).__name__}: {_plain(str(error))}"))
 
     def _send(self, copy: Copy, source: Source) -> None:
         with self._line(copy) as line:
@@ -213,6 +215,7 @@ class _Task:
         self._memory.add_checksums(
             self._manifest, segment.file, self._checksums(segment, checked), lambda path: self._slots.seal(slot, path)
         )
+        self._received.add(copy.sender)
         faults.point("replicate.sealed")
 
     def _go_on(self) -> None:
@@ -223,30 +226,30 @@ class _Task:
         return NodeManifest(self._manifest.save_id, segment.node, {segment.file: table})
 
     def _sum_up(self) -> None:
-        """Put the checksums of this rank's own segment beside it, by which a copy that comes back is known to be whole."""
-        if self._has_sent:
-            mine = self._manifest.segments[self._ranks.rank]
-            self._memory.add_checksums(self._manifest, mine.file, self._checksums(mine, self._source.table()))
+        """Once: put the checksums of this rank's own segment beside it, by which a copy that comes back is known to be whole."""
+        if self._has_sent and not self._has_summed and self._source is not None:
+            self._has_summed = True
+            mine, table = self._manifest.segments[self._ranks.rank], self._source.table()
+            write = partial(self._memory.add_checksums, self._manifest, mine.file, self._checksums(mine, table))
+            self._guarded("writing checksums", write)
 
     def _give_back(self) -> None:
         """Let readers in to what was received, and make free slots of the rest."""
-        for slot in self._replication.targets.values():
+        for sender, slot in self._replication.targets.items():
             if not isinstance(slot, str):
-                (self._slots.share if os.path.basename(slot.path).endswith(".distcp") else self._slots.abandon)(slot)
+                (self._slots.share if sender in self._received else self._slots.abandon)(slot)
 
     # -- what becomes of it ---------------------------------------------------------------------------------------
 
     def _agree(self, threads: Sequence[threading.Thread]) -> Failures:
         """Ask round until every rank is done; who is quick waits for the others, as long as each is heard of now and then."""
-        has_summed = False
         while True:
             deadline = time.monotonic() + min(_LONGEST_ROUND, self._replication.patience / 4)
             for thread in threads:
                 thread.join(max(deadline - time.monotonic(), 0.0))
             is_done = not any(thread.is_alive() for thread in threads)
-            if is_done and not has_summed:
-                has_summed = True
-                self._guarded("writing checksums", self._sum_up)
+            if is_done:
+                self._sum_up()
             mine = _News(is_done, self._cancelled.is_set(), tuple(self._failures[:_MOST_FAILURES]))
             news = self._ranks.all_reduce(mine, _News.join)
             if news.is_cancelled:
@@ -270,6 +273,11 @@ class _Task:
                 error or replication.remark,
             )
             self._memory.record_replication(self._manifest, record)
+
+
+def _plain(text: str) -> str:
+    """What an error says, without gloo's source file and good wishes."""
+    return re.sub(r"^\[[^]]*\] ", "", text.split("\n")[0]).partition(". This is typically caused")[0][:300]
 
 
 def _mapped(slot: Slot, nbytes: int, room: int) -> Slot | str:
