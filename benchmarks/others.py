@@ -21,12 +21,13 @@ from dcp_mem.ranks.gloo import _GlooWire
 from dcp_mem.ranks.passing import dumped
 from dcp_mem.ranks.tree import Tree, tree_of
 from dcp_mem.saving.agree import _Ballot, _Survey
+from dcp_mem.session import Home
 from dcp_mem.values import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dcp_mem.ranks.base import Share
+    from dcp_mem.ranks.base import Line, Share
 
 T = TypeVar("T")
 RANKS_PER_NODE = 8
@@ -137,6 +138,12 @@ class ManyRanks:
         self.calls["tell_leaders"] += 1
         return passing.tell_leaders(self._place.wire, self._place.tree, data)
 
+    def apart(self, purpose: str, seconds: float, variable: str) -> ManyRanks:
+        raise NotImplementedError("nothing is replicated here")
+
+    def line(self, sender: int, receiver: int) -> Line:
+        raise NotImplementedError("nothing is replicated here")
+
     def _joined(self, value: Any, ranks: Sequence[int], join: Callable[[Any, Any], Any]) -> Any:
         """What a rank says for all those that it speaks for."""
         if isinstance(value, dict):  # a first save's segments, by rank
@@ -146,8 +153,8 @@ class ManyRanks:
 
     def _theirs(self, value: Any, rank: int) -> Any:
         """What another rank says where rank 0 says this."""
-        if isinstance(value, str):  # the node
-            return value if rank < RANKS_PER_NODE else f"node-{rank // RANKS_PER_NODE}"
+        if isinstance(value, Home):
+            return value if rank < RANKS_PER_NODE else Home(*[f"node-{rank // RANKS_PER_NODE}"] * 2)
         if isinstance(value, _Ballot):
             return value._replace(proposal=None)
         if isinstance(value, _Survey):

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from dcp_mem.policy.persistence import Persist, persist_policy
 from dcp_mem.values import HISTORIES
 
 OnFull = Literal["wait", "skip", "raise"]
+OnReplication = Literal["wait", "skip", "overtake"]
 AgentKind = Literal["process", "thread"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -38,6 +39,10 @@ class Settings:
     overwrite: bool = True
     agent: AgentKind = "process"
     upload_limit: int | None = None
+    replicas: int = 0
+    failure_domain: str = ""
+    on_replication: OnReplication = "wait"
+    replication_timeout: float = 120.0
 
 
 def settings(
@@ -53,10 +58,15 @@ def settings(
     overwrite: bool = True,
     agent: str = "process",
     upload_limit: int | str | None = None,
+    replicas: int | None = None,
+    failure_domain: str | Callable[[], str] | None = None,
+    on_replication: str = "wait",
 ) -> Settings:
     """Check the arguments of `MemoryStorageWriter` and fill in the defaults. Raises ConfigError."""
     if on_full not in ("wait", "skip", "raise"):
         raise ConfigError(f"on_full={on_full!r}: choose 'wait', 'skip' or 'raise'")
+    if on_replication not in ("wait", "skip", "overtake"):
+        raise ConfigError(f"on_replication={on_replication!r}: choose 'wait', 'skip' or 'overtake'")
     if agent not in ("process", "thread"):
         raise ConfigError(f"agent={agent!r}: choose 'process' or 'thread'")
     if type(keep) is not int or keep < 1:
@@ -76,7 +86,46 @@ def settings(
         overwrite=overwrite,
         agent=agent,  # type: ignore[arg-type]
         upload_limit=_limit("upload_limit", upload_limit),
+        replicas=_replicas(replicas),
+        failure_domain=_failure_domain(failure_domain),
+        on_replication=on_replication,  # type: ignore[arg-type]
+        replication_timeout=_seconds("DCP_MEM_REPLICATION_TIMEOUT", 120.0),
     )
+
+
+def _replicas(given: int | None) -> int:
+    """Copies that the argument says, else $DCP_MEM_REPLICAS, else none."""
+    if given is None:
+        text = os.environ.get("DCP_MEM_REPLICAS") or "0"
+        given = int(text) if text.isdecimal() else -1
+    if type(given) is not int or given < 0:
+        raise ConfigError(
+            f"replicas={given!r} (or DCP_MEM_REPLICAS): give a whole number of copies on other nodes, 0 for none"
+        )
+    return given
+
+
+def _failure_domain(given: str | Callable[[], str] | None) -> str:
+    """What fails together with this node: the argument, else $DCP_MEM_FAILURE_DOMAIN, else "" (nothing but the node)."""
+    domain = given() if callable(given) else given
+    if domain is None:
+        domain = os.environ.get("DCP_MEM_FAILURE_DOMAIN", "")
+    if not isinstance(domain, str):
+        raise ConfigError(
+            f"failure_domain={domain!r}: give a text, such as the name of the rack, or a callable that returns one"
+        )
+    return domain
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable) or str(default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"{variable}={text!r}: give a number of seconds above 0")
+    return seconds
 
 
 def _limit(argument: str, given: int | str | None) -> int | None:

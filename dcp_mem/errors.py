@@ -133,6 +133,17 @@ class FlushFailed(DcpMemError):
         return f"checkpoint {self.checkpoint!r} did not reach storage: {self.reason}"
 
 
+class ReplicationFailed(DcpMemError):
+    """A checkpoint didn't get its copies on other nodes; on its own nodes it is whole unless the text says otherwise."""
+
+    def __init__(self, checkpoint: str, reason: str) -> None:
+        super().__init__(checkpoint, reason)
+        self.checkpoint, self.reason = checkpoint, reason
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.checkpoint!r} was not replicated: {self.reason}"
+
+
 class WaitTimeout(DcpMemError, TimeoutError):
     """The awaited state wasn't reached in time; the work goes on."""
 

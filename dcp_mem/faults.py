@@ -20,6 +20,11 @@ POINTS = (
     "complete.manifest",  # this node's manifest is in place: COMPLETE
     "complete.evicted",  # retention was applied
     "save.finished",  # torch's own finish has run on the coordinator
+    "replicate.started",
+    "replicate.chunk",  # one chunk is on its way
+    "replicate.received",  # a copy is here and verified
+    "replicate.sealed",  # it has its name, with its checksums beside it
+    "replicate.recorded",  # this node has REPLICATED written down
     "flush.started",
     "flush.part",  # one part of a segment is on storage
     "flush.parts",  # all parts of a segment are, and it isn't finished

@@ -12,6 +12,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
 
 from dcp_mem.errors import RankFailed
 from dcp_mem.format.frames import Specs
+from dcp_mem.memory.slots import capacity_for
+from dcp_mem.replicating.transfers import copies_of
+from dcp_mem.saving.agree import gets_copies
 from dcp_mem.saving.plan import TAIL_ROOM, expected_specs
 from dcp_mem.saving.values import Caller, Outcome
 
@@ -47,7 +50,20 @@ def prepare(caller: Caller, state_dict: dict[str, Any], planner: SavePlanner) ->
         raise RankFailed("planning", [(0, outcome.error)])
     plan_layout = caller.session.plan_layout(outcome.value[caller.ranks.rank])
     room = plan_layout.layout.nbytes + TAIL_ROOM
-    return Preparation(caller.session.prefault(plan_layout, room, caller.settings.keep + 1))
+    copies = _expected_copies(caller, room)
+    return Preparation(caller.session.prefault(plan_layout, room, caller.settings.keep + 1, copies))
+
+
+def _expected_copies(caller: Caller, room: int) -> Sequence[int]:
+    """Sizes of the copies of others' segments that will come to this rank. room: what its own segment takes."""
+    topology = caller.session.topology(caller.ranks, caller.settings.failure_domain)
+    if not gets_copies(caller, topology):
+        return ()
+    sizes = tuple(caller.ranks.exchange(capacity_for(room)))
+    copies = copies_of(topology.nodes, topology.domains, sizes, caller.settings.replicas)
+    mine = tuple(copy.nbytes for copy in copies if copy.receiver == caller.ranks.rank)
+    caller.session.expected_copies[caller.group] = mine
+    return mine
 
 
 def _specs(items: Sequence[Any]) -> Specs:

@@ -52,9 +52,10 @@ class MemoryStorageReader(StorageReader):
     """Loads checkpoints from the nearest place that has each segment: this node's memory, other nodes' memory, storage.
 
     `dcp.load` without a checkpoint id loads the newest checkpoint that can be proved whole; with one, that checkpoint or
-    an error that lists what there is. The arguments are those of `MemoryStorageWriter`; verify=False skips the checksums
-    of what is read from storage; broadcast=True has nodes pass on to each other what several of them need of it, so that
-    storage gives each byte once (otherwise once for each node). All ranks take the same checkpoint, or raise alike.
+    an error that lists what there is. The arguments are those of `MemoryStorageWriter`; verify=False skips the checksums of
+    what is read from storage, or was copied between nodes; broadcast=True has nodes pass on to each other what several of
+    them need of storage, which gives each byte once then (otherwise once for each node). All ranks take the same
+    checkpoint, or raise alike.
 
     It also loads what torch's own FileSystemWriter or FsspecWriter wrote under `path`. Metadata is unpickled restrictedly:
     a pickle that holds anything else is refused.

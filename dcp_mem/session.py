@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from dcp_mem.agent import AgentHandle
 from dcp_mem.config import Settings
@@ -32,9 +33,11 @@ from dcp_mem.memory.locks import JobLock, RunIdentity
 from dcp_mem.memory.shows import Shows
 from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.ranks import Ranks
+from dcp_mem.replicating.replicator import Replicator
 
 _LAYOUTS_KEPT = 8
 _DRAIN_AT_EXIT = 60.0
+_CANCEL_AT_EXIT = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,11 +57,22 @@ class PlanLayout:
     is_plain: bool
 
 
+class Home(NamedTuple):
+    """Where a rank runs: its node, and what fails together with that."""
+
+    node: str
+    domain: str
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Who shares a node with whom. nodes: node id of each rank."""
+    """Who shares a node with whom, and which nodes fail together.
+
+    nodes: node id of each rank. domains: what fails together with each rank's node.
+    """
 
     nodes: tuple[str, ...]
+    domains: tuple[str, ...]
     rank: int
 
     @property
@@ -100,7 +114,7 @@ class SavedPlan:
 
 
 class Session:
-    """One process's part in saving one job. Not thread-safe but for the prefault thread that it runs itself."""
+    """One process's part in saving one job. Not thread-safe but for the threads that it runs itself."""
 
     def __init__(self, root: str, job: str, identity: RunIdentity) -> None:
         self.memory = JobMemory(root, job)
@@ -109,6 +123,8 @@ class Session:
         self.persisted = PersistCounter()
         self.saved: dict[tuple[str, str, str], SavedPlan] = {}
         self.collective: object = None  # what saving/collective.py keeps
+        self.replicator = Replicator(self.memory, self.slots)
+        self.expected_copies: dict[tuple[str, str], tuple[int, ...]] = {}  # by group: what came to this rank last
         self.swept = False
         self.heap_grew = False
         self._layouts: OrderedDict[int, PlanLayout] = OrderedDict()
@@ -118,6 +134,7 @@ class Session:
         self._agent = AgentHandle(root)
         self._thread: _FlushThread | None = None
         self._shows: Shows | None = None
+        self.warned: set[str] = set()  # what need not be said again
 
     # -- layouts ------------------------------------------------------------------------------------------------
 
@@ -156,19 +173,25 @@ class Session:
 
     # -- prefaulting --------------------------------------------------------------------------------------------
 
-    def prefault(self, plan_layout: PlanLayout, nbytes: int, slots: int) -> threading.Thread:
-        """Make up to `slots` free slots of `nbytes` in the background, ready to be copied into by this layout."""
+    def prefault(
+        self, plan_layout: PlanLayout, nbytes: int, checkpoints: int, copies: Sequence[int] = ()
+    ) -> threading.Thread:
+        """Make free slots for so many checkpoints in the background.
+
+        For each, one of `nbytes` that is ready to be copied into by this layout, and one for each of these copies' sizes.
+        """
         self.stop_prefaulting()
         self._prefault_wanted.set()
 
         def work() -> None:
+            wanted = self._prefault_wanted.is_set
             try:
-                self.slots.prefault(
-                    slots,
-                    nbytes,
-                    lambda slot: self.put_frames(slot, plan_layout),
-                    self._prefault_wanted.is_set,
-                )
+                for count in range(1, checkpoints * (1 + len(copies)) + 1):  # one checkpoint's after the other's
+                    kind = (count - 1) % (1 + len(copies))
+                    if kind:
+                        self.slots.prefault(count, copies[kind - 1], lambda slot: None, wanted)
+                    else:
+                        self.slots.prefault(count, nbytes, lambda slot: self.put_frames(slot, plan_layout), wanted)
             except Exception:
                 log.warning("prefaulting failed; saves will fault their pages in themselves", exc_info=True)
             if self.heap_grew:
@@ -186,21 +209,29 @@ class Session:
             self._prefaulting = None
 
     def prefault_spares(
-        self, settings: Settings, plan_layout: PlanLayout, nbytes: int, rank: int, node_nbytes: int
+        self,
+        settings: Settings,
+        plan_layout: PlanLayout,
+        nbytes: int,
+        rank: int,
+        node_nbytes: int,
+        copies: Sequence[int] = (),
+        pending: int = 0,
     ) -> None:
-        """Bring this rank's slots up to `keep` + 1 in the background, as far as the memory budget goes.
+        """Bring this rank's slots up to what `keep` + 1 checkpoints take, in the background, as far as the memory budget goes.
 
-        nbytes: of this rank's slot. node_nbytes: what one checkpoint takes on this node.
+        nbytes: of this rank's slot. node_nbytes: what one checkpoint takes on this node, copies included. copies: the sizes of
+        those that come to this rank. pending: bytes that are about to be taken on this node for copies.
         """
         # In this order: a segment that retires in between is counted twice, and never overlooked.
         in_use = self.memory.count_segments(rank)
-        free = self.slots.free_count()
-        room = self.memory.free_bytes() // max(node_nbytes, 1) - 1
+        free = self.slots.free_count() // (1 + len(copies))
+        room = (self.memory.free_bytes() - pending) // max(node_nbytes, 1) - 1
         if settings.memory_limit is not None:
-            room = min(room, (settings.memory_limit - self.memory.allocated_bytes()) // max(node_nbytes, 1))
+            room = min(room, (settings.memory_limit - self.memory.allocated_bytes() - pending) // max(node_nbytes, 1))
         wanted = min(settings.keep + 1 - in_use, free + max(room, 0))
         if wanted > free:
-            self.prefault(plan_layout, nbytes, wanted)
+            self.prefault(plan_layout, nbytes, wanted, copies)
 
     def give_back_heap(self) -> None:
         """Once after a plan was described: what that took is free by now, and tens of megabytes."""
@@ -210,14 +241,16 @@ class Session:
 
     # -- neighbours and agent -----------------------------------------------------------------------------------
 
-    def topology(self, ranks: Ranks) -> Topology:
-        """Who shares a node; asked once for each group of ranks."""
-        nodes = ranks.notes.get(self.memory.node)
-        if nodes is None:
-            found = ranks.all_reduce({ranks.rank: self.memory.node}, operator.or_)
-            nodes = ranks.notes[self.memory.node] = tuple(found[rank] for rank in range(ranks.size))
+    def topology(self, ranks: Ranks, failure_domain: str = "") -> Topology:
+        """Who shares a node; asked once for each group of ranks. failure_domain: of this node, where it isn't one of its own."""
+        known = ranks.notes.get(self.memory.node)
+        if known is None:
+            domain = f"domain {failure_domain}" if failure_domain else f"node {self.memory.node}"
+            found = ranks.all_reduce({ranks.rank: Home(self.memory.node, domain)}, operator.or_)
+            nodes, domains = zip(*(found[rank] for rank in range(ranks.size)), strict=True)
+            known = ranks.notes[self.memory.node] = nodes, domains
             ranks.arrange(nodes)
-        return Topology(nodes, ranks.rank)
+        return Topology(known[0], known[1], ranks.rank)
 
     def wake_agent(self, settings: Settings, *, now: bool = False) -> None:
         """Have pending checkpoints flushed, by the agent or by this process's own thread.
@@ -248,6 +281,7 @@ class Session:
     def close(self, *, drop_free: bool) -> None:
         """Give back slots, mappings and the job's lock. drop_free: and the memory of free slots."""
         self.stop_prefaulting()
+        self.replicator.wait()
         if self._shows is not None:
             self._shows.close()
             self._shows = None
@@ -262,6 +296,10 @@ class Session:
 
     def drain(self) -> None:
         """Let this process's threads finish what is pending."""
+        self.replicator.wait(_DRAIN_AT_EXIT)
+        if self.replicator.is_busy:
+            self.replicator.cancel()
+            self.replicator.wait(_CANCEL_AT_EXIT)
         if self._shows is not None:
             self._shows.close()
         if self._thread is not None:

@@ -19,6 +19,7 @@ from dcp_mem.events import log
 from dcp_mem.files import read_bytes
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, Extent, catalog_key, catalog_named
+from dcp_mem.format.checksums import Blocks, Crcs, blocks_of, checksum
 from dcp_mem.format.described import metadata_of
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.metadata import read_metadata
@@ -36,6 +37,8 @@ T = TypeVar("T")
 
 _END_OF_METADATA = 4096
 _MANIFESTS_AT_ONCE = 8
+_CHECKS_AT_ONCE = 8
+_CHECK = 32 << 20
 _LARGE = 1 << 20
 """Bytes of a payload from which on it is worth a call of its own."""
 
@@ -106,6 +109,8 @@ class MemorySource:
         self._descriptors: dict[str, int] = {}
         self._catalog: Catalog | None = None
         self._ranks = {segment.file: segment.rank for segment in held.manifest.segments}
+        self._checksums: dict[str, tuple[Blocks, Crcs] | None] = {}
+        self._verified: set[str] = set()
         self.lacking: dict[int, str] = {}
         try:
             self._open_all(node, damaged)
@@ -150,6 +155,48 @@ class MemorySource:
         """Bytes [start, stop) of a segment, mapped, to be sent."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         return lent(self._descriptors[file], first, stop - first)[start - first :]
+
+    def verify(self, file: str) -> None:
+        """Hold a segment, once, against the checksums that lie beside it, if it was copied to or from here."""
+        if file in self._verified or self._checksums_of(file) is None:
+            return
+        nbytes = next(segment.nbytes for segment in self._held.manifest.segments if segment.file == file)
+        with ThreadPoolExecutor(_CHECKS_AT_ONCE, thread_name_prefix="dcp_mem-verify") as pool:
+            for _ in pool.map(
+                lambda start: self.check(file, start, min(start + _CHECK, nbytes)), range(0, nbytes, _CHECK)
+            ):
+                pass
+        self._verified.add(file)
+
+    def check(self, file: str, start: int, stop: int) -> None:
+        """The same for bytes [start, stop) of it, and what belongs to the same blocks."""
+        known = self._checksums_of(file)
+        if known is None or file in self._verified:
+            return
+        blocks, crcs = known
+        ends = blocks.offsets + blocks.lengths
+        first, last = np.searchsorted(ends, start, "right"), np.searchsorted(blocks.offsets, stop, "left")
+        for number in range(int(first), int(last)):
+            low, high = int(blocks.offsets[number]), int(ends[number])
+            found, copied = checksum(self.view(file, low, high)) if low < high else 0, int(crcs[number])
+            if found != copied:
+                detail = f"CRC32C {found:08x} where {copied:08x} was copied, in bytes {low} to {high} of {file}"
+                raise self._corrupt(self._ranks[file], detail)
+
+    def _checksums_of(self, file: str) -> tuple[Blocks, Crcs] | None:
+        if file not in self._checksums:
+            self._checksums[file] = self._read_checksums(file)
+        return self._checksums[file]
+
+    def _read_checksums(self, file: str) -> tuple[Blocks, Crcs] | None:
+        try:
+            data = read_bytes(os.path.join(self._held.directory, names.checksums_file(file)))
+            table = NodeManifest.from_json(data).tables[file]
+            return blocks_of(table.offsets, table.lengths), table.crc32c
+        except FileNotFoundError:
+            return None
+        except (ManifestInvalid, KeyError) as error:
+            raise self._corrupt(self._ranks[file], f"its checksums: {error}") from None
 
     def describe(self) -> Description:
         try:

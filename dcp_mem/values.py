@@ -11,6 +11,7 @@ class State(str, Enum):
 
     STAGING = "staging"
     COMPLETE = "complete"
+    REPLICATED = "replicated"  # complete, and every segment lies verified on the other nodes that shall have it
     DURABLE = "durable"
     FAILED = "failed"  # complete in memory; the flush failed and will be tried again
     SKIPPED = "skipped"  # never became durable, on purpose; the reason is recorded
@@ -72,6 +73,7 @@ class CheckpointStatus:
     flush_stage: "segments", "commit", "waiting" (for other nodes), or "" where no flush is under way.
     flush_seconds: what all attempts took, without the pauses between them. flush_again: when a failed one is tried again,
     seconds since the epoch (0.0: it is being tried, or nothing failed).
+    replicas: copies of each segment in other nodes' memory. replication_error: why there are none, or fewer than wanted.
     """
 
     name: str
@@ -89,3 +91,6 @@ class CheckpointStatus:
     flush_stage: str = ""
     flush_again: float = 0.0
     transfer: Transfer = field(default_factory=Transfer)
+    replicas: int = 0
+    replication_seconds: float = 0.0
+    replication_error: str = ""

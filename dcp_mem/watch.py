@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dcp_mem import agent
 from dcp_mem.bar import Show
 from dcp_mem.config import Settings
-from dcp_mem.errors import CheckpointNotFound, ConfigError, FlushFailed, WaitTimeout
+from dcp_mem.errors import CheckpointNotFound, ConfigError, FlushFailed, ReplicationFailed, WaitTimeout
 from dcp_mem.events import log
 from dcp_mem.format.histories import Line
 from dcp_mem.memory.job import Held, JobMemory
@@ -54,8 +54,10 @@ def wait(
     wake: has the agent look at what is pending; told True, failed flushes are tried again at once.
     show: told of the checkpoint, several times a second.
     """
-    if state not in ("complete", "durable"):
-        raise ConfigError(f"state={state!r}: wait for 'complete' or 'durable'")
+    if state not in ("complete", "replicated", "durable"):
+        raise ConfigError(f"state={state!r}: wait for 'complete', 'replicated' or 'durable'")
+    if state == "replicated" and not settings.replicas:
+        raise ConfigError("nothing is replicated: the writer has replicas=0")
     if state == "durable" and (settings.url is None or (name is None and settings.persist.wants(None, None) is False)):
         raise ConfigError("nothing becomes durable: the writer has no path, or persist=False")
     before = _refusals(settings)
@@ -116,6 +118,8 @@ def _reached(settings: Settings, name: str | None, state: str, before: dict[str,
         where = f"job {settings.job}, which has never saved it on this node"
         raise CheckpointNotFound(name, where, [one.name for one in status(settings)], [])
     newest = candidates[0]
+    if state == "replicated":
+        return newest.replicas > 0 or _raise_if_not_replicated(newest)
     if state == "complete" or newest.state is State.DURABLE:
         return newest.state is not State.SKIPPED or newest.in_memory or _raise(newest)
     if newest.state is State.SKIPPED or (not newest.in_memory and newest.persist):
@@ -128,10 +132,16 @@ def _reached(settings: Settings, name: str | None, state: str, before: dict[str,
     return False
 
 
+def _raise_if_not_replicated(entry: CheckpointStatus) -> bool:
+    if entry.replication_error or not entry.in_memory:
+        raise ReplicationFailed(entry.name, entry.replication_error or "it has left memory")
+    return False
+
+
 def _awaited(settings: Settings, name: str | None, state: str) -> list[CheckpointStatus]:
     """What a wait may be for, newest first."""
     return [
-        one for one in status(settings) if one.name == name or (name is None and (one.persist or state == "complete"))
+        one for one in status(settings) if one.name == name or (name is None and (one.persist or state != "durable"))
     ]
 
 
@@ -184,12 +194,13 @@ def _trouble(settings: Settings) -> str:
 
 
 def _of_held(held: Held) -> CheckpointStatus:
-    manifest, flush = held.manifest, held.flush
+    manifest, flush, replication = held.manifest, held.flush, held.replication
+    is_replicated = replication.outcome == "replicated"
     states = {"durable": State.DURABLE, "failed": State.FAILED, "refused": State.FAILED, "skipped": State.SKIPPED}
     return CheckpointStatus(
         name=manifest.name,
         save_id=manifest.save_id,
-        state=states.get(flush.outcome, State.COMPLETE),
+        state=states.get(flush.outcome, State.REPLICATED if is_replicated else State.COMPLETE),
         in_memory=True,
         persist=manifest.persist,
         nbytes=manifest.nbytes,
@@ -202,6 +213,9 @@ def _of_held(held: Held) -> CheckpointStatus:
         flush_stage=flush.stage,
         flush_again=flush.again,
         transfer=flush.transfer,
+        replicas=replication.copies,
+        replication_seconds=replication.seconds,
+        replication_error=replication.error,
     )
 
 

@@ -32,6 +32,7 @@ from dcp_mem.format.metadata import LazyMetadata, with_storage
 from dcp_mem.heap import collector_paused
 from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.memory.slots import capacity_for
+from dcp_mem.policy.admission import most_at_once
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.prepare import Preparation, prepare
 from dcp_mem.ranks import Alone, run_token
@@ -39,6 +40,7 @@ from dcp_mem.saving.agree import NoCommonPlan, agree, keep_no_more
 from dcp_mem.saving.collective import collective_of
 from dcp_mem.saving.complete import complete
 from dcp_mem.saving.plan import TAIL_ROOM, plan_segment
+from dcp_mem.saving.replicate import copies_here, replicate
 from dcp_mem.saving.stage import Results, stage
 from dcp_mem.saving.structures import Structures
 from dcp_mem.saving.values import Attempt, Caller, Planned, Staged
@@ -59,7 +61,14 @@ class MemoryStorageWriter(StorageWriter):
     job: name of the job's memory directory; by default from path, else from TORCHELASTIC_RUN_ID or SLURM_JOB_ID.
     persist: True, False, every(n) or interval(seconds): which saves go to storage; the coordinator decides.
     keep: complete checkpoints that stay in memory. One more is staged beside them.
-    memory_limit: bytes (or "64GiB") that the job may occupy on a node; default DCP_MEM_MEMORY_LIMIT, else keep + 1 checkpoints.
+    replicas: copies of each segment in other nodes' memory, made behind training; default DCP_MEM_REPLICAS, else 0. Where there
+    are fewer other nodes, as many as there are.
+    failure_domain: what fails together with this node (a rack, say), as a text or a callable that returns one; default
+    DCP_MEM_FAILURE_DOMAIN, else the node alone. Copies go to other domains where there are any.
+    on_replication: what a save does while an older checkpoint's copies are still under way: "wait" for them, "skip" its own, or
+    "overtake" them; the same on all ranks.
+    memory_limit: bytes (or "64GiB") that the job may occupy on a node; default DCP_MEM_MEMORY_LIMIT, else keep + 1 checkpoints,
+    with the copies that come to the node.
     on_full: "wait" for the flush to free a slot, "skip" the save, or "raise" MemoryBudgetExceeded; the same on all ranks.
     Where no flush could free any, "wait" raises too.
     storage_options: passed to fsspec as they are. They reach the agent over a pipe, and are never written down.
@@ -78,7 +87,9 @@ class MemoryStorageWriter(StorageWriter):
         memory: str | os.PathLike[str] | None = None,
         job: str | None = None,
         persist: bool | Persist = True,
-        replicas: int = 0,
+        replicas: int | None = None,
+        failure_domain: str | Callable[[], str] | None = None,
+        on_replication: str = "wait",
         keep: int = 2,
         memory_limit: int | str | None = None,
         on_full: str = "wait",
@@ -89,10 +100,6 @@ class MemoryStorageWriter(StorageWriter):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if replicas:
-            raise NotImplementedError(
-                f"replicas={replicas}: copies in other nodes' memory come in a later release; use 0"
-            )
         self.settings = settings(
             path,
             memory=memory,
@@ -105,6 +112,9 @@ class MemoryStorageWriter(StorageWriter):
             overwrite=overwrite,
             agent=agent,
             upload_limit=upload_limit,
+            replicas=replicas,
+            failure_domain=failure_domain,
+            on_replication=on_replication,
         )
         _check_that_the_agent_gets(self.settings)
         self._process_group = process_group
@@ -311,11 +321,12 @@ class MemoryStorageWriter(StorageWriter):
         *,
         progress: bool = False,
     ) -> None:
-        """Wait until a checkpoint reaches a state: "complete" or "durable".
+        """Wait until a checkpoint reaches a state: "complete", "replicated" or "durable".
 
-        checkpoint_id: by default the newest one that is meant for storage. timeout: seconds; None waits for as long as
-        there is hope. progress: show how far it is, on stderr if that is a terminal. Raises WaitTimeout; FlushFailed where
-        storage refused it, or it left memory before it was durable; CheckpointNotFound where nobody knows it.
+        checkpoint_id: by default the newest one, or the newest that is meant for storage. timeout: seconds; None waits for as
+        long as there is hope. progress: show how far it is, on stderr if that is a terminal. Raises WaitTimeout; FlushFailed
+        where storage refused it, or it left memory before it was durable; ReplicationFailed where it gets no copies;
+        CheckpointNotFound where nobody knows it.
         """
         name = None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
         with progress_bar(progress) as show:
@@ -349,8 +360,9 @@ class MemoryStorageWriter(StorageWriter):
     def _apply_retention(self) -> None:
         session = open_session(self.settings)
         if session is not None:  # the last save left alone what was being flushed
+            session.replicator.wait()
             for scope in {held.manifest.scope for held in session.memory.held()}:
-                keep_no_more(session.memory, scope, self.settings.keep)
+                keep_no_more(session.memory, scope, self.settings.keep, self.settings.replicas > 0)
 
     def __enter__(self) -> MemoryStorageWriter:
         return self
@@ -421,16 +433,20 @@ def _result_or_error(act: Callable[[], T]) -> T | Exception:
 
 
 def _after(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest) -> None:
-    """Start what goes on behind the training loop: the flush, `.metadata` for stock readers, the slots of the next saves."""
+    """Start what goes on behind training: the flush, `.metadata` for stock readers, copies, the slots of the next saves."""
     if attempt.topology.is_leader:
         caller.session.show(manifest)
     if attempt.persist and attempt.topology.is_leader:
         caller.session.wake_agent(caller.settings)
+    pending = replicate(caller, attempt, staged, manifest)
+    copies = copies_here(caller, attempt.topology, manifest)
     node_nbytes = sum(capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node))
+    node_nbytes += sum(copy.nbytes for copy in copies)
     if attempt.topology.is_leader:
-        caller.session.memory.trim((caller.settings.keep + 1) * node_nbytes)
+        caller.session.memory.trim(most_at_once(caller.settings.keep, bool(copies)) * node_nbytes)
     room = staged.segment.nbytes + TAIL_ROOM
-    caller.session.prefault_spares(caller.settings, staged.layout, room, caller.rank, node_nbytes)
+    mine = [copy.nbytes for copy in copies if copy.receiver == caller.ranks.rank]
+    caller.session.prefault_spares(caller.settings, staged.layout, room, caller.rank, node_nbytes, mine, pending)
 
 
 def _publish_again(

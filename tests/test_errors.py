@@ -69,11 +69,6 @@ def test_bad_policies_are_refused(make: object) -> None:
         make()  # type: ignore[operator]
 
 
-def test_replicas_are_announced_and_not_there() -> None:
-    with pytest.raises(NotImplementedError, match="use 0"):
-        MemoryStorageWriter("run", replicas=1)
-
-
 def test_missing_package_of_a_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="needs the Python package 'gcsfs': pip install gcsfs"):

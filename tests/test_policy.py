@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcp_mem import ConfigError, Persist, every, interval
-from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, retire
+from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, allowance, most_at_once, retire
 from dcp_mem.policy.election import Choice, Finding, RecoveryPlan, elect, in_common
 from dcp_mem.policy.persistence import persist_policy
 
@@ -40,6 +40,7 @@ def _checkpoints(draw: st.DrawFn) -> list[Kept]:
                 persist,
                 pending=persist and draw(st.booleans()),
                 busy=draw(st.integers(0, 3)) == 0,
+                replicated=draw(st.integers(0, 2)) == 0,
             )
         )
     return found
@@ -84,7 +85,7 @@ def _fits(node: NodeMemory, evicted: frozenset[str], keep: int) -> bool:
     freed = sum(each.nbytes for each in node.kept) - sum(each.nbytes for each in staying)
     occupied = max(node.used - freed - node.spare, 0) + node.needed
     return (
-        len(staying) <= keep
+        len(staying) <= allowance(staying, keep)
         and (node.limit is None or occupied <= node.limit)
         and node.needed - node.spare - freed <= node.free
     )
@@ -135,6 +136,19 @@ def test_the_newest_checkpoint_that_waits_for_its_flush_stays(nodes: list[NodeMe
 
 
 @given(_nodes(), st.integers(1, 3))
+def test_the_newest_checkpoint_with_copies_stays(nodes: list[NodeMemory], keep: int) -> None:
+    replicated = [each for each in _everywhere(nodes) if each.replicated]
+    if replicated:
+        assert replicated[-1].key not in admit(nodes, keep).evict
+
+
+@given(_nodes(), st.integers(1, 3))
+def test_that_one_node_knows_of_copies_first_changes_nothing(nodes: list[NodeMemory], keep: int) -> None:
+    unaware = [replace(node, kept=tuple(replace(one, replicated=False) for one in node.kept)) for node in nodes[1:]]
+    assert admit([nodes[0], *unaware], keep).action == admit(nodes, keep).action or not _everywhere(nodes)
+
+
+@given(_nodes(), st.integers(1, 3))
 def test_one_node_evicts_no_more_than_it_needs(nodes: list[NodeMemory], keep: int) -> None:
     verdict = admit(nodes[:1], keep)
     for key in verdict.evict:
@@ -168,6 +182,21 @@ def test_up_to_keep_checkpoints_stay_beside_the_one_that_is_staged() -> None:
     kept = [_kept("a", 1), _kept("b", 2)]
     assert admit([_node(kept)], 2) == Verdict("stage")
     assert admit([_node(kept)], 1) == Verdict("stage", frozenset({"a"}))
+
+
+def test_an_older_checkpoint_with_copies_stays_beside_a_keep_of_one_until_a_newer_one_has_some() -> None:
+    old, new = _kept("old", 1, replicated=True), _kept("new", 2)
+    assert admit([_node([old, new])], 1) == Verdict("stage")
+    assert retire([old, new], 1) == frozenset()
+    assert retire([old, new, _kept("newest", 3)], 1) == {"new"}
+    assert retire([old, replace(new, replicated=True)], 1) == {"old"}
+    assert most_at_once(1, gets_copies=True) == most_at_once(2, gets_copies=True) == 3
+
+
+def test_an_older_checkpoint_with_copies_takes_the_place_of_one_without() -> None:
+    kept = [_kept("old", 1, replicated=True), _kept("middle", 2), _kept("new", 3)]
+    assert retire(kept, 2) == {"middle"}
+    assert admit([_node(kept[:2])], 2) == Verdict("stage")
 
 
 def test_durable_checkpoints_leave_before_older_ones_that_wait_for_their_flush() -> None:
@@ -222,10 +251,13 @@ def test_retention_leaves_at_most_keep_unless_something_holds_more(kept: list[Ke
     persisted = max((each for each in kept if each.persist), key=lambda each: each.created, default=None)
     assert newest is None or newest in staying
     assert persisted is None or not persisted.pending or persisted in staying
+    replicated = max((each for each in kept if each.replicated), key=lambda each: each.created, default=None)
+    assert replicated is None or replicated in staying
     assert all(each in staying for each in kept if each.busy)
     assert len(staying) >= min(keep, len(kept))
     if len(staying) > keep:
-        assert all(each.busy or each is newest or (each is persisted and each.pending) for each in staying)
+        held = (newest, replicated, persisted if persisted is not None and persisted.pending else None)
+        assert all(each.busy or each in held for each in staying)
 
 
 # -- election ---------------------------------------------------------------------------------------------------------

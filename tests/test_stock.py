@@ -344,8 +344,3 @@ def test_memory_alone_needs_a_job_name_that_a_restart_finds_again(places: Places
             writer.wait("step-1")
         writer.wait("step-1", "complete")
     assert_same(state, _load_newest(MemoryStorageReader(memory=places.memory, job="mine"), blank_of(state)))
-
-
-def test_replicas_are_refused_until_they_are_built(places: Places) -> None:
-    with pytest.raises(NotImplementedError, match="replicas=1"):
-        MemoryStorageWriter(places.url, memory=places.memory, replicas=1)

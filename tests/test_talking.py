@@ -303,6 +303,63 @@ def test_ranks_wait_for_one_that_is_late() -> None:
     assert min(waited[0], waited[2]) > 0.5
 
 
+# -- lines of two ----------------------------------------------------------------------------------------------------------
+
+
+def _talks_over_lines() -> tuple[list[int], int]:
+    """What came to this rank along a ring of lines, each in a thread of its own, while the set agrees."""
+    ranks = ranks_of(None, "ring").apart("lines", 30.0, "DCP_MEM_TIMEOUT")
+    before, after = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
+    came = [bytearray(9), bytearray(4)]
+
+    def send() -> None:
+        line = ranks.line(ranks.rank, after)
+        for passing_on in [line.send(bytearray([ranks.rank] * 9)), line.send(bytearray([100 + ranks.rank] * 4))]:
+            passing_on.wait()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    line = ranks.line(before, ranks.rank)
+    for message in [line.receive(data) for data in came]:
+        message.wait()
+    thread.join()
+    return [*came[0], *came[1]], ranks.all_reduce(1, int.__add__)
+
+
+def test_lines_carry_bytes_in_order_each_by_itself() -> None:
+    for rank, (came, size) in enumerate(forked_ranks(_talks_over_lines, 3)):
+        before = (rank - 1) % 3
+        assert came == [before] * 9 + [100 + before] * 4
+        assert size == 3
+
+
+def _waits_on_a_line_that_is_closed() -> tuple[float, int]:
+    """How long the other end waited, and what comes over the line that both make anew."""
+    save_ranks = ranks_of(None, "ring")
+    ranks = save_ranks.apart("lines", 60.0, "DCP_MEM_TIMEOUT")
+    line = ranks.line(0, 1)
+    started = time.monotonic()
+    if ranks.rank == 0:
+        line.close()
+        del line
+    else:
+        assert isinstance(raised_by(lambda: line.receive(bytearray(9)).wait()), RuntimeError)
+    seconds = time.monotonic() - started
+    ranks.leave("the line is closed")
+    save_ranks.all_reduce(1, int.__add__)
+    again = save_ranks.apart("lines", 60.0, "DCP_MEM_TIMEOUT")
+    message = bytearray([7 if ranks.rank == 0 else 0])
+    line = again.line(0, 1)
+    (line.send if ranks.rank == 0 else line.receive)(message).wait()
+    return seconds, message[0]
+
+
+def test_who_waits_on_a_line_hears_at_once_that_it_is_closed_and_the_next_set_has_another() -> None:
+    for seconds, came in forked_ranks(_waits_on_a_line_that_is_closed, 2):
+        assert seconds < SOON
+        assert came == 7
+
+
 # -- ranks that die -----------------------------------------------------------------------------------------------------------
 
 OPERATIONS: dict[str, Callable[[Ranks], object]] = {

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from dcp_mem import faults
 from dcp_mem.errors import CheckpointExists, ManifestInvalid, SegmentCorrupt, StorageKeyMissing, StorageUnavailable
 from dcp_mem.files import read_bytes
@@ -21,8 +19,7 @@ from dcp_mem.flushing.metering import Meter, Throttle
 from dcp_mem.flushing.uploading import Outgoing, upload_all
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
-from dcp_mem.format.layout import Columns, Layout
-from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
+from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest, items_of
 from dcp_mem.format.pickled import template_of
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.job import Held
@@ -179,21 +176,13 @@ def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTa
     outgoing = [
         Outgoing(
             segment,
-            _items(catalog.layout(segment.rank), segment),
+            items_of(catalog.layout(segment.rank), segment.tail),
             job.key(segment.file),
             is_stored=stored.get(segment.file) == segment.nbytes,
         )
         for segment in segments
     ]
     return upload_all(job.held.directory, outgoing, job.storage, job.meter, job.throttle)
-
-
-def _items(layout: Layout, segment: Segment) -> ItemTable:
-    """The segment's items, dense ones and tail, in the order of their offsets, without checksums."""
-    columns = (layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes)
-    tail = np.array([(offset, nbytes, -1, 0) for offset, nbytes in segment.tail], dtype="<i8").reshape(-1, 4)
-    joined: list[Columns] = [np.concatenate([dense, tail[:, i]]) for i, dense in enumerate(columns)]
-    return ItemTable(joined[0], joined[1], joined[2], joined[3], np.zeros(0, dtype="<u4"))
 
 
 def commit(job: FlushJob) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import Crcs
-from dcp_mem.format.layout import Columns
+from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.values import Segment, Transfer
 
@@ -90,9 +90,20 @@ class ItemTable:
     crc32c: Crcs
 
 
+def items_of(layout: Layout, tail: Tail) -> ItemTable:
+    """A segment's items, dense ones and tail, in the order of their offsets, without checksums."""
+    columns = (layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes)
+    rest = np.array([(offset, nbytes, -1, 0) for offset, nbytes in tail], dtype="<i8").reshape(-1, 4)
+    joined: list[Columns] = [np.concatenate([dense, rest[:, i]]) for i, dense in enumerate(columns)]
+    return ItemTable(joined[0], joined[1], joined[2], joined[3], np.zeros(0, dtype="<u4"))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeManifest:
-    """What one node put on storage for one checkpoint: items by segment file. transfer: what that took."""
+    """What one node put on storage for one checkpoint: items by segment file. transfer: what that took.
+
+    In memory, where segments are copied to other nodes, there is one for each segment.
+    """
 
     save_id: str
     node: str
@@ -148,6 +159,32 @@ class FlushRecord:
             return FlushRecord(**{**body, "transfer": Transfer(**body.get("transfer", {}))})
         except TypeError as error:
             raise ManifestInvalid(f"a flush record is damaged: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationRecord:
+    """What a node wrote down about one checkpoint's copies on other nodes, once that had ended.
+
+    outcome: "" (not yet), "replicated", "failed", "skipped". copies: of each segment, verified, on nodes of their own.
+    """
+
+    save_id: str
+    outcome: str = ""
+    copies: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    def to_json(self) -> bytes:
+        return _dump("replication", asdict(self))
+
+    @staticmethod
+    def from_json(data: bytes) -> ReplicationRecord:
+        """Read what `to_json` wrote. Raises ManifestInvalid."""
+        body = _parse("replication", data)
+        try:
+            return ReplicationRecord(**body)
+        except TypeError as error:
+            raise ManifestInvalid(f"a replication record is damaged: {error}") from None
 
 
 _DTYPES = {

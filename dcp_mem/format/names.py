@@ -59,6 +59,15 @@ def flush_file(scope: str) -> str:
     return f"{OWN}/flush{scope and '-' + scope}.json"
 
 
+def replication_file(scope: str) -> str:
+    return f"{OWN}/replication{scope and '-' + scope}.json"
+
+
+def checksums_file(file: str) -> str:
+    """What a segment in memory is verified by; it has the save id in its name, as the segment has."""
+    return f"{OWN}/checksums-{file.rpartition('.')[0]}.json"
+
+
 def stored_manifest(save_id: str) -> str:
     """Key of the whole checkpoint's manifest on storage."""
     return f"{OWN}/manifest-{save_id}.json"

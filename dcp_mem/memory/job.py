@@ -7,9 +7,10 @@ files `0600`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dcp_mem import files
@@ -17,7 +18,7 @@ from dcp_mem.errors import DcpMemError, ManifestInvalid, MemoryBudgetExceeded
 from dcp_mem.events import log
 from dcp_mem.format import histories, names
 from dcp_mem.format.histories import Line, line_of
-from dcp_mem.format.manifest import FlushRecord, Manifest
+from dcp_mem.format.manifest import FlushRecord, Manifest, NodeManifest, ReplicationRecord
 from dcp_mem.format.pickled import MetadataTemplate, template_of
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.locks import end_lease, in_turn, is_leased, try_lease
@@ -31,11 +32,12 @@ _TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A complete checkpoint in this node's memory, and how far its flush has come."""
+    """A complete checkpoint in this node's memory, and how far its flush and its copies on other nodes have come."""
 
     manifest: Manifest
     directory: str
     flush: FlushRecord
+    replication: ReplicationRecord
 
     @property
     def name(self) -> str:
@@ -136,7 +138,12 @@ class JobMemory:
         except ManifestInvalid as error:
             log.warning("passing over %s: %s", path, error)
             return None
-        return Held(manifest, directory, self._flush_record(directory, manifest))
+        return Held(
+            manifest,
+            directory,
+            self._flush_record(directory, manifest),
+            self._replication_record(directory, manifest),
+        )
 
     def _flush_record(self, directory: str, manifest: Manifest) -> FlushRecord:
         try:
@@ -145,6 +152,25 @@ class JobMemory:
         except (FileNotFoundError, ManifestInvalid):
             return FlushRecord(manifest.save_id)
         return record if record.save_id == manifest.save_id else FlushRecord(manifest.save_id)
+
+    def _replication_record(self, directory: str, manifest: Manifest) -> ReplicationRecord:
+        try:
+            path = os.path.join(directory, names.replication_file(manifest.scope))
+            record = ReplicationRecord.from_json(files.read_bytes(path))
+        except (FileNotFoundError, ManifestInvalid):
+            return ReplicationRecord(manifest.save_id)
+        return record if record.save_id == manifest.save_id else ReplicationRecord(manifest.save_id)
+
+    def nbytes_of(self, held: Held) -> int:
+        """Bytes of the segments that lie here: of this node's ranks, and copies of others'."""
+        here = set(map(names.rank_of, self._segments_of(held)))
+        segments = held.manifest.segments
+        return sum(nbytes for rank, nbytes in zip(segments.rank, segments.nbytes, strict=True) if rank in here)
+
+    def _segments_of(self, held: Held) -> list[str]:
+        """Names of the segments of an attempt that lie in its directory."""
+        found = ((entry, names.SEGMENT.fullmatch(entry)) for entry in _listdir(held.directory))
+        return [entry for entry, match in found if match is not None and match[3] == held.manifest.save_id]
 
     # -- staging and completing ---------------------------------------------------------------------------------
 
@@ -212,6 +238,30 @@ class JobMemory:
         if not os.path.exists(held.manifest_path):  # it left just now, and this would keep its directory
             self.tidy(held.directory)
 
+    def add_checksums(
+        self, manifest: Manifest, file: str, checksums: NodeManifest, seal: Callable[[str], None] | None = None
+    ) -> None:
+        """Put a segment's checksums beside it, and then the segment itself where `seal` does that with a path.
+
+        Raises FileNotFoundError where the checkpoint has left memory.
+        """
+        directory = self.checkpoint_directory(manifest.name)
+        with in_turn(directory):
+            if manifest.save_id not in {held.manifest.save_id for held in self.find(manifest.name)}:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
+            files.write_atomically(os.path.join(directory, names.checksums_file(file)), checksums.to_json())
+            if seal is not None:
+                seal(os.path.join(directory, file))
+
+    def record_replication(self, manifest: Manifest, record: ReplicationRecord) -> None:
+        """Write down what became of the copies. Nothing is written for a checkpoint that has left memory meanwhile."""
+        directory = self.checkpoint_directory(manifest.name)
+        with contextlib.suppress(FileNotFoundError), in_turn(directory):
+            if manifest.save_id in {held.manifest.save_id for held in self.find(manifest.name)}:
+                files.write_atomically(
+                    os.path.join(directory, names.replication_file(manifest.scope)), record.to_json()
+                )
+
     # -- leaving memory -----------------------------------------------------------------------------------------
 
     def evict(self, held: Held, why: str = "") -> bool:
@@ -229,8 +279,8 @@ class JobMemory:
             self._remember(held, why)
             files.remove(held.manifest_path)
             files.remove(os.path.join(held.directory, names.metadata_file(held.manifest.scope)))
-            for segment in held.manifest.of_node(self.node):
-                self._retire(held.segment_path(segment.file))
+            for file in self._segments_of(held):
+                self._retire(held.segment_path(file))
             self.tidy(held.directory)
         finally:
             end_lease(descriptor)
@@ -244,8 +294,8 @@ class JobMemory:
         """
         self._remember(held, "replaced by a newer save of the same name")
         files.remove(os.path.join(held.directory, names.metadata_file(held.manifest.scope)))  # it names what goes now
-        for segment in held.manifest.of_node(self.node):
-            self._retire(held.segment_path(segment.file))
+        for file in self._segments_of(held):
+            self._retire(held.segment_path(file))
         self.tidy(held.directory)
 
     def sweep(self) -> None:
@@ -276,12 +326,15 @@ class JobMemory:
     def _tidy(self, directory: str) -> None:
         manifests = [held.manifest for held in self._held_in(directory)]
         segments = {segment.file for manifest in manifests for segment in manifest.segments}
+        checked = {entry for entry in _listdir(directory) if entry in segments}
         for entry in _listdir(directory):
             if names.SEGMENT.fullmatch(entry) and entry not in segments:
                 self._retire_if_abandoned(os.path.join(directory, entry))
         if any(names.SEGMENT.fullmatch(entry) and entry not in segments for entry in _listdir(directory)):
             return  # somebody is staging here, and needs what lies around
-        _remove_others(os.path.join(directory, names.OWN), set().union(*map(_own_files, manifests)))
+        _remove_others(
+            os.path.join(directory, names.OWN), set().union(*(_own_files(one, checked) for one in manifests))
+        )
         _remove_others(directory, segments | {names.OWN} | {names.metadata_file(one.scope) for one in manifests})
         if not manifests:
             files.remove_directory_if_empty(os.path.join(directory, names.OWN))
@@ -374,14 +427,16 @@ def _is_manifest(entry: str) -> bool:
     return entry.startswith("manifest") and entry.endswith(".json")
 
 
-def _own_files(manifest: Manifest) -> set[str]:
-    """Names, under `.dcp_mem`, of what belongs to a complete checkpoint."""
+def _own_files(manifest: Manifest, segments: Iterable[str]) -> set[str]:
+    """Names, under `.dcp_mem`, of what belongs to a complete checkpoint, and to these segments of it."""
     paths = [
         names.manifest_file(manifest.scope),
         names.flush_file(manifest.scope),
         names.own_metadata_file(manifest.save_id, manifest.catalog),
         names.flushing_file(manifest.save_id),
         names.catalog_file(manifest.catalog),
+        names.replication_file(manifest.scope),
+        *map(names.checksums_file, segments),
     ]
     return {path.rpartition("/")[2] for path in paths}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,11 +132,12 @@ class Slot:
 
 
 class SlotPool:
-    """The slots of one process in one job's directory."""
+    """The slots of one process in one job's directory; its threads may share it."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._open: dict[int, Slot] = {}
+        self._guard = threading.RLock()  # nobody populates a slot under it, which takes long
 
     def claim(self, nbytes: int, frames: str, mapped: int | None = None) -> Slot:
         """A slot that nobody else uses, with room for `nbytes`: a free one where there is one, else a new one.
@@ -145,8 +147,7 @@ class SlotPool:
         Prefers one that holds these frames already, then one that is mapped, then the one of nearest size.
         Raises MemoryBudgetExceeded.
         """
-        with in_turn(self._directory):
-            slot = self._claim_free(nbytes, frames) or self._create()
+        slot = self.take(nbytes, frames)
         try:
             slot.shrink(nbytes)
             slot.map(nbytes if mapped is None else mapped, nbytes)
@@ -156,14 +157,19 @@ class SlotPool:
             raise
         return slot
 
-    def spare_bytes(self) -> int:
-        """What is there of the free slot that a claim would most likely get; 0 where there is none."""
-        with in_turn(self._directory):
-            return max((size for _, _, size in self._free()), default=0)
+    def take(self, nbytes: int, frames: str) -> Slot:
+        """What `claim` would take, with room for nothing yet."""
+        with self._guard, in_turn(self._directory):
+            return self._claim_free(nbytes, frames) or self._create()
+
+    def spare_sizes(self) -> list[int]:
+        """Bytes that are there of each free slot that this process could claim, the largest first."""
+        with self._guard, in_turn(self._directory):
+            return sorted((size for _, _, size in self._free()), reverse=True)
 
     def free_count(self) -> int:
         """How many free slots this process could claim, going by leases alone."""
-        with in_turn(self._directory):
+        with self._guard, in_turn(self._directory):
             return len(self._free())
 
     def seal(self, slot: Slot, path: str) -> None:
@@ -173,9 +179,10 @@ class SlotPool:
 
     def share(self, slot: Slot) -> None:
         """Let readers and the agent in; nobody else may claim it while this process lives."""
-        slot.busy = False
-        if slot.descriptor >= 0 and not share(slot.descriptor):
-            self._forget(slot)
+        with self._guard:
+            slot.busy = False
+            if slot.descriptor >= 0 and not share(slot.descriptor):
+                self._forget(slot)
 
     def abandon(self, slot: Slot) -> None:
         """Return a slot whose staging failed, wherever it lies by now."""
@@ -187,15 +194,17 @@ class SlotPool:
 
     def take_back(self, is_listed: Callable[[str], bool]) -> None:
         """Make free slots of this process's segments that never became part of a complete checkpoint."""
-        for slot in self._open.values():
-            sealed = not slot.busy and os.path.dirname(slot.path) != self._directory
-            if sealed and _lies_at(slot, slot.path) and not is_listed(slot.path):
-                self.abandon(slot)
+        with self._guard:
+            for slot in list(self._open.values()):
+                sealed = not slot.busy and os.path.dirname(slot.path) != self._directory
+                if sealed and _lies_at(slot, slot.path) and not is_listed(slot.path):
+                    self.abandon(slot)
 
     def prefault(self, count: int, nbytes: int, prepare: Callable[[Slot], None], wanted: Callable[[], bool]) -> None:
         """Make free slots of this size until there are `count`, ready to be copied into; stops when not `wanted` any more."""
         while wanted() and self.free_count() < count:
-            slot = self._create()
+            with self._guard:
+                slot = self._create()
             try:
                 slot.map(nbytes, nbytes, wanted)
                 if slot.mapping is not None:
@@ -208,17 +217,18 @@ class SlotPool:
 
     def close(self, *, keep_free: bool = False) -> None:
         """Unmap everything; free slots are deleted unless they are to be kept."""
-        for slot in list(self._open.values()):
-            name = self._name_of(slot.inode)
-            if name and not keep_free and try_lease(slot.descriptor, exclusive=True):
-                files.remove(os.path.join(self._directory, name))
-            self._forget(slot)
+        with self._guard:
+            for slot in list(self._open.values()):
+                name = self._name_of(slot.inode)
+                if name and not keep_free and try_lease(slot.descriptor, exclusive=True):
+                    files.remove(os.path.join(self._directory, name))
+                self._forget(slot)
 
     def _claim_free(self, nbytes: int, frames: str) -> Slot | None:
         def preference(entry: tuple[str, int, int]) -> tuple[bool, bool, bool, int]:
             _, inode, size = entry
             slot = self._open.get(inode)
-            framed = slot is not None and frames != "" and slot.frames == frames
+            framed = slot is not None and slot.frames == frames
             return (not framed, slot is None, size < nbytes, abs(size - nbytes))
 
         for name, inode, _ in sorted(self._free(), key=preference):
@@ -286,8 +296,9 @@ class SlotPool:
             return next((entry.name for entry in entries if entry.inode() == inode), "")
 
     def _forget(self, slot: Slot) -> None:
-        self._open.pop(slot.inode, None)
-        slot.close()
+        with self._guard:
+            self._open.pop(slot.inode, None)
+            slot.close()
 
 
 def _lies_at(slot: Slot, path: str) -> bool:

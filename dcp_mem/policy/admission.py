@@ -11,7 +11,8 @@ from typing import Literal
 class Kept:
     """A complete checkpoint in a node's memory, as the policy sees it.
 
-    key: its save id. busy: being read or flushed at this moment. pending: meant for storage and not there yet.
+    key: its save id. busy: being read, flushed or replicated at this moment. pending: meant for storage and not there yet.
+    replicated: other nodes have copies of it, and newer ones are to get copies too.
     """
 
     key: str
@@ -20,6 +21,7 @@ class Kept:
     persist: bool
     pending: bool
     busy: bool
+    replicated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,10 @@ class Verdict:
 def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
     """Decide for all nodes together whether one more checkpoint is staged, and what leaves memory for it.
 
-    The newest checkpoint that all nodes hold never leaves, nor does one that is busy or awaits its flush with no newer
-    one to take its place. What a kill has left on some nodes only leaves first.
+    The newest checkpoint that all nodes hold never leaves, nor does the newest that has copies elsewhere, nor one that is
+    busy or awaits its flush with no newer one to take its place. What a kill has left on some nodes only leaves first.
     """
+    nodes = _of_one_mind(nodes)
     evict: set[str] = set()
     whole = frozenset.intersection(*(frozenset(kept.key for kept in node.kept) for node in nodes))
     groups = [[kept for node in nodes for kept in node.kept if kept.key in whole]] if whole else [n.kept for n in nodes]
@@ -69,6 +72,14 @@ def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
         if full is not None:
             return replace(full, lasting=not _will_have_room(nodes, keep))
     return Verdict("stage", frozenset(evict))
+
+
+def _of_one_mind(nodes: Sequence[NodeMemory]) -> list[NodeMemory]:
+    """The nodes, where one that has written down that a checkpoint is replicated speaks for all: others are just about to."""
+    replicated = {one.key for node in nodes for one in node.kept if one.replicated}
+    return [
+        replace(node, kept=tuple(replace(one, replicated=one.key in replicated) for one in node.kept)) for node in nodes
+    ]
 
 
 def _will_have_room(nodes: Sequence[NodeMemory], keep: int) -> bool:
@@ -89,11 +100,21 @@ def retire(kept: Sequence[Kept], keep: int) -> frozenset[str]:
     return frozenset(leaving)
 
 
+def allowance(kept: Sequence[Kept], keep: int) -> int:
+    """How many checkpoints may stay while another is staged: one more than a `keep` of 1 where only an older one has copies."""
+    return max(keep, len(_newest(kept) | _newest([one for one in kept if one.replicated])))
+
+
+def most_at_once(keep: int, gets_copies: bool) -> int:
+    """How many checkpoints a node's memory holds at most, with the one that is being staged."""
+    return max(keep, 2 if gets_copies else 1) + 1
+
+
 def _make_room(node: NodeMemory, keep: int, evict: set[str], evictable: Sequence[Kept]) -> Verdict | None:
     staying = [kept for kept in node.kept if kept.key not in evict]
     freed = sum(kept.nbytes for kept in node.kept if kept.key in evict)
     for candidate in [*(kept for kept in evictable if kept.key not in evict), None]:
-        lacking = _lacking(node, len(staying), keep, freed)
+        lacking = _lacking(node, len(staying), allowance(staying, keep), freed)
         if not lacking:
             return None
         if candidate is None:
@@ -126,12 +147,14 @@ def _evictable(kept: Sequence[Kept], staying: frozenset[str], whole: frozenset[s
 
 
 def _wanted(kept: Sequence[Kept]) -> frozenset[str]:
-    """The newest checkpoint, and the newest that is meant for storage while it isn't there."""
-    by_age = sorted(kept, key=lambda checkpoint: checkpoint.created)
-    newest = {checkpoint.key for checkpoint in by_age[-1:]}
-    newest_persisted = {checkpoint.key for checkpoint in [one for one in by_age if one.persist][-1:]}
+    """The newest checkpoint, the newest with copies, and the newest that is meant for storage while it isn't there."""
     pending = {checkpoint.key for checkpoint in kept if checkpoint.pending}
-    return frozenset(newest | (newest_persisted & pending))
+    replicated = _newest([one for one in kept if one.replicated])
+    return _newest(kept) | replicated | (_newest([one for one in kept if one.persist]) & pending)
+
+
+def _newest(kept: Sequence[Kept]) -> frozenset[str]:
+    return frozenset({max(kept, key=lambda checkpoint: checkpoint.created).key} if kept else ())
 
 
 def _busy(kept: Sequence[Kept]) -> frozenset[str]:

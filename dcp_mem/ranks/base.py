@@ -13,6 +13,29 @@ Share = Callable[[Sequence[T]], Sequence[T]]
 """Makes equal parts of several values the same object, so that they are sent, and kept, once."""
 
 
+class Passing(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> None:
+        """Return once it has left, or has come. Raises RuntimeError where the other end is gone, or silent for too long."""
+
+
+class Line(Protocol):
+    """One rank's end of a connection with another, for bulk; what becomes of it is no concern of anybody else.
+
+    Messages arrive in their order, and both ends name the same lengths. data: memory, which stays as it is meanwhile.
+    """
+
+    def send(self, data: Any) -> Passing:
+        """Begin to send these bytes; several may be on their way."""
+
+    def receive(self, data: Any) -> Passing:
+        """Begin to receive bytes into this memory."""
+
+    def close(self) -> None:
+        """Hang up: with the last message that somebody still holds, the other end learns of it, and waits no longer."""
+
+
 class Ranks(Protocol):
     """A fixed set of ranks; all of them make the same calls in the same order.
 
@@ -69,6 +92,19 @@ class Ranks(Protocol):
         Between any two ranks, both name what passes in the same order, and with the same lengths.
         """
 
+    def apart(self, purpose: str, seconds: float, variable: str) -> Ranks:
+        """The same ranks on connections of their own, where a thread may be busy with something else than saves.
+
+        All ranks ask in the same order, while none is in a call on what they got before; a set that broke, or that a rank has
+        left, is made anew. seconds: how long a rank waits for another, by that variable.
+        """
+
+    def line(self, sender: int, receiver: int) -> Line:
+        """A line from one rank to another, kept for as long as the set is whole; both ask for it, in a thread of any kind.
+
+        Raises RuntimeError where the other one doesn't come.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Alone:
@@ -106,3 +142,9 @@ class Alone:
 
     def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
         return
+
+    def apart(self, purpose: str, seconds: float, variable: str) -> Ranks:
+        return self
+
+    def line(self, sender: int, receiver: int) -> Line:
+        raise RuntimeError(f"rank {self.rank} is alone")

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
 from dcp_mem.ranks import passing
-from dcp_mem.ranks.base import Alone, Message, Ranks, Share
+from dcp_mem.ranks.base import Alone, Line, Message, Ranks, Share
+from dcp_mem.ranks.lines import GlooLine, connection_of_its_own
 from dcp_mem.ranks.passing import dumped
 from dcp_mem.ranks.tree import Tree, tree_of
 
@@ -37,18 +38,29 @@ _TAG = 0x64637
 
 
 class GlooRanks:
-    """Ranks of a process group, over a gloo group with the same members."""
+    """Ranks of a process group, over a gloo group with the same members. store: where they meet."""
 
-    def __init__(self, group: dist.ProcessGroup | None, purpose: str) -> None:
-        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[int],
+        purpose: str,
+        store: dist.Store,
+        seconds: float,
+        variable: str = "DCP_MEM_TIMEOUT",
+    ) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-        self.rank = dist.get_rank(group)
+        self.rank = rank
         self.size = len(members)
         self.notes: dict[str, Any] = {}
-        self.key = self._name = "dcp_mem/" + hashlib.sha256(repr((purpose, attempt, members)).encode()).hexdigest()[:16]
+        self._members = members
+        self._lines: dict[tuple[int, int], GlooLine] = {}
+        self.key = self._name = (
+            "dcp_mem/" + hashlib.sha256(repr((purpose, attempt, list(members))).encode()).hexdigest()[:16]
+        )
         # torchrun's workers may get the same store again after a restart, with the addresses of the dead in it.
-        self._store = dist.distributed_c10d._get_default_store()
-        self._timeout = timedelta(seconds=exchange_timeout())
+        self._store = store
+        self._timeout, self._variable = timedelta(seconds=seconds), variable
         self._generation = 0
         self._calls = 0
         self._group: dist.ProcessGroupGloo | None = None
@@ -78,6 +90,26 @@ class GlooRanks:
     def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
         self._guarded("swap", lambda group: _swap(group, outgoing, incoming))
 
+    def apart(self, purpose: str, seconds: float, variable: str) -> Ranks:
+        default = dist.distributed_c10d._get_default_store()
+        key = (purpose, id(default), *self._members)
+        ranks = _ranks.get(key)
+        if ranks is None:
+            purpose = f"{purpose} {run_token()}"  # the store may have seen other runs' keys, without its prefixes
+            store = connection_of_its_own(default)
+            ranks = _ranks[key] = GlooRanks(self.rank, self._members, purpose, store, seconds, variable)
+        ranks.refresh()
+        return ranks
+
+    def line(self, sender: int, receiver: int) -> Line:
+        found = self._lines.get((sender, receiver))
+        if found is None:
+            name = f"{self._name}/{self._generation}/{sender}-{receiver}"
+            store = dist.PrefixStore(name, connection_of_its_own(self._store))
+            found = GlooLine(store, self.rank == sender, self._timeout.total_seconds())
+            self._lines[sender, receiver] = found
+        return found
+
     def refresh(self) -> None:
         """Called as a save or load begins: leave a group that broke in an earlier one.
 
@@ -106,6 +138,7 @@ class GlooRanks:
     def close(self) -> None:
         """Leave the group. Its threads must end while the interpreter still runs, or they may abort the process."""
         self._group = None
+        self._lines.clear()
 
     def _unarranged(self) -> Tree:
         return tree_of(list(map(str, range(self.size))), self.rank)
@@ -129,7 +162,7 @@ class GlooRanks:
             text = str(error).split("\n")[0][:300]
             raise RankFailed(
                 f"{what} between {self.size} ranks (a rank died or fell behind by {self._timeout.total_seconds():.0f} s; "
-                f"DCP_MEM_TIMEOUT sets this)",
+                f"{self._variable} sets this)",
                 [(self.rank, text)],
             ) from None
 
@@ -276,7 +309,8 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
     key = (purpose, id(dist.distributed_c10d._get_default_store()), *members)
     ranks = _ranks.get(key)
     if ranks is None:
-        ranks = _ranks[key] = GlooRanks(group, purpose)
+        store = dist.distributed_c10d._get_default_store()
+        ranks = _ranks[key] = GlooRanks(dist.get_rank(group), members, purpose, store, exchange_timeout())
     ranks.refresh()
     return ranks
 

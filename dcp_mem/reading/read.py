@@ -36,6 +36,8 @@ def read_items(
         return _read_by_file(opened, _wanted(opened, plan), planner, verify)
     try:
         for file, payloads in plan.straight():
+            if verify:
+                nearest.verify(file)
             nearest.read_many(file, payloads)
         return {nearest.label} | _read_by_file(opened, plan.rest(), planner, verify)
     except Failures as error:
@@ -76,6 +78,8 @@ def _read_what_is_here(
     lacks = any(not memory.has(item.file) for item in rest)
     for file, payloads in plan.straight() if isinstance(plan, Reads) else ():
         if memory.has(file):
+            if verify:
+                memory.verify(file)
             memory.read_many(file, payloads)
         else:
             lacks = True
@@ -114,6 +118,8 @@ def _read_alone(source: Source, name: str, wanted: Sequence[Wanted], planner: Lo
     fetcher, arrivals = _prepared(source, name, wanted, planner, False)
     rest: dict[str, list[tuple[int, int]]] = {}
     for file, of_file in arrivals.by_file():
+        if verify:
+            source.verify(file)
         straight = [one for one in of_file if one.is_straight]
         source.read(file, [one.straight_move() for one in straight])
         for one in straight:

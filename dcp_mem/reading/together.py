@@ -232,6 +232,7 @@ class _Batches:
         if one.comes_in:
             return self._view(number, one)
         assert self._memory is not None
+        self._memory.check(one.file, one.start, one.stop)
         return self._memory.view(one.file, one.start, one.stop)
 
     def _take(self, number: int) -> None:

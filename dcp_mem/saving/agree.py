@@ -15,26 +15,29 @@ from dcp_mem.format import names
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.memory.slots import capacity_for
-from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, retire
+from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, allowance, retire
+from dcp_mem.replicating.transfers import copies_of, possible
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.values import Attempt, Caller, Planned, Unplanned
 from dcp_mem.session import Topology
 
 _COMPLAIN_EVERY = 10.0
+_MOST_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
     """What a rank brings to the agreement; what concerns its node comes from the node's leader.
 
-    proposal: the coordinator's save id, whether it persists, and its time. exists, newest: of its node's checkpoints.
-    plan_id, others, why_not: as in Planned and Unplanned.
+    proposal: the coordinator's save id, whether it persists, and its time. needed: bytes that its segment takes. slots: bytes of
+    its free ones, the largest first. exists, newest: of its node's checkpoints. plan_id, others, why_not: as in Planned and
+    Unplanned.
     """
 
     name: str
     proposal: tuple[str, bool, float] | None = None
     needed: int = 0
-    spare: int = 0
+    slots: tuple[int, ...] = ()
     node: NodeMemory | None = None
     exists: bool = False
     newest: float = 0.0
@@ -50,6 +53,7 @@ class _Ballot(NamedTuple):
     name: a digest of the checkpoint's. is_usual: no rank sees anything that speaks against staging at once, but for plans.
     proposal: the coordinator's save id, whether it persists, and its time. plan_id: "" where the ranks have none in common;
     others: plans that fit on every rank as well. why_not: (rank, why only DCP's planner can plan its state dict).
+    is_replicating: some rank still has copies of an older checkpoint under way.
     """
 
     name: bytes
@@ -59,6 +63,7 @@ class _Ballot(NamedTuple):
     proposal: tuple[str, bool, float] | None
     others: tuple[str, ...] = ()
     why_not: tuple[tuple[int, str], ...] = ()
+    is_replicating: bool = False
 
     def join(self, other: _Ballot) -> _Ballot:
         fitting = {self.plan_id, *self.others} & {other.plan_id, *other.others} - {""}
@@ -71,6 +76,7 @@ class _Ballot(NamedTuple):
             self.proposal or other.proposal,
             tuple(sorted(fitting - {plan_id})),
             tuple(sorted(self.why_not + other.why_not)[:1]),
+            self.is_replicating or other.is_replicating,
         )
 
 
@@ -92,12 +98,16 @@ def agree(caller: Caller, planned: Planned | Unplanned | Exception) -> Attempt |
     CheckpointExists, ConfigError, RankFailed, and NoCommonPlan, before anything has been decided.
     """
     started = time.monotonic()
-    topology = caller.session.topology(caller.ranks)
+    topology = caller.session.topology(caller.ranks, caller.settings.failure_domain)
     survey = _survey_or_error(caller, topology, planned)
-    ballot = caller.ranks.all_reduce(_ballot(caller, survey), _Ballot.join)
+    ballot = caller.ranks.all_reduce(_ballot(caller, topology, survey), _Ballot.join)
     proposal, newest = ballot.proposal, ballot.newest
     if ballot.is_usual and not ballot.plan_id:
         raise _no_common_plan(ballot.why_not, ballot.others)
+    may_replicate = True
+    if ballot.is_replicating:
+        may_replicate = _settle_replication(caller)
+        survey = _survey_or_error(caller, topology, planned)  # there may be more room now
     if not ballot.is_usual:
         surveys = _agree_at_length(caller, topology, planned, survey)
         if surveys is None:
@@ -106,13 +116,29 @@ def agree(caller: Caller, planned: Planned | Unplanned | Exception) -> Attempt |
     faults.point("save.agreed")
     assert proposal is not None
     save_id, persist, now = proposal
-    return Attempt(save_id, max(now, newest + 1e-3), persist, topology, started)
+    return Attempt(save_id, max(now, newest + 1e-3), persist, topology, started, may_replicate)
 
 
-def _ballot(caller: Caller, survey: _Survey) -> _Ballot:
-    node, limit = survey.node, caller.settings.memory_limit
-    has_room = survey.needed <= survey.spare and (
-        node is None or (len(node.kept) <= caller.settings.keep and (limit is None or node.used <= limit))
+def _settle_replication(caller: Caller) -> bool:
+    """Do on all ranks alike what `on_replication` says of the older checkpoint's; whether the new one may have copies."""
+    replicator = caller.session.replicator
+    if caller.settings.on_replication == "skip":
+        return False
+    if caller.settings.on_replication == "overtake":
+        replicator.cancel()
+    replicator.wait()
+    return True
+
+
+def gets_copies(caller: Caller, topology: Topology) -> bool:
+    """Whether copies are wanted, and there are nodes for them."""
+    return possible(topology.nodes, caller.settings.replicas) > 0
+
+
+def _ballot(caller: Caller, topology: Topology, survey: _Survey) -> _Ballot:
+    node, limit, keep = survey.node, caller.settings.memory_limit, caller.settings.keep
+    has_room = _has_slots(caller, topology, survey) and (
+        node is None or (len(node.kept) <= allowance(node.kept, keep) and (limit is None or node.used <= limit))
     )
     return _Ballot(
         hashlib.sha256(survey.name.encode()).digest()[:8],
@@ -122,7 +148,24 @@ def _ballot(caller: Caller, survey: _Survey) -> _Ballot:
         survey.proposal,
         survey.others,
         ((caller.ranks.rank, survey.why_not),) if survey.why_not else (),
+        caller.session.replicator.is_busy,
     )
+
+
+def _has_slots(caller: Caller, topology: Topology, survey: _Survey) -> bool:
+    """Whether this rank has a free slot for its segment, and one for each copy that will come to it, as far as it knows."""
+    copies: tuple[int, ...] | None = ()
+    if gets_copies(caller, topology):
+        copies = caller.session.expected_copies.get(caller.group)
+    if copies is None:
+        return False
+    needs = [survey.needed, *copies]
+    return _reusable(needs, survey.slots) == sum(needs)
+
+
+def _reusable(needs: Sequence[int], slots: Sequence[int]) -> int:
+    """How many of these bytes find room in slots that are there."""
+    return sum(map(min, sorted(needs, reverse=True), slots))
 
 
 def _agree_at_length(
@@ -174,12 +217,12 @@ def _survey(caller: Caller, topology: Topology, nbytes: int) -> _Survey:
         name=caller.name,
         proposal=_proposal(caller) if caller.ranks.rank == 0 else None,
         needed=capacity_for(nbytes + TAIL_ROOM),
-        spare=min(session.slots.spare_bytes(), capacity_for(nbytes + TAIL_ROOM)),
+        slots=tuple(session.slots.spare_sizes()[:_MOST_SLOTS]),
     )
     if not topology.is_leader:
         return mine
     memory = caller.session.memory
-    kept = _kept(memory, caller.scope)
+    kept = _kept(memory, caller.scope, gets_copies(caller, topology))
     node = NodeMemory(
         kept=kept,
         used=memory.allocated_bytes(),
@@ -199,12 +242,15 @@ def _proposal(caller: Caller) -> tuple[str, bool, float]:
     return names.new_save_id(), caller.settings.persist.wants(persisted.saves, persisted.seconds()), time.time()
 
 
-def keep_no_more(memory: JobMemory, scope: str, keep: int) -> None:
-    """Evict what a newer checkpoint has superseded, but for what is being read or flushed at this moment."""
-    _evict(memory, retire(_kept(memory, scope), keep), "superseded by a newer checkpoint")
+def keep_no_more(memory: JobMemory, scope: str, keep: int, gets_copies: bool) -> None:
+    """Evict what a newer checkpoint has superseded, but for what is being read or flushed at this moment.
+
+    gets_copies: checkpoints are replicated, so the newest one that is stays until a newer one is.
+    """
+    _evict(memory, retire(_kept(memory, scope, gets_copies), keep), "superseded by a newer checkpoint")
 
 
-def _kept(memory: JobMemory, scope: str) -> tuple[Kept, ...]:
+def _kept(memory: JobMemory, scope: str, gets_copies: bool) -> tuple[Kept, ...]:
     result = []
     for held in memory.held():
         if held.manifest.scope != scope:
@@ -213,9 +259,16 @@ def _kept(memory: JobMemory, scope: str) -> tuple[Kept, ...]:
             busy = is_leased(held.manifest_path)
         except FileNotFoundError:
             continue
-        nbytes = sum(segment.nbytes for segment in held.manifest.of_node(memory.node))
         result.append(
-            Kept(held.manifest.save_id, held.manifest.created, nbytes, held.manifest.persist, held.pending, busy)
+            Kept(
+                held.manifest.save_id,
+                held.manifest.created,
+                memory.nbytes_of(held),
+                held.manifest.persist,
+                held.pending,
+                busy,
+                replicated=gets_copies and held.replication.outcome == "replicated",
+            )
         )
     return tuple(result)
 
@@ -235,6 +288,7 @@ def _verdict(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> 
         )
     if any(survey.exists for survey in surveys):
         raise CheckpointExists(caller.name, "memory")
+    needs = _needs(caller, topology, surveys)
     nodes = []
     for leader, survey in enumerate(surveys):
         if survey.node is not None:
@@ -242,11 +296,21 @@ def _verdict(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> 
             nodes.append(
                 replace(
                     survey.node,
-                    needed=sum(surveys[rank].needed for rank in neighbours),
-                    spare=sum(surveys[rank].spare for rank in neighbours),
+                    needed=sum(sum(needs[rank]) for rank in neighbours),
+                    spare=sum(_reusable(needs[rank], surveys[rank].slots) for rank in neighbours),
                 )
             )
     return admit(nodes, caller.settings.keep)
+
+
+def _needs(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> list[list[int]]:
+    """Bytes that each rank needs for its segment, and for each copy that will come to it."""
+    needs = [[survey.needed] for survey in surveys]
+    if gets_copies(caller, topology):
+        sizes = tuple(survey.needed for survey in surveys)
+        for copy in copies_of(topology.nodes, topology.domains, sizes, caller.settings.replicas):
+            needs[copy.receiver].append(copy.nbytes)
+    return needs
 
 
 def _no_common_plan(why_not: Sequence[tuple[int, str]], fitting: Collection[str]) -> NoCommonPlan:

@@ -55,13 +55,14 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What all ranks agreed on for this save."""
+    """What all ranks agreed on for this save. replicate: no older checkpoint's replication is in the way."""
 
     save_id: str
     created: float
     persist: bool
     topology: Topology
     started: float
+    replicate: bool = True
 
 
 @dataclass(frozen=True, slots=True)

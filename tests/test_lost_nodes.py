@@ -1,0 +1,127 @@
+"""Nodes are lost, with their memory; what was replicated is loaded from the memory of those that are left."""
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.cluster import MEMORY, Cluster, Node
+from tests.jobs import Job, load_anew, save, wait_until
+
+pytestmark = [pytest.mark.slow]
+
+_STARTED_SECONDS = 60.0
+JOB = Job(None, str(MEMORY / "dcp_mem"))
+
+
+def _save_and_idle(saved: Path, replicas: int) -> None:
+    with JOB.writer(replicas=replicas) as writer:
+        for number in (1, 2):
+            save(writer, number)
+            writer.wait(f"step-{number}", "replicated", timeout=60)
+        dist.barrier()
+        saved.touch()
+        time.sleep(1000)
+
+
+def _save_until_lost() -> None:
+    with JOB.writer(replicas=1) as writer:
+        save(writer, 1)
+        writer.wait("step-1", "replicated", timeout=60)
+        save(writer, 2)
+        time.sleep(1000)
+
+
+def _load() -> tuple[int, str]:
+    loaded = load_anew(JOB)
+    return loaded.number, loaded.report.source
+
+
+def _load_and_save_on() -> tuple[int, int]:
+    """The number that a load brings, and the replicas of the next checkpoint."""
+    number = load_anew(JOB).number
+    with JOB.writer(replicas=1) as writer:
+        save(writer, number + 1)
+        writer.wait(f"step-{number + 1}", "replicated", timeout=60)
+        (status,) = (one for one in writer.status() if one.name == f"step-{number + 1}")
+        return number, status.replicas
+
+
+def _lose(nodes: Collection[Node]) -> None:
+    for node in nodes:
+        node.kill()
+
+
+@pytest.mark.parametrize(
+    ("lost", "replicas", "new"),
+    [
+        pytest.param([1], 1, 1, id="one of three"),
+        pytest.param([0], 1, 1, id="the coordinator's"),
+        pytest.param([1, 2], 2, 2, id="two of three with two replicas"),
+        pytest.param([2], 1, 0, id="one of three and none in its place"),
+    ],
+)
+@pytest.mark.nodes(3)
+def test_a_job_loads_the_newest_checkpoint_from_the_nodes_that_are_left(
+    cluster: Cluster, tmp_path: Path, lost: list[int], replicas: int, new: int
+) -> None:
+    killed = cluster.launch(_save_and_idle, tmp_path / "saved", replicas)
+    wait_until((tmp_path / "saved").exists, killed.output(), _STARTED_SECONDS)
+    _lose([cluster.nodes[number] for number in lost])
+    killed.kill()
+    for _ in range(new):
+        cluster.add()
+    loaded = cluster.launch(_load).results()
+    assert [number for number, _ in loaded] == [2] * (3 - len(lost) + new)
+    assert {source for _, source in loaded} == {"memory and peers"}
+
+
+@pytest.mark.nodes(2)
+def test_a_node_that_takes_a_lost_ones_place_has_copies_again_with_the_next_save(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    killed = cluster.launch(_save_and_idle, tmp_path / "saved", 1)
+    wait_until((tmp_path / "saved").exists, killed.output(), _STARTED_SECONDS)
+    _lose([cluster.nodes[1]])
+    killed.kill()
+    cluster.add()
+    assert cluster.launch(_load_and_save_on).results() == [(2, 1)] * 2
+    _lose([cluster.nodes[0]])
+    cluster.add()
+    assert [number for number, _ in cluster.launch(_load).results()] == [3] * 2
+
+
+@pytest.mark.parametrize("point", ["stage.copied:stop:2", "replicate.chunk:stop:2", "replicate.received:stop:2"])
+@pytest.mark.nodes(2)
+def test_a_node_lost_in_the_middle_of_a_save_or_of_its_copies_costs_that_save_alone(
+    cluster: Cluster, point: str
+) -> None:
+    lost = cluster.nodes[1]
+    environment = {"DCP_MEM_REPLICATION_TIMEOUT": "5"}
+    saving = cluster.launch(_save_until_lost, env=environment, env_of={lost: {"DCP_MEM_FAULTS": point}})
+    wait_until(lambda: any(one.status() == "stopped" for one in lost.processes()), saving.output(), _STARTED_SECONDS)
+    lost.kill()
+    saving.kill()
+    cluster.add()
+    loaded = cluster.launch(_load).results()
+    assert len(loaded) == 2
+    assert {number for number, _ in loaded} == {1}
+
+
+@pytest.mark.nodes(3)
+def test_a_copy_that_has_rotted_is_passed_over_for_the_next_older_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    killed = cluster.launch(_save_and_idle, tmp_path / "saved", 1)
+    wait_until((tmp_path / "saved").exists, killed.output(), _STARTED_SECONDS)
+    _lose([cluster.nodes[0]])
+    killed.kill()
+    (copy,) = (
+        path for node in cluster.nodes for path in Path(f"{node.root}/{JOB.directory}/step-2").glob("__0_0-*.distcp")
+    )
+    data = bytearray(copy.read_bytes())
+    for place in range(0, 16 << 10, 64):
+        data[place] ^= 1
+    copy.write_bytes(data)
+    cluster.add()
+    assert {number for number, _ in cluster.launch(_load).results()} == {1}
