@@ -366,6 +366,20 @@ def test_a_save_that_overtakes_gets_its_copies_and_the_one_before_none(cluster: 
         assert second == ("replicated", "")
 
 
+def _overtakes_often(cluster: Cluster) -> float:
+    """Seconds that it took, with copies given up at any point of their way."""
+    started = time.monotonic()
+    with cluster.writer(on_replication="overtake") as writer:
+        for step in range(12):
+            _save(writer, step, 2 * CHUNK)
+        writer.wait(None, "replicated", timeout=60)
+    return time.monotonic() - started
+
+
+def test_copies_that_are_given_up_halfway_keep_nobody_waiting_for_a_time_out(cluster: Cluster) -> None:
+    assert max(forked_ranks(_overtakes_often, 3, cluster, timeout=90, env={"DCP_MEM_REPLICATION_TIMEOUT": "600"})) < 90
+
+
 def _saves_two_and_leaves(cluster: Cluster) -> None:
     writer = cluster.writer()
     for step in (1, 2):

@@ -2,6 +2,9 @@
 
 First a letter of the receiver, that it is ready or why it isn't; then the chunks, a few in flight; last, what the sender has
 computed of the blocks. No byte is copied but by the network.
+
+Behind each message goes a byte, and one comes back for it; both ends wait for these bytes. For gloo (torch 2.6 to 2.13) tells at
+once who waits for a message that its peer is gone, but not who waits for one that is half here, or half gone.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -82,14 +86,41 @@ def send(line: Line, source: Source, go_on: Callable[[], None]) -> None:
         if len(passing) == _IN_FLIGHT:
             passing.popleft().wait()
         data = source.read(start, stop)
-        passing.append(line.send(data))
+        passing.append(_Answered(line, data))
         source.sum_up(start, data)
         faults.point("replicate.chunk")
     sums = source.table().crc32c
     if len(sums):
-        passing.append(line.send(bytearray(sums.tobytes())))
+        passing.append(_Answered(line, bytearray(sums.tobytes())))
     while passing:
         passing.popleft().wait()
+
+
+class _Answered:
+    """A message on its way, the byte behind it, and the answer to it."""
+
+    def __init__(self, line: Line, data: Any) -> None:
+        self._answer = line.receive(bytearray(1))
+        self._message, self._end = line.send(data), line.send(bytearray(1))
+
+    def wait(self) -> None:
+        self._answer.wait()
+        self._message.wait()
+        self._end.wait()
+
+
+class _Expected:
+    """A message that is to come into this memory, and the byte behind it."""
+
+    def __init__(self, line: Line, data: Any) -> None:
+        self._line = line
+        self._message, self._end = line.receive(data), line.receive(bytearray(1))
+
+    def wait(self) -> Passing:
+        """Wait until it is here, and answer it; the answer doesn't leave unless somebody holds it."""
+        self._end.wait()
+        self._message.wait()
+        return self._line.send(bytearray(1))
 
 
 def refuse(line: Line, why: str) -> None:
@@ -103,16 +134,17 @@ def receive(line: Line, target: memoryview, table: ItemTable, go_on: Callable[[]
     Raises DcpMemError where it isn't what was sent, and RuntimeError where the sender is gone or silent. No byte comes later.
     """
     checksums = BlockChecksums(blocks_of(table.offsets, table.lengths))
-    passing = deque[tuple[int, memoryview, Passing]]()
+    passing = deque[tuple[int, memoryview, _Expected]]()
+    answers: list[Passing] = []
     refuse(line, "")
     try:
         for start, stop in _chunks(len(target)):
             go_on()
             if len(passing) == _IN_FLIGHT:
-                _take(passing, checksums)
-            passing.append((start, target[start:stop], line.receive(target[start:stop])))
+                answers.append(_take(passing, checksums))
+            passing.append((start, target[start:stop], _Expected(line, target[start:stop])))
         while passing:
-            _take(passing, checksums)
+            answers.append(_take(passing, checksums))
     finally:
         passing.clear()  # what is given up here isn't written to any more
     found = checksums.result()
@@ -120,18 +152,20 @@ def receive(line: Line, target: memoryview, table: ItemTable, go_on: Callable[[]
     return replace(table, crc32c=found)
 
 
-def _take(passing: deque[tuple[int, memoryview, Passing]], checksums: BlockChecksums) -> None:
+def _take(passing: deque[tuple[int, memoryview, _Expected]], checksums: BlockChecksums) -> Passing:
+    """Wait for the next chunk, and answer it."""
     start, data, message = passing[0]
-    message.wait()
+    answer = message.wait()
     checksums.add(start, data)
     passing.popleft()
+    return answer
 
 
 def _compare(line: Line, found: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
     if not len(found):
         return
     sent = bytearray(found.nbytes)
-    line.receive(sent).wait()
+    _Expected(line, sent).wait().wait()
     wrong = int(np.count_nonzero(np.frombuffer(sent, found.dtype) != found))
     if wrong:
         raise DcpMemError(f"{wrong} of {len(found)} blocks came otherwise than they were sent")
