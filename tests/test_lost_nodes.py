@@ -93,10 +93,18 @@ def test_a_node_that_takes_a_lost_ones_place_has_copies_again_with_the_next_save
     assert [number for number, _ in cluster.launch(_load).results()] == [3] * 2
 
 
-@pytest.mark.parametrize("point", ["stage.copied:stop:2", "replicate.chunk:stop:2", "replicate.received:stop:2"])
+@pytest.mark.parametrize(
+    ("point", "loadable"),
+    [
+        pytest.param("stage.copied:stop:2", {1}, id="staging"),
+        # The node that is left may have received all of it by then, though nobody has promised that.
+        pytest.param("replicate.chunk:stop:2", {1, 2}, id="sending"),
+        pytest.param("replicate.received:stop:2", {1, 2}, id="receiving"),
+    ],
+)
 @pytest.mark.nodes(2)
-def test_a_node_lost_in_the_middle_of_a_save_or_of_its_copies_costs_that_save_alone(
-    cluster: Cluster, point: str
+def test_a_node_lost_in_the_middle_of_a_save_or_of_its_copies_costs_at_most_that_save(
+    cluster: Cluster, point: str, loadable: set[int]
 ) -> None:
     lost = cluster.nodes[1]
     environment = {"DCP_MEM_REPLICATION_TIMEOUT": "5"}
@@ -107,7 +115,8 @@ def test_a_node_lost_in_the_middle_of_a_save_or_of_its_copies_costs_that_save_al
     cluster.add()
     loaded = cluster.launch(_load).results()
     assert len(loaded) == 2
-    assert {number for number, _ in loaded} == {1}
+    assert len({number for number, _ in loaded}) == 1
+    assert {number for number, _ in loaded} <= loadable
 
 
 @pytest.mark.nodes(3)
