@@ -21,7 +21,7 @@ from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, Extent, catalog_key, catalog_named
 from dcp_mem.format.checksums import Blocks, Crcs, blocks_of, checksum
 from dcp_mem.format.described import metadata_of
-from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
+from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest, items_of
 from dcp_mem.format.metadata import read_metadata
 from dcp_mem.format.places import places_of
 from dcp_mem.memory.catalogs import read_catalog
@@ -109,6 +109,7 @@ class MemorySource:
         self._descriptors: dict[str, int] = {}
         self._catalog: Catalog | None = None
         self._ranks = {segment.file: segment.rank for segment in held.manifest.segments}
+        self._nbytes: dict[str, int] = {}
         self._checksums: dict[str, tuple[Blocks, Crcs] | None] = {}
         self._verified: set[str] = set()
         self.lacking: dict[int, str] = {}
@@ -145,7 +146,7 @@ class MemorySource:
         if there < segment.nbytes:
             self.lacking[segment.rank] = f"segment of rank {segment.rank}: {there} of {segment.nbytes} bytes"
             return
-        self._descriptors[segment.file] = descriptor
+        self._descriptors[segment.file], self._nbytes[segment.file] = descriptor, segment.nbytes
 
     def has(self, file: str) -> bool:
         """Whether the segment lies here."""
@@ -160,7 +161,7 @@ class MemorySource:
         """Hold a segment, once, against the checksums that lie beside it, if it was copied to or from here."""
         if file in self._verified or self._checksums_of(file) is None:
             return
-        nbytes = next(segment.nbytes for segment in self._held.manifest.segments if segment.file == file)
+        nbytes = self._nbytes[file]
         with ThreadPoolExecutor(_CHECKS_AT_ONCE, thread_name_prefix="dcp_mem-verify") as pool:
             for _ in pool.map(
                 lambda start: self.check(file, start, min(start + _CHECK, nbytes)), range(0, nbytes, _CHECK)
@@ -314,8 +315,7 @@ class ElsewhereSource:
 
 def described_table(catalog: Catalog, file: str) -> ItemTable:
     """The items that a catalog has of a segment, without checksums."""
-    layout = catalog.layout(names.rank_of(file))
-    return ItemTable(layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes, np.zeros(0, "<u4"))
+    return items_of(catalog.layout(names.rank_of(file)), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from dcp_mem import files
 from dcp_mem.errors import DcpMemError, ManifestInvalid, MemoryBudgetExceeded
@@ -25,6 +26,7 @@ from dcp_mem.memory.locks import end_lease, in_turn, is_leased, try_lease
 from dcp_mem.memory.root import node_id, open_root, private_directory
 from dcp_mem.values import HISTORIES
 
+Record = TypeVar("Record", FlushRecord, ReplicationRecord)
 _HISTORY_LINES = 1_000
 _SLACK = 64 << 20
 _TRIES = 5
@@ -141,25 +143,9 @@ class JobMemory:
         return Held(
             manifest,
             directory,
-            self._flush_record(directory, manifest),
-            self._replication_record(directory, manifest),
+            _record(FlushRecord, os.path.join(directory, names.flush_file(manifest.scope)), manifest),
+            _record(ReplicationRecord, os.path.join(directory, names.replication_file(manifest.scope)), manifest),
         )
-
-    def _flush_record(self, directory: str, manifest: Manifest) -> FlushRecord:
-        try:
-            path = os.path.join(directory, names.flush_file(manifest.scope))
-            record = FlushRecord.from_json(files.read_bytes(path))
-        except (FileNotFoundError, ManifestInvalid):
-            return FlushRecord(manifest.save_id)
-        return record if record.save_id == manifest.save_id else FlushRecord(manifest.save_id)
-
-    def _replication_record(self, directory: str, manifest: Manifest) -> ReplicationRecord:
-        try:
-            path = os.path.join(directory, names.replication_file(manifest.scope))
-            record = ReplicationRecord.from_json(files.read_bytes(path))
-        except (FileNotFoundError, ManifestInvalid):
-            return ReplicationRecord(manifest.save_id)
-        return record if record.save_id == manifest.save_id else ReplicationRecord(manifest.save_id)
 
     def nbytes_of(self, held: Held) -> int:
         """Bytes of the segments that lie here: of this node's ranks, and copies of others'."""
@@ -396,6 +382,15 @@ class JobMemory:
             return histories.from_csv(_read_if_there(os.path.join(self.directory, HISTORIES)))
         except ManifestInvalid:
             return []
+
+
+def _record(kind: type[Record], path: str, manifest: Manifest) -> Record:
+    """What was written down there of this very save; a blank one where that is nothing."""
+    try:
+        record = kind.from_json(files.read_bytes(path))
+    except (FileNotFoundError, ManifestInvalid):
+        return kind(manifest.save_id)
+    return record if record.save_id == manifest.save_id else kind(manifest.save_id)
 
 
 def _read_if_there(path: str) -> bytes:
