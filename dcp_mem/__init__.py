@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dcp_mem.config import Parity, parity
 from dcp_mem.errors import (
     CheckpointExists,
     CheckpointNotFound,
@@ -23,6 +24,7 @@ from dcp_mem.errors import (
     MemoryUnavailable,
     NoRecoverableCheckpoint,
     RankFailed,
+    ReplicationFailed,
     SegmentCorrupt,
     StorageKeyMissing,
     StorageRefused,
@@ -73,9 +75,11 @@ __all__ = [
     "MemoryStorageWriter",
     "MemoryUnavailable",
     "NoRecoverableCheckpoint",
+    "Parity",
     "Persist",
     "RankFailed",
     "Reclaimed",
+    "ReplicationFailed",
     "SegmentCorrupt",
     "State",
     "StorageKeyMissing",
@@ -90,6 +94,7 @@ __all__ = [
     "every",
     "interval",
     "load",
+    "parity",
     "reclaim",
     "save",
 ]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.persistence import Persist, persist_policy
+from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.values import HISTORIES
 
 OnFull = Literal["wait", "skip", "raise"]
@@ -22,6 +23,23 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SECRET_IN_URL = re.compile(r"^[^/@]*:[^/@]*@|[?&](sig|token|[\w-]*signature)=", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9_=+,@%~][A-Za-z0-9_.=+,@%~:-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Redundancy by parity over groups of k + 1 nodes; made by `dcp_mem.parity`."""
+
+    k: int
+
+
+def parity(k: int) -> Parity:
+    """Keep parity instead of copies: of each k + 1 nodes any one may be lost, at 1/k of the memory that copies take.
+
+    k: at least 2 (parity over one other node is a copy: replicas=1). Raises ConfigError.
+    """
+    if type(k) is not int or k < 2:
+        raise ConfigError(f"parity({k!r}): give a whole number of nodes from 2 up; parity over one other is replicas=1")
+    return Parity(k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +57,7 @@ class Settings:
     overwrite: bool = True
     agent: AgentKind = "process"
     upload_limit: int | None = None
-    replicas: int = 0
+    redundancy: Redundancy = field(default_factory=Redundancy)
     failure_domain: str = ""
     on_replication: OnReplication = "wait"
     replication_timeout: float = 120.0
@@ -59,6 +77,7 @@ def settings(
     agent: str = "process",
     upload_limit: int | str | None = None,
     replicas: int | None = None,
+    redundancy: Parity | None = None,
     failure_domain: str | Callable[[], str] | None = None,
     on_replication: str = "wait",
 ) -> Settings:
@@ -86,23 +105,27 @@ def settings(
         overwrite=overwrite,
         agent=agent,  # type: ignore[arg-type]
         upload_limit=_limit("upload_limit", upload_limit),
-        replicas=_replicas(replicas),
+        redundancy=_redundancy(replicas, redundancy),
         failure_domain=_failure_domain(failure_domain),
         on_replication=on_replication,  # type: ignore[arg-type]
         replication_timeout=_seconds("DCP_MEM_REPLICATION_TIMEOUT", 120.0),
     )
 
 
-def _replicas(given: int | None) -> int:
-    """Copies that the argument says, else $DCP_MEM_REPLICAS, else none."""
-    if given is None:
+def _redundancy(replicas: int | None, redundancy: object) -> Redundancy:
+    """Parity where that is given, else the copies of the argument, else $DCP_MEM_REPLICAS, else none."""
+    if redundancy is not None:
+        if not isinstance(redundancy, Parity) or replicas:
+            raise ConfigError(f"redundancy={redundancy!r}: give dcp_mem.parity(k), and no replicas= beside it")
+        return Redundancy(parity=parity(redundancy.k).k)
+    if replicas is None:
         text = os.environ.get("DCP_MEM_REPLICAS") or "0"
-        given = int(text) if text.isdecimal() else -1
-    if type(given) is not int or given < 0:
+        replicas = int(text) if text.isdecimal() else -1
+    if type(replicas) is not int or replicas < 0:
         raise ConfigError(
-            f"replicas={given!r} (or DCP_MEM_REPLICAS): give a whole number of copies on other nodes, 0 for none"
+            f"replicas={replicas!r} (or DCP_MEM_REPLICAS): give a whole number of copies on other nodes, 0 for none"
         )
-    return given
+    return Redundancy(copies=replicas)
 
 
 def _failure_domain(given: str | Callable[[], str] | None) -> str:

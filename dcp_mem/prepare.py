@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
 from dcp_mem.errors import RankFailed
 from dcp_mem.format.frames import Specs
 from dcp_mem.memory.slots import capacity_for
-from dcp_mem.replicating.transfers import copies_of
-from dcp_mem.saving.agree import gets_copies
+from dcp_mem.replicating.transfers import incoming
+from dcp_mem.saving.agree import redundancy_on
 from dcp_mem.saving.plan import TAIL_ROOM, expected_specs
 from dcp_mem.saving.values import Caller, Outcome
 
@@ -55,13 +55,13 @@ def prepare(caller: Caller, state_dict: dict[str, Any], planner: SavePlanner) ->
 
 
 def _expected_copies(caller: Caller, room: int) -> Sequence[int]:
-    """Sizes of the copies of others' segments that will come to this rank. room: what its own segment takes."""
+    """Sizes of what will come to this rank from others. room: what its own segment takes."""
     topology = caller.session.topology(caller.ranks, caller.settings.failure_domain)
-    if not gets_copies(caller, topology):
+    redundancy = redundancy_on(caller, topology)
+    if not redundancy:
         return ()
     sizes = tuple(caller.ranks.exchange(capacity_for(room)))
-    copies = copies_of(topology.nodes, topology.domains, sizes, caller.settings.replicas)
-    mine = tuple(copy.nbytes for copy in copies if copy.receiver == caller.ranks.rank)
+    mine = incoming(topology.nodes, topology.domains, sizes, redundancy)[topology.rank]
     caller.session.expected_copies[caller.group] = mine
     return mine
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.heap import collector_paused
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.mending import bring_back, restore_redundancy
 from dcp_mem.planning.load import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
 from dcp_mem.ranks import Alone, Ranks
@@ -144,6 +146,7 @@ class MemoryStorageReader(StorageReader):
         finally:
             self.close()
         self._report = self._reported(recovery, opened, used)
+        restore_redundancy(self.settings, recovery, opened.choice)
         log.info("loaded %s from %s in %.2f s", opened.choice.name, self._report.source, self._report.seconds)
 
     @classmethod
@@ -212,7 +215,8 @@ class MemoryStorageReader(StorageReader):
 
     def _begin(self, call: DcpCall) -> Recovery:
         asked_for, self._id = self._id, None
-        recovery = Recovery(Origin(None, None, self.settings.job), call.ranks, call.rank, None)
+        origin = Origin(None, None, self.settings.job)
+        recovery = Recovery(origin, call.ranks, call.rank, None, bring_back=partial(bring_back, self.settings))
         try:
             recovery.wanted = None if asked_for is None else checkpoint_name(self.settings.url, asked_for)
             recovery.origin = self._origin()

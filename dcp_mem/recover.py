@@ -24,6 +24,7 @@ from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.policy.election import Choice, Finding, RecoveryPlan, elect, in_common
+from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.ranks import Ranks
 from dcp_mem.sources import (
     Description,
@@ -85,6 +86,8 @@ class Recovery:
     """Set once it has answered anything."""
     damaged: set[tuple[str, int]] = field(default_factory=set)
     """Segments (save id, rank) in this node's memory that have turned out to be of no use."""
+    bring_back: Callable[[Recovery, Choice], Choice | str] = lambda recovery, choice: "nobody brings it back"
+    """Makes the lost segments of a checkpoint from parity; returns what can be loaded then, or why that is nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +180,7 @@ def open_next(recovery: Recovery) -> Opened:
     while recovery.tried < len(recovery.plan.choices):
         choice = recovery.plan.choices[recovery.tried]
         recovery.tried += 1
-        opened, trouble = _open(recovery, choice)
+        opened, trouble = _open(recovery, _with_all_segments(recovery, choice))
         troubles = [text for text in recovery.ranks.exchange(trouble) if text]
         if not troubles and opened is not None:
             for reason in recovery.reasons:
@@ -187,6 +190,17 @@ def open_next(recovery: Recovery) -> Opened:
             opened.close()
         recovery.reasons.append(f"{choice.name}: {troubles[0]}")
     raise _nothing(recovery)
+
+
+def _with_all_segments(recovery: Recovery, choice: Choice) -> Choice:
+    """The choice with its lost segments brought back; where they don't come, what storage has, if it has any."""
+    if not choice.lost:
+        return choice
+    found = recovery.bring_back(recovery, choice)
+    if isinstance(found, str):
+        recovery.reasons.append(f"{choice.name}: memory: {found}")
+        return replace(choice, memory=False, lost={})
+    return found
 
 
 def without(recovery: Recovery, damage: Collection[Damage]) -> Opened:
@@ -234,6 +248,16 @@ def _open(recovery: Recovery, choice: Choice) -> tuple[Opened | None, str]:
         return None, "; ".join(troubles) or "it is gone"
     recovery.reasons.extend(f"{choice.name}: {text}" for text in troubles)
     return Opened(choice, description, tuple(sources)), ""
+
+
+def tell(recovery: Recovery, choice: Choice) -> StoredDescription | DcpMemError | None:
+    """The same for a checkpoint of memory that isn't open."""
+    found = _sources(recovery, replace(choice, storage=False), [])
+    try:
+        return _told(recovery, choice, found)
+    finally:
+        for source in found:
+            source.close()
 
 
 def _told(recovery: Recovery, choice: Choice, found: Sequence[Source]) -> StoredDescription | DcpMemError | None:
@@ -330,24 +354,29 @@ def _in_memory(recovery: Recovery) -> list[Finding]:
         return []
     found = memory.held() if recovery.wanted is None else memory.find(recovery.wanted)
     return [
-        _in_memory_of(held, memory.node, _damaged(recovery, held))
-        for held in found
-        if held.manifest.scope == recovery.scope
+        _in_memory_of(memory, held, _damaged(recovery, held)) for held in found if held.manifest.scope == recovery.scope
     ]
 
 
-def _in_memory_of(held: Held, node: str, damaged: Collection[int]) -> Finding:
+def _in_memory_of(memory: JobMemory, held: Held, damaged: Collection[int]) -> Finding:
     """What this node has of a checkpoint."""
     manifest = held.manifest
     finding = Finding(held.name, manifest.save_id, manifest.created, count=len(manifest.segments))
     try:
-        source = MemorySource(held, node, damaged)
+        source = MemorySource(held, memory.node, damaged)
     except DcpMemError as error:
         return replace(finding, problem=str(error))
     source.close()
+    if held.replication.outcome == "replicated":
+        redundancy = Redundancy(held.replication.copies, held.replication.parity)
+        finding = replace(finding, redundancy=redundancy)
     if len(source.present) == len(manifest.segments):
         return finding
-    return replace(finding, segments=source.present, lacking=next(iter(source.lacking.values()), ""))
+    stripes = {file: record.stripe for file, record in memory.stripes_of(held).items()}
+    ranks = {one.rank for stripe in stripes.values() for one in stripe.shares}
+    sizes = {rank: manifest.segments.nbytes[rank] for rank in ranks}
+    lacking = next(iter(source.lacking.values()), "")
+    return replace(finding, segments=source.present, lacking=lacking, stripes=tuple(stripes.items()), sizes=sizes)
 
 
 def _damaged(recovery: Recovery, held: Held) -> list[int]:

@@ -13,12 +13,13 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dcp_mem.agent import AgentHandle
 from dcp_mem.config import Settings
+from dcp_mem.errors import DcpMemError
 from dcp_mem.events import log
 from dcp_mem.flushing.flusher import Flusher, Registration, credential_environment
 from dcp_mem.format.frames import QUANTISED, Spec, Specs, frame_pieces, frames_key, lay_out
@@ -34,6 +35,7 @@ from dcp_mem.memory.shows import Shows
 from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.ranks import Ranks
 from dcp_mem.replicating.replicator import Replicator
+from dcp_mem.replicating.transfers import Making
 
 _LAYOUTS_KEPT = 8
 _DRAIN_AT_EXIT = 60.0
@@ -238,6 +240,16 @@ class Session:
         if self.heap_grew:
             self.heap_grew = False
             give_back_heap()
+
+    def slots_for(self, makings: Iterable[Making]) -> dict[str, Slot | str]:
+        """By file, a slot for what comes about here, with nothing populated yet; or why there is none."""
+        return {making.file: self._slot_for(making) for making in makings}
+
+    def _slot_for(self, making: Making) -> Slot | str:
+        try:
+            return self.slots.take(making.room, "")
+        except (DcpMemError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
 
     # -- neighbours and agent -----------------------------------------------------------------------------------
 

@@ -73,7 +73,8 @@ class CheckpointStatus:
     flush_stage: "segments", "commit", "waiting" (for other nodes), or "" where no flush is under way.
     flush_seconds: what all attempts took, without the pauses between them. flush_again: when a failed one is tried again,
     seconds since the epoch (0.0: it is being tried, or nothing failed).
-    replicas: copies of each segment in other nodes' memory. replication_error: why there are none, or fewer than wanted.
+    replicas: copies of each segment in other nodes' memory. parity: over how many other nodes there is parity instead.
+    replication_error: why there is neither, or less than wanted.
     """
 
     name: str
@@ -94,3 +95,9 @@ class CheckpointStatus:
     replicas: int = 0
     replication_seconds: float = 0.0
     replication_error: str = ""
+    parity: int = 0
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether the loss of a node loses nothing of it."""
+        return self.replicas > 0 or self.parity > 0

@@ -56,8 +56,8 @@ def wait(
     """
     if state not in ("complete", "replicated", "durable"):
         raise ConfigError(f"state={state!r}: wait for 'complete', 'replicated' or 'durable'")
-    if state == "replicated" and not settings.replicas:
-        raise ConfigError("nothing is replicated: the writer has replicas=0")
+    if state == "replicated" and not settings.redundancy:
+        raise ConfigError("nothing is replicated: the writer has replicas=0, and no parity")
     if state == "durable" and (settings.url is None or (name is None and settings.persist.wants(None, None) is False)):
         raise ConfigError("nothing becomes durable: the writer has no path, or persist=False")
     before = _refusals(settings)
@@ -119,7 +119,7 @@ def _reached(settings: Settings, name: str | None, state: str, before: dict[str,
         raise CheckpointNotFound(name, where, [one.name for one in status(settings)], [])
     newest = candidates[0]
     if state == "replicated":
-        return newest.replicas > 0 or _raise_if_not_replicated(newest)
+        return newest.is_replicated or _raise_if_not_replicated(newest)
     if state == "complete" or newest.state is State.DURABLE:
         return newest.state is not State.SKIPPED or newest.in_memory or _raise(newest)
     if newest.state is State.SKIPPED or (not newest.in_memory and newest.persist):
@@ -216,6 +216,7 @@ def _of_held(held: Held) -> CheckpointStatus:
         replicas=replication.copies,
         replication_seconds=replication.seconds,
         replication_error=replication.error,
+        parity=replication.parity,
     )
 
 

@@ -21,7 +21,7 @@ from torch.futures import Future
 from dcp_mem import faults, watch
 from dcp_mem.agent import AgentHandle
 from dcp_mem.bar import progress_bar
-from dcp_mem.config import Settings, checkpoint_name, run_identity, settings
+from dcp_mem.config import Parity, Settings, checkpoint_name, run_identity, settings
 from dcp_mem.dcp_call import DcpCall, dcp_call, direct_call, global_metadata
 from dcp_mem.errors import ConfigError, RankFailed, picklable
 from dcp_mem.format import names
@@ -40,7 +40,7 @@ from dcp_mem.saving.agree import NoCommonPlan, agree, keep_no_more
 from dcp_mem.saving.collective import collective_of
 from dcp_mem.saving.complete import complete
 from dcp_mem.saving.plan import TAIL_ROOM, plan_segment
-from dcp_mem.saving.replicate import copies_here, replicate
+from dcp_mem.saving.replicate import coming_here, replicate
 from dcp_mem.saving.stage import Results, stage
 from dcp_mem.saving.structures import Structures
 from dcp_mem.saving.values import Attempt, Caller, Planned, Staged
@@ -63,6 +63,8 @@ class MemoryStorageWriter(StorageWriter):
     keep: complete checkpoints that stay in memory. One more is staged beside them.
     replicas: copies of each segment in other nodes' memory, made behind training; default DCP_MEM_REPLICAS, else 0. Where there
     are fewer other nodes, as many as there are.
+    redundancy: parity(k) instead of replicas: parity over groups of k + 1 nodes, from which any one node of a group comes back,
+    at 1/k of the memory of a copy.
     failure_domain: what fails together with this node (a rack, say), as a text or a callable that returns one; default
     DCP_MEM_FAILURE_DOMAIN, else the node alone. Copies go to other domains where there are any.
     on_replication: what a save does while an older checkpoint's copies are still under way: "wait" for them, "skip" its own, or
@@ -88,6 +90,7 @@ class MemoryStorageWriter(StorageWriter):
         job: str | None = None,
         persist: bool | Persist = True,
         replicas: int | None = None,
+        redundancy: Parity | None = None,
         failure_domain: str | Callable[[], str] | None = None,
         on_replication: str = "wait",
         keep: int = 2,
@@ -113,6 +116,7 @@ class MemoryStorageWriter(StorageWriter):
             agent=agent,
             upload_limit=upload_limit,
             replicas=replicas,
+            redundancy=redundancy,
             failure_domain=failure_domain,
             on_replication=on_replication,
         )
@@ -362,7 +366,7 @@ class MemoryStorageWriter(StorageWriter):
         if session is not None:  # the last save left alone what was being flushed
             session.replicator.wait()
             for scope in {held.manifest.scope for held in session.memory.held()}:
-                keep_no_more(session.memory, scope, self.settings.keep, self.settings.replicas > 0)
+                keep_no_more(session.memory, scope, self.settings.keep, bool(self.settings.redundancy))
 
     def __enter__(self) -> MemoryStorageWriter:
         return self
@@ -439,13 +443,13 @@ def _after(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest)
     if attempt.persist and attempt.topology.is_leader:
         caller.session.wake_agent(caller.settings)
     pending = replicate(caller, attempt, staged, manifest)
-    copies = copies_here(caller, attempt.topology, manifest)
+    coming = coming_here(caller, attempt.topology, manifest)
     node_nbytes = sum(capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node))
-    node_nbytes += sum(copy.nbytes for copy in copies)
+    node_nbytes += sum(map(sum, coming))
     if attempt.topology.is_leader:
-        caller.session.memory.trim(most_at_once(caller.settings.keep, bool(copies)) * node_nbytes)
+        caller.session.memory.trim(most_at_once(caller.settings.keep, any(coming)) * node_nbytes)
     room = staged.segment.nbytes + TAIL_ROOM
-    mine = [copy.nbytes for copy in copies if copy.receiver == caller.ranks.rank]
+    mine = coming[caller.ranks.rank]
     caller.session.prefault_spares(caller.settings, staged.layout, room, caller.rank, node_nbytes, mine, pending)
 
 

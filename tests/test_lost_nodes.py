@@ -1,12 +1,14 @@
 """Nodes are lost, with their memory; what was replicated is loaded from the memory of those that are left."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import dcp_mem
 from tests.cluster import MEMORY, Cluster, Node
 from tests.jobs import Job, load_anew, save, wait_until
 
@@ -14,10 +16,14 @@ pytestmark = [pytest.mark.slow]
 
 _STARTED_SECONDS = 60.0
 JOB = Job(None, str(MEMORY / "dcp_mem"))
+Redundancy = Mapping[str, Any]
+"""Arguments of the writer."""
+COPIES: Redundancy = {"replicas": 1}
+PARITY: Redundancy = {"redundancy": dcp_mem.parity(2)}
 
 
-def _save_and_idle(saved: Path, replicas: int) -> None:
-    with JOB.writer(replicas=replicas) as writer:
+def _save_and_idle(saved: Path, redundancy: Redundancy) -> None:
+    with JOB.writer(**redundancy) as writer:
         for number in (1, 2):
             save(writer, number)
             writer.wait(f"step-{number}", "replicated", timeout=60)
@@ -55,34 +61,68 @@ def _lose(nodes: Collection[Node]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "replicas", "new"),
+    ("lost", "redundancy", "new", "ranks_per_node"),
     [
-        pytest.param([1], 1, 1, id="one of three"),
-        pytest.param([0], 1, 1, id="the coordinator's"),
-        pytest.param([1, 2], 2, 2, id="two of three with two replicas"),
-        pytest.param([2], 1, 0, id="one of three and none in its place"),
+        pytest.param([1], COPIES, 1, 1, id="one of three"),
+        pytest.param([0], COPIES, 1, 1, id="the coordinator's"),
+        pytest.param([1, 2], {"replicas": 2}, 2, 1, id="two of three with two replicas"),
+        pytest.param([2], COPIES, 0, 1, id="one of three and none in its place"),
+        pytest.param([1], PARITY, 1, 1, id="one of three with parity"),
+        pytest.param([0], PARITY, 1, 2, id="the coordinator's with parity and two ranks on a node"),
+        pytest.param([2], PARITY, 0, 1, id="one of three with parity and none in its place"),
     ],
 )
 @pytest.mark.nodes(3)
 def test_a_job_loads_the_newest_checkpoint_from_the_nodes_that_are_left(
-    cluster: Cluster, tmp_path: Path, lost: list[int], replicas: int, new: int
+    cluster: Cluster, tmp_path: Path, lost: list[int], redundancy: Redundancy, new: int, ranks_per_node: int
 ) -> None:
-    killed = cluster.launch(_save_and_idle, tmp_path / "saved", replicas)
+    killed = cluster.launch(_save_and_idle, tmp_path / "saved", redundancy, ranks_per_node=ranks_per_node)
     wait_until((tmp_path / "saved").exists, killed.output(), _STARTED_SECONDS)
     _lose([cluster.nodes[number] for number in lost])
     killed.kill()
     for _ in range(new):
         cluster.add()
-    loaded = cluster.launch(_load).results()
-    assert [number for number, _ in loaded] == [2] * (3 - len(lost) + new)
+    loaded = cluster.launch(_load, ranks_per_node=ranks_per_node).results()
+    assert [number for number, _ in loaded] == [2] * (3 - len(lost) + new) * ranks_per_node
     assert {source for _, source in loaded} == {"memory and peers"}
+
+
+@pytest.mark.parametrize("redundancy", [COPIES, PARITY], ids=["copies", "parity"])
+@pytest.mark.nodes(3)
+def test_a_load_makes_redundant_again_what_it_has_found(
+    cluster: Cluster, tmp_path: Path, redundancy: Redundancy
+) -> None:
+    """One node after the other is lost and replaced, until none is left that has ever saved anything."""
+    killed = cluster.launch(_save_and_idle, tmp_path / "saved", redundancy)
+    wait_until((tmp_path / "saved").exists, killed.output(), _STARTED_SECONDS)
+    for _ in range(3):
+        _lose(cluster.nodes[:1])
+        killed.kill()
+        cluster.add()
+        loaded = cluster.launch(_load).results()
+        assert [number for number, _ in loaded] == [2] * 3
+        assert {source for _, source in loaded} == {"memory and peers"}
+
+
+@pytest.mark.parametrize("redundancy", [COPIES, PARITY], ids=["copies", "parity"])
+@pytest.mark.nodes(3)
+def test_what_is_left_of_three_nodes_is_loaded_by_fewer_ranks(
+    cluster: Cluster, tmp_path: Path, redundancy: Redundancy
+) -> None:
+    """Other ranks, and so another sharding, than have saved it."""
+    killed = cluster.launch(_save_and_idle, tmp_path / "saved", redundancy, ranks_per_node=2)
+    wait_until((tmp_path / "saved").exists, killed.output(), _STARTED_SECONDS)
+    _lose([cluster.nodes[1]])
+    killed.kill()
+    loaded = cluster.launch(_load, ranks_per_node=1).results()
+    assert [number for number, _ in loaded] == [2] * 2
 
 
 @pytest.mark.nodes(2)
 def test_a_node_that_takes_a_lost_ones_place_has_copies_again_with_the_next_save(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    killed = cluster.launch(_save_and_idle, tmp_path / "saved", 1)
+    killed = cluster.launch(_save_and_idle, tmp_path / "saved", COPIES)
     wait_until((tmp_path / "saved").exists, killed.output(), _STARTED_SECONDS)
     _lose([cluster.nodes[1]])
     killed.kill()
@@ -121,7 +161,7 @@ def test_a_node_lost_in_the_middle_of_a_save_or_of_its_copies_costs_at_most_that
 
 @pytest.mark.nodes(3)
 def test_a_copy_that_has_rotted_is_passed_over_for_the_next_older_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
-    killed = cluster.launch(_save_and_idle, tmp_path / "saved", 1)
+    killed = cluster.launch(_save_and_idle, tmp_path / "saved", COPIES)
     wait_until((tmp_path / "saved").exists, killed.output(), _STARTED_SECONDS)
     _lose([cluster.nodes[0]])
     killed.kill()

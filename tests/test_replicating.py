@@ -23,7 +23,7 @@ from dcp_mem.format.checksums import BlockChecksums, blocks_of
 from dcp_mem.format.manifest import NodeManifest
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.ranks.lines import GlooLine
-from dcp_mem.replicating.exchange import CHUNK
+from dcp_mem.replicating.making import CHUNK
 from dcp_mem.replicating.transfers import copies_of
 from dcp_mem.values import CheckpointStatus, State
 from tests import kill_targets
@@ -254,7 +254,7 @@ def test_a_copy_with_a_flipped_byte_is_not_sealed_and_the_next_checkpoint_is_rep
         assert first == (State.REPLICATED, "")
         assert second[0] is State.COMPLETE
         assert "rank 1: receiving from rank 0" in second[1]
-        assert "1 of " in second[1]
+        assert "came otherwise than it was sent, 3 times" in second[1]
         assert third == (State.REPLICATED, "")
     (held,) = cluster.held(1).find("step-2")
     segments = {names.rank_of(path.name) for path in Path(held.directory).glob("*.distcp")}
@@ -416,7 +416,7 @@ def test_the_environment_gives_replicas_and_failure_domain(memory_root: Path, mo
     monkeypatch.setenv("DCP_MEM_REPLICAS", "2")
     monkeypatch.setenv("DCP_MEM_FAILURE_DOMAIN", "rack7")
     chosen = MemoryStorageWriter(memory=memory_root, job="job").settings
-    assert (chosen.replicas, chosen.failure_domain) == (2, "rack7")
+    assert (chosen.redundancy.copies, chosen.failure_domain) == (2, "rack7")
 
 
 def test_a_wait_for_copies_that_nobody_wants_is_an_error(memory_root: Path) -> None:

@@ -19,6 +19,7 @@ from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import Crcs
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.segments import Segments, Tail
+from dcp_mem.policy.parity import Share, Stripe
 from dcp_mem.values import Segment, Transfer
 
 VERSION = 3
@@ -165,12 +166,14 @@ class FlushRecord:
 class ReplicationRecord:
     """What a node wrote down about one checkpoint's copies on other nodes, once that had ended.
 
-    outcome: "" (not yet), "replicated", "failed", "skipped". copies: of each segment, verified, on nodes of their own.
+    outcome: "" (not yet), "replicated", "failed", "skipped". copies: of each segment, verified, on nodes of their own. parity:
+    over how many other nodes there is verified parity of each node's segments, where there are no copies.
     """
 
     save_id: str
     outcome: str = ""
     copies: int = 0
+    parity: int = 0
     seconds: float = 0.0
     error: str = ""
 
@@ -185,6 +188,30 @@ class ReplicationRecord:
             return ReplicationRecord(**body)
         except TypeError as error:
             raise ManifestInvalid(f"a replication record is damaged: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class StripeRecord:
+    """What parity in memory is the parity of. crc32c: of each BLOCK of it."""
+
+    save_id: str
+    stripe: Stripe
+    crc32c: tuple[int, ...]
+
+    def to_json(self) -> bytes:
+        shares = [[one.rank, one.start, one.stop, one.place] for one in self.stripe.shares]
+        facts = {"save_id": self.save_id, "keeper": self.stripe.keeper, "nbytes": self.stripe.nbytes}
+        return _dump("parity", {**facts, "shares": shares, "crc32c": self.crc32c})
+
+    @staticmethod
+    def from_json(data: bytes) -> StripeRecord:
+        """Read what `to_json` wrote. Raises ManifestInvalid."""
+        body = _parse("parity", data)
+        try:
+            shares = tuple(Share(*one) for one in body["shares"])
+            return StripeRecord(body["save_id"], Stripe(body["keeper"], body["nbytes"], shares), tuple(body["crc32c"]))
+        except (TypeError, KeyError) as error:
+            raise ManifestInvalid(f"what parity is of is damaged: {error}") from None
 
 
 _DTYPES = {

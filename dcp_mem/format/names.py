@@ -6,6 +6,7 @@ import re
 import uuid
 
 SEGMENT = re.compile(r"__(\d+)_(\d+)-([0-9a-f]{8})\.distcp")
+PARITY = re.compile(r"__parity_(\d+)_([0-9a-f]{8})-([0-9a-f]{8})\.xor")
 OWN = ".dcp_mem"
 DCP_VERSION = "1.0.0"
 """What DCP calls the format of its metadata."""
@@ -26,6 +27,17 @@ def rank_of(file: str) -> int:
     """The rank that a segment's file is of, 0 for a file that is named otherwise."""
     match = SEGMENT.fullmatch(file)
     return int(match[1]) if match else 0
+
+
+def parity_file(rank: int, key: str, save_id: str) -> str:
+    """Parity that a rank keeps. key: of what; there may be other parity of that save in the same place."""
+    return f"__parity_{rank}_{key}-{save_id}.xor"
+
+
+def save_id_of(file: str) -> str:
+    """The save that a segment, or parity, belongs to; "" for any other file."""
+    match = SEGMENT.fullmatch(file) or PARITY.fullmatch(file)
+    return match[3] if match else ""
 
 
 def rank_scope(rank: int) -> str:
@@ -66,6 +78,11 @@ def replication_file(scope: str) -> str:
 def checksums_file(file: str) -> str:
     """What a segment in memory is verified by; it has the save id in its name, as the segment has."""
     return f"{OWN}/checksums-{file.rpartition('.')[0]}.json"
+
+
+def stripe_file(file: str) -> str:
+    """What parity in memory is the parity of, and is verified by."""
+    return f"{OWN}/{file[2:].rpartition('.')[0]}.json"
 
 
 def stored_manifest(save_id: str) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -19,7 +19,14 @@ from dcp_mem.errors import DcpMemError, ManifestInvalid, MemoryBudgetExceeded
 from dcp_mem.events import log
 from dcp_mem.format import histories, names
 from dcp_mem.format.histories import Line, line_of
-from dcp_mem.format.manifest import FlushRecord, Manifest, NodeManifest, ReplicationRecord
+from dcp_mem.format.manifest import (
+    FlushRecord,
+    ItemTable,
+    Manifest,
+    NodeManifest,
+    ReplicationRecord,
+    StripeRecord,
+)
 from dcp_mem.format.pickled import MetadataTemplate, template_of
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.locks import end_lease, in_turn, is_leased, try_lease
@@ -100,11 +107,9 @@ class JobMemory:
         )
 
     def lists(self, path: str) -> bool:
-        """Whether a complete checkpoint consists of this segment, among others."""
+        """Whether this is a segment of a complete checkpoint, or parity of such."""
         directory, file = os.path.split(path)
-        match = names.SEGMENT.fullmatch(file)
-        save_ids = {held.manifest.save_id for held in self._held_in(directory)}
-        return match is not None and match[3] in save_ids
+        return names.save_id_of(file) in {held.manifest.save_id for held in self._held_in(directory)}
 
     def allocated_bytes(self) -> int:
         return files.allocated_bytes(self.directory)
@@ -148,15 +153,36 @@ class JobMemory:
         )
 
     def nbytes_of(self, held: Held) -> int:
-        """Bytes of the segments that lie here: of this node's ranks, and copies of others'."""
-        here = set(map(names.rank_of, self._segments_of(held)))
+        """Bytes that lie here: segments of this node's ranks, and copies or parity of others'."""
+        here = self._segments_of(held)
+        ranks = {names.rank_of(file) for file in here if names.SEGMENT.fullmatch(file)}
         segments = held.manifest.segments
-        return sum(nbytes for rank, nbytes in zip(segments.rank, segments.nbytes, strict=True) if rank in here)
+        own = sum(nbytes for rank, nbytes in zip(segments.rank, segments.nbytes, strict=True) if rank in ranks)
+        return own + sum(_size(held.segment_path(file)) for file in here if names.PARITY.fullmatch(file))
 
     def _segments_of(self, held: Held) -> list[str]:
-        """Names of the segments of an attempt that lie in its directory."""
-        found = ((entry, names.SEGMENT.fullmatch(entry)) for entry in _listdir(held.directory))
-        return [entry for entry, match in found if match is not None and match[3] == held.manifest.save_id]
+        """Names of the segments, and of the parity, of an attempt that lie in its directory."""
+        return [entry for entry in _listdir(held.directory) if names.save_id_of(entry) == held.manifest.save_id]
+
+    def stripes_of(self, held: Held) -> dict[str, StripeRecord]:
+        """The parity of a checkpoint that lies here, by file; what is damaged is left out."""
+        found = {}
+        for file in filter(names.PARITY.fullmatch, self._segments_of(held)):
+            try:
+                record = StripeRecord.from_json(files.read_bytes(os.path.join(held.directory, names.stripe_file(file))))
+            except (FileNotFoundError, ManifestInvalid) as error:
+                log.warning("passing over %s: %s", held.segment_path(file), error)
+                continue
+            if _size(held.segment_path(file)) >= record.stripe.nbytes:
+                found[file] = record
+        return found
+
+    def checksums_of(self, held: Held, file: str) -> ItemTable:
+        """What was put down beside a segment, or its parity. Raises FileNotFoundError, ManifestInvalid."""
+        manifest = NodeManifest.from_json(files.read_bytes(os.path.join(held.directory, names.checksums_file(file))))
+        if file not in manifest.tables:
+            raise ManifestInvalid(f"the checksums of {file} are those of another segment")
+        return manifest.tables[file]
 
     # -- staging and completing ---------------------------------------------------------------------------------
 
@@ -224,20 +250,52 @@ class JobMemory:
         if not os.path.exists(held.manifest_path):  # it left just now, and this would keep its directory
             self.tidy(held.directory)
 
-    def add_checksums(
-        self, manifest: Manifest, file: str, checksums: NodeManifest, seal: Callable[[str], None] | None = None
+    def add_checksums(self, manifest: Manifest, checksums: Mapping[str, ItemTable]) -> None:
+        """Put segments' checksums beside them, or beside their parity. Raises FileNotFoundError as `add_file` does."""
+        self._add(manifest, _checksums_files(manifest, checksums))
+
+    def add_segment_copy(
+        self, manifest: Manifest, file: str, checksums: ItemTable, seal: Callable[[str], None]
     ) -> None:
-        """Put a segment's checksums beside it, and then the segment itself where `seal` does that with a path.
+        """Put a copy of a segment beside what lies here of its checkpoint: its checksums, then, by `seal`, the segment itself.
 
         Raises FileNotFoundError where the checkpoint has left memory.
         """
+        self._add(
+            manifest, _checksums_files(manifest, {file: checksums}), lambda directory: seal(f"{directory}/{file}")
+        )
+
+    def add_parity(
+        self,
+        manifest: Manifest,
+        file: str,
+        record: StripeRecord,
+        checksums: Mapping[str, ItemTable],
+        seal: Callable[[str], None],
+    ) -> None:
+        """The same for parity. checksums: of all segments that it is of."""
+        described = {names.stripe_file(file): record.to_json(), **_checksums_files(manifest, checksums)}
+        self._add(manifest, described, lambda directory: seal(f"{directory}/{file}"))
+
+    def _add(
+        self, manifest: Manifest, described: Mapping[str, bytes], seal: Callable[[str], None] | None = None
+    ) -> None:
         directory = self.checkpoint_directory(manifest.name)
         with in_turn(directory):
             if manifest.save_id not in {held.manifest.save_id for held in self.find(manifest.name)}:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
-            files.write_atomically(os.path.join(directory, names.checksums_file(file)), checksums.to_json())
+            for path, data in described.items():
+                files.write_atomically(os.path.join(directory, path), data)
             if seal is not None:
-                seal(os.path.join(directory, file))
+                seal(directory)
+
+    def drop_parity(self, manifest: Manifest, keep: Collection[str]) -> None:
+        """Make free slots of a checkpoint's parity that lies here, but for these files."""
+        for held in self.find(manifest.name):
+            if held.manifest.save_id == manifest.save_id:
+                for file in self._segments_of(held):
+                    if names.PARITY.fullmatch(file) and file not in keep:
+                        self._retire(held.segment_path(file))
 
     def record_replication(self, manifest: Manifest, record: ReplicationRecord) -> None:
         """Write down what became of the copies. Nothing is written for a checkpoint that has left memory meanwhile."""
@@ -311,17 +369,19 @@ class JobMemory:
 
     def _tidy(self, directory: str) -> None:
         manifests = [held.manifest for held in self._held_in(directory)]
-        segments = {segment.file for manifest in manifests for segment in manifest.segments}
-        checked = {entry for entry in _listdir(directory) if entry in segments}
-        for entry in _listdir(directory):
-            if names.SEGMENT.fullmatch(entry) and entry not in segments:
-                self._retire_if_abandoned(os.path.join(directory, entry))
-        if any(names.SEGMENT.fullmatch(entry) and entry not in segments for entry in _listdir(directory)):
+        save_ids = {manifest.save_id for manifest in manifests}
+
+        def abandoned() -> list[str]:
+            ids = ((entry, names.save_id_of(entry)) for entry in _listdir(directory))
+            return [entry for entry, save_id in ids if save_id and save_id not in save_ids]
+
+        for entry in abandoned():
+            self._retire_if_abandoned(os.path.join(directory, entry))
+        if abandoned():
             return  # somebody is staging here, and needs what lies around
-        _remove_others(
-            os.path.join(directory, names.OWN), set().union(*(_own_files(one, checked) for one in manifests))
-        )
-        _remove_others(directory, segments | {names.OWN} | {names.metadata_file(one.scope) for one in manifests})
+        here = [entry for entry in _listdir(directory) if names.save_id_of(entry)]
+        _remove_others(os.path.join(directory, names.OWN), set().union(*(_own_files(one, here) for one in manifests)))
+        _remove_others(directory, {*here, names.OWN, *(names.metadata_file(one.scope) for one in manifests)})
         if not manifests:
             files.remove_directory_if_empty(os.path.join(directory, names.OWN))
             files.remove_directory_if_empty(directory)
@@ -422,8 +482,21 @@ def _is_manifest(entry: str) -> bool:
     return entry.startswith("manifest") and entry.endswith(".json")
 
 
-def _own_files(manifest: Manifest, segments: Iterable[str]) -> set[str]:
-    """Names, under `.dcp_mem`, of what belongs to a complete checkpoint, and to these segments of it."""
+def _checksums_files(manifest: Manifest, checksums: Mapping[str, ItemTable]) -> dict[str, bytes]:
+    """What lies in memory beside segments whose checksums are known, by path."""
+    node_of = dict(zip(manifest.segments.rank, manifest.segments.node, strict=True))
+    return {
+        names.checksums_file(file): NodeManifest(
+            manifest.save_id, node_of[names.rank_of(file)], {file: table}
+        ).to_json()
+        for file, table in checksums.items()
+    }
+
+
+def _own_files(manifest: Manifest, here: Collection[str]) -> set[str]:
+    """Names, under `.dcp_mem`, of what belongs to a complete checkpoint, of which these files lie here."""
+    parity = list(filter(names.PARITY.fullmatch, here))
+    checked = [segment.file for segment in manifest.segments] if parity else here
     paths = [
         names.manifest_file(manifest.scope),
         names.flush_file(manifest.scope),
@@ -431,7 +504,8 @@ def _own_files(manifest: Manifest, segments: Iterable[str]) -> set[str]:
         names.flushing_file(manifest.save_id),
         names.catalog_file(manifest.catalog),
         names.replication_file(manifest.scope),
-        *map(names.checksums_file, segments),
+        *map(names.checksums_file, checked),
+        *map(names.stripe_file, parity),
     ]
     return {path.rpartition("/")[2] for path in paths}
 
@@ -440,6 +514,13 @@ def _remove_others(directory: str, keep: set[str]) -> None:
     for entry in _listdir(directory):
         if entry not in keep:
             files.remove(os.path.join(directory, entry))
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _listdir(path: str) -> Sequence[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
+
+from dcp_mem.policy.parity import Stripe, Term, rebuilding
+from dcp_mem.policy.redundancy import Redundancy
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +15,8 @@ class Finding:
 
     save_id: "" for one that torch's own writer made. problem: why it can't be loaded from there ("" if it can).
     count: how many segments it has in all (0: not told). segments: the ranks whose segments lie there, None: all of them;
-    lacking: why others don't.
+    lacking: why others don't. stripes: parity that lies there, with its file. sizes: bytes of the segments that it is of.
+    redundancy: what had been made of it.
     """
 
     name: str
@@ -22,6 +26,9 @@ class Finding:
     count: int = 0
     segments: frozenset[int] | None = None
     lacking: str = ""
+    stripes: tuple[tuple[str, Stripe], ...] = ()
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    redundancy: Redundancy = field(default_factory=Redundancy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,8 @@ class Choice:
 
     holders: for each segment, the ranks of this load whose node has it in memory; None: every rank's node has them all.
     teller: the rank that tells all others what the checkpoint consists of; None: each sees it by itself.
+    lost: segments that no node has, and what each is the XOR of. parity: what the stripes among these are called, and the ranks
+    whose nodes have them. redundancy: what had been made of it.
     """
 
     name: str
@@ -39,6 +48,9 @@ class Choice:
     storage: bool
     holders: Mapping[int, tuple[int, ...]] | None = None
     teller: int | None = None
+    lost: Mapping[int, tuple[Term, ...]] = field(default_factory=dict)
+    parity: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    redundancy: Redundancy = field(default_factory=Redundancy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +86,9 @@ def elect(inventories: Sequence[Sequence[Finding]], stored: Sequence[Finding]) -
 
 def _choice(key: tuple[str, str], created: float, found: Mapping[int, Finding], ranks: int, *, storage: bool) -> Choice:
     usable = {rank: one for rank, one in found.items() if not one.problem}
+    redundancy = max((one.redundancy for one in usable.values()), key=astuple, default=Redundancy())
     if len(usable) == ranks and all(one.segments is None for one in usable.values()):
-        return Choice(*key, created, memory=True, storage=storage)
+        return Choice(*key, created, memory=True, storage=storage, redundancy=redundancy)
     count = max((one.count for one in usable.values()), default=0)
     lists: list[list[int]] = [[] for _ in range(count)]
     for rank, one in usable.items():
@@ -83,7 +96,32 @@ def _choice(key: tuple[str, str], created: float, found: Mapping[int, Finding], 
             lists[segment].append(rank)
     holders = {segment: tuple(of_segment) for segment, of_segment in enumerate(lists) if of_segment}
     teller = min(usable) if holders and len(usable) < ranks else None
-    return Choice(*key, created, bool(count) and len(holders) == count, storage, holders, teller)
+    lost, parity = _coming_back(usable, [segment for segment in range(count) if segment not in holders], holders)
+    is_whole = bool(count) and len(holders) + len(lost) == count
+    return Choice(*key, created, is_whole, storage, holders, teller, lost if is_whole else {}, parity, redundancy)
+
+
+def _coming_back(
+    found: Mapping[int, Finding], missing: Sequence[int], holders: Mapping[int, tuple[int, ...]]
+) -> tuple[dict[int, tuple[Term, ...]], tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Missing segments that parity brings back, and the parity that somebody has."""
+    if not missing:
+        return {}, ()
+    stripes: dict[str, Stripe] = {}
+    keepers: dict[str, list[int]] = {}
+    sizes: dict[int, int] = {}
+    for rank, one in found.items():
+        sizes.update(one.sizes)
+        for file, stripe in one.stripes:
+            stripes[file] = stripe
+            keepers.setdefault(file, []).append(rank)
+    lost = {}
+    for segment in missing:
+        known = list(stripes.values())
+        terms = rebuilding(segment, sizes[segment], known, holders.keys()) if segment in sizes else None
+        if terms is not None:
+            lost[segment] = tuple(terms)
+    return lost, tuple((file, tuple(ranks)) for file, ranks in keepers.items())
 
 
 def in_common(plans: Sequence[RecoveryPlan]) -> RecoveryPlan:
@@ -101,7 +139,8 @@ def _why(choice: Choice, found: Mapping[int, Finding], ranks: int, stored: Findi
     problems = sorted({one.problem for one in found.values() if one.problem})
     lacking = sorted({one.lacking for one in found.values() if one.lacking})
     count = max((one.count for one in found.values()), default=0)
-    missing = [str(segment) for segment in range(count) if segment not in (choice.holders or {})]
+    there = {**(choice.holders or {}), **choice.lost}
+    missing = [str(segment) for segment in range(count) if segment not in there]
     if problems:
         memory = f"memory: {problems[0]}"
     elif missing:

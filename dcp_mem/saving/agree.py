@@ -16,7 +16,8 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, allowance, retire
-from dcp_mem.replicating.transfers import copies_of, possible
+from dcp_mem.policy.redundancy import Redundancy
+from dcp_mem.replicating.transfers import incoming
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.values import Attempt, Caller, Planned, Unplanned
 from dcp_mem.session import Topology
@@ -130,9 +131,9 @@ def _settle_replication(caller: Caller) -> bool:
     return True
 
 
-def gets_copies(caller: Caller, topology: Topology) -> bool:
-    """Whether copies are wanted, and there are nodes for them."""
-    return possible(topology.nodes, caller.settings.replicas) > 0
+def redundancy_on(caller: Caller, topology: Topology) -> Redundancy:
+    """The redundancy that is wanted, as far as there are nodes for it."""
+    return caller.settings.redundancy.on(len(set(topology.nodes)))
 
 
 def _ballot(caller: Caller, topology: Topology, survey: _Survey) -> _Ballot:
@@ -155,7 +156,7 @@ def _ballot(caller: Caller, topology: Topology, survey: _Survey) -> _Ballot:
 def _has_slots(caller: Caller, topology: Topology, survey: _Survey) -> bool:
     """Whether this rank has a free slot for its segment, and one for each copy that will come to it, as far as it knows."""
     copies: tuple[int, ...] | None = ()
-    if gets_copies(caller, topology):
+    if redundancy_on(caller, topology):
         copies = caller.session.expected_copies.get(caller.group)
     if copies is None:
         return False
@@ -222,7 +223,7 @@ def _survey(caller: Caller, topology: Topology, nbytes: int) -> _Survey:
     if not topology.is_leader:
         return mine
     memory = caller.session.memory
-    kept = _kept(memory, caller.scope, gets_copies(caller, topology))
+    kept = _kept(memory, caller.scope, bool(redundancy_on(caller, topology)))
     node = NodeMemory(
         kept=kept,
         used=memory.allocated_bytes(),
@@ -304,13 +305,10 @@ def _verdict(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> 
 
 
 def _needs(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> list[list[int]]:
-    """Bytes that each rank needs for its segment, and for each copy that will come to it."""
-    needs = [[survey.needed] for survey in surveys]
-    if gets_copies(caller, topology):
-        sizes = tuple(survey.needed for survey in surveys)
-        for copy in copies_of(topology.nodes, topology.domains, sizes, caller.settings.replicas):
-            needs[copy.receiver].append(copy.nbytes)
-    return needs
+    """Bytes that each rank needs for its segment, and for each copy, or parity, that will come to it."""
+    sizes = tuple(survey.needed for survey in surveys)
+    coming = incoming(topology.nodes, topology.domains, sizes, redundancy_on(caller, topology))
+    return [[own, *others] for own, others in zip(sizes, coming, strict=True)]
 
 
 def _no_common_plan(why_not: Sequence[tuple[int, str]], fitting: Collection[str]) -> NoCommonPlan:

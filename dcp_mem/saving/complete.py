@@ -13,7 +13,7 @@ from dcp_mem.errors import RankFailed
 from dcp_mem.format.catalog import Catalog, catalog_key
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.segments import Segments, Tail
-from dcp_mem.saving.agree import gets_copies, keep_no_more
+from dcp_mem.saving.agree import keep_no_more, redundancy_on
 from dcp_mem.saving.values import Attempt, Caller, Staged
 from dcp_mem.session import SavedPlan
 
@@ -82,9 +82,8 @@ def complete(
         manifest = _manifest(caller, attempt, saved)
         _publish_on_all_nodes(caller, attempt, manifest, catalog)
         if attempt.topology.is_leader:
-            keep_no_more(
-                caller.session.memory, caller.scope, caller.settings.keep, gets_copies(caller, attempt.topology)
-            )
+            has_redundancy = bool(redundancy_on(caller, attempt.topology))
+            keep_no_more(caller.session.memory, caller.scope, caller.settings.keep, has_redundancy)
             faults.point("complete.evicted")
         _remember(caller, replace(saved, save_id=attempt.save_id))
         caller.session.persisted.note(attempt.persist)
