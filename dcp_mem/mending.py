@@ -19,13 +19,12 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import RunIdentity, new_token, share
 from dcp_mem.memory.root import node_id
-from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.election import Choice
-from dcp_mem.policy.repair import Loads, homes, missing_copies
 from dcp_mem.ranks import Ranks, run_token
 from dcp_mem.recover import Recovery, tell
+from dcp_mem.replicating.repairs import all_parity, coming_back, missing_copies
 from dcp_mem.replicating.replicator import Replication
-from dcp_mem.replicating.transfers import Making, Part, making_of, members_of, stripes_over
+from dcp_mem.replicating.transfers import Making, members_of
 from dcp_mem.replicating.work import Work, Worker
 from dcp_mem.session import Session, Topology, session_for
 from dcp_mem.sources import StoredDescription
@@ -38,35 +37,33 @@ def bring_back(settings: Settings, recovery: Recovery, choice: Choice) -> Choice
     started = _begin(settings, recovery, choice)
     if isinstance(started, str):
         return started
-    makings = started.makings_of_lost(choice)
+    makings = coming_back(started.nodes, started.manifest.segments, choice)
     failures = started.work(settings, makings)
     if failures:
         return failures
-    here = {names.rank_of(one.file) for one in makings if one.receiver in started.neighbours}
-    recovery.damaged -= {(choice.save_id, rank) for rank in here}
+    members, here = members_of(started.nodes), started.nodes[recovery.ranks.rank]
+    back = {names.rank_of(one.file): tuple(members[started.nodes[one.receiver]]) for one in makings}
+    recovery.damaged -= {(choice.save_id, rank) for rank, ranks in back.items() if started.nodes[ranks[0]] == here}
     log.info("%s: %d segments came back from parity", choice.name, len(makings))
-    members = started.members
-    back = {names.rank_of(one.file): tuple(members[started.topology.nodes[one.receiver]]) for one in makings}
     return replace(choice, holders={**(choice.holders or {}), **back}, lost={})
 
 
 def restore_redundancy(settings: Settings, recovery: Recovery, choice: Choice) -> None:
     """Begin to make again, in the background, what copies or parity a loaded checkpoint has lost.
 
-    What speaks against it is logged. The checkpoint is loaded, whatever this may be.
+    What speaks against it is logged: the checkpoint is loaded, whatever this may be.
     """
     if choice.holders is None or not choice.redundancy or not choice.memory:
         return
-    nodes = recovery.ranks.all_reduce({recovery.ranks.rank: node_id(settings.memory_root)}, operator.or_)
-    if not _lacks_redundancy(choice, nodes):
-        return
-    started = _begin(settings, recovery, choice)
-    if isinstance(started, str):
-        log.info("%s gets no new copies: %s", choice.name, started)
-        return
-    made = choice.redundancy.on(len(started.members))
-    if made:
-        started.replicate(settings, choice, made.copies, made.parity)
+    try:
+        nodes = recovery.ranks.all_reduce({recovery.ranks.rank: node_id(settings.memory_root)}, operator.or_)
+        if _lacks_redundancy(choice, nodes):
+            started = _begin(settings, recovery, choice)
+            if isinstance(started, str):
+                raise DcpMemError(started)
+            started.replicate(settings, choice)
+    except Exception as error:
+        log.warning("%s is loaded, and gets no copies again before the next save: %s", choice.name, error)
 
 
 def _lacks_redundancy(choice: Choice, nodes: Mapping[int, str]) -> bool:
@@ -135,69 +132,14 @@ class _Mending:
     manifest: Manifest
 
     @property
-    def members(self) -> dict[str, list[int]]:
-        return members_of(self.topology.nodes)
+    def nodes(self) -> tuple[str, ...]:
+        return self.topology.nodes
 
     @property
-    def neighbours(self) -> Sequence[int]:
-        return self.topology.neighbours(self.topology.nodes[self.topology.rank])
-
-    # -- what is to be made -------------------------------------------------------------------------------------
-
-    def makings_of_lost(self, choice: Choice) -> list[Making]:
-        """How lost segments come back, on the nodes that have least."""
-        segments, members = self.manifest.segments, list(self.members.values())
-        number = {rank: node for node, ranks in enumerate(members) for rank in ranks}
-        held = [0] * len(members)
-        for segment, ranks in (choice.holders or {}).items():
-            for node in {number[rank] for rank in ranks}:
-                held[node] += segments.nbytes[segment]
-        receiving, sending, found = Loads(), Loads(), []
-        for segment, node in homes({rank: segments.nbytes[rank] for rank in choice.lost}, held).items():
-            receiver = receiving.give(members[node], segments.nbytes[segment])
-            parts = []
-            for term in choice.lost[segment]:
-                file, holders = (
-                    choice.parity[term.of]
-                    if term.is_stripe
-                    else (
-                        names.segment_file(term.of, choice.save_id),
-                        (choice.holders or {})[term.of],
-                    )
-                )
-                sender = receiver if receiver in holders else sending.give(holders, term.stop - term.start)
-                parts.append(Part(sender, file, term.start, term.stop, term.place))
-            file, nbytes = names.segment_file(segment, choice.save_id), segments.nbytes[segment]
-            found.append(Making(receiver, file, nbytes, capacity_for(nbytes), tuple(parts)))
-        return found
-
-    def missing_copies(self, holders: Mapping[int, Sequence[int]], copies: int) -> list[Making]:
-        """The copies that are missing, each sent by one of those who have the segment, in turns."""
-        segments, members = self.manifest.segments, list(self.members.values())
-        number = {rank: node for node, ranks in enumerate(members) for rank in ranks}
-        having = [{number[rank] for rank in holders[segment]} for segment in range(len(segments))]
-        domains = [self.topology.domains[ranks[0]] for ranks in members]
-        receiving, sending, found = Loads(), Loads(), []
-        for segment, node in missing_copies(having, segments.nbytes, domains, copies):
-            nbytes, file = segments.nbytes[segment], segments[segment].file
-            receiver = receiving.give(members[node], nbytes)
-            sender = sending.give(holders[segment], nbytes)
-            found.append(Making(receiver, file, nbytes, capacity_for(nbytes), (Part(sender, file, 0, nbytes, 0),)))
-        return found
-
-    def all_parity(self, holders: Mapping[int, Sequence[int]], k: int) -> list[Making]:
-        """The parity that the nodes shall keep, of the segments as they lie now; each counts for one node that has it."""
-        segments, members = self.manifest.segments, list(self.members.values())
-        number = {rank: node for node, ranks in enumerate(members) for rank in ranks}
-        homes: list[dict[int, int]] = [{} for _ in members]
-        senders = {}
-        for segment, ranks in sorted(holders.items()):
-            node = number[segment] if segment in ranks else number[min(ranks)]
-            senders[segment] = segment if segment in ranks else members[node][segment % len(members[node])]
-            homes[node][segment] = segments.nbytes[segment]
-        domains = [self.topology.domains[ranks[0]] for ranks in members]
-        found = stripes_over(homes, members, domains, k)
-        return [making_of(stripe, capacity_for(stripe.nbytes), segments, senders) for stripe in found]
+    def held(self) -> Held:
+        """What lies here of it. Raises StopIteration where that has just left memory."""
+        found = self.session.memory.find(self.manifest.name)
+        return next(held for held in found if held.manifest.save_id == self.manifest.save_id)
 
     # -- having it made -----------------------------------------------------------------------------------------
 
@@ -210,43 +152,41 @@ class _Mending:
 
     def _work(self, settings: Settings, makings: Iterable[Making]) -> Work:
         ranks = self.ranks.apart(f"replicate {settings.job}", settings.replication_timeout, _VARIABLE)
-        ranks.arrange(self.topology.nodes)
+        ranks.arrange(self.nodes)
         mine = [one for one in makings if one.receiver == ranks.rank or ranks.rank in one.senders]
         targets = self.session.slots_for(one for one in mine if one.receiver == ranks.rank)
         return Work(self.manifest, ranks, mine, targets, None, settings.replication_timeout)
 
-    def replicate(self, settings: Settings, choice: Choice, copies: int, parity: int) -> None:
+    def replicate(self, settings: Settings, choice: Choice) -> None:
         """Have missing copies or parity made in the background."""
-        holders = choice.holders or {}
-        makings, wanted = self.missing_copies(holders, copies), set[str]()
-        if parity:
-            makings = self.all_parity(holders, parity)
+        redundancy = choice.redundancy.on(len(set(self.nodes)))
+        holders, segments, domains = choice.holders or {}, self.manifest.segments, self.topology.domains
+        wanted = set[str]()
+        if redundancy.parity:
+            makings = all_parity(self.nodes, domains, segments, holders, redundancy.parity)
             wanted = {one.file for one in makings}
             there = self.ranks.all_reduce(self._parity_here(), operator.or_)
             makings = [one for one in makings if (one.receiver, one.file) not in there]
-        is_lacking = self.ranks.all_reduce(self._lacks_record(), operator.or_)
-        if not makings and not is_lacking:
+        else:
+            makings = missing_copies(self.nodes, domains, segments, holders, redundancy.copies)
+        is_unknown = (
+            self.held.replication.outcome != "replicated"
+        )  # to a node that has just come to know the checkpoint
+        if not self.ranks.all_reduce(bool(makings) or is_unknown, operator.or_):
             return
-        held = os.path.join(self.session.memory.checkpoint_directory(choice.name), names.manifest_file(""))
-        lease = os.open(held, os.O_RDONLY | os.O_CLOEXEC)
+        lease = os.open(self.held.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
         share(lease)
-        redundancy = replace(choice.redundancy, copies=copies, parity=parity)
 
-        def then() -> None:
-            if parity:
+        def then(is_replicated: bool) -> None:
+            if is_replicated and redundancy.parity:
                 self.session.memory.drop_parity(self.manifest, wanted)
 
-        work = self._work(settings, makings)
-        is_leader = self.topology.is_leader
+        work, is_leader = self._work(settings, makings), self.topology.is_leader
         self.session.replicator.start(Replication(work, redundancy, lease, is_leader, "", then))
 
     def _parity_here(self) -> frozenset[tuple[int, str]]:
-        held = next(one for one in self.session.memory.find(self.manifest.name))
+        """The parity on this node, beside each of the node's ranks."""
         if not self.topology.is_leader:
             return frozenset()
-        files = self.session.memory.stripes_of(held)
-        return frozenset((rank, file) for rank in self.neighbours for file in files)
-
-    def _lacks_record(self) -> bool:
-        held = next(one for one in self.session.memory.find(self.manifest.name))
-        return held.replication.outcome != "replicated"
+        neighbours = self.topology.neighbours(self.nodes[self.topology.rank])
+        return frozenset((rank, file) for rank in neighbours for file in self.session.memory.stripes_of(self.held))

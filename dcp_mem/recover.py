@@ -373,8 +373,11 @@ def _in_memory_of(memory: JobMemory, held: Held, damaged: Collection[int]) -> Fi
     if len(source.present) == len(manifest.segments):
         return finding
     stripes = {file: record.stripe for file, record in memory.stripes_of(held).items()}
+    sizes = {
+        rank: 0 for rank, nbytes in enumerate(manifest.segments.nbytes) if not nbytes
+    }  # of which there is no parity
     ranks = {one.rank for stripe in stripes.values() for one in stripe.shares}
-    sizes = {rank: manifest.segments.nbytes[rank] for rank in ranks}
+    sizes |= {rank: manifest.segments.nbytes[rank] for rank in ranks}
     lacking = next(iter(source.lacking.values()), "")
     return replace(finding, segments=source.present, lacking=lacking, stripes=tuple(stripes.items()), sizes=sizes)
 

@@ -15,7 +15,8 @@ class Finding:
 
     save_id: "" for one that torch's own writer made. problem: why it can't be loaded from there ("" if it can).
     count: how many segments it has in all (0: not told). segments: the ranks whose segments lie there, None: all of them;
-    lacking: why others don't. stripes: parity that lies there, with its file. sizes: bytes of the segments that it is of.
+    lacking: why others don't. stripes: parity that lies there, with its file. sizes: bytes of the segments that it is of, and of
+    empty ones.
     redundancy: what had been made of it.
     """
 

@@ -1,4 +1,6 @@
-"""Copies of complete checkpoints in other nodes' memory.
+"""Copies, or parity, of complete checkpoints in other nodes' memory.
 
-`transfers.py` says which rank sends what to whom, `exchange.py` moves a segment, `replicator.py` is the thread that has it done.
+`transfers.py` says what comes about on which rank, of which parts, sent by whom; `repairs.py` the same after a loss of nodes.
+`exchange.py` moves pieces, `sources.py` is where they come from, `making.py` what becomes of them, `work.py` one rank's part in
+all that, and `replicator.py` the thread that has it done.
 """

@@ -23,7 +23,7 @@ class Replication:
     """A checkpoint that is to be made safe, and this rank's part in it.
 
     redundancy: what it has once all goes well. lease: keeps the checkpoint in memory. remark: what the record says where all
-    goes well. then: what the node's leader does once that is written down.
+    goes well. then: what the node's leader does once that is written down; told whether all went well.
     """
 
     work: Work
@@ -31,7 +31,7 @@ class Replication:
     lease: int
     is_leader: bool
     remark: str
-    then: Callable[[], None]
+    then: Callable[[bool], None]
 
 
 class Replicator:
@@ -66,9 +66,11 @@ class Replicator:
 
     def _replicate(self, replication: Replication) -> None:
         name, started = replication.work.manifest.name, time.monotonic()
+        is_replicated = False
         try:
             failures = Worker(self._memory, self._slots, replication.work, self._cancelled).run()
             self._record(replication, failures, time.monotonic() - started)
+            is_replicated = not failures
             faults.point("replicate.recorded")
         except Exception:
             log.warning("the replication of %s ended in disorder", name, exc_info=True)
@@ -77,7 +79,7 @@ class Replicator:
             os.close(replication.lease)
         try:
             if replication.is_leader:
-                replication.then()
+                replication.then(is_replicated)
         except Exception:
             log.warning("what %s supersedes stays in memory for now", name, exc_info=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 
 from dcp_mem.events import log
 from dcp_mem.format import names
@@ -82,7 +81,10 @@ def _start(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest,
     makings = makings_of(topology.rank, topology.nodes, topology.domains, rooms, made, manifest.segments)
     targets = session.slots_for(one for one in makings if one.receiver == topology.rank)
     work = Work(manifest, ranks, makings, targets, staged.slot, settings.replication_timeout)
-    then = partial(keep_no_more, session.memory, caller.scope, settings.keep, True)
+
+    def then(is_replicated: bool) -> None:
+        keep_no_more(session.memory, caller.scope, settings.keep, True)
+
     session.replicator.start(Replication(work, made, lease, topology.is_leader, remark, then))
     return any(not isinstance(slot, str) and slot.mapping is None for slot in targets.values())
 
