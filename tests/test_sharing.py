@@ -27,7 +27,7 @@ from dcp_mem.format.manifest import ItemTable
 from dcp_mem.planning.reads import Wanted
 from dcp_mem.policy import pieces, sharing
 from dcp_mem.policy.pieces import Extent, cut, merged
-from dcp_mem.policy.sharing import Need, NoRoom, Part, share_out
+from dcp_mem.policy.sharing import Need, NoRoom, Part, Shared, share_out
 from dcp_mem.reading import together
 from dcp_mem.reading.arrivals import Arrival, Arrivals
 from dcp_mem.reading.fetch import Fetcher, fetch_all
@@ -112,17 +112,18 @@ def _played(needs: Sequence[Need], parts: Sequence[Part]) -> list[Counter[tuple[
             assert all(
                 part.batches == other.batches for other, need in zip(parts, needs, strict=True) if need.node == node
             )
-            coming = [one for one in batch if one.comes_in]
-            taken = [place for one in coming for place in range(one.place, one.place + one.stop - one.start)]
-            assert len(taken) == len(set(taken)), "pieces that lie over each other in a window"
-            assert not taken or max(taken) < part.window_nbytes <= needs[rank].window_nbytes
+            own = [one for one in batch if one.is_private and one.by == rank]
+            assert _reach(own) <= part.private_nbytes
+            there[rank] |= {(one.file, place) for one in own for place in range(one.start, one.stop)}
+            coming = [one for one in batch if one.comes_in and not one.is_private]
+            assert not coming or _reach(coming) <= part.window_nbytes <= needs[rank].window_nbytes
             for one in batch:
                 assert needs[one.by].node == node
                 if one.by == rank:
                     if one.origin is None and one.comes_in:
                         asked[rank].update((one.file, place) for place in range(one.start, one.stop))
                     sent |= {(rank, to, one.file, one.start, one.stop) for to in one.to}
-                if one.comes_in:
+                if one.comes_in and not one.is_private:
                     places = range(one.start, one.stop)
                     windows.setdefault(node, {}).update({(one.file, place): one.by for place in places})
         expected = {
@@ -132,6 +133,12 @@ def _played(needs: Sequence[Need], parts: Sequence[Part]) -> list[Counter[tuple[
             if one.origin is not None
         }
         assert sent == expected, "what one sends another doesn't await, or the other way round"
+        for rank, part in enumerate(parts):
+            for to in range(len(parts)):
+                leaves = [(one.file, one.start) for one in part.batches[number] if one.by == rank and to in one.to]
+                batch = parts[to].batches[number]
+                comes = [(one.file, one.start) for one in batch if one.by == to and one.origin == rank]
+                assert leaves == comes, "messages between two ranks have no names but their order"
         assert not sent or all(part.passes_on for part in parts)
         for rank, need in enumerate(needs):
             there[rank] |= windows.get(need.node, {}).keys()
@@ -139,6 +146,22 @@ def _played(needs: Sequence[Need], parts: Sequence[Part]) -> list[Counter[tuple[
         wanted = {(file, place) for file, extents in need.extents.items() for place in _bytes_of(extents)}
         assert wanted <= there[rank]
     return asked
+
+
+def _reach(pieces: Sequence[Shared]) -> int:
+    """Where the last of them ends; none lies over another."""
+    taken = [place for one in pieces for place in range(one.place, one.place + one.stop - one.start)]
+    assert len(taken) == len(set(taken)), "pieces that lie over each other in a window"
+    return max(taken, default=-1) + 1
+
+
+def test_where_everything_moves_all_nodes_are_served_at_once() -> None:
+    """Sixteen nodes, each of which needs what another one has, in as many batches as one of them takes."""
+    needs = [Need(f"node{rank:02}", {f"file{(rank + 1) % 16:02}": [(0, 400)]}, 1000) for rank in range(16)]
+    with small_pieces(50):
+        parts = share_out(needs, lambda file: None, across_nodes=False, holders=lambda file: [int(file[4:])])
+        _played(needs, parts)
+    assert len(parts[0].batches) == 1
 
 
 @settings(max_examples=300)
@@ -212,11 +235,16 @@ def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
 def test_a_node_without_room_for_what_others_send_is_named() -> None:
     with pytest.raises(NoRoom, match="b"):
         share_out(
-            [Need("a", {}, 1000), Need("b", {"x": [(0, 100)]}, 99)],
+            [Need("a", {}, 1000), *(Need("b", {"x": [(0, 100)]}, 99) for _ in range(2))],
             lambda file: None,
             across_nodes=False,
             holders=lambda file: [0],
         )
+
+
+def test_what_comes_to_one_rank_alone_takes_no_room_of_its_node() -> None:
+    needs = [Need("a", {}, 1000), Need("b", {"x": [(0, 100)]}, 0)]
+    _played(needs, share_out(needs, lambda file: None, across_nodes=False, holders=lambda file: [0]))
 
 
 # -- real ranks ------------------------------------------------------------------------------------------------------------

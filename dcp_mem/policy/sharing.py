@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from dcp_mem.policy.pieces import PIECE, Extent, cut, merged
 
+_PRIVATE = 2 * PIECE
+"""Bytes of what comes to one rank alone in a batch: enough to be busy with, few enough to stay in memory that is warm."""
 Extents = Mapping[str, Sequence[Extent]]
 """Bytes of segments, by file; what one rank needs is merged."""
 
@@ -27,7 +29,8 @@ class Shared:
 
     by: the rank of the node that brings them there. origin: the rank that it gets them from, None: from storage.
     to: ranks of other nodes that it sends them to. is_held: the rank that sends them has them in its node's memory; they
-    don't come into its own node's window then.
+    don't come into its own node's window then. is_private: no other rank of the node needs them, so they come into a window of
+    that rank's own.
     """
 
     file: str
@@ -38,10 +41,11 @@ class Shared:
     origin: int | None = None
     to: tuple[int, ...] = ()
     is_held: bool = False
+    is_private: bool = False
 
     @property
     def comes_in(self) -> bool:
-        """Whether it comes into the node's window."""
+        """Whether it comes into a window of this node."""
         return self.origin is not None or not self.is_held
 
 
@@ -49,8 +53,8 @@ class Shared:
 class Part:
     """One rank's part. alone: what it fetches for itself. batches: what comes into its node's window, batch by batch.
 
-    window_nbytes: what a batch takes at most. makes_window: whether it is this rank that makes the window for its node.
-    passes_on: whether in any batch nodes send each other anything.
+    window_nbytes: what a batch takes at most; private_nbytes: in the rank's own window. makes_window: whether this rank makes the
+    node's. passes_on: whether in any batch nodes send each other anything.
     """
 
     alone: Extents = field(default_factory=dict)
@@ -58,6 +62,7 @@ class Part:
     window_nbytes: int = 0
     makes_window: bool = False
     passes_on: bool = False
+    private_nbytes: int = 0
 
 
 class NoRoom(Exception):
@@ -84,27 +89,37 @@ def share_out(
     alone needs are its own affair, and so is everything on a node that has no room for a window.
     """
     work = _Work(needs)
-    for file in sorted({file for need in needs for file in need.extents}):
+    for file, extent, ranks in _spans(needs):
         holding = holders(file)
-        for extent, ranks in _spans(needs, file):
-            for start, stop in cut(extent, edges(file)) if holding else ():
-                work.send(file, start, stop, ranks, holding)
-            for group in () if holding else work.groups(ranks, across_nodes):
+        if holding:
+            work.send_later(file, cut(extent, edges(file)), ranks, holding)
+        else:
+            for group in work.groups(ranks, across_nodes):
                 if len(group) == 1:
                     work.alone[group[0]].setdefault(file, []).append(extent)
                 else:
                     for start, stop in cut(extent, edges(file)):
                         work.share(file, start, stop, group)
+    work.send()
     return work.parts()
 
 
-def _spans(needs: Sequence[Need], file: str) -> Iterator[tuple[Extent, tuple[int, ...]]]:
-    """The needed bytes, cut where the ranks that need them change, with these ranks."""
-    events: dict[int, tuple[list[int], list[int]]] = {}
+def _spans(needs: Sequence[Need]) -> Iterator[tuple[str, Extent, tuple[int, ...]]]:
+    """The needed bytes of each segment, cut where the ranks that need them change, with these ranks."""
+    events: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
     for rank, need in enumerate(needs):
-        for start, stop in need.extents.get(file, ()):
-            events.setdefault(start, ([], []))[0].append(rank)
-            events.setdefault(stop, ([], []))[1].append(rank)
+        for file, extents in need.extents.items():
+            of_file = events.setdefault(file, {})
+            for start, stop in extents:
+                of_file.setdefault(start, ([], []))[0].append(rank)
+                of_file.setdefault(stop, ([], []))[1].append(rank)
+    for file in sorted(events):
+        for extent, ranks in _spans_of(events[file]):
+            yield file, extent, ranks
+
+
+def _spans_of(events: Mapping[int, tuple[list[int], list[int]]]) -> Iterator[tuple[Extent, tuple[int, ...]]]:
+    """events: at each place, the ranks whose needs begin and end there."""
     active: set[int] = set()
     for place, following in pairwise(sorted(events)):
         begins, ends = events[place]
@@ -123,13 +138,15 @@ class _Work:
         self._members: dict[str, list[int]] = {}
         for rank, node in enumerate(self._nodes):
             self._members.setdefault(node, []).append(rank)
+        self._numbers = {node: number for number, node in enumerate(self._members)}
         self._window = {
             node: min(needs[rank].window_nbytes for rank in members) for node, members in self._members.items()
         }
         self._fetched, self._received, self._sent = [0] * len(needs), [0] * len(needs), [0] * len(needs)
-        self._filled: dict[str, int] = dict.fromkeys(self._members, 0)
-        self._batches: dict[str, list[list[Shared]]] = {node: [[]] for node in self._members}
-        self._most: dict[str, int] = dict.fromkeys(self._members, 0)
+        self._shared = {node: _Room(nbytes) for node, nbytes in self._window.items()}
+        self._private = [_Room(_PRIVATE) for _ in needs]
+        self._batches: dict[str, list[list[Shared]]] = {node: [] for node in self._members}
+        self._to_send: list[tuple[int, str, Extent, Sequence[int], Sequence[int]]] = []
         self._passes_on = False
 
     def groups(self, ranks: Sequence[int], across_nodes: bool) -> list[list[int]]:
@@ -146,12 +163,12 @@ class _Work:
     def share(self, file: str, start: int, stop: int, group: Sequence[int]) -> None:
         """Have these bytes fetched by one rank, into the windows of all nodes of the group."""
         nbytes, nodes = stop - start, list(dict.fromkeys(self._nodes[rank] for rank in group))
-        if any(self._filled[node] + nbytes > self._window[node] for node in nodes):
-            if any(nbytes > self._window[node] for node in nodes):  # a single item of a foreign checkpoint, say
-                for rank in group:
-                    self.alone[rank].setdefault(file, []).append((start, stop))
-                return
-            self._begin_batch()
+        rooms = {node: self._shared[node] for node in nodes}
+        if any(nbytes > room.limit for room in rooms.values()):  # a single item of a foreign checkpoint, say
+            for rank in group:
+                self.alone[rank].setdefault(file, []).append((start, stop))
+            return
+        batch = max(room.first_batch(nbytes) for room in rooms.values())
         fetcher = min((rank for node in nodes for rank in self._members[node]), key=lambda rank: self._fetched[rank])
         by = {node: fetcher if node == self._nodes[fetcher] else self._idlest(node) for node in nodes}
         to = tuple(rank for rank in by.values() if rank != fetcher)
@@ -159,52 +176,66 @@ class _Work:
         for rank in to:
             self._received[rank] += nbytes
         self._passes_on = self._passes_on or bool(to)
-        for node in nodes:
+        for node, room in rooms.items():
             is_fetched = by[node] == fetcher
-            piece = Shared(
-                file,
-                start,
-                stop,
-                self._filled[node],
-                by[node],
-                None if is_fetched else fetcher,
-                to if is_fetched else (),
-            )
-            self._batches[node][-1].append(piece)
-            self._filled[node] += nbytes
-            self._most[node] = max(self._most[node], self._filled[node])
+            origin, sent_to = (None, to) if is_fetched else (fetcher, ())
+            self._add(node, batch, Shared(file, start, stop, room.put(batch, nbytes), by[node], origin, sent_to))
 
-    def send(self, file: str, start: int, stop: int, group: Sequence[int], holding: Sequence[int]) -> None:
-        """Have these bytes sent by a rank whose node has them, to all nodes of the group."""
-        nbytes, nodes = stop - start, list(dict.fromkeys(self._nodes[rank] for rank in group))
-        for node in nodes:
-            if nbytes > self._window[node]:
+    def send_later(self, file: str, pieces: Iterable[Extent], group: Sequence[int], holding: Sequence[int]) -> None:
+        """Have these bytes sent by a rank whose node has them, to all nodes of the group; `send` gives them out."""
+        turn = self._numbers[self._nodes[group[0]]]
+        for piece in pieces:
+            self._to_send.append((turn, file, piece, group, holding))
+
+    def send(self) -> None:
+        """Give out what is to be sent. Each node begins with another segment, so that not all ask the same node first."""
+        files = {file: number for number, file in enumerate(dict.fromkeys(one[1] for one in self._to_send))}
+        self._to_send.sort(key=lambda one: ((files[one[1]] - one[0]) % len(files), one[1], one[2]))
+        for _, file, (start, stop), group, holding in self._to_send:
+            self._send(file, start, stop, group, holding)
+
+    def _send(self, file: str, start: int, stop: int, group: Sequence[int], holding: Sequence[int]) -> None:
+        nbytes = stop - start
+        by_node: dict[str, list[int]] = {}
+        for rank in group:
+            by_node.setdefault(self._nodes[rank], []).append(rank)
+        rooms = {
+            node: self._private[ranks[0]] if len(ranks) == 1 else self._shared[node] for node, ranks in by_node.items()
+        }
+        for node, ranks in by_node.items():
+            if len(ranks) > 1 and nbytes > rooms[node].limit:
                 raise NoRoom(node, 2 * nbytes)
-        if any(self._filled[node] + nbytes > self._window[node] for node in nodes):
-            self._begin_batch()
+        batch = max(room.first_batch(nbytes) for room in rooms.values())
         sender = min(holding, key=lambda rank: (self._sent[rank], rank))
-        by = {node: self._idlest(node) for node in nodes}
-        self._sent[sender] += nbytes * len(nodes)
+        by = {node: ranks[0] if len(ranks) == 1 else self._idlest(node) for node, ranks in by_node.items()}
+        self._sent[sender] += nbytes * len(by)
         self._passes_on = True
-        self._batches[self._nodes[sender]][-1].append(
-            Shared(file, start, stop, 0, sender, None, tuple(by.values()), is_held=True)
+        self._add(
+            self._nodes[sender], batch, Shared(file, start, stop, 0, sender, None, tuple(by.values()), is_held=True)
         )
         for node, rank in by.items():
             self._received[rank] += nbytes
-            piece = Shared(file, start, stop, self._filled[node], rank, sender, is_held=True)
-            self._batches[node][-1].append(piece)
-            self._filled[node] += nbytes
-            self._most[node] = max(self._most[node], self._filled[node])
+            place, is_private = rooms[node].put(batch, nbytes), len(by_node[node]) == 1
+            self._add(node, batch, Shared(file, start, stop, place, rank, sender, (), True, is_private))
+
+    def _add(self, node: str, batch: int, piece: Shared) -> None:
+        batches = self._batches[node]
+        batches.extend([] for _ in range(batch + 1 - len(batches)))
+        batches[batch].append(piece)
 
     def parts(self) -> list[Part]:
-        is_shared = any(batch for batches in self._batches.values() for batch in batches)
+        """Every rank passes equally many batches, whether something comes to its node in them or not."""
+        count = max(map(len, self._batches.values()))
+        for batches in self._batches.values():
+            batches.extend([] for _ in range(count - len(batches)))
         return [
             Part(
                 {file: merged(extents, 1) for file, extents in alone.items()},
-                self._batches[node] if is_shared else (),
-                self._most[node],
-                self._most[node] > 0 and rank == self._members[node][0],
+                self._batches[node],
+                self._shared[node].most,
+                self._shared[node].most > 0 and rank == self._members[node][0],
                 self._passes_on,
+                self._private[rank].most,
             )
             for rank, (alone, node) in enumerate(zip(self.alone, self._nodes, strict=True))
         ]
@@ -212,8 +243,24 @@ class _Work:
     def _idlest(self, node: str) -> int:
         return min(self._members[node], key=lambda rank: self._received[rank])
 
-    def _begin_batch(self) -> None:
-        """On all nodes alike: every rank passes all batches."""
-        for node in self._members:
-            self._batches[node].append([])
-            self._filled[node] = 0
+
+@dataclass(slots=True)
+class _Room:
+    """A window that is filled batch by batch. most: what any batch has taken so far."""
+
+    limit: int
+    batch: int = 0
+    filled: int = 0
+    most: int = 0
+
+    def first_batch(self, nbytes: int) -> int:
+        """The first batch that so many bytes more fit into; an empty window takes anything."""
+        return self.batch if not self.filled or self.filled + nbytes <= self.limit else self.batch + 1
+
+    def put(self, batch: int, nbytes: int) -> int:
+        """The place of so many bytes in that batch, which isn't earlier than the last one."""
+        if batch > self.batch:
+            self.batch, self.filled = batch, 0
+        place, self.filled = self.filled, self.filled + nbytes
+        self.most = max(self.most, self.filled)
+        return place

@@ -2,7 +2,8 @@
 
 Rank 0 learns what everybody needs and shares the work out. What one rank alone needs of storage it fetches for itself. The
 rest comes, batch by batch, into a window of tmpfs on each node, one half being filled while the ranks take from the other:
-from storage, with `across_nodes` from one node's window into the others', and from the memory of a node that has it.
+from storage, with `across_nodes` from one node's window into the others', and from the memory of a node that has it. What only
+one rank of a node needs comes into a window of its own then, in private memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from dcp_mem.errors import DcpMemError, MemoryUnavailable, RankFailed
 from dcp_mem.events import log
@@ -27,6 +30,8 @@ from dcp_mem.reading.arrivals import Arrivals, view_of
 from dcp_mem.reading.fetch import Fetcher, fetch_all, in_parallel
 from dcp_mem.sources import MemorySource
 
+_Checked = tuple[memoryview, int]
+"""Bytes that are to be sent, and their CRC32C."""
 _CRC = 4
 WINDOW = 256 << 20
 """Bytes of a half of a node's window, at most."""
@@ -174,70 +179,100 @@ class _Batches:
         self._fetcher, self._arrivals = fetcher, arrivals
         self._ranks, self._memory = company.ranks, company.memory
         self._part, self._window, self._failures = part, window, failures
+        self._private = np.empty(2 * part.private_nbytes, np.uint8)
 
     def run(self) -> None:
-        """Pass all batches, taking what this rank awaits, until one fails anywhere."""
-        with ThreadPoolExecutor(1, thread_name_prefix="dcp_mem-batch") as ahead:
-            fetching: Future[None] = ahead.submit(self._fetch, 0)
-            for number in range(len(self._part.batches)):
+        """Pass all batches, taking what this rank awaits, until one fails anywhere.
+
+        While a batch is on its way between nodes, what is to be sent of the next one is checked, and what came with the one
+        before is taken. A half of a window is filled again only when all ranks have taken what was in it: before a rank
+        says how a batch went, it has taken the one before.
+        """
+        count = len(self._part.batches)
+        with ThreadPoolExecutor(3, thread_name_prefix="dcp_mem-batch") as aside:
+            fetching, checking = aside.submit(self._fetch, 0), aside.submit(self._held, 0)
+            taking: Future[None] | None = None
+            for number in range(count):
+                held: Mapping[Shared, _Checked] = {}
                 with self._failures.collected():
                     fetching.result()
+                    held = checking.result()
+                if not self._part.passes_on:
+                    self._wait_for(taking)
                 if self._failures.anywhere():
                     return
+                if number + 1 < count:
+                    checking = aside.submit(self._held, number + 1)
                 if self._part.passes_on:
-                    self._pass_on(number)
+                    self._pass_on(number, held)
+                    self._wait_for(taking)
                     if self._failures.anywhere():
                         return
-                if number + 1 < len(self._part.batches):  # into the other half, which nobody takes from any more
-                    fetching = ahead.submit(self._fetch, number + 1)
-                with self._failures.collected():
-                    self._take(number)
+                if number + 1 < count:
+                    fetching = aside.submit(self._fetch, number + 1)
+                taking = aside.submit(self._take, number)
+            self._wait_for(taking)
+
+    def _wait_for(self, taking: Future[None] | None) -> None:
+        with self._failures.collected():
+            if taking is not None:
+                taking.result()
+
+    def _mine(self, number: int) -> list[Shared]:
+        return [one for one in self._part.batches[number] if one.by == self._ranks.rank]
 
     def _fetch(self, number: int) -> None:
-        mine = [one for one in self._part.batches[number] if one.by == self._ranks.rank]
-        work = [one for one in mine if one.origin is None and one.comes_in]
+        work = [one for one in self._mine(number) if one.origin is None and one.comes_in]
         for _ in in_parallel(lambda one: self._fetcher.fetch(one.file, one.start, [self._view(number, one)]), work):
             pass
 
-    def _pass_on(self, number: int) -> None:
+    def _held(self, number: int) -> Mapping[Shared, _Checked]:
+        """What this rank sends of its node's memory, held against the checksums there, where there are any."""
+        work = [one for one in self._mine(number) if not one.comes_in]
+        return dict(in_parallel(self._checked, work))
+
+    def _checked(self, one: Shared) -> tuple[Shared, _Checked]:
+        assert self._memory is not None
+        self._memory.check(one.file, one.start, one.stop)
+        view = self._memory.view(one.file, one.start, one.stop)
+        return one, (view, checksum(view))
+
+    def _pass_on(self, number: int, held: Mapping[Shared, _Checked]) -> None:
         """Send what this rank has fetched, or has in memory, to other nodes, and receive what it is to bring from there.
 
         A checksum follows each piece: what lies in memory has no other that all could go by.
         """
-        mine = [one for one in self._part.batches[number] if one.by == self._ranks.rank]
-        with self._failures.collected():
-            outgoing = [(one, self._outgoing(number, one)) for one in mine if one.to]
-            incoming = [(one, self._view(number, one), bytearray(_CRC)) for one in mine if one.origin is not None]
-            crcs = [checksum(view).to_bytes(_CRC, "little") for _, view in outgoing]
-        if self._failures.anywhere():
-            return
+        mine = self._mine(number)
+        outgoing = [(one, *held[one]) for one in mine if one in held]
+        for one in mine:
+            if one.to and one.comes_in:
+                view = self._view(number, one)
+                outgoing.append((one, view, checksum(view)))
+        incoming = [(one, self._view(number, one), bytearray(_CRC)) for one in mine if one.origin is not None]
+        order = {one: place for place, one in enumerate(mine)}  # both ends name pieces in the same one
+        outgoing.sort(key=lambda sent: order[sent[0]])
         sent = [
             (rank, data)
-            for (one, view), crc in zip(outgoing, crcs, strict=True)
+            for one, view, crc in outgoing
             for rank in one.to
-            for data in (view, memoryview(bytearray(crc)))
+            for data in (view, memoryview(bytearray(crc.to_bytes(_CRC, "little"))))
         ]
         received = [(one.origin, data) for one, view, crc in incoming for data in (view, memoryview(crc))]
         self._ranks.swap(sent, [(rank, data) for rank, data in received if rank is not None])
         with self._failures.collected():
-            for one, view, crc in incoming:
-                if checksum(view) != int.from_bytes(crc, "little"):
-                    raise RankFailed(
-                        f"sending {one.file}", [(one.origin or 0, "its bytes changed on their way between nodes")]
-                    )
-                if not one.is_held:
-                    self._fetcher.check(one.file, one.start, [view])
+            for _ in in_parallel(self._check_arrived, incoming):
+                pass
 
-    def _outgoing(self, number: int, one: Shared) -> memoryview:
-        if one.comes_in:
-            return self._view(number, one)
-        assert self._memory is not None
-        self._memory.check(one.file, one.start, one.stop)
-        return self._memory.view(one.file, one.start, one.stop)
+    def _check_arrived(self, arrived: tuple[Shared, memoryview, bytearray]) -> None:
+        one, view, crc = arrived
+        if checksum(view) != int.from_bytes(crc, "little"):
+            raise RankFailed(f"sending {one.file}", [(one.origin or 0, "its bytes changed on their way between nodes")])
+        if not one.is_held:
+            self._fetcher.check(one.file, one.start, [view])
 
     def _take(self, number: int) -> None:
         for one in self._part.batches[number]:
-            if not one.comes_in:
+            if not one.comes_in or (one.is_private and one.by != self._ranks.rank):
                 continue
             here = self._arrivals.within(one.file, one.start, one.stop)
             copy([move for arrival in here for move in arrival.moves(one.start, one.stop, self._address(number, one))])
@@ -246,6 +281,8 @@ class _Batches:
                     arrival.hand_on()
 
     def _address(self, number: int, one: Shared) -> int:
+        if one.is_private:
+            return self._private.ctypes.data + number % 2 * self._part.private_nbytes + one.place
         assert self._window is not None
         return self._window.address + number % 2 * self._part.window_nbytes + one.place
 
