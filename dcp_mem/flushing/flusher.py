@@ -261,6 +261,7 @@ class Flusher:
             lost = others
         if lost != trouble.lost:
             trouble.lost, trouble.waiting = lost, 0.0  # whoever stands in for them has his time as well
+            log.info("%s doesn't count on these nodes any more: %s", held.name, ", ".join(sorted(lost)) or "none")
         return lost, trouble.damaged
 
     def _throttle(self, registration: Registration) -> Throttle:
