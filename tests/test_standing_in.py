@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import dcp_mem.agent
 import dcp_mem.flushing.flusher
@@ -30,6 +31,7 @@ from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.values import State
 from tests.forks import forked, forked_ranks
 from tests.jobs import Job, load, save
+from tests.servers import StorageRoot
 
 _ROUNDS = 6
 """Looks in which every flusher is done that can be."""
@@ -238,9 +240,8 @@ def _save_in_parts(job: Job) -> list[frozenset[str] | None]:
         patch.setattr(dcp_mem.agent.AgentHandle, "wake", lambda _, registration: heard.append(registration.nodes))
         writer = Job(job.url, f"{job.memory}/node{dist.get_rank()}").writer(persist=every(1))
         group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-        dcp.save(
-            {"a": dist.get_rank()}, checkpoint_id=f"alone-{dist.get_rank()}", storage_writer=writer, process_group=group
-        )
+        name = f"alone-{dist.get_rank()}"
+        dcp_mem.save({"a": dist.get_rank()}, checkpoint_id=name, storage_writer=writer, process_group=group)
         save(writer, 1)
         writer.close(flush=False)
     return heard
@@ -272,13 +273,35 @@ def test_an_owner_and_all_holders_may_work_at_the_same_time(
 ) -> None:
     nodes = _copied(saved_thrice, memory_root, tmp_path / "storage")
     flushers = [nodes.flusher(number, (number,)) for number in range(3)]  # each takes all others for lost
+    _at_once(flushers)
+    _assert_durable(nodes, (0, 1, 2))
+
+
+def _load_from(root: StorageRoot) -> int:
+    return load(FsspecReader(f"{root.url}/run/step-1", **root.storage_options))
+
+
+def test_holders_get_along_on_every_kind_of_storage(
+    saved_thrice: Path, memory_root: Path, storage_root: StorageRoot, tmp_path: Path
+) -> None:
+    nodes = _copied(saved_thrice, memory_root, tmp_path)
+    flushers = [Flusher(str(memory_root / f"node{number}")) for number in (1, 2)]
+    for flusher in flushers:
+        options = storage_root.storage_options
+        flusher.register(Registration("job", f"{storage_root.url}/run", True, options, nodes=nodes.ids((1, 2))))
+    _at_once(flushers)
+    assert [nodes.outcome(number) for number in (1, 2)] == [("durable", "")] * 2
+    assert forked(_load_from, storage_root) == 1
+    assert len([name for name in storage_root.names() if name.endswith(".distcp")]) == 3
+
+
+def _at_once(flushers: Sequence[Flusher]) -> None:
     threads = [threading.Thread(target=_look, args=[flusher]) for flusher in flushers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     _look(*flushers)
-    _assert_durable(nodes, (0, 1, 2))
 
 
 def test_an_owner_that_drops_its_part_leaves_what_others_have_put_for_it(nodes: Nodes) -> None:
