@@ -253,6 +253,31 @@ def test_ranks_that_save_without_the_others_dont_take_those_for_lost(memory_root
     assert heard == [[None, everywhere]] * 2
 
 
+@pytest.mark.parametrize(
+    "broken_off",
+    [
+        "flush.part:raise:2",
+        "flush.parts:raise:2",
+        "flush.segment:raise:2",
+        "flush.manifest:raise:1",
+        "flush.commit:raise:1",
+        "flush.committed:raise:1",
+    ],
+)
+def test_a_stand_in_that_is_broken_off_goes_on(nodes: Nodes, broken_off: str) -> None:
+    (holder,) = (number for number in (1, 2) if _copies(nodes, number, 0))
+    flushers = [nodes.flusher(number, (1, 2)) for number in (holder, 3 - holder)]
+    _look(flushers[1], rounds=1)
+    faults.arm(broken_off)
+    _look(flushers[0], rounds=1)
+    assert not faults.is_armed(broken_off.partition(":")[0])
+    assert nodes.outcome(holder)[0] == "failed"
+    _look(*flushers)
+    assert [nodes.outcome(number)[0] for number in (1, 2)] == ["durable"] * 2
+    assert forked(_load_as_torch, nodes.stored) == 1
+    assert not nodes.files(".part")
+
+
 # -- nothing goes wrong with two at it ---------------------------------------------------------------------------------------
 
 
