@@ -33,7 +33,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import JobLock, RunIdentity
 from dcp_mem.memory.shows import Shows
 from dcp_mem.memory.slots import Slot, SlotPool
-from dcp_mem.ranks import Ranks
+from dcp_mem.ranks import Ranks, world_size
 from dcp_mem.replicating.replicator import Replicator
 from dcp_mem.replicating.transfers import Making
 
@@ -134,6 +134,9 @@ class Session:
         self._prefaulting: threading.Thread | None = None
         self._prefault_wanted = threading.Event()
         self._agent = AgentHandle(root)
+        self._nodes: frozenset[str] | None = None  # on which the job's ranks run, where a save of all of them has told
+        self._seen_nodes: tuple[str, ...] = ()  # by rank, what these were made of
+        self._told_nodes: frozenset[str] | None = None
         self._thread: _FlushThread | None = None
         self._shows: Shows | None = None
         self.warned: set[str] = set()  # what need not be said again
@@ -262,6 +265,8 @@ class Session:
             nodes, domains = zip(*(found[rank] for rank in range(ranks.size)), strict=True)
             known = ranks.notes[self.memory.node] = nodes, domains
             ranks.arrange(nodes)
+        if known[0] is not self._seen_nodes and ranks.size == world_size():
+            self._seen_nodes, self._nodes = known[0], frozenset(known[0])
         return Topology(known[0], known[1], ranks.rank)
 
     def wake_agent(self, settings: Settings, *, now: bool = False) -> None:
@@ -271,7 +276,8 @@ class Session:
         """
         if settings.url is None:
             return
-        registration = registration_of(settings, now=now)
+        registration = registration_of(settings, now=now, nodes=self._nodes)
+        self._told_nodes = self._nodes
         if settings.agent == "process":
             try:
                 self._agent.wake(registration)
@@ -283,6 +289,13 @@ class Session:
         if self._thread is None:
             self._thread = _FlushThread(self.memory.root)
         self._thread.wake(replace(registration, environment=None))
+
+    def tell_nodes(self, settings: Settings) -> None:
+        """Have the agent know on which nodes the job runs now, once, where something is pending: it may wait for other ones."""
+        if self._nodes != self._told_nodes:
+            self._told_nodes = self._nodes
+            if any(held.pending for held in self.memory.held()):
+                self.wake_agent(settings)
 
     def show(self, manifest: Manifest) -> None:
         """Put `.metadata` beside a complete checkpoint, in the background."""
@@ -354,8 +367,8 @@ class _FlushThread:
             self._woken.wait(1.0 if due is None else min(due, 1.0))
 
 
-def registration_of(settings: Settings, *, now: bool = False) -> Registration:
-    """What the agent must know of this job. now: that somebody waits for it."""
+def registration_of(settings: Settings, *, now: bool = False, nodes: frozenset[str] | None = None) -> Registration:
+    """What the agent must know of this job. now: that somebody waits for it. nodes: where its ranks run, if that is known."""
     assert settings.url is not None
     return Registration(
         settings.job,
@@ -365,6 +378,7 @@ def registration_of(settings: Settings, *, now: bool = False) -> Registration:
         credential_environment(),
         now,
         settings.upload_limit,
+        nodes,
     )
 
 

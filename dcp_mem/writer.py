@@ -440,8 +440,10 @@ def _after(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest)
     """Start what goes on behind training: the flush, `.metadata` for stock readers, copies, the slots of the next saves."""
     if attempt.topology.is_leader:
         caller.session.show(manifest)
-    if attempt.persist and attempt.topology.is_leader:
-        caller.session.wake_agent(caller.settings)
+        if attempt.persist:
+            caller.session.wake_agent(caller.settings)
+        else:
+            caller.session.tell_nodes(caller.settings)
     pending = replicate(caller, attempt, staged, manifest)
     coming = coming_here(caller, attempt.topology, manifest)
     node_nbytes = sum(capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node))

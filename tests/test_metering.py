@@ -28,6 +28,17 @@ def test_attempts_add_up_and_what_is_stored_is_counted_anew() -> None:
     assert (found.commit_seconds, found.waiting_seconds) == (0.5, 2.0)
 
 
+def test_what_an_attempt_takes_on_besides_is_added() -> None:
+    meter = Meter(Transfer(30, 20, 20, 3, 2))
+    meter.find_stored(30)
+    meter.expect(10, 2)
+    meter.count(10, is_sent=True)
+    found = meter.transfer()
+    assert (found.nbytes, found.stored_nbytes, found.sent_nbytes) == (40, 40, 30)
+    meter.expect(5, 1)
+    assert (meter.transfer().nbytes, meter.transfer().stored_nbytes) == (45, 40)
+
+
 def test_what_an_earlier_attempt_stored_is_no_throughput() -> None:
     meter = Meter()
     meter.find_stored(100)

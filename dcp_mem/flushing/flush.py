@@ -7,25 +7,33 @@ put, `.metadata`: that put is the commit. Every step can be repeated, by this pr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from typing import TypeVar
 
 from dcp_mem import faults
-from dcp_mem.errors import CheckpointExists, ManifestInvalid, SegmentCorrupt, StorageKeyMissing, StorageUnavailable
+from dcp_mem.errors import CheckpointExists, ManifestInvalid, StorageKeyMissing, StorageUnavailable
 from dcp_mem.files import read_bytes
 from dcp_mem.flushing.leftovers import collect_older_attempts
-from dcp_mem.flushing.metering import Meter, Throttle
-from dcp_mem.flushing.uploading import Outgoing, upload_all
+from dcp_mem.flushing.parts import (
+    FlushJob,
+    Parts,
+    catalog_of,
+    committed_metadata,
+    committed_save_id,
+    parts_of,
+    put_part,
+)
+from dcp_mem.flushing.standing_in import stand_in
 from dcp_mem.format import names
-from dcp_mem.format.catalog import Catalog
-from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest, items_of
+from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.pickled import template_of
-from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.job import Held
 from dcp_mem.memory.locks import end_lease, share, try_lease
 from dcp_mem.storage import Storage
-from dcp_mem.values import Segment
+
+T = TypeVar("T")
+_MOST_RANKS = 8
 
 
 class Evicted(Exception):
@@ -39,31 +47,21 @@ class NotYet(Exception):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class FlushJob:
-    """What a flush works on."""
-
-    held: Held
-    node: str
-    storage: Storage
-    overwrite: bool
-    meter: Meter = field(default_factory=Meter)
-    throttle: Throttle = field(default_factory=lambda: Throttle(None))
-
-    def key(self, file: str) -> str:
-        return f"{self.held.name}/{file}"
+class Superseded(Exception):
+    """A newer save of the same name is committed already: this one has come too late."""
 
 
-def flush(job: FlushJob) -> None:
-    """Make a complete checkpoint durable; on return it is committed, by this node or the one whose part that is.
+def flush(job: FlushJob) -> bool:
+    """Make a complete checkpoint durable; on return it is committed, by this node or another.
 
-    Raises StorageUnavailable or StorageRefused (nothing is committed; repeat it), NotYet, CheckpointExists
-    (overwrite=False and storage has one of that name), Evicted, SegmentCorrupt (memory lacks bytes).
+    Returns whether it is for this node to tell of it. Raises StorageUnavailable or StorageRefused (nothing is committed; repeat
+    it), NotYet, CheckpointExists (overwrite=False and storage has one of that name), Evicted, Superseded, SegmentCorrupt (memory
+    lacks bytes).
     """
-    with_lease(job.held, lambda: _flush(job))
+    return with_lease(job.held, lambda: _flush(job))
 
 
-def _flush(job: FlushJob) -> None:
+def _flush(job: FlushJob) -> bool:
     manifest = job.held.manifest
     faults.point("flush.started")
     ours = sum(segment.nbytes for segment in manifest.of_node(job.node))
@@ -72,28 +70,51 @@ def _flush(job: FlushJob) -> None:
             # whoever committed it may have been killed before it came to that
             collect_older_attempts(job.storage, manifest)
         job.meter.find_stored(ours)
-        return
+        return manifest.committer == job.node
     refuse_to_overwrite(job)
-    nodes = nodes_done(job)
-    if job.node not in nodes:
+    parts = parts_of(job)
+    refuse_to_come_late(job, parts)
+    if job.node in manifest.nodes and not parts.has_node(job.node):  # a new node may hold others' segments alone
         put_part(job)
-        nodes = nodes_done(job)
+        parts = parts_of(job)
     else:
         job.meter.find_stored(ours)
-    missing = [node for node in manifest.nodes if node not in nodes]
-    if manifest.committer != job.node:
-        raise NotYet(f"node {manifest.committer} has not committed it yet")
-    if missing:
-        raise NotYet(f"{', '.join(missing)} of {len(manifest.nodes)} nodes have not put their segments yet")
+    lost = [node for node in parts.missing() if node in job.lost]
+    for node in lost:
+        stand_in(job, node)
+    if lost:
+        parts = parts_of(job)
+    _check_that_all_is_there(job, parts)
+    refuse_to_come_late(job, parts)
     with job.meter.stage("commit"):
         commit(job)
     collect_older_attempts(job.storage, manifest)
     there = Manifest.from_json(read_bytes(job.held.manifest_path))
     if there.save_id == manifest.save_id and there.catalog != manifest.catalog:
         raise NotYet("the coordinator has described it anew meanwhile")
+    return True
 
 
-def with_lease(held: Held, act: Callable[[], None]) -> None:
+def _check_that_all_is_there(job: FlushJob, parts: Parts) -> None:
+    """Raise NotYet unless every node's part is on storage, and the commit is this node's to make."""
+    missing = parts.missing()
+    for node in missing:
+        if node in job.lost:
+            raise NotYet(_not_put(job, parts, node))
+    if not job.commits:
+        raise NotYet(f"node {job.held.manifest.committer} has not committed it yet")
+    if missing:
+        count = len(job.held.manifest.nodes)
+        raise NotYet(f"{', '.join(missing)} of {count} nodes have not put their segments yet")
+
+
+def _not_put(job: FlushJob, parts: Parts, node: str) -> str:
+    ranks = [segment.rank for segment in job.held.manifest.of_node(node) if not parts.has_segment(segment.rank)]
+    some = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", …" if len(ranks) > _MOST_RANKS else "")
+    return f"node {node} is lost, and no other has put a copy of the segments of ranks {some} yet"
+
+
+def with_lease(held: Held, act: Callable[[], T]) -> T:
     """Run `act` while neither eviction nor a new save can touch the checkpoint. Raises Evicted if it has left memory."""
     try:
         descriptor = os.open(held.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -105,7 +126,7 @@ def with_lease(held: Held, act: Callable[[], None]) -> None:
         if Manifest.from_json(read_bytes(held.manifest_path)).save_id != held.manifest.save_id:
             raise Evicted(held.name)
         with _alone_at(held):
-            act()
+            return act()
     except Exception:
         if _is_there(held):
             raise
@@ -145,50 +166,31 @@ def refuse_to_overwrite(job: FlushJob) -> None:
         raise CheckpointExists(manifest.name, job.storage.url)
 
 
-def nodes_done(job: FlushJob) -> frozenset[str]:
-    """Nodes whose segments are on storage: they have put their manifests, which comes after the segments."""
+def refuse_to_come_late(job: FlushJob, parts: Parts) -> None:
+    """Raise Superseded where this node acts in place of others, and a newer attempt is committed under that name.
+
+    Its job may have gone on elsewhere by then: nothing in this node's memory tells.
+    """
     manifest = job.held.manifest
-    listed = {entry.name for entry in job.storage.ls(job.key(names.OWN))}
-    return frozenset(
-        node
-        for node in manifest.nodes
-        if names.stored_node_manifest(manifest.save_id, node).rpartition("/")[2] in listed
-    )
+    if not job.lost:
+        return
+    committed = committed_metadata(job.storage, manifest)
+    for save_id in parts.other_attempts():
+        if save_id.encode() in committed and _created(job, save_id) > manifest.created:
+            raise Superseded(f"{', '.join(sorted(job.lost))} lost, and a newer save of that name is durable")
 
 
-def put_part(job: FlushJob) -> None:
-    """Upload this node's segments, and then what it knows of them."""
-    manifest = job.held.manifest
-    with job.meter.stage("segments"):
-        tables = put_segments(job, manifest.of_node(job.node))
-    faults.point("flush.segments")
-    job.storage.put(
-        job.key(names.stored_node_manifest(manifest.save_id, job.node)),
-        NodeManifest(manifest.save_id, job.node, tables, job.meter.transfer()).to_json(),
-    )
-    faults.point("flush.node_manifest")
-
-
-def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTable]:
-    """Upload this node's segments; those that storage has whole already are only read for their checksums."""
-    stored = {entry.name: entry.nbytes for entry in job.storage.ls(job.held.name)}
-    catalog = _catalog(job.held)
-    outgoing = [
-        Outgoing(
-            segment,
-            items_of(catalog.layout(segment.rank), segment.tail),
-            job.key(segment.file),
-            is_stored=stored.get(segment.file) == segment.nbytes,
-        )
-        for segment in segments
-    ]
-    return upload_all(job.held.directory, outgoing, job.storage, job.meter, job.throttle)
+def _created(job: FlushJob, save_id: str) -> float:
+    try:
+        return Manifest.from_json(job.storage.get(job.key(names.stored_manifest(save_id)))).created
+    except (StorageKeyMissing, ManifestInvalid):
+        return 0.0
 
 
 def commit(job: FlushJob) -> None:
     """Publish the checkpoint's manifest and then, last and in one put, its `.metadata`."""
     manifest = job.held.manifest
-    catalog = _catalog(job.held)
+    catalog = catalog_of(job.held)
     file = names.catalog_file(manifest.catalog)
     job.storage.put(job.key(file), read_bytes(os.path.join(job.held.directory, file)))
     job.storage.put(job.key(names.stored_manifest(manifest.save_id)), manifest.to_json())
@@ -205,40 +207,14 @@ def commit(job: FlushJob) -> None:
     faults.point("flush.committed")
 
 
-def _catalog(held: Held) -> Catalog:
-    try:
-        return read_catalog(held.directory, held.manifest.catalog)
-    except FileNotFoundError:
-        raise SegmentCorrupt(held.name, 0, "memory", "its catalog is gone") from None
-    except ManifestInvalid as error:
-        raise SegmentCorrupt(held.name, 0, "memory", str(error)) from None
-
-
-def committed_save_id(storage: Storage, manifest: Manifest) -> str:
-    """Save id of the attempt that storage holds committed under this name ("" where there is none of ours)."""
-    try:
-        metadata = storage.get(f"{manifest.name}/{names.metadata_file(manifest.scope)}")
-    except StorageKeyMissing:
-        return ""
-    return manifest.save_id if manifest.save_id.encode() in metadata else ""
-
-
-def drop_part(job: FlushJob) -> None:
-    """Take away what this node has put of a checkpoint that it can't finish, unless its part is done."""
-    if job.node in nodes_done(job) or committed_save_id(job.storage, job.held.manifest) == job.held.manifest.save_id:
-        return
-    for segment in job.held.manifest.of_node(job.node):
-        job.storage.drop_unfinished(job.key(segment.file))
-        job.storage.delete(job.key(segment.file))
-
-
 def _is_described_anew(job: FlushJob) -> bool:
     """Whether the coordinator rewrote the catalog after it had been committed (planners that only then hand it over)."""
     manifest = job.held.manifest
     if manifest.committer != job.node:
         return False
     try:
-        return Manifest.from_json(job.storage.get(job.key(names.stored_manifest(manifest.save_id)))) != manifest
+        stored = Manifest.from_json(job.storage.get(job.key(names.stored_manifest(manifest.save_id))))
+        return stored.catalog != manifest.catalog
     except (StorageKeyMissing, ManifestInvalid):
         return True
 

@@ -16,8 +16,9 @@ from typing import Any
 from dcp_mem import faults
 from dcp_mem.errors import DcpMemError, StorageUnavailable
 from dcp_mem.events import log
-from dcp_mem.flushing.flush import Evicted, FlushJob, NotYet, drop_part, flush
+from dcp_mem.flushing.flush import Evicted, NotYet, Superseded, flush
 from dcp_mem.flushing.metering import Throttle
+from dcp_mem.flushing.parts import FlushJob, drop_part
 from dcp_mem.flushing.telling import Attempt, add_to_stored_history
 from dcp_mem.format.histories import line_of
 from dcp_mem.format.manifest import FlushRecord
@@ -46,6 +47,8 @@ _ORPHAN_REFUSALS = 3
 _LONGEST_LOOK = 2.0
 _PEER_PATIENCE = 600.0  # how long a missing part of another node is nothing to speak of
 _PEER_LAG = 30.0
+_OWNER_PATIENCE = 30.0
+"""How long, beside twice the time of its own part, a node waits for another's before it does that itself, if no trainer lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Registration:
 
     environment: the trainer's variables for storage SDKs; None where the flusher runs in the trainer itself.
     now: somebody waits for it: failed flushes are tried again at once. upload_limit: bytes per second of this node.
+    nodes: those on which the job's ranks run; None where whoever registers it doesn't know. Others are lost.
     """
 
     job: str
@@ -63,13 +67,14 @@ class Registration:
     environment: Mapping[str, str] | None = field(default=None, repr=False)
     now: bool = False
     upload_limit: int | None = None
+    nodes: frozenset[str] | None = None
 
     def goes_to_the_same_place(self, other: Registration) -> bool:
         """Whether the other one differs in nothing that reaches storage."""
         return self._place() == other._place()
 
     def _place(self) -> Registration:
-        return replace(self, now=False, overwrite=False, upload_limit=None)
+        return replace(self, now=False, overwrite=False, upload_limit=None, nodes=None)
 
 
 def credential_environment() -> dict[str, str]:
@@ -82,6 +87,8 @@ class _Trouble:
     """Failures of one checkpoint's flush so far. waits: how often other nodes' parts were missing, since `waiting`.
 
     part: seconds that this node's own part took. looked: when other nodes' parts were last looked for (0.0: they aren't).
+    alone: since when no trainer of the job has lived here, with this node's part done (0.0: one does). lost: nodes that aren't
+    waited for any more. damaged: as in FlushJob.
     """
 
     job: str
@@ -93,6 +100,9 @@ class _Trouble:
     waiting: float = 0.0
     part: float = 0.0
     looked: float = 0.0
+    alone: float = 0.0
+    lost: frozenset[str] = frozenset()
+    damaged: set[str] = field(default_factory=set)
 
 
 class Flusher:
@@ -108,10 +118,13 @@ class Flusher:
         self._served: dict[str, float] = {}
 
     def register(self, registration: Registration) -> None:
-        """Take a job on, or its renewed credentials, which may be what failed flushes waited for."""
+        """Take a job on, or its renewed credentials or new nodes, which may be what failed flushes waited for."""
         known = self._jobs.get(registration.job)
+        if known is not None and registration.nodes is None:
+            registration = replace(registration, nodes=known.nodes)
         self._jobs[registration.job] = registration
-        if registration.now or known is None or not registration.goes_to_the_same_place(known):
+        is_same = known is not None and registration.goes_to_the_same_place(known) and registration.nodes == known.nodes
+        if registration.now or not is_same:
             for trouble in list(self._trouble.values()):
                 if trouble.job == registration.job:
                     trouble.again = 0.0
@@ -198,6 +211,9 @@ class Flusher:
         except NotYet as reason:
             self._waits(memory, held, attempt, str(reason))
             return
+        except Superseded as reason:
+            self._skip(memory, held, attempt, str(reason))
+            return
         except Exception as error:  # whatever it was, training and the other checkpoints must go on
             self._storages.pop(registration.job, None)
             self._failed(memory, held, attempt.record(), error)
@@ -218,12 +234,35 @@ class Flusher:
     def _flushed(self, registration: Registration, memory: JobMemory, held: Held, attempt: Attempt) -> FlushRecord:
         """Flush it; what is to be written down of that. The committing node tells it to the history on storage, too."""
         storage, throttle = self._storage(registration), self._throttle(registration)
-        flush(FlushJob(held, memory.node, storage, registration.overwrite, attempt.meter(storage), throttle))
+        lost, damaged = self._lost(registration, memory, held)
+        meter = attempt.meter(storage)
+        job = FlushJob(held, memory.node, storage, registration.overwrite, meter, throttle, lost, damaged)
+        is_ours_to_tell = flush(job)
         ended = attempt.record()
         record = replace(ended, outcome="durable", error="", durable=time.time(), attempts=ended.attempts + 1)
-        if held.manifest.committer == memory.node:
+        if is_ours_to_tell:
             add_to_stored_history(storage, line_of(held.manifest, record), memory.history())
         return record
+
+    def _lost(self, registration: Registration, memory: JobMemory, held: Held) -> tuple[frozenset[str], set[str]]:
+        """The checkpoint's nodes that won't do their part any more, and copies here of theirs that are known as damaged.
+
+        Those are lost that the job has gone on without. Where no trainer is left here to tell, all those are taken for lost
+        that have stayed away for long.
+        """
+        others = frozenset(held.manifest.nodes) - {memory.node}
+        lost = others - registration.nodes if registration.nodes is not None else frozenset[str]()
+        trouble = self._trouble_of(memory, held) if lost else self._trouble.get(held.manifest.save_id)
+        if trouble is None:
+            return lost, set()
+        now = time.monotonic()
+        trouble.alone = 0.0 if self._is_live(memory.job) or not trouble.waits else trouble.alone or now
+        if trouble.alone and now - trouble.alone > _OWNER_PATIENCE + 2 * trouble.part:
+            lost = others
+        if lost != trouble.lost:
+            trouble.lost, trouble.waiting = lost, 0.0  # whoever stands in for them has his time as well
+            log.info("%s doesn't count on these nodes any more: %s", held.name, ", ".join(sorted(lost)) or "none")
+        return lost, trouble.damaged
 
     def _throttle(self, registration: Registration) -> Throttle:
         """The job's throttle, kept: what one flush sent counts for the next."""
@@ -256,14 +295,16 @@ class Flusher:
         waited = now - trouble.waiting
         is_superseded = any(other.flush.outcome == "durable" and _is_newer(other, held) for other in memory.held())
         if is_superseded and waited > _PEER_LAG + 10 * trouble.part:
-            ended = attempt.record()
-            why = f"{reason}; a newer one is durable"
-            self._record(memory, held, replace(ended, outcome="skipped", error=why, attempts=ended.attempts + 1))
-            log.warning("%s is skipped: %s", held.name, reason)
+            self._skip(memory, held, attempt, f"{reason}; a newer one is durable")
         elif waited > _PEER_PATIENCE:
             self._failed(memory, held, attempt.record(), StorageUnavailable(self._jobs[memory.job].url, reason))
         else:
             attempt.note_waiting()
+
+    def _skip(self, memory: JobMemory, held: Held, attempt: Attempt, why: str) -> None:
+        ended = attempt.record()
+        self._record(memory, held, replace(ended, outcome="skipped", error=why, attempts=ended.attempts + 1))
+        log.warning("%s is skipped: %s", held.name, why)
 
     def _failed(self, memory: JobMemory, held: Held, record: FlushRecord, error: Exception) -> None:
         text = str(error) if isinstance(error, DcpMemError) else f"{type(error).__name__}: {error}"

@@ -37,16 +37,20 @@ class Meter:
         self._tell, self._told = tell, time.monotonic()
         self._stage: Stage | None = None
         self._since = 0.0
+        self._has_begun = False
 
     def expect(self, nbytes: int, parts: int) -> None:
-        """Note what there is to move, and that nothing is known to be on storage yet."""
+        """Note that there is this to move, beside what this attempt knew of, and that storage has none of it yet."""
         with self._lock:
-            self._so_far = replace(self._so_far, nbytes=nbytes, parts=parts, stored_nbytes=0)
+            known = self._so_far if self._has_begun else replace(self._so_far, nbytes=0, parts=0, stored_nbytes=0)
+            self._so_far = replace(known, nbytes=known.nbytes + nbytes, parts=known.parts + parts)
+            self._has_begun = True
 
     def find_stored(self, nbytes: int) -> None:
         """Note that storage has all of this node's bytes since an earlier attempt."""
         with self._lock:
             self._so_far = replace(self._so_far, nbytes=nbytes, stored_nbytes=nbytes)
+            self._has_begun = True
 
     def count(self, nbytes: int, *, is_sent: bool) -> None:
         """Note a part that storage has now, sent by us or known from an earlier attempt."""

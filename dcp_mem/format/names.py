@@ -93,3 +93,8 @@ def stored_manifest(save_id: str) -> str:
 def stored_node_manifest(save_id: str, node: str) -> str:
     """Key of one node's manifest on storage: its segments with their checksums."""
     return f"{OWN}/node-{save_id}-{node}.json"
+
+
+def stored_segment_table(save_id: str, rank: int) -> str:
+    """Key of the manifest of one segment on storage, which somebody has put there in place of its node."""
+    return f"{OWN}/segment-{save_id}-{rank}.json"

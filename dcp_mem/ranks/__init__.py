@@ -4,6 +4,6 @@
 """
 
 from dcp_mem.ranks.base import Alone, Ranks
-from dcp_mem.ranks.gloo import ranks_of, run_token
+from dcp_mem.ranks.gloo import ranks_of, run_token, world_size
 
-__all__ = ["Alone", "Ranks", "ranks_of", "run_token"]
+__all__ = ["Alone", "Ranks", "ranks_of", "run_token", "world_size"]

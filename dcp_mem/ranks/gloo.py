@@ -315,6 +315,11 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
     return ranks
 
 
+def world_size() -> int:
+    """How many ranks the job of this process has, also those that take no part in a save or load."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def _leave_groups() -> None:
     for ranks in _ranks.values():
         ranks.close()

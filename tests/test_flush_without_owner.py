@@ -1,0 +1,109 @@
+"""Nodes are lost before their part of a checkpoint is on storage: those that hold copies of it finish the flush."""
+
+import contextlib
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from dcp_mem import CheckpointStatus, State
+from tests.cluster import MEMORY, Cluster, Node
+from tests.forks import forked
+from tests.jobs import Job, load, load_anew, save, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.nodes(3)]
+
+_STARTED_SECONDS = 60.0
+
+
+def _job(directory: Path) -> Job:
+    return Job(str(directory / "ckpts"), str(MEMORY / "dcp_mem"))
+
+
+def _save_and_idle(directory: Path, replicas: int) -> None:
+    writer = _job(directory).writer(replicas=replicas)
+    save(writer, 1)
+    writer.wait("step-1", "replicated", timeout=60)
+    dist.barrier()
+    (directory / "replicated").touch()
+    time.sleep(1000)
+
+
+def _go_on(directory: Path) -> tuple[int, CheckpointStatus | None]:
+    """Load, save what isn't meant for storage, and close; returns what was loaded, and what became of the old checkpoint."""
+    job = _job(directory)
+    number = load_anew(job).number
+    with job.writer(replicas=1, persist=False) as writer:
+        save(writer, 2)
+        save(writer, 3)
+        if any(one.name == "step-1" for one in writer.status()):
+            writer.wait("step-1", "durable", timeout=60)
+        writer.close()
+        return number, next((one for one in writer.status() if one.name == "step-1"), None)
+
+
+def _save_with_copies(cluster: Cluster, directory: Path, replicas: int, stopped: Collection[Node], point: str) -> None:
+    """Run a job until its checkpoint has its copies, and these nodes' agents are stopped before they have done their part."""
+    env_of = {node: {"DCP_MEM_FAULTS": point} for node in stopped}
+    run = cluster.launch(_save_and_idle, directory, replicas, env_of=env_of)
+    wait_until((directory / "replicated").exists, run.output(), _STARTED_SECONDS)
+    for node in stopped:
+        wait_until(lambda n=node: any(one.status() == "stopped" for one in n.processes()))  # type: ignore[misc]
+    assert not (directory / "ckpts" / "step-1" / ".metadata").exists()
+
+
+def _lose(cluster: Cluster, lost: Sequence[Node]) -> None:
+    """Lose these nodes; on the others the trainers end, and the agents live on."""
+    for node in lost:
+        node.kill()
+    for program in (
+        "torch.distributed.run",
+        "tests.torchrun",
+    ):  # or the first would see the second off, agents included
+        for node in cluster.nodes:
+            for process in node.processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if program in process.cmdline():
+                        process.kill()
+
+
+def _load_as_torch(directory: Path) -> int:
+    return load(dcp.FileSystemReader(str(directory / "ckpts" / "step-1")))
+
+
+@pytest.mark.parametrize(
+    ("lost", "replicas", "point"),
+    [
+        pytest.param([1], 1, "flush.started:stop:1", id="one of three"),
+        pytest.param([2], 1, "flush.segments:stop:1", id="one of three whose segments are up"),
+        pytest.param([0], 1, "flush.started:stop:1", id="the one that commits"),
+        pytest.param([0, 1], 2, "flush.started:stop:1", id="two of three with two replicas"),
+    ],
+)
+def test_a_job_that_goes_on_elsewhere_has_what_its_lost_nodes_left_made_durable(
+    cluster: Cluster, tmp_path: Path, lost: list[int], replicas: int, point: str
+) -> None:
+    nodes = [cluster.nodes[number] for number in lost]
+    _save_with_copies(cluster, tmp_path, replicas, nodes, point)
+    _lose(cluster, nodes)
+    for _ in lost:
+        cluster.add()
+    found = cluster.launch(_go_on, tmp_path).results()
+    assert [number for number, _ in found] == [1] * 3
+    told = [status for _, status in found if status is not None]
+    assert [status.state for status in told] == [State.DURABLE] * (3 - len(lost))
+    assert forked(_load_as_torch, tmp_path) == 1
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_agents_without_trainers_finish_by_themselves(cluster: Cluster, tmp_path: Path, lost: int) -> None:
+    node = cluster.nodes[lost]
+    _save_with_copies(cluster, tmp_path, 1, [node], "flush.started:stop:1")
+    _lose(cluster, [node])
+    metadata = tmp_path / "ckpts" / "step-1" / ".metadata"
+    wait_until(metadata.exists, "the agents to take the owner for lost", 90.0)
+    assert forked(_load_as_torch, tmp_path) == 1
