@@ -109,7 +109,7 @@ def _measure_steady(rank: Rank, spec: Spec) -> dict[str, Sample]:
     with ExitStack() as stack:
         alone = stack.enter_context(closing(_saves(state, "alone")))
         copied = stack.enter_context(closing(_saves(state, "copied", replicas=1)))
-        measures = {"alone": alone.save, "copied": partial(_save_and_wait, copied)}
+        measures: dict[str, Callable[[], float]] = {"alone": alone.save, "copied": partial(_save_and_wait, copied)}
         return rank.in_turn(measures, repeats=spec.repeats, warm_ups=WARM_UPS)
 
 
@@ -201,7 +201,7 @@ def _measure_peer(rank: Rank, spec: Spec) -> BesidePeer:
             saver.settle()
             return took
 
-        measures = {"ours": partial(_save_and_wait, ours), "peer": peer_save}
+        measures: dict[str, Callable[[], float]] = {"ours": partial(_save_and_wait, ours), "peer": peer_save}
         found = rank.in_turn(measures, repeats=spec.repeats, warm_ups=WARM_UPS)
     parts = {name: Sample(tuple(values[WARM_UPS:])) for name, values in saver.parts.items()}
     return BesidePeer(found["ours"], found["peer"], parts)

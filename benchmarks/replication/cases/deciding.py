@@ -69,8 +69,8 @@ def _part(spec: Spec) -> Part:
     ]
     notes = [
         (
-            f"seconds of CPU, least of {spec.repeats}; {SEGMENT // MIB} MiB a rank, {CHECKPOINTS} checkpoints in memory, replicas=1; "
-            "a node was lost, or every rank needs what another node has"
+            f"seconds of CPU, least of {spec.repeats}; {SEGMENT // MIB} MiB a rank, {CHECKPOINTS} checkpoints in memory, "
+            "replicas=1; a node was lost, or every rank needs what another node has"
         ),
     ]
     return Part([], notes, tables=[Table(columns, times), Table(("told", *columns[1:]), sizes)])

@@ -31,6 +31,7 @@ NODES = 2
 KEEP = 1
 LOST = 1
 LIMIT = 1.30
+LATER = 3
 CHECKPOINTS = 2 * (KEEP + 1)
 """On a node."""
 MOST_FUNCTIONS = 24
@@ -47,13 +48,12 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds on one rank. later, floors: by what was done; source: where the first load says that it got its bytes."""
+    """Seconds on one rank: of the first load and of later ones, and of what nothing can beat, done once, and again."""
 
     first: Sample
     floors: Mapping[str, Sample]
     later: Sample
     later_floors: Mapping[str, Sample]
-    profile: Sequence[Spent]
 
 
 def run(settings: Settings, huge: str) -> Section:
@@ -64,38 +64,32 @@ def run(settings: Settings, huge: str) -> Section:
 
 def _part(settings: Settings, huge: str, workload: Workload) -> Part:
     nbytes = workload.total_bytes // NODES
+    spec = Spec(workload, LATER)
     with nodes(NODES, memory_bytes=CHECKPOINTS * nbytes, huge=huge, besides=3 * NODES * nbytes) as found:
-        found.measure(_save, Spec(workload))
+        found.measure(_save, spec)
         restarts = []
         for _ in range(settings.load_restarts):
             found.lose(LOST)
-            restarts.append(found.measure(_load, Spec(workload, 3)))
+            restarts.append(found.measure(_load, spec))
+        found.lose(LOST)
+        profiles = found.measure(_load_profiled, spec)
     first = joined(slowest([one.first for one in ranks]) for ranks in restarts)
     floors = _joined([slowest_by_name([one.floors for one in ranks]) for ranks in restarts])
     later = joined(slowest([one.later for one in ranks]) for ranks in restarts)
     later_floors = _joined([slowest_by_name([one.later_floors for one in ranks]) for ranks in restarts])
+    what = "dcp_mem.load, {}; floor: the bytes moved"
     rows = [
-        beside_floor(
-            "dcp_mem.load, the first of fresh processes; floor: the bytes moved", _sum(floors), first, at_most=LIMIT
-        ),
-        beside_floor("dcp_mem.load, later ones; floor: the bytes moved", _sum(later_floors), later),
+        beside_floor(what.format("the first of fresh processes"), _sum(floors), first, at_most=LIMIT),
+        beside_floor(what.format("later ones"), _sum(later_floors), later),
     ]
-    return Part(
-        rows,
-        [
-            (
-                f"floor: {nbytes // MIB} MiB through plain gloo, the faster way, and then a copy of {nbytes // MIB} MiB from memory "
-                "to memory; after the first load each is done once, as the load was"
-            ),
-            f"floors of the first: {named(floors)}",
-            f"floors of the later: {named(later_floors)}",
-            (
-                "below: the last load again, under cProfile; seconds in functions on the calling thread of each rank "
-                "(rank 0 sends, rank 1 has lost everything)"
-            ),
-        ],
-        tables=[_profile_table([one.profile for one in restarts[-1]])],
-    )
+    mib = nbytes // MIB
+    notes = [
+        f"floor: {mib} MiB through plain gloo, the faster way, and then a copy of {mib} MiB from memory to memory",
+        f"floors of the first, done once: {named(floors)}",
+        f"floors of the later: {named(later_floors)}",
+        "above: one more first load, under cProfile; rank 0 sends, rank 1 has lost everything",
+    ]
+    return Part(rows, notes, tables=[_profile_table(profiles)])
 
 
 def _joined(restarts: Sequence[Mapping[str, Sample]]) -> dict[str, Sample]:
@@ -129,16 +123,19 @@ def _load(rank: Rank, spec: Spec) -> Measured:
     state = blank(spec.workload, rank)
     loads = Loads(state, MEMORY / "dcp_mem", dcp_mem.load)
     ways = _ways(rank, state.local_bytes)
-    rank.barrier()
-    first = loads.load()
+    first = rank.together(loads.load)
     check_trained(state)
     floors = rank.in_turn(ways, repeats=1)
     wipe(state)
     later = rank.in_turn({"load": loads.load, **ways}, repeats=spec.repeats)
     check_trained(state)
+    return Measured(Sample((first,)), floors, later.pop("load"), later)
+
+
+def _load_profiled(rank: Rank, spec: Spec) -> list[Spent]:
+    loads = Loads(blank(spec.workload, rank), MEMORY / "dcp_mem", dcp_mem.load)
     rank.barrier()
-    profile = profiled(loads.load)
-    return Measured(Sample((first,)), floors, later.pop("load"), later, profile)
+    return profiled(loads.load)
 
 
 def _ways(rank: Rank, nbytes: int) -> Mapping[str, Callable[[], float]]:
