@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from benchmarks.clock import seconds
 from benchmarks.others import RANKS_PER_NODE, nodes_of
 from benchmarks.processes import in_fresh_processes
-from benchmarks.report import Part, Section, Table, attempt
+from benchmarks.report import Part, Section, Table, attempt, factor
 from benchmarks.samples import Sample
 from benchmarks.settings import MIB
+from dcp_mem.format.checksums import checksum
 from dcp_mem.format.names import rank_of, segment_file
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.election import Finding, elect
@@ -36,6 +40,9 @@ CHECKPOINTS = 2
 PARITY = 4
 SAVE_ID = "0" * 8
 ONE_SECOND = 1.0
+BYTES = 128 * MIB
+LOST, ALL = "a node", "everything"
+GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +53,35 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Seconds of CPU, by the size of the job and by what is decided; and bytes of what is told of it."""
+    """Seconds of CPU, by the size of the job and by what is decided; bytes of what is told of it, and batches of a load."""
 
     seconds: Mapping[int, Mapping[str, float]]
     nbytes: Mapping[int, Mapping[str, int]]
+    batches: Mapping[int, Mapping[str, int]]
 
 
 def run(settings: Settings, _huge: str) -> Section:
     sizes = SIZES[:2] if settings.quick else SIZES
-    return Section(TITLE, [attempt("deciding", "eight ranks on a node", partial(_part, Spec(sizes, 3)))])
+    return Section(
+        TITLE,
+        [
+            attempt("deciding", "eight ranks on a node", partial(_part, Spec(sizes, 3))),
+            attempt("deciding", f"what a thread does with {BYTES // MIB} MiB", partial(_bytes_part, settings.repeats)),
+        ],
+    )
 
 
 def _part(spec: Spec) -> Part:
     (found,) = in_fresh_processes(_measure, spec)
     columns = ("what", *(f"{size:,} ranks" for size in spec.sizes))
     times = [
-        (what, *(_duration(found.seconds[size].get(what)) for size in spec.sizes))
-        for what in found.seconds[spec.sizes[0]]
+        (what, *(_duration(found.seconds[size][what]) for size in spec.sizes)) for what in found.seconds[spec.sizes[0]]
     ]
     sizes = [
         (what, *(f"{found.nbytes[size][what]:,} B" for size in spec.sizes)) for what in found.nbytes[spec.sizes[0]]
+    ]
+    batches = [
+        (what, *(f"{found.batches[size][what]:,}" for size in spec.sizes)) for what in found.batches[spec.sizes[0]]
     ]
     notes = [
         (
@@ -73,23 +89,35 @@ def _part(spec: Spec) -> Part:
             "replicas=1; a node was lost, or every rank needs what another node has"
         ),
     ]
-    return Part([], notes, tables=[Table(columns, times), Table(("told", *columns[1:]), sizes)])
+    return Part(
+        [],
+        notes,
+        tables=[
+            Table(columns, times),
+            Table(("told", *columns[1:]), sizes),
+            Table(("batches, which all ranks pass together", *columns[1:]), batches),
+        ],
+    )
 
 
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+def _duration(took: float) -> str:
+    return f"{took:.2f} s" if took >= ONE_SECOND else f"{took * 1e3:.2f} ms"
 
 
 def _measure(_rank: Rank, spec: Spec) -> Decided:
-    seconds: dict[int, dict[str, float]] = {}
+    took: dict[int, dict[str, float]] = {}
     nbytes: dict[int, dict[str, int]] = {}
+    batches: dict[int, dict[str, int]] = {}
     for size in spec.sizes:
         job = _Job(size)
-        seconds[size] = {what: _least(act, spec.repeats) for what, act in job.decisions().items()}
+        took[size] = {what: _least(act, spec.repeats) for what, act in job.decisions().items()}
         nbytes[size] = {what: len(pickle.dumps(value, 5)) for what, value in job.told().items()}
-    return Decided(seconds, nbytes)
+        batches[size] = {
+            "for an empty node": job.batches[LOST],
+            "where everything moves": job.batches[ALL],
+            "where everything moves, with every window full each time": -(-SEGMENT * RANKS_PER_NODE // WINDOW),
+        }
+    return Decided(took, nbytes, batches)
 
 
 def _least(act: Callable[[], object], repeats: int) -> float:
@@ -99,7 +127,7 @@ def _least(act: Callable[[], object], repeats: int) -> float:
         start = time.thread_time()
         act()
         found.append(time.thread_time() - start)
-    return Sample(tuple(sorted(found))).values[0]
+    return min(found)
 
 
 class _Job:
@@ -127,6 +155,7 @@ class _Job:
                 holders[segment] += members[node]
         self.holders = holders
         self.edges = range(0, SEGMENT + 1, ITEM)
+        self.batches: dict[str, int] = {}
 
     def decisions(self) -> Mapping[str, Callable[[], object]]:
         inventories = self.inventories()
@@ -141,8 +170,8 @@ class _Job:
             "who speaks to whom (tree_of)": lambda: tree_of(self.nodes, 0),
             "which checkpoint (elect)": lambda: elect(inventories, []),
             "that told and understood (pickle)": lambda: pickle.loads(pickle.dumps(elect(inventories, []), 5)),
-            "who sends what to an empty node (share_out)": lambda: self.shared_out(lost),
-            "who sends what where everything moves (share_out)": lambda: self.shared_out(moved),
+            "who sends what to an empty node (share_out)": lambda: self.shared_out(LOST, lost),
+            "who sends what where everything moves (share_out)": lambda: self.shared_out(ALL, moved),
         }
 
     def told(self) -> Mapping[str, object]:
@@ -151,7 +180,7 @@ class _Job:
             "a rank's findings, to all ranks (exchange)": inventories[0],
             "the recovery plan, from rank 0 to all (broadcast)": elect(inventories, []),
             "what an empty node's rank needs, to rank 0 (gather)": self.needs_of_the_lost()[RANKS_PER_NODE],
-            "all parts for an empty node, from rank 0 (scatter)": self.shared_out(self.needs_of_the_lost()),
+            "all parts for an empty node, from rank 0 (scatter)": self.shared_out(LOST, self.needs_of_the_lost()),
         }
 
     def copies_of_a_save(self) -> object:
@@ -184,7 +213,32 @@ class _Job:
             for rank, node in enumerate(self.nodes)
         ]
 
-    def shared_out(self, needs: Sequence[Need]) -> object:
-        return share_out(
+    def shared_out(self, what: str, needs: Sequence[Need]) -> object:
+        parts = share_out(
             needs, lambda file: self.edges, across_nodes=False, holders=lambda file: self.holders[rank_of(file)]
         )
+        self.batches[what] = max(len(part.batches) for part in parts)
+        return parts
+
+
+def _bytes_part(repeats: int) -> Part:
+    (found,) = in_fresh_processes(_measure_bytes, repeats)
+    lines = [
+        (what, f"{factor(Sample(tuple(BYTES / value / GB for value in sample.values)))}")
+        for what, sample in found.items()
+    ]
+    return Part([], tables=[Table(("what", "GB/s"), lines)])
+
+
+def _measure_bytes(rank: Rank, repeats: int) -> dict[str, Sample]:
+    one, other = (np.random.default_rng(seed).integers(0, 255, BYTES, np.uint8) for seed in (1, 2))
+    wide = one.view(np.uint64), other.view(np.uint64)
+    return rank.in_turn(
+        {
+            "copy": lambda: seconds(lambda: np.copyto(other, one)),
+            "CRC32C": lambda: seconds(lambda: checksum(memoryview(one.data))),
+            "XOR into one of two": lambda: seconds(lambda: np.bitwise_xor(*wide, out=wide[1])),
+        },
+        repeats=repeats,
+        warm_ups=1,
+    )
