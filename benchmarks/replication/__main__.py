@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = {name: partial(_run, CASES[name], options.huge) for name in options.only or CASES}
     repeats = f"{settings.repeats}; fresh processes for loads: {settings.load_restarts}"
-    text = head("benchmarks.replication", settings, repeats, HOW_TO_READ.format(huge=options.huge))
+    text = head("benchmarks.replication", settings, repeats, HOW_TO_READ.format(huge=options.huge), "Peer memory")
     return run(chosen, settings, text, options.output)
 
 
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--huge", choices=("never", "within_size", "always"), default="never", help="pages of the nodes' tmpfs"
     )
-    parser.add_argument("--output", type=Path, help="where to write the tables as markdown")
+    parser.add_argument("--output", type=Path, help="markdown file to put the tables into; other parts of it stay")
     return parser
 
 

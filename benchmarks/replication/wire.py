@@ -12,6 +12,7 @@ from benchmarks.clock import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
 CHUNK = 8 << 20
 
@@ -54,3 +55,10 @@ class Exchange:
 def touched(nbytes: int) -> torch.Tensor:
     """Bytes in memory of which every page is there."""
     return torch.ones(nbytes, dtype=torch.uint8)
+
+
+def in_tmpfs(path: Path, nbytes: int) -> torch.Tensor:
+    """The same in a file there, which has no name any more."""
+    tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+    path.unlink()
+    return tensor.fill_(1)
