@@ -21,7 +21,6 @@ from tests.torchrun import JobFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.torchrun import Job
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -40,17 +39,13 @@ class Nodes:
 
     def measure(self, measure: Callable[[Rank, S], T], spec: S, *, timeout: float = 300) -> list[T]:
         """Call `measure(rank, spec)` on a rank of each node; what they return, by rank. Raises MeasurementFailed."""
-        job = self.start(measure, spec)
+        job = self.cluster.launch(_as_rank, measure, spec, patience=PATIENCE)
         try:
             return job.results(timeout)
         except JobFailed as error:
             raise MeasurementFailed(_reason(str(error))) from None
         finally:
             job.kill()
-
-    def start(self, measure: Callable[[Rank, S], T], spec: S) -> Job[T]:
-        """The same, while it runs."""
-        return self.cluster.launch(_as_rank, measure, spec, patience=PATIENCE)
 
     def lose(self, number: int) -> None:
         """Lose a node, and put an empty one into its place."""
