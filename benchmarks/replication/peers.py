@@ -160,16 +160,18 @@ PEERS = (
         "lm-resiliency",
         "lm_resiliency",
         _Gemini,
-        "lm-resiliency (open GEMINI) keeps two of its own states and two of its peer's in the process's memory, which die with "
-        "the process unless it is told to leave; pinned memory is off for want of a GPU",
+        "lm-resiliency (open GEMINI): a save is a copy into the process's own memory, without agreement between ranks; two "
+        "states of its own and two of its peer's lie there, and die with the process unless it is told to leave. Pinned "
+        "memory is off for want of a GPU",
     ),
     Peer(
         "NVRx",
         "nvidia-resiliency-ext",
         "nvidia_resiliency_ext",
         _Nvrx,
-        "NVRx: LocalCheckpointManager on the node's tmpfs with CliqueReplicationStrategy over gloo, is_async=False: "
-        "is_async=True calls torch.cuda.synchronize, and BasicTensorAwareStateDict takes tensors of a GPU only, so that a "
-        "state dict of our own implements its interface. The exchange precedes the write in both modes and blocks in both",
+        "NVRx: LocalCheckpointManager on the node's tmpfs with CliqueReplicationStrategy over gloo. Without CUDA only "
+        'is_async=False works (is_async=True ends with torch.cuda.synchronize\'s "Torch not compiled with CUDA enabled"), '
+        "and that with a state dict of our own making (BasicTensorAwareStateDict asserts `is_cuda` of every tensor). The "
+        "exchange comes before the write, and blocks, in both modes",
     ),
 )
