@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TITLE = "Memory with copies on other nodes"
 KEEPS = (1, 2)
-SAVES = 5
+SAVES = 8
 STATED = {"ML Flashpoint": 4, "Nebula": 3}
 """Times the state, as their documentation says."""
 PARITY_LIMIT = 1.3
