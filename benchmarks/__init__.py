@@ -7,7 +7,8 @@ are a trainer's own. What is compared is run in turn, in one process, with the s
 ours, floor, ours, …; a ratio is the median of the ratios of neighbours, so that a machine that is
 busy for a while slows both sides of it.
 
-    core        the command; benchmarks.storage is one of its own
+    core        the command; benchmarks.storage and benchmarks.replication are commands of their own
+    scaling     a paper model of large jobs
     command     what the commands share
     cases       save, first, planning, steady, restore, slowdown, memory: what is measured, against which target
     ours        dcp_mem, with its methods timed

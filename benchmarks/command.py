@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -44,8 +45,8 @@ def leave_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, _leave)
 
 
-def head(module: str, settings: Settings, repeats: str, how_to_read: str) -> str:
-    """What was run, when and where, and what a reader has to know."""
+def head(module: str, settings: Settings, repeats: str, how_to_read: str, title: str = "Benchmark results") -> str:
+    """What was run, when and where, and what a reader has to know. title: of the part that it begins."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     now = dt.datetime.now(dt.timezone.utc)
     facts = {
@@ -60,7 +61,7 @@ def head(module: str, settings: Settings, repeats: str, how_to_read: str) -> str
         "load": f"{os.getloadavg()[0]:.1f} before the start",
     }
     lines = [f"- {name}: {value}" for name, value in facts.items()]
-    return "\n".join(["# Benchmark results", "", *lines, "", how_to_read])
+    return "\n".join([f"# {title}", "", *lines, "", how_to_read])
 
 
 def _leave(number: int, _frame: object) -> NoReturn:
@@ -68,8 +69,19 @@ def _leave(number: int, _frame: object) -> NoReturn:
 
 
 def _write(path: Path, head: str, sections: Sequence[Section]) -> None:
-    parts = [head, *(section.markdown for section in sections), summary(sections)]
-    path.write_text("\n".join(parts))
+    """Put the part into the file, in place of one of the same title; other parts stay."""
+    text = "\n".join([head, *(section.markdown for section in sections), summary(sections)])
+    before, after = _around(path.read_text() if path.exists() else "", head.partition("\n")[0])
+    path.write_text(before + text + after)
+
+
+def _around(text: str, title: str) -> tuple[str, str]:
+    """What stands before the part of that title, and after it. A part begins with a line that begins with "# "."""
+    parts = re.split(r"^(?=# )", text, flags=re.MULTILINE)
+    starts = [number for number, part in enumerate(parts) if part.partition("\n")[0] == title]
+    at = starts[0] if starts else len(parts)
+    before, after = "".join(parts[:at]), "".join(parts[at + 1 :])
+    return before if not before or before.endswith("\n\n") else f"{before.rstrip()}\n\n", after and f"\n{after}"
 
 
 def _processor() -> str:

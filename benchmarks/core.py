@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     parser.add_argument("--repeats", type=int, help="timed runs per process (15, quick: 7)")
     parser.add_argument("--only", action="append", choices=tuple(CASES), metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--output", type=Path, help="where to write the tables as markdown")
+    parser.add_argument("--output", type=Path, help="markdown file to put the tables into; other parts of it stay")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a tmpfs to work in")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a disk to flush to")
     return parser

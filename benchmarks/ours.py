@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint as dcp
 
@@ -35,10 +35,13 @@ class Saves:
         path: Path | None = None,
         keep: int = 2,
         save: Callable[..., Metadata] = dcp.save,
+        **options: Any,
     ) -> None:
+        """options: more arguments of the writer."""
         self.state = state
         self._save = save
-        self.writer = MemoryStorageWriter(None if path is None else str(path), memory=str(memory), job=JOB, keep=keep)
+        url = None if path is None else str(path)
+        self.writer = MemoryStorageWriter(url, memory=str(memory), job=JOB, keep=keep, **options)
         self.history: list[Phases] = []
         self._clock = Clock(self.writer, WRITER_METHODS, "write_data")
 

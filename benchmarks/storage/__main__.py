@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         disk=Path(tempfile.gettempdir()),
     )
     chosen = {name: CASES[name] for name in options.only or CASES}
-    text = head("benchmarks.storage", settings, str(settings.repeats), HOW_TO_READ)
+    text = head("benchmarks.storage", settings, str(settings.repeats), HOW_TO_READ, "Storage")
     return run(chosen, settings, text, options.output)
 
 
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="smaller objects, fewer repeats")
     parser.add_argument("--repeats", type=int, help="timed runs of each route (5, quick: 3)")
     parser.add_argument("--only", action="append", choices=tuple(CASES), metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--output", type=Path, help="where to write the tables as markdown")
+    parser.add_argument("--output", type=Path, help="markdown file to put the tables into; other parts of it stay")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a tmpfs to work in")
     return parser
 

@@ -40,7 +40,8 @@ def _in_turn(job: FlushJob, node: str) -> Sequence[Segment]:
     """The lost node's segments; neighbours in the order of the nodes, who mostly hold the same, begin at opposite ends."""
     nodes = job.held.manifest.nodes
     segments = job.held.manifest.of_node(node)
-    is_odd = (nodes.index(job.node) - nodes.index(node)) % len(nodes) % 2
+    # A node that is new in the job, and got the lost one's segments after the loss, has no place among them.
+    is_odd = job.node in nodes and (nodes.index(job.node) - nodes.index(node)) % len(nodes) % 2
     return segments if is_odd else segments[::-1]
 
 
