@@ -19,7 +19,7 @@ from dcp_mem.events import log
 from dcp_mem.files import read_bytes
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, Extent, catalog_key, catalog_named
-from dcp_mem.format.checksums import Blocks, Crcs, blocks_of, checksum
+from dcp_mem.format.checksums import BlockChecksums, Blocks, Crcs, blocks_of, checksum
 from dcp_mem.format.described import metadata_of
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest, items_of
 from dcp_mem.format.metadata import read_metadata
@@ -169,20 +169,31 @@ class MemorySource:
                 pass
         self._verified.add(file)
 
-    def check(self, file: str, start: int, stop: int) -> None:
-        """The same for bytes [start, stop) of it, and what belongs to the same blocks."""
-        known = self._checksums_of(file)
+    def check(self, file: str, start: int, stop: int) -> int:
+        """The same for bytes [start, stop) of it, and what belongs to the same blocks; returns the CRC32C of these bytes."""
+        known, data = self._checksums_of(file), self.view(file, start, stop)
         if known is None or file in self._verified:
-            return
+            return checksum(data)
         blocks, crcs = known
+        checksums = BlockChecksums(blocks)
+        crc = checksums.add(start, data)
         ends = blocks.offsets + blocks.lengths
         first, last = np.searchsorted(ends, start, "right"), np.searchsorted(blocks.offsets, stop, "left")
-        for number in range(int(first), int(last)):
+        for low, high in self._beyond(blocks, int(first), int(last), start, stop):
+            checksums.add(low, self.view(file, low, high))
+        found = checksums.result()
+        for number in (np.flatnonzero(found[first:last] != crcs[first:last]) + first).tolist():
             low, high = int(blocks.offsets[number]), int(ends[number])
-            found, copied = checksum(self.view(file, low, high)) if low < high else 0, int(crcs[number])
-            if found != copied:
-                detail = f"CRC32C {found:08x} where {copied:08x} was copied, in bytes {low} to {high} of {file}"
-                raise self._corrupt(self._ranks[file], detail)
+            sums = f"CRC32C {int(found[number]):08x} where {int(crcs[number]):08x} was copied"
+            raise self._corrupt(self._ranks[file], f"{sums}, in bytes {low} to {high} of {file}")
+        return crc
+
+    def _beyond(self, blocks: Blocks, first: int, last: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """What blocks [first, last) have before `start`, and behind `stop`."""
+        if first >= last:
+            return []
+        low, high = int(blocks.offsets[first]), int(blocks.offsets[last - 1] + blocks.lengths[last - 1])
+        return [one for one in ((low, start), (stop, high)) if one[0] < one[1]]
 
     def _checksums_of(self, file: str) -> tuple[Blocks, Crcs] | None:
         if file not in self._checksums:

@@ -24,6 +24,8 @@ from dcp_mem.planning.plain import is_plain
 from dcp_mem.planning.reads import Wanted
 from dcp_mem.reading.payloads import TableIndex, hull, strides
 
+_handing_on = threading.Lock()
+
 
 class Arrival:
     """One item. It takes bytes [start, stop) of its segment: whole blocks, where there are checksums to check.
@@ -100,7 +102,11 @@ class Arrival:
             return not self._missing
 
     def hand_on(self) -> None:
-        """Give the planner what has arrived."""
+        """Give the planner what has arrived. Several threads may; a planner hears of one thing at a time."""
+        with _handing_on:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
         request = self.item.request
         if self._target is not None:
             self._planner.commit_tensor(request, self._target)

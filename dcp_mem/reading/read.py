@@ -56,36 +56,43 @@ def _read_from_all_nodes(
     used: set[str] = set()
 
     def prepare() -> tuple[Fetcher, Arrivals]:
-        if memory is None:
-            elsewhere = _wanted(opened, plan)
-        else:
-            elsewhere = _read_what_is_here(memory, opened, plan, planner, verify)
-            used.add(memory.label)
+        elsewhere = _wanted(opened, plan) if memory is None else _not_here(memory, opened, plan)
         for item in elsewhere:
             used.add(PEERS if opened.is_in_memory(item.file) or stored is None else stored.label)
         source = ElsewhereSource(opened.description, stored, opened.is_in_memory)
         return _prepared(source, opened.choice.name, elsewhere, planner, verify)
 
-    fetch_together(prepare, replace(company, memory=memory, holders=opened.choice.holders or {}))
+    def read_what_is_here() -> None:
+        if memory is not None:
+            _read_what_is_here(memory, opened, plan, planner, verify)
+            used.add(memory.label)
+
+    company = replace(company, memory=memory, holders=opened.choice.holders or {})
+    fetch_together(prepare, company, alongside=read_what_is_here)
     return used
+
+
+def _not_here(memory: MemorySource, opened: Opened, plan: LoadPlan | Reads) -> Sequence[Wanted]:
+    """What a rank needs that doesn't lie in its node's memory."""
+    if isinstance(plan, Reads):
+        # Thousands of items are looked at one by one only where some of them don't lie here.
+        files = {file for file, _ in plan.straight()} | {item.file for item in plan.rest()}
+        if all(map(memory.has, files)):
+            return ()
+    return [item for item in _wanted(opened, plan) if not memory.has(item.file)]
 
 
 def _read_what_is_here(
     memory: MemorySource, opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, verify: bool
-) -> Sequence[Wanted]:
-    """Read what lies in this node's memory; returns what doesn't."""
+) -> None:
+    """Read what lies in this node's memory."""
     rest = plan.rest() if isinstance(plan, Reads) else _wanted(opened, plan)
-    lacks = any(not memory.has(item.file) for item in rest)
     for file, payloads in plan.straight() if isinstance(plan, Reads) else ():
         if memory.has(file):
             if verify:
                 memory.verify(file)
             memory.read_many(file, payloads)
-        else:
-            lacks = True
     _read_alone(memory, opened.choice.name, [item for item in rest if memory.has(item.file)], planner, verify)
-    # Thousands of items are looked at one by one only where some of them don't lie here.
-    return [item for item in _wanted(opened, plan) if not memory.has(item.file)] if lacks else ()
 
 
 def _wanted(opened: Opened, plan: LoadPlan | Reads) -> Sequence[Wanted]:

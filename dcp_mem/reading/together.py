@@ -54,22 +54,30 @@ class Company:
         return self.holders.get(names.rank_of(file), ())
 
 
-def fetch_together(prepare: Callable[[], tuple[Fetcher, Arrivals]], company: Company) -> None:
+def fetch_together(
+    prepare: Callable[[], tuple[Fetcher, Arrivals]], company: Company, alongside: Callable[[], None] = lambda: None
+) -> None:
     """Fetch everything that is awaited, with the other ranks, who all call this.
 
-    prepare: says what that is; it may raise. Raises what went wrong on this rank. Where it went wrong on another, this one
-    returns too, with some items missing: who calls this hears from all ranks afterwards.
+    prepare: says what that is; it may raise. alongside: what this rank does by itself meanwhile. Raises what went wrong on this
+    rank. Where it went wrong on another, this one returns too, with some items missing: who calls this hears from all ranks
+    afterwards.
     """
     if company.ranks.size == 1:
         fetcher, arrivals = prepare()
+        alongside()
         fetch_all(fetcher, arrivals, arrivals.extents())
         return
     failures, prepared = _Failures(company.ranks), list[tuple[Fetcher, Arrivals]]()
     with failures.collected():
         prepared.append(prepare())
-    agreed = _agreed(prepared[0] if prepared else None, company, failures)
-    if agreed is not None and prepared:
-        _take_part(*prepared[0], company, *agreed, failures)
+    with ThreadPoolExecutor(1, thread_name_prefix="dcp_mem-alongside") as aside:
+        doing = aside.submit(alongside)
+        agreed = _agreed(prepared[0] if prepared else None, company, failures)
+        if agreed is not None and prepared:
+            _take_part(*prepared[0], company, *agreed, failures)
+        with failures.collected():
+            doing.result()
     failures.raise_own()
 
 
@@ -233,9 +241,8 @@ class _Batches:
 
     def _checked(self, one: Shared) -> tuple[Shared, _Checked]:
         assert self._memory is not None
-        self._memory.check(one.file, one.start, one.stop)
-        view = self._memory.view(one.file, one.start, one.stop)
-        return one, (view, checksum(view))
+        crc = self._memory.check(one.file, one.start, one.stop)
+        return one, (self._memory.view(one.file, one.start, one.stop), crc)
 
     def _pass_on(self, number: int, held: Mapping[Shared, _Checked]) -> None:
         """Send what this rank has fetched, or has in memory, to other nodes, and receive what it is to bring from there.
