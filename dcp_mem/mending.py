@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Event
 
+from dcp_mem import faults
 from dcp_mem.config import Settings, run_identity
 from dcp_mem.errors import DcpMemError
 from dcp_mem.events import log
@@ -40,6 +41,7 @@ def bring_back(settings: Settings, recovery: Recovery, choice: Choice) -> Choice
         return started
     makings = started.makings_of_lost(choice)
     failures = started.work(settings, makings)
+    faults.point("mend.done")
     if failures:
         return failures
     here = {names.rank_of(one.file) for one in makings if one.receiver in started.neighbours}
@@ -106,6 +108,7 @@ def _begin(settings: Settings, recovery: Recovery, choice: Choice) -> _Mending |
     held = _held(session, choice)
     if troubles or held is None:
         return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(troubles.items())[:3]) or "it is gone"
+    faults.point("mend.begun")
     return _Mending(session, ranks, topology, held.manifest)
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from dcp_mem import faults
 from dcp_mem.errors import DcpMemError, MemoryUnavailable, RankFailed
 from dcp_mem.events import log
 from dcp_mem.format import names
@@ -188,6 +189,7 @@ class _Batches:
                     self._pass_on(number)
                     if self._failures.anywhere():
                         return
+                faults.point("load.batch")
                 if number + 1 < len(self._part.batches):  # into the other half, which nobody takes from any more
                     fetching = ahead.submit(self._fetch, number + 1)
                 with self._failures.collected():
