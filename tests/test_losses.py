@@ -8,6 +8,7 @@ goes on. A few cases always run, all of them with DCP_MEM_MATRIX=1.
 import contextlib
 import itertools
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,12 @@ _STARTED_SECONDS = 90.0
 _ENDED_SECONDS = 60.0
 _PATIENCE = 10.0
 """Seconds that ranks wait for those that are lost."""
-_SHORT_WAITS = {"DCP_MEM_TIMEOUT": "10", "DCP_MEM_REPLICATION_TIMEOUT": "5"}
+# torchrun's rendezvous is off the nodes, lest it end ranks when its host is lost; the store of the ranks is on the first node.
+_ENVIRONMENT = {
+    "DCP_MEM_TIMEOUT": "10",
+    "DCP_MEM_REPLICATION_TIMEOUT": "5",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 _POINT = "DCP_MEM_TEST_POINT"
 _SLOW = "20mbit"
 
@@ -148,7 +154,8 @@ def _ending(run: Path) -> Iterator[None]:
         while True:
             dist.barrier()
     except Exception as error:
-        Path(run, f"ended-{dist.get_rank()}").write_text(f"{type(error).__name__}: {error}")
+        ended = Path(run, f"ended-{socket.gethostname()}-{os.environ['LOCAL_RANK']}")
+        ended.write_text(f"{type(error).__name__}: {error}")
 
 
 def _train(run: Path, job: Job, case: Case) -> None:
@@ -176,12 +183,13 @@ def _load_until_lost(run: Path, job: Job) -> None:
 def _resume(job: Job, case: Case, sharding: str) -> tuple[int, str, bool]:
     """Load, and save on: the number that was loaded, its sources, and whether the next checkpoint is REPLICATED."""
     number, report = load_newest(job, sharding)
-    with job.writer(keep=case.keep, persist=False, **REDUNDANCIES[case.redundancy]) as writer:
-        name = save(writer, number + 1, sharding)
-        if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
-            return number, report.source, False
+    writer = job.writer(keep=case.keep, persist=False, **REDUNDANCIES[case.redundancy])
+    name = save(writer, number + 1, sharding)
+    if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
         writer.wait(name, "replicated", timeout=60)
-        return number, report.source, writer.status()[0].is_replicated
+    is_replicated = writer.status()[0].is_replicated
+    writer.close(flush=False)
+    return number, report.source, is_replicated
 
 
 # -- what happens to the nodes ---------------------------------------------------------------------------------------
@@ -190,9 +198,10 @@ def _resume(job: Job, case: Case, sharding: str) -> tuple[int, str, bool]:
 @pytest.mark.parametrize("case", list(_cases()))
 def test_a_job_that_loses_nodes_loads_what_was_promised(cluster: Cluster, tmp_path: Path, case: Case) -> None:
     job = Job(str(tmp_path / "storage") if case.name.startswith("flush.") else None, str(MEMORY / "dcp_mem"))
-    survivors = _lose_while_saving(cluster, tmp_path, job, case)
+    store = cluster.serve_store()
+    survivors = _lose_while_saving(cluster, tmp_path, job, case, store)
     if case.is_in_load:
-        survivors = _lose_while_loading(cluster, tmp_path, job, case)
+        survivors = _lose_while_loading(cluster, tmp_path, job, case, store)
     fresh = [cluster.add() for _ in range(_wanted_on_return(case) - len(survivors))]
     nodes = [*fresh, *reversed(survivors)] if case.back == "moved" else [*survivors, *fresh]
     if case.how == "throttled":
@@ -215,20 +224,18 @@ def _wanted_on_return(case: Case) -> int:
     return case.nodes + {"fewer": -1 - case.more, "more": 1}.get(case.back, 0)
 
 
-def _lose_while_saving(cluster: Cluster, directory: Path, job: Job, case: Case) -> list[Node]:
+def _lose_while_saving(cluster: Cluster, directory: Path, job: Job, case: Case, store: str) -> list[Node]:
     """The nodes that are left of those that saved; all of them, or all but one, where the loss is to come in a load."""
     run = directory / "saving"
     run.mkdir()
     nodes, victim = cluster.nodes, cluster.nodes[case.lost]
     at_point = {} if case.is_in_load else {_variable(case): f"{case.name}:stop:1"}
     saving = cluster.launch(
-        _train,
-        run,
-        job,
-        case,
+        *(_train, run, job, case),
         ranks_per_node=case.ranks,
-        env=_SHORT_WAITS,
+        env=_ENVIRONMENT,
         env_of={victim: at_point},
+        store=store,
         patience=_PATIENCE,
     )
     wait_until((run / "safe").exists, "step-1 is safe", _STARTED_SECONDS)
@@ -236,7 +243,8 @@ def _lose_while_saving(cluster: Cluster, directory: Path, job: Job, case: Case) 
         victim.throttle(_SLOW)
     (run / "go").touch()
     if case.is_in_load or case.name.startswith("flush."):
-        _await_files(run, "replicated-*", len(nodes) * case.ranks)
+        everybody = len(nodes) * case.ranks
+        wait_until(lambda: len(list(run.glob("replicated-*"))) == everybody, "step-2 is replicated", _STARTED_SECONDS)
     if case.is_in_load:
         saving.kill()
         return nodes
@@ -248,7 +256,7 @@ def _lose_while_saving(cluster: Cluster, directory: Path, job: Job, case: Case) 
     return others[case.more :]
 
 
-def _lose_while_loading(cluster: Cluster, directory: Path, job: Job, case: Case) -> list[Node]:
+def _lose_while_loading(cluster: Cluster, directory: Path, job: Job, case: Case, store: str) -> list[Node]:
     """A node is lost, and replaced; what is lost in the load is the one in its place or, where two may be, another one."""
     run = directory / "loading"
     run.mkdir()
@@ -264,7 +272,8 @@ def _lose_while_loading(cluster: Cluster, directory: Path, job: Job, case: Case)
         job,
         nodes=[fresh, *left] if case.lost == 0 else [*left, fresh],
         ranks_per_node=case.ranks,
-        env=_SHORT_WAITS,
+        env=_ENVIRONMENT,
+        store=store,
         env_of={victim: {"DCP_MEM_FAULTS": f"{case.name}:stop:1"}},
         patience=_PATIENCE,
     )
@@ -291,16 +300,16 @@ def _lose(nodes: Sequence[Node], case: Case) -> None:
 
 def _await_end(run: Path, survivors: Sequence[Node], case: Case) -> None:
     """Ranks of nodes that live learn that others don't, and end: nobody hangs."""
-    _await_files(run, "ended-*", len(survivors) * case.ranks)
-    wait_until(lambda: not [one for node in survivors for one in _ranks_on(node)], "ranks end", _ENDED_SECONDS)
-
-
-def _await_files(run: Path, pattern: str, count: int) -> None:
     try:
-        wait_until(lambda: len(list(run.glob(pattern))) == count, f"{count} x {pattern}", _ENDED_SECONDS)
+        wait_until(
+            lambda: all(len(list(run.glob(f"ended-{node.name}-*"))) == case.ranks for node in survivors),
+            "errors",
+            _ENDED_SECONDS,
+        )
     finally:
         for path in sorted(run.glob("ended-*")):
             print(f"{path.name}: {path.read_text()}")
+    wait_until(lambda: not [one for node in survivors for one in _ranks_on(node)], "ranks end", _ENDED_SECONDS)
 
 
 def _stopped(node: Node) -> list[psutil.Process]:
