@@ -13,7 +13,7 @@ from threading import Event
 
 from dcp_mem import faults
 from dcp_mem.config import Settings, run_identity
-from dcp_mem.errors import DcpMemError
+from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
@@ -57,6 +57,16 @@ def restore_redundancy(settings: Settings, recovery: Recovery, choice: Choice) -
 
     What speaks against it is logged. The checkpoint is loaded, whatever this may be.
     """
+    try:
+        _restore(settings, recovery, choice)
+    except RankFailed as error:
+        log.warning("%s gets no new copies: %s", choice.name, error)
+    except Exception as error:
+        log.warning("%s gets no new copies", choice.name, exc_info=True)
+        recovery.ranks.leave(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
+
+
+def _restore(settings: Settings, recovery: Recovery, choice: Choice) -> None:
     if choice.holders is None or not choice.redundancy or not choice.memory:
         return
     nodes = recovery.ranks.all_reduce({recovery.ranks.rank: node_id(settings.memory_root)}, operator.or_)
@@ -230,6 +240,7 @@ class _Mending:
         is_lacking = self.ranks.all_reduce(self._lacks_record(), operator.or_)
         if not makings and not is_lacking:
             return
+        work = self._work(settings, makings)
         held = os.path.join(self.session.memory.checkpoint_directory(choice.name), names.manifest_file(""))
         lease = os.open(held, os.O_RDONLY | os.O_CLOEXEC)
         share(lease)
@@ -239,7 +250,6 @@ class _Mending:
             if parity:
                 self.session.memory.drop_parity(self.manifest, wanted)
 
-        work = self._work(settings, makings)
         is_leader = self.topology.is_leader
         self.session.replicator.start(Replication(work, redundancy, lease, is_leader, "", then))
 
