@@ -52,16 +52,14 @@ class GlooRanks:
         seconds: float,
         variable: str = "DCP_MEM_TIMEOUT",
     ) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         self.rank = rank
         self.size = len(members)
         self.notes: dict[str, Any] = {}
         self._members = members
         self._lines: dict[tuple[int, int], GlooLine] = {}
         self.key = self._name = (
-            "dcp_mem/" + hashlib.sha256(repr((purpose, attempt, list(members))).encode()).hexdigest()[:16]
+            "dcp_mem/" + hashlib.sha256(repr((purpose, _attempt(), list(members))).encode()).hexdigest()[:16]
         )
-        # torchrun's workers may get the same store again after a restart, with the addresses of the dead in it.
         self._store = store
         self._timeout, self._variable = timedelta(seconds=seconds), variable
         self._asked = PromptStore(store, min(seconds, _STORE_SECONDS))
@@ -277,6 +275,16 @@ def _letter(message: memoryview, nbytes: int) -> bytearray:
 
 def _size(letter: bytearray) -> int:
     return int.from_bytes(letter[:_HEAD], "little")
+
+
+def _attempt() -> str:
+    """Tells this life of torchrun's ranks from an earlier one that met in the same store, with the addresses of the dead in it.
+
+    Each torchrun counts by itself, its own failures alone: an agent that joined later, or whose ranks were only restarted with
+    others', tells another number. So it counts only where the store can be the same, which is one that torchrun serves.
+    """
+    is_served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if is_served_by_torchrun else ""
 
 
 def exchange_timeout() -> float:
