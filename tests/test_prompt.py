@@ -7,7 +7,8 @@ from typing import cast
 import pytest
 import torch.distributed as dist
 
-from dcp_mem.ranks.prompt import PromptStore
+from dcp_mem.ranks.gloo import GlooRanks
+from dcp_mem.ranks.prompt import PromptStore, connected
 
 
 class _Store:
@@ -54,3 +55,30 @@ def test_a_silent_store_is_given_up_and_not_asked_again_until_it_has_answered() 
 def test_an_error_of_the_store_reaches_whoever_asks() -> None:
     with pytest.raises(dist.DistNetworkError, match="Broken pipe"):
         _prompt(_Store(), 10).compare_set("key", "", "value")
+
+
+def test_connecting_through_a_silent_store_ends_in_time() -> None:
+    class Silent(dist.Store):
+        def set(self, key: str, value: str) -> None:
+            time.sleep(20)
+
+        def get(self, key: str) -> bytes:
+            time.sleep(20)
+            return b""
+
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not answer within 1 s"):
+        connected(Silent(), 0, 2, 0.5)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_ranks_whose_torchruns_count_restarts_differently_meet_where_the_store_is_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(served))
+    keys = set()
+    for restarts in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        keys.add(GlooRanks(0, (0, 1), "save", dist.HashStore(), 5).key)
+    assert len(keys) == (2 if served else 1)

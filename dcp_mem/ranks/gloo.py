@@ -26,7 +26,7 @@ from dcp_mem.ranks import passing
 from dcp_mem.ranks.base import Alone, Line, Message, Ranks, Share
 from dcp_mem.ranks.lines import GlooLine, connection_of_its_own
 from dcp_mem.ranks.passing import dumped
-from dcp_mem.ranks.prompt import PromptStore
+from dcp_mem.ranks.prompt import PromptStore, connected
 from dcp_mem.ranks.tree import Tree, tree_of
 
 T = TypeVar("T")
@@ -192,7 +192,7 @@ class GlooRanks:
 
     def _build(self) -> dist.ProcessGroupGloo:
         prefix = dist.PrefixStore(f"{self._name}/{self._generation}", self._store)
-        return dist.ProcessGroupGloo(prefix, self.rank, self.size, self._timeout)
+        return connected(prefix, self.rank, self.size, self._timeout.total_seconds())
 
 
 class _GlooWire:
