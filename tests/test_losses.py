@@ -96,8 +96,9 @@ BACK = ("replaced", "moved", "fewer", "more", "other ranks", "tp", "hsdp")
 _COMMITTER_ONLY = {"flush.manifest", "flush.commit", "flush.committed"}
 _IN_LOAD = (
     *("recover.surveyed", "recover.told", "load.batch", "mend.begun", "mend.done"),
-    *("replicate.started", "replicate.chunk", "replicate.received", "replicate.sealed"),
+    *("replicate.started", "replicate.received", "replicate.sealed"),
 )
+"""Points that a node passes that has come in the place of a lost one; it sends nothing."""
 SHORT = [
     Case("replicas=1", "stage.copied", nodes=2, lost=0, how="unplugged", keep=1),
     Case("replicas=1", "replicate.chunk", how="throttled", back="moved"),
@@ -231,7 +232,10 @@ def _lose_while_saving(cluster: Cluster, directory: Path, job: Job, case: Case, 
     nodes, victim = cluster.nodes, cluster.nodes[case.lost]
     at_point = {} if case.is_in_load else {_variable(case): f"{case.name}:stop:1"}
     saving = cluster.launch(
-        *(_train, run, job, case),
+        _train,
+        run,
+        job,
+        case,
         ranks_per_node=case.ranks,
         env=_ENVIRONMENT,
         env_of={victim: at_point},
