@@ -35,6 +35,11 @@ POINTS = (
     "flush.commit",  # just before the put of .metadata
     "flush.committed",  # just after it, before this is written down in memory
     "flush.recorded",
+    "recover.surveyed",  # every rank knows what every node has
+    "recover.told",  # nodes that have nothing of the checkpoint know what it consists of
+    "load.batch",  # one batch of what other nodes, or storage, have is in the node's window
+    "mend.begun",  # every node knows a checkpoint whose segments, or copies, are to be made again
+    "mend.done",  # lost segments have come back from parity
 )
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Event
 
+from dcp_mem import faults
 from dcp_mem.config import Settings, run_identity
-from dcp_mem.errors import DcpMemError
+from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
@@ -39,6 +40,7 @@ def bring_back(settings: Settings, recovery: Recovery, choice: Choice) -> Choice
         return started
     makings = coming_back(started.nodes, started.manifest.segments, choice)
     failures = started.work(settings, makings)
+    faults.point("mend.done")
     if failures:
         return failures
     members, here = members_of(started.nodes), started.nodes[recovery.ranks.rank]
@@ -53,17 +55,26 @@ def restore_redundancy(settings: Settings, recovery: Recovery, choice: Choice) -
 
     What speaks against it is logged: the checkpoint is loaded, whatever this may be.
     """
+    try:
+        _restore(settings, recovery, choice)
+    except RankFailed as error:
+        log.warning("%s gets no new copies: %s", choice.name, error)
+    except Exception as error:
+        log.warning("%s gets no new copies", choice.name, exc_info=True)
+        recovery.ranks.leave(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
+
+
+def _restore(settings: Settings, recovery: Recovery, choice: Choice) -> None:
     if choice.holders is None or not choice.redundancy or not choice.memory:
         return
-    try:
-        nodes = recovery.ranks.all_reduce({recovery.ranks.rank: node_id(settings.memory_root)}, operator.or_)
-        if _lacks_redundancy(choice, nodes):
-            started = _begin(settings, recovery, choice)
-            if isinstance(started, str):
-                raise DcpMemError(started)
-            started.replicate(settings, choice)
-    except Exception as error:
-        log.warning("%s is loaded, and gets no copies again before the next save: %s", choice.name, error)
+    nodes = recovery.ranks.all_reduce({recovery.ranks.rank: node_id(settings.memory_root)}, operator.or_)
+    if not _lacks_redundancy(choice, nodes):
+        return
+    started = _begin(settings, recovery, choice)
+    if isinstance(started, str):
+        log.warning("%s is loaded, and gets no copies again before the next save: %s", choice.name, started)
+    else:
+        started.replicate(settings, choice)
 
 
 def _lacks_redundancy(choice: Choice, nodes: Mapping[int, str]) -> bool:
@@ -103,6 +114,7 @@ def _begin(settings: Settings, recovery: Recovery, choice: Choice) -> _Mending |
     held = _held(session, choice)
     if troubles or held is None:
         return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(troubles.items())[:3]) or "it is gone"
+    faults.point("mend.begun")
     return _Mending(session, ranks, topology, held.manifest)
 
 
@@ -169,11 +181,11 @@ class _Mending:
             makings = [one for one in makings if (one.receiver, one.file) not in there]
         else:
             makings = missing_copies(self.nodes, domains, segments, holders, redundancy.copies)
-        is_unknown = (
-            self.held.replication.outcome != "replicated"
-        )  # to a node that has just come to know the checkpoint
+        # by a node that has just come to know the checkpoint
+        is_unknown = self.held.replication.outcome != "replicated"
         if not self.ranks.all_reduce(bool(makings) or is_unknown, operator.or_):
             return
+        work = self._work(settings, makings)
         lease = os.open(self.held.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
         share(lease)
 
@@ -181,7 +193,7 @@ class _Mending:
             if is_replicated and redundancy.parity:
                 self.session.memory.drop_parity(self.manifest, wanted)
 
-        work, is_leader = self._work(settings, makings), self.topology.is_leader
+        is_leader = self.topology.is_leader
         self.session.replicator.start(Replication(work, redundancy, lease, is_leader, "", then))
 
     def _parity_here(self) -> frozenset[tuple[int, str]]:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp_mem import faults
 from dcp_mem.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -144,6 +145,7 @@ def survey(recovery: Recovery) -> RecoveryPlan:
     except Exception as error:  # it travels with the exchange: the other ranks wait for one
         mine, trouble = _Survey(recovery.wanted, error=f"{type(error).__name__}: {error}"), error
     surveys = recovery.ranks.exchange(mine)
+    faults.point("recover.surveyed")
     if trouble is not None:
         raise trouble
     _check(surveys)
@@ -275,7 +277,9 @@ def _told(recovery: Recovery, choice: Choice, found: Sequence[Source]) -> Stored
             told = error if isinstance(error, DcpMemError) else DcpMemError(f"{type(error).__name__}: {error}")
     if choice.teller:
         told = next((one for one in recovery.ranks.gather(told) if one is not None), None)
-    return recovery.ranks.broadcast(told)
+    told = recovery.ranks.broadcast(told)
+    faults.point("recover.told")
+    return told
 
 
 def _tell(recovery: Recovery, choice: Choice, found: Sequence[Source]) -> StoredDescription:

@@ -48,7 +48,7 @@ from tests.kill_targets import (
     wait_until_durable,
 )
 
-SAVE_POINTS = [point for point in faults.POINTS if not point.startswith(("flush.", "replicate."))]
+SAVE_POINTS = [point for point in faults.POINTS if point.startswith(("save.", "stage.", "complete."))]
 FLUSH_POINTS = [point for point in faults.POINTS if point.startswith("flush.")]
 LEADER_POINTS = ["complete.catalog", "complete.manifest", "complete.evicted", "save.finished"]
 """Points that only a node's leader or the coordinator passes."""

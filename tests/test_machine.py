@@ -30,7 +30,7 @@ from tests.kill_targets import CallFailed, Line, LineDead, Loaded, Place, full_s
 from tests.roundtrip import is_shown
 
 NAMES = ("a", "b", "c", "d")
-SAVE_POINTS = [point for point in faults.POINTS if not point.startswith(("flush.", "replicate."))]
+SAVE_POINTS = [point for point in faults.POINTS if point.startswith(("save.", "stage.", "complete."))]
 FLUSH_POINTS = [point for point in faults.POINTS if point.startswith("flush.")]
 COMPLETE_FROM = SAVE_POINTS.index("complete.manifest")
 RETIRED_FROM = SAVE_POINTS.index("complete.evicted")

@@ -20,7 +20,7 @@ from tests.jobs import Job, agents, load, load_anew, save, wait_until
 _RANKS = 2
 _KEEP = 2
 _SAVES_OF_A_LIFE = 40
-_TRAINER_POINTS = [name for name in faults.POINTS if not name.startswith(("flush.", "replicate."))]
+_TRAINER_POINTS = [name for name in faults.POINTS if name.startswith(("save.", "stage.", "complete."))]
 
 
 def _live(job: Job, progress: str, armed: dict[int, str], first: bool) -> int:

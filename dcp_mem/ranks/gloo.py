@@ -26,6 +26,7 @@ from dcp_mem.ranks import passing
 from dcp_mem.ranks.base import Alone, Line, Message, Ranks, Share
 from dcp_mem.ranks.lines import GlooLine, connection_of_its_own
 from dcp_mem.ranks.passing import dumped
+from dcp_mem.ranks.prompt import PromptStore, connected
 from dcp_mem.ranks.tree import Tree, tree_of
 
 T = TypeVar("T")
@@ -35,6 +36,8 @@ _LETTER = 128
 _WIDE_LETTER = 4096
 """The same where every rank writes to every other one."""
 _TAG = 0x64637
+_STORE_SECONDS = 30.0
+"""Seconds that a question to the store may take, at most."""
 
 
 class GlooRanks:
@@ -49,18 +52,17 @@ class GlooRanks:
         seconds: float,
         variable: str = "DCP_MEM_TIMEOUT",
     ) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         self.rank = rank
         self.size = len(members)
         self.notes: dict[str, Any] = {}
         self._members = members
         self._lines: dict[tuple[int, int], GlooLine] = {}
         self.key = self._name = (
-            "dcp_mem/" + hashlib.sha256(repr((purpose, attempt, list(members))).encode()).hexdigest()[:16]
+            "dcp_mem/" + hashlib.sha256(repr((purpose, _attempt(), list(members))).encode()).hexdigest()[:16]
         )
-        # torchrun's workers may get the same store again after a restart, with the addresses of the dead in it.
         self._store = store
         self._timeout, self._variable = timedelta(seconds=seconds), variable
+        self._asked = PromptStore(store, min(seconds, _STORE_SECONDS))
         self._generation = 0
         self._calls = 0
         self._group: dist.ProcessGroupGloo | None = None
@@ -115,10 +117,10 @@ class GlooRanks:
 
         Whoever saw it break said so in the store before it raised; DCP's own collective at the end of that call
         came later, so now every rank reads the same. Where there is none, whoever parts from the others says in which call.
-        Raises RankFailed where that is this one.
+        Raises RankFailed where that is this one, or where the store is gone or silent.
         """
         self._calls += 1
-        while self._store.check([self._broken_key()]):
+        while self._is_broken():
             left = self._who_left()
             self._generation += 1
             self.close()
@@ -142,6 +144,12 @@ class GlooRanks:
 
     def _unarranged(self) -> Tree:
         return tree_of(list(map(str, range(self.size))), self.rank)
+
+    def _is_broken(self) -> bool:
+        try:
+            return self._asked.check(self._broken_key())
+        except RuntimeError as error:
+            raise RankFailed("meeting the other ranks", [(self.rank, str(error).split("\n")[0][:300])]) from None
 
     def _broken_key(self) -> str:
         return f"{self._name}/{self._generation}/broken"
@@ -169,8 +177,8 @@ class GlooRanks:
     def _who_left(self) -> tuple[int, str, int] | None:
         """The rank that broke the group on purpose, why it did, and in which call."""
         try:
-            if self._store.check([self._broken_key()]):
-                rank, why, call = json.loads(self._store.get(self._broken_key()))
+            if self._asked.check(self._broken_key()):
+                rank, why, call = json.loads(self._asked.get(self._broken_key()))
                 return int(rank), str(why), int(call)
         except (RuntimeError, ValueError, TypeError):  # the store is gone too, or nobody said why
             return None
@@ -178,13 +186,13 @@ class GlooRanks:
 
     def _say_broken(self, why: str = "null") -> None:
         try:
-            self._store.compare_set(self._broken_key(), "", why)  # the first one knows best
+            self._asked.compare_set(self._broken_key(), "", why)  # the first one knows best
         except Exception as error:
             print(f"dcp_mem: the store is gone too: {error}", file=sys.stderr)
 
     def _build(self) -> dist.ProcessGroupGloo:
         prefix = dist.PrefixStore(f"{self._name}/{self._generation}", self._store)
-        return dist.ProcessGroupGloo(prefix, self.rank, self.size, self._timeout)
+        return connected(prefix, self.rank, self.size, self._timeout.total_seconds())
 
 
 class _GlooWire:
@@ -267,6 +275,16 @@ def _letter(message: memoryview, nbytes: int) -> bytearray:
 
 def _size(letter: bytearray) -> int:
     return int.from_bytes(letter[:_HEAD], "little")
+
+
+def _attempt() -> str:
+    """Tells this life of torchrun's ranks from an earlier one that met in the same store, with the addresses of the dead in it.
+
+    Each torchrun counts by itself, its own failures alone: an agent that joined later, or whose ranks were only restarted with
+    others', tells another number. So it counts only where the store can be the same, which is one that torchrun serves.
+    """
+    is_served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if is_served_by_torchrun else ""
 
 
 def exchange_timeout() -> float:

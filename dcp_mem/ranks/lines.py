@@ -6,11 +6,12 @@ Here nobody but the two notices. And each has a thread of its own, where a group
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from dcp_mem.ranks.prompt import connected
 
 _TAG = 0x64638
 
@@ -22,7 +23,7 @@ class GlooLine:
         """Connect; returns once the other end has done so too. store: where the two meet, and nobody else."""
         self._other = 1 if is_sender else 0
         # Any: torch declares no methods for a gloo group that isn't registered
-        self._group: Any = dist.ProcessGroupGloo(store, 1 - self._other, 2, timedelta(seconds=seconds))
+        self._group: Any = connected(store, 1 - self._other, 2, seconds)
 
     def send(self, data: Any) -> _Passing:
         return _Passing(self._group.send([torch.frombuffer(data, dtype=torch.uint8)], self._other, _TAG))

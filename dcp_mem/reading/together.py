@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dcp_mem import faults
 from dcp_mem.errors import DcpMemError, MemoryUnavailable, RankFailed
 from dcp_mem.events import log
 from dcp_mem.format import names
@@ -216,6 +217,7 @@ class _Batches:
                     self._wait_for(taking)
                     if self._failures.anywhere():
                         return
+                faults.point("load.batch")
                 if number + 1 < count:
                     fetching = aside.submit(self._fetch, number + 1)
                 taking = aside.submit(self._take, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 from dcp_mem.events import log
 from dcp_mem.format import names
@@ -32,8 +33,11 @@ def replicate(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manife
             _skip(caller, attempt, manifest, why_not)
         elif _start(caller, attempt, staged, manifest, remark):
             return sum(map(sum, coming_here(caller, attempt.topology, manifest)))
-    except Exception:  # the checkpoint is complete, whatever this may be
+    except Exception as error:  # the checkpoint is complete, whatever this may be
         log.warning("the replication of %s could not begin on this rank", manifest.name, exc_info=True)
+        record = ReplicationRecord(manifest.save_id, "failed", error=f"it could not begin: {error}")
+        with suppress(OSError):
+            _write_down(caller, attempt, record, manifest)
     return 0
 
 
@@ -62,8 +66,12 @@ def _warn_once(caller: Caller, text: str) -> None:
 
 
 def _skip(caller: Caller, attempt: Attempt, manifest: Manifest, why_not: str) -> None:
+    _write_down(caller, attempt, ReplicationRecord(manifest.save_id, "skipped", error=why_not), manifest)
+
+
+def _write_down(caller: Caller, attempt: Attempt, record: ReplicationRecord, manifest: Manifest) -> None:
+    """Say what became of the copies, once for each node: whoever waits for them must hear of it."""
     if attempt.topology.is_leader:
-        record = ReplicationRecord(manifest.save_id, "skipped", error=why_not)
         caller.session.memory.record_replication(manifest, record)
 
 

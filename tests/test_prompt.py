@@ -1,0 +1,84 @@
+"""A store that falls silent is given up in time, and costs whoever asks again no time at all."""
+
+import threading
+import time
+from typing import cast
+
+import pytest
+import torch.distributed as dist
+
+from dcp_mem.ranks.gloo import GlooRanks
+from dcp_mem.ranks.prompt import PromptStore, connected
+
+
+class _Store:
+    """A store that answers while `answers` is set."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        self.answers.wait(60)
+        return keys == ["there"]
+
+    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def _prompt(store: _Store, seconds: float) -> PromptStore:
+    return PromptStore(cast("dist.Store", store), seconds)
+
+
+def test_a_silent_store_is_given_up_and_not_asked_again_until_it_has_answered() -> None:
+    store = _Store()
+    prompt = _prompt(store, 0.2)
+    with pytest.raises(RuntimeError, match="did not answer within 0 s"):
+        prompt.check("there")
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="still doesn't answer"):
+        prompt.check("there")
+    assert time.monotonic() - started < 0.1
+    assert store.asked == 1
+    store.answers.set()
+    deadline = time.monotonic() + 10
+    while True:  # as soon as the first answer has come
+        try:
+            assert prompt.check("there")
+            break
+        except RuntimeError:
+            assert time.monotonic() < deadline
+    assert not prompt.check("elsewhere")
+
+
+def test_an_error_of_the_store_reaches_whoever_asks() -> None:
+    with pytest.raises(dist.DistNetworkError, match="Broken pipe"):
+        _prompt(_Store(), 10).compare_set("key", "", "value")
+
+
+def test_connecting_through_a_silent_store_ends_in_time() -> None:
+    class Silent(dist.Store):
+        def set(self, key: str, value: str) -> None:
+            time.sleep(20)
+
+        def get(self, key: str) -> bytes:
+            time.sleep(20)
+            return b""
+
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not answer within 1 s"):
+        connected(Silent(), 0, 2, 0.5)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_ranks_whose_torchruns_count_restarts_differently_meet_where_the_store_is_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(served))
+    keys = set()
+    for restarts in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        keys.add(GlooRanks(0, (0, 1), "save", dist.HashStore(), 5).key)
+    assert len(keys) == (2 if served else 1)
