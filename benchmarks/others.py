@@ -141,7 +141,7 @@ class ManyRanks:
     def apart(self, purpose: str, seconds: float, variable: str) -> ManyRanks:
         raise NotImplementedError("nothing is replicated here")
 
-    def line(self, sender: int, receiver: int) -> Line:
+    def line(self, sender: int, receiver: int, once: str = "") -> Line:
         raise NotImplementedError("nothing is replicated here")
 
     def _joined(self, value: Any, ranks: Sequence[int], join: Callable[[Any, Any], Any]) -> Any:

@@ -19,7 +19,7 @@ from dcp_mem.format.segments import Segments
 from dcp_mem.policy.election import Choice, Finding, elect
 from dcp_mem.policy.parity import Stripe
 from dcp_mem.policy.redundancy import Redundancy
-from dcp_mem.policy.sharing import Need, share_out
+from dcp_mem.policy.sharing import Need, Passed, Shared, share_out
 from dcp_mem.replicating.repairs import all_parity, coming_back, missing_copies
 from dcp_mem.replicating.transfers import Making, makings_of
 from dcp_mem.values import Segment
@@ -184,9 +184,9 @@ class Losses(RuleBasedStateMachine):
         )
         for rank, part in enumerate(parts):
             assert not part.alone  # nothing comes from storage
-            arrived = {
-                (one.file, byte) for batch in part.batches for one in batch for byte in range(one.start, one.stop)
-            }
+            coming: list[Shared | Passed] = [*(one for batch in part.batches for one in batch), *part.receives]
+            arrived = {(one.file, byte) for one in coming for byte in range(one.start, one.stop)}
+            assert all(one.file in placed[rank].files for one in part.sends)
             missing = {
                 (file, byte)
                 for file, extents in needs[rank].extents.items()

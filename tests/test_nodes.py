@@ -19,6 +19,7 @@ from dcp_mem.format import names
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.ranks.base import Message
 from dcp_mem.ranks.gloo import GlooRanks
+from dcp_mem.ranks.lines import GlooLine
 from dcp_mem.sources import MemorySource
 from tests.launch import run_ranks
 
@@ -110,6 +111,24 @@ def _load_over_a_bad_line(memory_root: Path, nodes: Sequence[int]) -> list[str]:
         return _refusal(memory_root, nodes)
 
 
+def _load_over_a_line_that_errs(
+    memory_root: Path, nodes: Sequence[int], times: int
+) -> tuple[str, str, bool] | list[str]:
+    """Each rank sends so many of its messages with a bit that is wrong."""
+    send, left = GlooLine.send, [times]
+
+    def send_badly(line: GlooLine, data: Any) -> Any:
+        if len(data) > 1000 and left[0]:
+            left[0] -= 1
+            data = bytearray(data)
+            data[500] ^= 1
+        return send(line, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooLine, "send", send_badly)
+        return _load(memory_root, None, nodes) if times == 1 else _refusal(memory_root, nodes)
+
+
 def test_every_node_gets_the_manifest_but_holds_only_its_own_segments(memory_root: Path, tmp_path: Path) -> None:
     held = run_ranks(_save_on_two_nodes, 4, memory_root, str(tmp_path / "run"))
     assert all(names == ["step-2", "step-1"] for names, _, _ in held)
@@ -186,6 +205,16 @@ def test_a_segment_that_can_be_opened_and_not_read_comes_from_elsewhere(saved: P
     assert outcomes == [("step-2", "memory and peers and storage", True)] * 4
 
 
-def test_bytes_that_change_between_nodes_are_noticed(saved: Path) -> None:
-    for refusal in run_ranks(_load_over_a_bad_line, 2, saved, (0, 1)):
+def test_bytes_that_change_on_their_way_into_a_window_are_noticed(saved: Path) -> None:
+    for refusal in run_ranks(_load_over_a_bad_line, 4, saved, AS_BEFORE):
         assert any("changed on their way between nodes" in text for text in refusal)
+
+
+def test_a_piece_that_changes_on_its_way_to_one_rank_is_sent_again(saved: Path) -> None:
+    found = run_ranks(_load_over_a_line_that_errs, 2, saved, (0, 1), 1)
+    assert found == [("step-2", "memory and peers", True)] * 2
+
+
+def test_a_line_that_always_errs_is_given_up(saved: Path) -> None:
+    for refusal in run_ranks(_load_over_a_line_that_errs, 2, saved, (0, 1), 100):
+        assert any("came otherwise than it was sent, 3 times" in text for text in refusal)

@@ -112,10 +112,7 @@ def _played(needs: Sequence[Need], parts: Sequence[Part]) -> list[Counter[tuple[
             assert all(
                 part.batches == other.batches for other, need in zip(parts, needs, strict=True) if need.node == node
             )
-            own = [one for one in batch if one.is_private and one.by == rank]
-            assert _reach(own) <= part.private_nbytes
-            there[rank] |= {(one.file, place) for one in own for place in range(one.start, one.stop)}
-            coming = [one for one in batch if one.comes_in and not one.is_private]
+            coming = [one for one in batch if one.comes_in]
             assert not coming or _reach(coming) <= part.window_nbytes <= needs[rank].window_nbytes
             for one in batch:
                 assert needs[one.by].node == node
@@ -123,7 +120,7 @@ def _played(needs: Sequence[Need], parts: Sequence[Part]) -> list[Counter[tuple[
                     if one.origin is None and one.comes_in:
                         asked[rank].update((one.file, place) for place in range(one.start, one.stop))
                     sent |= {(rank, to, one.file, one.start, one.stop) for to in one.to}
-                if one.comes_in and not one.is_private:
+                if one.comes_in:
                     places = range(one.start, one.stop)
                     windows.setdefault(node, {}).update({(one.file, place): one.by for place in places})
         expected = {
@@ -142,6 +139,12 @@ def _played(needs: Sequence[Need], parts: Sequence[Part]) -> list[Counter[tuple[
         assert not sent or all(part.passes_on for part in parts)
         for rank, need in enumerate(needs):
             there[rank] |= windows.get(need.node, {}).keys()
+    for rank, part in enumerate(parts):
+        there[rank] |= {(one.file, place) for one in part.receives for place in range(one.start, one.stop)}
+        for to, other in enumerate(parts):
+            passed = [(one.file, one.start, one.stop) for one in part.sends if one.peer == to]
+            assert passed == [(one.file, one.start, one.stop) for one in other.receives if one.peer == rank]
+        assert part.is_passing == any(one.sends for one in parts)
     for rank, need in enumerate(needs):
         wanted = {(file, place) for file, extents in need.extents.items() for place in _bytes_of(extents)}
         assert wanted <= there[rank]
@@ -155,13 +158,16 @@ def _reach(pieces: Sequence[Shared]) -> int:
     return max(taken, default=-1) + 1
 
 
-def test_where_everything_moves_all_nodes_are_served_at_once() -> None:
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_where_everything_moves_all_nodes_are_served_at_once(ranks_per_node: int) -> None:
     """Sixteen nodes, each of which needs what another one has, in as many batches as one of them takes."""
-    needs = [Need(f"node{rank:02}", {f"file{(rank + 1) % 16:02}": [(0, 400)]}, 1000) for rank in range(16)]
+    nodes = [number for number in range(16) for _ in range(ranks_per_node)]
+    needs = [Need(f"node{node:02}", {f"file{(node + 1) % 16:02}": [(0, 400)]}, 1000) for node in nodes]
     with small_pieces(50):
         parts = share_out(needs, lambda file: None, across_nodes=False, holders=lambda file: [int(file[4:])])
         _played(needs, parts)
-    assert len(parts[0].batches) == 1
+    assert len(parts[0].batches) == (ranks_per_node > 1)
+    assert len(parts[0].receives) == (8 if ranks_per_node == 1 else 0)
 
 
 @settings(max_examples=300)
@@ -227,6 +233,10 @@ def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
         if one.is_held and one.origin is not None
         for place in range(one.start, one.stop)
     )
+    for rank, part in enumerate(parts):
+        assert not part.sends or rank in holding
+        sent[rank] += sum(one.stop - one.start for one in part.sends)
+        came.update((needs[rank].node, place) for one in part.receives for place in range(one.start, one.stop))
     wanted = {(need.node, place) for need in needs for place in _bytes_of(need.extents.get("x", ()))}
     assert came == Counter(wanted)
     assert max(sent.values(), default=0) - min(sent[rank] for rank in holding) <= 8 * len("abc")

@@ -8,8 +8,6 @@ from itertools import pairwise
 
 from dcp_mem.policy.pieces import PIECE, Extent, cut, merged
 
-_PRIVATE = 2 * PIECE
-"""Bytes of what comes to one rank alone in a batch: enough to be busy with, few enough to stay in memory that is warm."""
 Extents = Mapping[str, Sequence[Extent]]
 """Bytes of segments, by file; what one rank needs is merged."""
 
@@ -29,8 +27,7 @@ class Shared:
 
     by: the rank of the node that brings them there. origin: the rank that it gets them from, None: from storage.
     to: ranks of other nodes that it sends them to. is_held: the rank that sends them has them in its node's memory; they
-    don't come into its own node's window then. is_private: no other rank of the node needs them, so they come into a window of
-    that rank's own.
+    don't come into its own node's window then.
     """
 
     file: str
@@ -41,20 +38,33 @@ class Shared:
     origin: int | None = None
     to: tuple[int, ...] = ()
     is_held: bool = False
-    is_private: bool = False
 
     @property
     def comes_in(self) -> bool:
-        """Whether it comes into a window of this node."""
+        """Whether it comes into the node's window."""
         return self.origin is not None or not self.is_held
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Bytes [start, stop) of a segment on their way from the memory of a rank's node to a rank that alone needs them.
+
+    peer: who gets them, or who sends them.
+    """
+
+    peer: int
+    file: str
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """One rank's part. alone: what it fetches for itself. batches: what comes into its node's window, batch by batch.
 
-    window_nbytes: what a batch takes at most; private_nbytes: in the rank's own window. makes_window: whether this rank makes the
-    node's. passes_on: whether in any batch nodes send each other anything.
+    window_nbytes: what a batch takes at most. makes_window: whether it is this rank that makes the window for its node.
+    passes_on: whether in any batch nodes send each other anything. sends, receives: what passes between two ranks, in the
+    same order for both. is_passing: whether anything does so between any two.
     """
 
     alone: Extents = field(default_factory=dict)
@@ -62,7 +72,9 @@ class Part:
     window_nbytes: int = 0
     makes_window: bool = False
     passes_on: bool = False
-    private_nbytes: int = 0
+    sends: Sequence[Passed] = ()
+    receives: Sequence[Passed] = ()
+    is_passing: bool = False
 
 
 class NoRoom(Exception):
@@ -144,7 +156,8 @@ class _Work:
         }
         self._fetched, self._received, self._sent = [0] * len(needs), [0] * len(needs), [0] * len(needs)
         self._shared = {node: _Room(nbytes) for node, nbytes in self._window.items()}
-        self._private = [_Room(_PRIVATE) for _ in needs]
+        self._sends: list[list[Passed]] = [[] for _ in needs]
+        self._receives: list[list[Passed]] = [[] for _ in needs]
         self._batches: dict[str, list[list[Shared]]] = {node: [] for node in self._members}
         self._to_send: list[tuple[int, str, Extent, Sequence[int], Sequence[int]]] = []
         self._passes_on = False
@@ -199,24 +212,37 @@ class _Work:
         by_node: dict[str, list[int]] = {}
         for rank in group:
             by_node.setdefault(self._nodes[rank], []).append(rank)
-        rooms = {
-            node: self._private[ranks[0]] if len(ranks) == 1 else self._shared[node] for node, ranks in by_node.items()
-        }
-        for node, ranks in by_node.items():
-            if len(ranks) > 1 and nbytes > rooms[node].limit:
+        for ranks in by_node.values():
+            if len(ranks) == 1:
+                self._pass(file, start, stop, ranks[0], holding)
+        rooms = {node: self._shared[node] for node, ranks in by_node.items() if len(ranks) > 1}
+        if not rooms:
+            return
+        for node, room in rooms.items():
+            if nbytes > room.limit:
                 raise NoRoom(node, 2 * nbytes)
         batch = max(room.first_batch(nbytes) for room in rooms.values())
-        sender = min(holding, key=lambda rank: (self._sent[rank], rank))
-        by = {node: ranks[0] if len(ranks) == 1 else self._idlest(node) for node, ranks in by_node.items()}
-        self._sent[sender] += nbytes * len(by)
+        sender = self._sender(holding, nbytes * len(rooms))
+        by = {node: self._idlest(node) for node in rooms}
         self._passes_on = True
         self._add(
             self._nodes[sender], batch, Shared(file, start, stop, 0, sender, None, tuple(by.values()), is_held=True)
         )
         for node, rank in by.items():
             self._received[rank] += nbytes
-            place, is_private = rooms[node].put(batch, nbytes), len(by_node[node]) == 1
-            self._add(node, batch, Shared(file, start, stop, place, rank, sender, (), True, is_private))
+            place = rooms[node].put(batch, nbytes)
+            self._add(node, batch, Shared(file, start, stop, place, rank, sender, is_held=True))
+
+    def _pass(self, file: str, start: int, stop: int, rank: int, holding: Sequence[int]) -> None:
+        sender = self._sender(holding, stop - start)
+        self._sends[sender].append(Passed(rank, file, start, stop))
+        self._receives[rank].append(Passed(sender, file, start, stop))
+
+    def _sender(self, holding: Sequence[int], nbytes: int) -> int:
+        """Who of those that have it sends so many bytes."""
+        sender = min(holding, key=lambda rank: (self._sent[rank], rank))
+        self._sent[sender] += nbytes
+        return sender
 
     def _add(self, node: str, batch: int, piece: Shared) -> None:
         batches = self._batches[node]
@@ -225,7 +251,7 @@ class _Work:
 
     def parts(self) -> list[Part]:
         """Every rank passes equally many batches, whether something comes to its node in them or not."""
-        count = max(map(len, self._batches.values()))
+        count, is_passing = max(map(len, self._batches.values())), any(self._sends)
         for batches in self._batches.values():
             batches.extend([] for _ in range(count - len(batches)))
         return [
@@ -235,7 +261,9 @@ class _Work:
                 self._shared[node].most,
                 self._shared[node].most > 0 and rank == self._members[node][0],
                 self._passes_on,
-                self._private[rank].most,
+                self._sends[rank],
+                self._receives[rank],
+                is_passing,
             )
             for rank, (alone, node) in enumerate(zip(self.alone, self._nodes, strict=True))
         ]

@@ -99,10 +99,10 @@ class Ranks(Protocol):
         left, is made anew. seconds: how long a rank waits for another, by that variable.
         """
 
-    def line(self, sender: int, receiver: int) -> Line:
+    def line(self, sender: int, receiver: int, once: str = "") -> Line:
         """A line from one rank to another, kept for as long as the set is whole; both ask for it, in a thread of any kind.
 
-        Raises RuntimeError where the other one doesn't come.
+        once: a name that no line had before, for one that isn't kept. Raises RuntimeError where the other one doesn't come.
         """
 
 
@@ -146,5 +146,5 @@ class Alone:
     def apart(self, purpose: str, seconds: float, variable: str) -> Ranks:
         return self
 
-    def line(self, sender: int, receiver: int) -> Line:
+    def line(self, sender: int, receiver: int, once: str = "") -> Line:
         raise RuntimeError(f"rank {self.rank} is alone")

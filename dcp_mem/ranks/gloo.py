@@ -103,14 +103,17 @@ class GlooRanks:
         ranks.refresh()
         return ranks
 
-    def line(self, sender: int, receiver: int) -> Line:
-        found = self._lines.get((sender, receiver))
-        if found is None:
-            name = f"{self._name}/{self._generation}/{sender}-{receiver}"
-            store = dist.PrefixStore(name, connection_of_its_own(self._store))
-            found = GlooLine(store, self.rank == sender, self._timeout.total_seconds())
-            self._lines[sender, receiver] = found
-        return found
+    def line(self, sender: int, receiver: int, once: str = "") -> Line:
+        if once:
+            return self._connected(sender, receiver, f"{once}/")
+        if (sender, receiver) not in self._lines:
+            self._lines[sender, receiver] = self._connected(sender, receiver, "")
+        return self._lines[sender, receiver]
+
+    def _connected(self, sender: int, receiver: int, prefix: str) -> GlooLine:
+        name = f"{self._name}/{self._generation}/{prefix}{sender}-{receiver}"
+        store = dist.PrefixStore(name, connection_of_its_own(self._store))
+        return GlooLine(store, self.rank == sender, self._timeout.total_seconds())
 
     def refresh(self) -> None:
         """Called as a save or load begins: leave a group that broke in an earlier one.

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format.checksums import BLOCK
-from dcp_mem.memory.copying import Move
+from dcp_mem.memory.copying import Move, copy
 from dcp_mem.planning.plain import is_plain
 from dcp_mem.planning.reads import Wanted
 from dcp_mem.reading.payloads import TableIndex, hull, strides
@@ -161,6 +161,14 @@ class Arrivals:
     def without_straight(self) -> Arrivals:
         """The others, which go through a buffer."""
         return Arrivals([one for of_file in self._by_file.values() for one in of_file if not one.is_straight])
+
+    def take(self, file: str, start: int, stop: int, address: int) -> None:
+        """Take bytes [start, stop) of a segment, which lie at `address`, and hand on what is complete."""
+        here = self.within(file, start, stop)
+        copy([move for one in here for move in one.moves(start, stop, address)])
+        for one in here:
+            if one.note(start, stop):
+                one.hand_on()
 
     def names(self, file: str, start: int, stop: int) -> str:
         """What takes some of these bytes, for people to read."""

@@ -3,7 +3,7 @@
 Rank 0 learns what everybody needs and shares the work out. What one rank alone needs of storage it fetches for itself. The
 rest comes, batch by batch, into a window of tmpfs on each node, one half being filled while the ranks take from the other:
 from storage, with `across_nodes` from one node's window into the others', and from the memory of a node that has it. What only
-one rank of a node needs comes into a window of its own then, in private memory.
+one rank of a node needs of others' memory is sent to that rank by itself (`passing.py`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from dcp_mem import faults
 from dcp_mem.errors import DcpMemError, MemoryUnavailable, RankFailed
 from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
-from dcp_mem.memory.copying import copy
 from dcp_mem.memory.root import node_id
 from dcp_mem.memory.window import Window, make_window, remove_window, room_for_window, window_path
 from dcp_mem.policy.pieces import merged
@@ -29,6 +26,7 @@ from dcp_mem.policy.sharing import Need, NoRoom, Part, Shared, share_out
 from dcp_mem.ranks import Ranks
 from dcp_mem.reading.arrivals import Arrivals, view_of
 from dcp_mem.reading.fetch import Fetcher, fetch_all, in_parallel
+from dcp_mem.reading.passing import passing
 from dcp_mem.sources import MemorySource
 
 _Checked = tuple[memoryview, int]
@@ -109,13 +107,18 @@ def _shared_out(needs: Sequence[Need], edges: Callable[[str], Sequence[int] | No
 def _take_part(
     fetcher: Fetcher, arrivals: Arrivals, company: Company, part: Part, token: str, failures: _Failures
 ) -> None:
+    with passing(company.ranks, token, part, company.memory, arrivals) as passed:
+        with failures.collected():
+            fetch_all(fetcher, arrivals, part.alone)
+        if part.batches:
+            with _window(part, company.memory_root, token, failures) as window:
+                if not failures.anywhere():
+                    _Batches(fetcher, arrivals, company, part, window, failures).run()
     with failures.collected():
-        fetch_all(fetcher, arrivals, part.alone)
-    if not part.batches:
-        return
-    with _window(part, company.memory_root, token, failures) as window:
-        if not failures.anywhere():
-            _Batches(fetcher, arrivals, company, part, window, failures).run()
+        passed.raise_own()
+    if part.is_passing and not failures.anywhere():
+        with failures.collected():  # a line that broke because its other end had failed is that end's affair
+            passed.raise_broken()
 
 
 def _need(company: Company, arrivals: Arrivals) -> Need:
@@ -188,7 +191,6 @@ class _Batches:
         self._fetcher, self._arrivals = fetcher, arrivals
         self._ranks, self._memory = company.ranks, company.memory
         self._part, self._window, self._failures = part, window, failures
-        self._private = np.empty(2 * part.private_nbytes, np.uint8)
 
     def run(self) -> None:
         """Pass all batches, taking what this rank awaits, until one fails anywhere.
@@ -281,17 +283,10 @@ class _Batches:
 
     def _take(self, number: int) -> None:
         for one in self._part.batches[number]:
-            if not one.comes_in or (one.is_private and one.by != self._ranks.rank):
-                continue
-            here = self._arrivals.within(one.file, one.start, one.stop)
-            copy([move for arrival in here for move in arrival.moves(one.start, one.stop, self._address(number, one))])
-            for arrival in here:
-                if arrival.note(one.start, one.stop):
-                    arrival.hand_on()
+            if one.comes_in:
+                self._arrivals.take(one.file, one.start, one.stop, self._address(number, one))
 
     def _address(self, number: int, one: Shared) -> int:
-        if one.is_private:
-            return self._private.ctypes.data + number % 2 * self._part.private_nbytes + one.place
         assert self._window is not None
         return self._window.address + number % 2 * self._part.window_nbytes + one.place
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_mem import faults
 from dcp_mem.errors import DcpMemError
 from dcp_mem.events import log
 from dcp_mem.ranks.base import Line, Passing
@@ -59,7 +58,6 @@ def send(line: Line, pieces: Iterable[Outgoing], go_on: Callable[[], None]) -> N
         while len(passing) >= _IN_FLIGHT:
             _settle(passing)
         passing.append(_Sent(line, piece))
-        faults.point("replicate.chunk")
     while passing:
         _settle(passing)
 

@@ -162,7 +162,9 @@ class Worker:
     def _outgoing(self, making: Making) -> Iterator[Outgoing]:
         nbytes = CHUNK if making.is_copy else PIECE
         for part in parts_of(making, self._rank):
-            yield from self._source(part.file, making).pieces(part.start, part.stop, nbytes)
+            for piece in self._source(part.file, making).pieces(part.start, part.stop, nbytes):
+                yield piece
+                faults.point("replicate.chunk")
         for file in checksums_with(making, self._rank):
             data = bytearray(self._checksums_for(making, file).tobytes())
             if data:
