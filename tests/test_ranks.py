@@ -416,6 +416,7 @@ def _saves_on_in_a_new_world(places: Places, stores: Path) -> None:
             dist.destroy_process_group()
             store = dist.FileStore(str(stores / f"store-{step}"), world)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+            dist.barrier()  # who is quick must not end while another one still connects
 
 
 def test_ranks_that_form_a_new_process_group_save_on(places: Places, tmp_path: Path) -> None:
