@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+import pytest
 from typing_extensions import TypeVarTuple, Unpack
 
 from tests import torchrun
@@ -40,6 +41,11 @@ TOOLS = ("bash", "hostname", "ip", "mount", "nsenter", "setpriv", "tc", "unshare
 
 MEMORY = Path("/dev/shm")
 """Where every node has its tmpfs."""
+
+ON_DEMAND = pytest.mark.skipif(
+    not os.environ.get("DCP_MEM_MATRIX"), reason="the full matrix of losses runs on demand: DCP_MEM_MATRIX=1"
+)
+"""For tests that a gate has no time for."""
 
 _SWITCH_ADDRESS = "10.77.0.254"
 _MOST_NODES = 250

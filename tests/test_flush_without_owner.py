@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_mem import CheckpointStatus, State, parity
-from tests.cluster import MEMORY, Cluster, Node
+from tests.cluster import MEMORY, ON_DEMAND, Cluster, Node
 from tests.forks import forked
 from tests.jobs import Job, load, load_anew, save, wait_until
 
@@ -84,7 +84,9 @@ def _load_as_torch(directory: Path) -> int:
     ("lost", "redundancy", "point"),
     [
         pytest.param([1], {"replicas": 1}, "flush.started:stop:1", id="one of three"),
-        pytest.param([2], {"replicas": 1}, "flush.segments:stop:1", id="one of three whose segments are up"),
+        pytest.param(
+            [2], {"replicas": 1}, "flush.segments:stop:1", id="one of three whose segments are up", marks=ON_DEMAND
+        ),
         pytest.param([0], {"replicas": 1}, "flush.started:stop:1", id="the one that commits"),
         pytest.param([0, 1], {"replicas": 2}, "flush.started:stop:1", id="two of three with two replicas"),
         pytest.param([1], {"redundancy": parity(2)}, "flush.started:stop:1", id="one of three with parity"),
@@ -106,7 +108,7 @@ def test_a_job_that_goes_on_elsewhere_has_what_its_lost_nodes_left_made_durable(
     assert forked(_load_as_torch, tmp_path) == 1
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=ON_DEMAND)])
 def test_agents_without_trainers_finish_by_themselves(cluster: Cluster, tmp_path: Path, lost: int) -> None:
     node = cluster.nodes[lost]
     _save_with_copies(cluster, tmp_path, {"replicas": 1}, [node], "flush.started:stop:1")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import dcp_mem
 from dcp_mem import faults
-from tests.cluster import MEMORY, Cluster, Node
+from tests.cluster import MEMORY, ON_DEMAND, Cluster, Node
 from tests.jobs import Job, wait_until
 from tests.training import load_newest, save
 
@@ -135,13 +135,10 @@ def _matrix() -> Iterator[Case]:
 
 
 def _cases() -> Iterator[Any]:
-    on_demand = pytest.mark.skipif(
-        not os.environ.get("DCP_MEM_MATRIX"), reason="the full matrix of losses runs on demand: DCP_MEM_MATRIX=1"
-    )
     for case in SHORT:
         yield pytest.param(case, id=str(case), marks=pytest.mark.nodes(case.nodes))
     for case in _matrix():
-        yield pytest.param(case, id=f"matrix-{case}", marks=[pytest.mark.nodes(case.nodes), on_demand])
+        yield pytest.param(case, id=f"matrix-{case}", marks=[pytest.mark.nodes(case.nodes), ON_DEMAND])
 
 
 # -- what runs on the nodes ------------------------------------------------------------------------------------------

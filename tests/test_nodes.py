@@ -111,9 +111,8 @@ def _load_over_a_bad_line(memory_root: Path, nodes: Sequence[int]) -> list[str]:
         return _refusal(memory_root, nodes)
 
 
-def _load_over_a_line_that_errs(
-    memory_root: Path, nodes: Sequence[int], times: int
-) -> tuple[str, str, bool] | list[str]:
+@contextmanager
+def _lines_that_err(times: int) -> Iterator[None]:
     """Each rank sends so many of its messages with a bit that is wrong."""
     send, left = GlooLine.send, [times]
 
@@ -126,7 +125,17 @@ def _load_over_a_line_that_errs(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GlooLine, "send", send_badly)
-        return _load(memory_root, None, nodes) if times == 1 else _refusal(memory_root, nodes)
+        yield
+
+
+def _load_over_a_line_that_errs_once(memory_root: Path, nodes: Sequence[int]) -> tuple[str, str, bool]:
+    with _lines_that_err(1):
+        return _load(memory_root, None, nodes)
+
+
+def _load_over_a_line_that_always_errs(memory_root: Path, nodes: Sequence[int]) -> list[str]:
+    with _lines_that_err(100):
+        return _refusal(memory_root, nodes)
 
 
 def test_every_node_gets_the_manifest_but_holds_only_its_own_segments(memory_root: Path, tmp_path: Path) -> None:
@@ -211,10 +220,10 @@ def test_bytes_that_change_on_their_way_into_a_window_are_noticed(saved: Path) -
 
 
 def test_a_piece_that_changes_on_its_way_to_one_rank_is_sent_again(saved: Path) -> None:
-    found = run_ranks(_load_over_a_line_that_errs, 2, saved, (0, 1), 1)
+    found = run_ranks(_load_over_a_line_that_errs_once, 2, saved, (0, 1))
     assert found == [("step-2", "memory and peers", True)] * 2
 
 
 def test_a_line_that_always_errs_is_given_up(saved: Path) -> None:
-    for refusal in run_ranks(_load_over_a_line_that_errs, 2, saved, (0, 1), 100):
+    for refusal in run_ranks(_load_over_a_line_that_always_errs, 2, saved, (0, 1)):
         assert any("came otherwise than it was sent, 3 times" in text for text in refusal)
