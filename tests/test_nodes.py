@@ -1,7 +1,8 @@
 """Several nodes on one machine: ranks with memory roots of their own."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
