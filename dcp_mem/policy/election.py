@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 from dcp_mem.policy.parity import Stripe, Term, rebuilding
 from dcp_mem.policy.redundancy import Redundancy
@@ -87,7 +87,8 @@ def elect(inventories: Sequence[Sequence[Finding]], stored: Sequence[Finding]) -
 
 def _choice(key: tuple[str, str], created: float, found: Mapping[int, Finding], ranks: int, *, storage: bool) -> Choice:
     usable = {rank: one for rank, one in found.items() if not one.problem}
-    redundancy = max((one.redundancy for one in usable.values()), key=astuple, default=Redundancy())
+    known = {one.redundancy for one in usable.values()}
+    redundancy = max(known, key=lambda one: (one.copies, one.parity), default=Redundancy())
     if len(usable) == ranks and all(one.segments is None for one in usable.values()):
         return Choice(*key, created, memory=True, storage=storage, redundancy=redundancy)
     count = max((one.count for one in usable.values()), default=0)
