@@ -102,7 +102,7 @@ def _begin(settings: Settings, recovery: Recovery, choice: Choice) -> _Mending |
         trouble = f"{type(error).__name__}: {error}"
     troubles = ranks.all_reduce({ranks.rank: trouble} if trouble else {}, operator.or_)
     if troubles or session is None:
-        return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(troubles.items())[:3])
+        return _some(troubles)
     topology = session.topology(ranks, settings.failure_domain)
     try:
         if topology.is_leader and _held(session, choice) is None:
@@ -113,9 +113,14 @@ def _begin(settings: Settings, recovery: Recovery, choice: Choice) -> _Mending |
     troubles = ranks.all_reduce({ranks.rank: trouble} if trouble else {}, operator.or_)
     held = _held(session, choice)
     if troubles or held is None:
-        return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(troubles.items())[:3]) or "it is gone"
+        return _some(troubles) or "it is gone"
     faults.point("mend.begun")
     return _Mending(session, ranks, topology, held.manifest)
+
+
+def _some(troubles: Mapping[int, str]) -> str:
+    """What went wrong, by rank; "" for nothing."""
+    return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(troubles.items())[:3])
 
 
 def _held(session: Session, choice: Choice) -> Held | None:
@@ -125,13 +130,8 @@ def _held(session: Session, choice: Choice) -> Held | None:
 
 def _adopt(session: Session, told: StoredDescription) -> None:
     """Make a checkpoint known to this node, which has none of its segments."""
-    memory, manifest = session.memory, Manifest.from_json(told.manifest)
-    directory = memory.make_checkpoint_directory(manifest.name)
-    replaced = [held for held in memory.find(manifest.name) if held.manifest.scope == manifest.scope]
-    session.catalogs.link(session.catalogs.put(told.catalog), directory)
-    memory.publish(manifest)
-    for held in replaced:
-        memory.retire_replaced(held)
+    session.catalogs.put(told.catalog)
+    session.publish(Manifest.from_json(told.manifest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class _Mending:
         worker = Worker(self.session.memory, self.session.slots, self._work(settings, makings), Event())
         troubles = [text for _, text in worker.run()]
         everybodys = self.ranks.all_reduce({self.ranks.rank: troubles[0]} if troubles else {}, operator.or_)
-        return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(everybodys.items())[:3])
+        return _some(everybodys)
 
     def _work(self, settings: Settings, makings: Iterable[Making]) -> Work:
         ranks = self.ranks.apart(f"replicate {settings.job}", settings.replication_timeout, _VARIABLE)

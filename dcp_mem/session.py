@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from dcp_mem import faults
 from dcp_mem.agent import AgentHandle
 from dcp_mem.config import Settings
 from dcp_mem.errors import DcpMemError
@@ -296,6 +297,17 @@ class Session:
             self._told_nodes = self._nodes
             if any(held.pending for held in self.memory.held()):
                 self.wake_agent(settings)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Make a checkpoint COMPLETE on this node, in the place of an older one of its name. Its catalog is known here."""
+        directory = self.memory.make_checkpoint_directory(manifest.name)
+        replaced = [held for held in self.memory.find(manifest.name) if held.manifest.scope == manifest.scope]
+        self.catalogs.link(manifest.catalog, directory)
+        faults.point("complete.catalog")
+        self.memory.publish(manifest)
+        faults.point("complete.manifest")
+        for held in replaced:
+            self.memory.retire_replaced(held)
 
     def show(self, manifest: Manifest) -> None:
         """Put `.metadata` beside a complete checkpoint, in the background."""

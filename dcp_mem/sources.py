@@ -26,7 +26,7 @@ from dcp_mem.format.metadata import read_metadata
 from dcp_mem.format.places import places_of
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.copying import Move, read, read_many
-from dcp_mem.memory.job import Held
+from dcp_mem.memory.job import Held, checksums_of
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.views import lent
 from dcp_mem.planning.reads import Straight
@@ -202,12 +202,11 @@ class MemorySource:
 
     def _read_checksums(self, file: str) -> tuple[Blocks, Crcs] | None:
         try:
-            data = read_bytes(os.path.join(self._held.directory, names.checksums_file(file)))
-            table = NodeManifest.from_json(data).tables[file]
+            table = checksums_of(self._held, file)
             return blocks_of(table.offsets, table.lengths), table.crc32c
         except FileNotFoundError:
             return None
-        except (ManifestInvalid, KeyError) as error:
+        except ManifestInvalid as error:
             raise self._corrupt(self._ranks[file], f"its checksums: {error}") from None
 
     def describe(self) -> Description:

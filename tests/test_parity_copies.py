@@ -12,7 +12,7 @@ import dcp_mem
 from dcp_mem import ConfigError, MemoryStorageWriter, parity
 from dcp_mem.files import allocated_bytes
 from dcp_mem.format import names
-from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.job import JobMemory, checksums_of
 from dcp_mem.values import State
 from tests.forks import forked_ranks
 
@@ -58,7 +58,7 @@ def test_parity_is_the_xor_of_what_it_says_and_has_all_checksums_beside_it(
                 covered[share.rank] += share.stop - share.start
                 length = share.stop - share.start
                 expected[share.place : share.place + length] ^= segments[share.rank][share.start : share.stop]
-                assert len(memory.checksums_of(one, names.segment_file(share.rank, one.manifest.save_id)).crc32c)
+                assert len(checksums_of(one, names.segment_file(share.rank, one.manifest.save_id)).crc32c)
             found = np.fromfile(one.segment_path(file), np.uint8)[: record.stripe.nbytes]
             assert np.array_equal(found, expected)
     assert covered == {segment.rank: segment.nbytes for segment in held[0].manifest.segments}

@@ -14,12 +14,12 @@ import numpy as np
 
 from dcp_mem.errors import DcpMemError, ManifestInvalid, SegmentCorrupt, StorageKeyMissing
 from dcp_mem.events import log
-from dcp_mem.files import read_bytes
 from dcp_mem.flushing.metering import Meter, Throttle
 from dcp_mem.flushing.parts import FlushJob, parts_of, stored_sizes
 from dcp_mem.flushing.uploading import Outgoing, upload_all
 from dcp_mem.format import names
 from dcp_mem.format.manifest import ItemTable, NodeManifest
+from dcp_mem.memory.job import checksums_of
 from dcp_mem.values import Segment
 
 
@@ -94,9 +94,8 @@ def _verified(job: FlushJob, segment: Segment) -> ItemTable:
 
 def _known_table(job: FlushJob, segment: Segment) -> ItemTable:
     try:
-        data = read_bytes(os.path.join(job.held.directory, names.checksums_file(segment.file)))
-        return NodeManifest.from_json(data).tables[segment.file]
-    except (FileNotFoundError, ManifestInvalid, KeyError) as error:
+        return checksums_of(job.held, segment.file)
+    except (FileNotFoundError, ManifestInvalid) as error:
         raise _corrupt(job, segment, f"its checksums: {error}") from None
 
 

@@ -177,13 +177,6 @@ class JobMemory:
                 found[file] = record
         return found
 
-    def checksums_of(self, held: Held, file: str) -> ItemTable:
-        """What was put down beside a segment, or its parity. Raises FileNotFoundError, ManifestInvalid."""
-        manifest = NodeManifest.from_json(files.read_bytes(os.path.join(held.directory, names.checksums_file(file))))
-        if file not in manifest.tables:
-            raise ManifestInvalid(f"the checksums of {file} are those of another segment")
-        return manifest.tables[file]
-
     # -- staging and completing ---------------------------------------------------------------------------------
 
     def make_checkpoint_directory(self, name: str) -> str:
@@ -251,7 +244,7 @@ class JobMemory:
             self.tidy(held.directory)
 
     def add_checksums(self, manifest: Manifest, checksums: Mapping[str, ItemTable]) -> None:
-        """Put segments' checksums beside them, or beside their parity. Raises FileNotFoundError as `add_file` does."""
+        """Put segments' checksums beside them. Raises FileNotFoundError where the checkpoint has left memory."""
         self._add(manifest, _checksums_files(manifest, checksums))
 
     def add_segment_copy(
@@ -299,12 +292,8 @@ class JobMemory:
 
     def record_replication(self, manifest: Manifest, record: ReplicationRecord) -> None:
         """Write down what became of the copies. Nothing is written for a checkpoint that has left memory meanwhile."""
-        directory = self.checkpoint_directory(manifest.name)
-        with contextlib.suppress(FileNotFoundError), in_turn(directory):
-            if manifest.save_id in {held.manifest.save_id for held in self.find(manifest.name)}:
-                files.write_atomically(
-                    os.path.join(directory, names.replication_file(manifest.scope)), record.to_json()
-                )
+        with contextlib.suppress(FileNotFoundError):
+            self._add(manifest, {names.replication_file(manifest.scope): record.to_json()})
 
     # -- leaving memory -----------------------------------------------------------------------------------------
 
@@ -442,6 +431,14 @@ class JobMemory:
             return histories.from_csv(_read_if_there(os.path.join(self.directory, HISTORIES)))
         except ManifestInvalid:
             return []
+
+
+def checksums_of(held: Held, file: str) -> ItemTable:
+    """What was put down beside a segment, or its parity, in memory. Raises FileNotFoundError, ManifestInvalid."""
+    manifest = NodeManifest.from_json(files.read_bytes(os.path.join(held.directory, names.checksums_file(file))))
+    if file not in manifest.tables:
+        raise ManifestInvalid(f"the checksums of {file} are those of another segment")
+    return manifest.tables[file]
 
 
 def _record(kind: type[Record], path: str, manifest: Manifest) -> Record:

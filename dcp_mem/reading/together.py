@@ -248,20 +248,18 @@ class _Batches:
         crc = self._memory.check(one.file, one.start, one.stop)
         return one, (self._memory.view(one.file, one.start, one.stop), crc)
 
+    def _summed(self, number: int, one: Shared) -> _Checked:
+        view = self._view(number, one)
+        return view, checksum(view)
+
     def _pass_on(self, number: int, held: Mapping[Shared, _Checked]) -> None:
         """Send what this rank has fetched, or has in memory, to other nodes, and receive what it is to bring from there.
 
         A checksum follows each piece: what lies in memory has no other that all could go by.
         """
         mine = self._mine(number)
-        outgoing = [(one, *held[one]) for one in mine if one in held]
-        for one in mine:
-            if one.to and one.comes_in:
-                view = self._view(number, one)
-                outgoing.append((one, view, checksum(view)))
+        outgoing = [(one, *(held.get(one) or self._summed(number, one))) for one in mine if one.to]
         incoming = [(one, self._view(number, one), bytearray(_CRC)) for one in mine if one.origin is not None]
-        order = {one: place for place, one in enumerate(mine)}  # both ends name pieces in the same one
-        outgoing.sort(key=lambda sent: order[sent[0]])
         sent = [
             (rank, data)
             for one, view, crc in outgoing

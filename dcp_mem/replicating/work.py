@@ -21,7 +21,7 @@ from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.checksums import Crcs, checksum
 from dcp_mem.format.manifest import ItemTable, Manifest, StripeRecord, items_of
 from dcp_mem.memory.catalogs import read_catalog
-from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.job import JobMemory, checksums_of
 from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.ranks import Ranks
 from dcp_mem.ranks.base import Line
@@ -179,7 +179,7 @@ class Worker:
         for held in self._memory.find(self._manifest.name):
             if held.manifest.save_id == self._manifest.save_id:
                 try:
-                    return np.asarray(self._memory.checksums_of(held, file).crc32c)
+                    return np.asarray(checksums_of(held, file).crc32c)
                 except FileNotFoundError:
                     break
         raise DcpMemError(f"the checksums of {file} don't lie here")

@@ -186,7 +186,7 @@ def _publish_on_all_nodes(caller: Caller, attempt: Attempt, manifest: Manifest, 
         try:
             if catalog is not None:
                 caller.session.catalogs.put(catalog)
-            _publish(caller, manifest)
+            caller.session.publish(manifest)
         except Exception as error:
             failure = error
     failures: Failures = ()
@@ -198,15 +198,3 @@ def _publish_on_all_nodes(caller: Caller, attempt: Attempt, manifest: Manifest, 
         raise failure
     if failures:
         raise RankFailed(f"publishing {caller.name}", list(failures))
-
-
-def _publish(caller: Caller, manifest: Manifest) -> None:
-    memory = caller.session.memory
-    directory = memory.make_checkpoint_directory(caller.name)
-    replaced = [held for held in memory.find(caller.name) if held.manifest.scope == caller.scope]
-    caller.session.catalogs.link(manifest.catalog, directory)
-    faults.point("complete.catalog")
-    memory.publish(manifest)
-    faults.point("complete.manifest")
-    for held in replaced:
-        memory.retire_replaced(held)
