@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,17 +19,18 @@ from dcp_mem.events import log
 from dcp_mem.files import read_bytes
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, Extent, catalog_key, catalog_named
-from dcp_mem.format.checksums import BlockChecksums, Blocks, Crcs, blocks_of, checksum
+from dcp_mem.format.checksums import BlockChecksums, Blocks, Crcs, Extents, blocks_of, checksum
 from dcp_mem.format.described import metadata_of
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest, items_of
 from dcp_mem.format.metadata import read_metadata
 from dcp_mem.format.places import places_of
 from dcp_mem.memory.catalogs import read_catalog
-from dcp_mem.memory.copying import Move, read, read_many
+from dcp_mem.memory.copying import Move, read, read_many, work_off
 from dcp_mem.memory.job import Held, checksums_of
 from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.memory.views import lent
+from dcp_mem.memory.views import lent, view_of
 from dcp_mem.planning.reads import Straight
+from dcp_mem.policy.pieces import cut, merged
 from dcp_mem.storage import Storage
 from dcp_mem.values import Segment
 
@@ -37,8 +38,7 @@ T = TypeVar("T")
 
 _END_OF_METADATA = 4096
 _MANIFESTS_AT_ONCE = 8
-_CHECKS_AT_ONCE = 8
-_CHECK = 32 << 20
+_BLOCKS = 64
 _LARGE = 1 << 20
 """Bytes of a payload from which on it is worth a call of its own."""
 
@@ -109,9 +109,7 @@ class MemorySource:
         self._descriptors: dict[str, int] = {}
         self._catalog: Catalog | None = None
         self._ranks = {segment.file: segment.rank for segment in held.manifest.segments}
-        self._nbytes: dict[str, int] = {}
         self._checksums: dict[str, tuple[Blocks, Crcs] | None] = {}
-        self._verified: set[str] = set()
         self.lacking: dict[int, str] = {}
         try:
             self._open_all(node, damaged)
@@ -146,47 +144,50 @@ class MemorySource:
         if there < segment.nbytes:
             self.lacking[segment.rank] = f"segment of rank {segment.rank}: {there} of {segment.nbytes} bytes"
             return
-        self._descriptors[segment.file], self._nbytes[segment.file] = descriptor, segment.nbytes
+        self._descriptors[segment.file] = descriptor
 
     def has(self, file: str) -> bool:
         """Whether the segment lies here."""
         return file in self._descriptors
 
-    def view(self, file: str, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of a segment, mapped, to be sent."""
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        return lent(self._descriptors[file], first, stop - first)[start - first :]
+    def verify(self, file: str, extents: Iterable[Extent]) -> None:
+        """Hold these bytes of a segment against the checksums that lie beside it, if it was copied to or from here."""
+        if self._checksums_of(file) is not None:
+            pieces = [piece for extent in merged(extents) for piece in cut(extent, None)]
+            work_off(pieces, lambda piece: self.checked(file, *piece))
 
-    def verify(self, file: str) -> None:
-        """Hold a segment, once, against the checksums that lie beside it, if it was copied to or from here."""
-        if file in self._verified or self._checksums_of(file) is None:
-            return
-        nbytes = self._nbytes[file]
-        with ThreadPoolExecutor(_CHECKS_AT_ONCE, thread_name_prefix="dcp_mem-verify") as pool:
-            for _ in pool.map(
-                lambda start: self.check(file, start, min(start + _CHECK, nbytes)), range(0, nbytes, _CHECK)
-            ):
-                pass
-        self._verified.add(file)
+    def checked(self, file: str, start: int, stop: int) -> tuple[memoryview, int]:
+        """Bytes [start, stop) of a segment, mapped, to be sent, and their CRC32C.
 
-    def check(self, file: str, start: int, stop: int) -> int:
-        """The same for bytes [start, stop) of it, and what belongs to the same blocks; returns the CRC32C of these bytes."""
-        known, data = self._checksums_of(file), self.view(file, start, stop)
-        if known is None or file in self._verified:
-            return checksum(data)
-        blocks, crcs = known
+        They, and what belongs to the same blocks, are held against the checksums as well.
+        """
+        known, data = self._checksums_of(file), self._view(file, start, stop)
+        if known is None:
+            return data, checksum(data)
+        blocks = known[0]
         checksums = BlockChecksums(blocks)
         crc = checksums.add(start, data)
         ends = blocks.offsets + blocks.lengths
         first, last = np.searchsorted(ends, start, "right"), np.searchsorted(blocks.offsets, stop, "left")
         for low, high in self._beyond(blocks, int(first), int(last), start, stop):
-            checksums.add(low, self.view(file, low, high))
-        found = checksums.result()
-        for number in (np.flatnonzero(found[first:last] != crcs[first:last]) + first).tolist():
-            low, high = int(blocks.offsets[number]), int(ends[number])
+            checksums.add(low, self._view(file, low, high))
+        self._compare(file, slice(first, last), checksums.result()[first:last])
+        return data, crc
+
+    def _view(self, file: str, start: int, stop: int) -> memoryview:
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        return lent(self._descriptors[file], first, stop - first)[start - first :]
+
+    def _compare(self, file: str, numbers: slice | Extents, found: Crcs) -> None:
+        """Raise SegmentCorrupt unless these blocks of a segment have the checksums that lie beside it."""
+        known = self._checksums_of(file)
+        assert known is not None
+        blocks, crcs = known[0], known[1][numbers]
+        for number in np.flatnonzero(found != crcs).tolist():
+            low = int(blocks.offsets[numbers][number])
+            high = low + int(blocks.lengths[numbers][number])
             sums = f"CRC32C {int(found[number]):08x} where {int(crcs[number]):08x} was copied"
             raise self._corrupt(self._ranks[file], f"{sums}, in bytes {low} to {high} of {file}")
-        return crc
 
     def _beyond(self, blocks: Blocks, first: int, last: int, start: int, stop: int) -> list[tuple[int, int]]:
         """What blocks [first, last) have before `start`, and behind `stop`."""
@@ -241,8 +242,21 @@ class MemorySource:
             offset += len(buffer)
         self.read(file, moves)
 
-    def read_many(self, file: str, payloads: Straight) -> None:
-        """Read payloads, given by ascending offsets, straight into memory."""
+    def read_many(self, file: str, payloads: Straight, *, verify: bool) -> None:
+        """Read payloads, given by ascending offsets, straight into memory.
+
+        verify: hold them against the segment's checksums, as `verify` does; where they are whole blocks, as they have been
+        read, which spares a second way through it.
+        """
+        known = self._checksums_of(file) if verify else None
+        covered = None if known is None else _covered(known[0], payloads)
+        if known is not None and covered is None:
+            self.verify(file, zip(payloads.offset.tolist(), (payloads.offset + payloads.nbytes).tolist(), strict=True))
+        self._read_many(file, payloads)
+        if covered is not None:
+            self._compare(file, covered.numbers, covered.checksums())
+
+    def _read_many(self, file: str, payloads: Straight) -> None:
         address, offset, nbytes = payloads.address, payloads.offset, payloads.nbytes
         if nbytes.sum() > _LARGE * len(nbytes):
             self.read(file, list(zip(address.tolist(), offset.tolist(), nbytes.tolist(), strict=True)))
@@ -288,6 +302,40 @@ class MemorySource:
 
     def _corrupt(self, rank: int, detail: str) -> SegmentCorrupt:
         return SegmentCorrupt(self._held.name, rank, self.label, detail)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Covered:
+    """Blocks of a segment that have been read whole. addresses: where to, of each."""
+
+    numbers: Extents
+    addresses: Extents
+    lengths: Extents
+
+    def checksums(self) -> Crcs:
+        found = np.zeros(len(self.numbers), "<u4")
+        rows = list(zip(range(len(found)), self.addresses.tolist(), self.lengths.tolist(), strict=True))
+
+        def check(start: int) -> None:
+            for number, address, nbytes in rows[start : start + _BLOCKS]:
+                found[number] = checksum(view_of(address, nbytes))
+
+        work_off(range(0, len(rows), _BLOCKS), check)
+        return found
+
+
+def _covered(blocks: Blocks, payloads: Straight) -> _Covered | None:
+    """The blocks that payloads consist of; None where one of them has part of a block only."""
+    is_any = payloads.nbytes > 0
+    starts, stops = payloads.offset[is_any], (payloads.offset + payloads.nbytes)[is_any]
+    ends = blocks.offsets + blocks.lengths
+    first, last = np.searchsorted(blocks.offsets, starts, "left"), np.searchsorted(ends, stops, "right")
+    counts = last - first
+    if (counts <= 0).any() or (blocks.offsets[first] != starts).any() or (ends[last - 1] != stops).any():
+        return None
+    numbers = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
+    addresses = blocks.offsets[numbers] + np.repeat((payloads.address - payloads.offset)[is_any], counts)
+    return _Covered(numbers, addresses, blocks.lengths[numbers])
 
 
 PEERS = "peers"

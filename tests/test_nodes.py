@@ -15,12 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_mem
+import dcp_mem.policy.pieces
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter, NoRecoverableCheckpoint, SegmentCorrupt
 from dcp_mem.format import names
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.ranks.base import Message
 from dcp_mem.ranks.gloo import GlooRanks
 from dcp_mem.ranks.lines import GlooLine
+from dcp_mem.reading.arrivals import Arrivals
 from dcp_mem.sources import MemorySource
 from tests.launch import run_ranks
 
@@ -86,10 +88,10 @@ def _load_where_a_read_fails(
     """Load while a rank's segment can be opened in memory, and not be read."""
 
     def failing(read: Callable[..., None]) -> Callable[..., None]:
-        def read_or_fail(self: MemorySource, file: str, what: object) -> None:
+        def read_or_fail(self: MemorySource, file: str, what: object, **how: object) -> None:
             if names.rank_of(file) == rank:
                 raise SegmentCorrupt("step-2", rank, self.label, "input/output error")
-            read(self, file, what)
+            read(self, file, what, **how)
 
         return read_or_fail
 
@@ -132,6 +134,21 @@ def _lines_that_err(times: int) -> Iterator[None]:
 def _load_over_a_line_that_errs_once(memory_root: Path, nodes: Sequence[int]) -> tuple[str, str, bool]:
     with _lines_that_err(1):
         return _load(memory_root, None, nodes)
+
+
+def _load_straight(memory_root: Path, nodes: Sequence[int]) -> tuple[tuple[str, str, bool], bool]:
+    """The same, with values so large that they come straight into their tensors; also whether any have."""
+    places: list[memoryview | None] = []
+    find = Arrivals.place_for
+
+    def find_and_note(arrivals: Arrivals, file: str, start: int, stop: int) -> memoryview | None:
+        places.append(find(arrivals, file, start, stop))
+        return places[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.policy.pieces, "_LARGE", 1)
+        patch.setattr(Arrivals, "place_for", find_and_note)
+        return _load_over_a_line_that_errs_once(memory_root, nodes), any(place is not None for place in places)
 
 
 def _load_over_a_line_that_always_errs(memory_root: Path, nodes: Sequence[int]) -> list[str]:
@@ -223,6 +240,12 @@ def test_bytes_that_change_on_their_way_into_a_window_are_noticed(saved: Path) -
 def test_a_piece_that_changes_on_its_way_to_one_rank_is_sent_again(saved: Path) -> None:
     found = run_ranks(_load_over_a_line_that_errs_once, 2, saved, (0, 1))
     assert found == [("step-2", "memory and peers", True)] * 2
+
+
+def test_what_comes_straight_into_a_tensor_is_sent_again_there_too(saved: Path) -> None:
+    for found, is_straight in run_ranks(_load_straight, 2, saved, (1, 0)):
+        assert found == ("step-2", "memory and peers", True)
+        assert is_straight
 
 
 def test_a_line_that_always_errs_is_given_up(saved: Path) -> None:

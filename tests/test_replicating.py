@@ -23,7 +23,7 @@ from dcp_mem.format.checksums import BlockChecksums, blocks_of
 from dcp_mem.format.manifest import NodeManifest
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.ranks.lines import GlooLine
-from dcp_mem.replicating.making import CHUNK
+from dcp_mem.replicating.exchange import CHUNK
 from dcp_mem.replicating.transfers import copies_of
 from dcp_mem.values import CheckpointStatus, State
 from tests import kill_targets

@@ -26,7 +26,7 @@ from dcp_mem import NoRecoverableCheckpoint
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.planning.reads import Wanted
 from dcp_mem.policy import pieces, sharing
-from dcp_mem.policy.pieces import Extent, cut, merged
+from dcp_mem.policy.pieces import Extent, cut, merged, with_large_apart
 from dcp_mem.policy.sharing import Need, NoRoom, Part, Shared, share_out
 from dcp_mem.reading import together
 from dcp_mem.reading.arrivals import Arrival, Arrivals
@@ -65,6 +65,19 @@ def test_merged_ranges_cover_the_given_ones_and_only_small_gaps_between(extents:
     extra = sorted(_bytes_of(found) - _bytes_of(extents))
     runs = "".join("1" if place in extra else " " for place in range(301)).split()
     assert all(len(run) < gap for run in runs)
+
+
+@given(EXTENTS, st.integers(1, 60), st.integers(1, 20))
+def test_large_ranges_stay_apart_and_small_ones_are_merged(extents: list[Extent], large: int, most_apart: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_LARGE", large)
+        patch.setattr(pieces, "_MOST_APART", most_apart)
+        found = with_large_apart(extents)
+    assert _bytes_of(extents) <= _bytes_of(found) <= _bytes_of(merged(extents))
+    assert sum(stop - start for start, stop in found) == len(_bytes_of(found)), "some bytes would come twice"
+    distinct = merged(extents, 0)
+    least = max(large, len(_bytes_of(extents)) // most_apart)
+    assert {one for one in distinct if one[1] - one[0] >= least} <= set(found)
 
 
 @given(st.integers(0, 100), st.integers(0, 300), st.integers(1, 40), st.lists(st.integers(0, 400), max_size=30))

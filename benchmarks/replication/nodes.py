@@ -33,9 +33,10 @@ PATIENCE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Nodes that live, and what they are asked to do."""
+    """Nodes that live, and what they are asked to do. link: what each is connected with ("4gbit"); None: all there is."""
 
     cluster: Cluster
+    link: str | None
 
     def measure(self, measure: Callable[[Rank, S], T], spec: S, *, timeout: float = 300) -> list[T]:
         """Call `measure(rank, spec)` on a rank of each node; what they return, by rank. Raises MeasurementFailed."""
@@ -51,10 +52,26 @@ class Nodes:
         """Lose a node, and put an empty one into its place."""
         self.cluster.nodes[number].kill()
         self.cluster.add()
+        self.connect()
+
+    def connect(self) -> None:
+        """Give every node its link."""
+        if self.link is not None:
+            for node in self.cluster.nodes:
+                node.throttle(self.link)
+
+
+LINKS = (None, "4gbit")
+"""Without a limit the cores of this machine are one: they carry all nodes. With it they have time to spare, as elsewhere."""
+
+
+def over(link: str | None) -> str:
+    """What to call that."""
+    return "" if link is None else f", over links of {link.removesuffix('gbit')} Gb/s"
 
 
 @contextmanager
-def nodes(count: int, *, memory_bytes: int, huge: str, besides: int = 0) -> Iterator[Nodes]:
+def nodes(count: int, *, memory_bytes: int, huge: str, besides: int = 0, link: str | None = None) -> Iterator[Nodes]:
     """So many nodes with so much tmpfs each; nothing of them is left at the end.
 
     huge: huge pages of the tmpfs ("never", "within_size", "always"). besides: bytes that the processes take.
@@ -67,7 +84,9 @@ def nodes(count: int, *, memory_bytes: int, huge: str, besides: int = 0) -> Iter
     try:
         # Jobs print at the end what their ranks have printed; what matters of it is in the error.
         with redirect_stdout(io.StringIO()), running_cluster(count, memory_bytes=memory_bytes, huge=huge) as cluster:
-            yield Nodes(cluster)
+            found = Nodes(cluster, link)
+            found.connect()
+            yield found
     except ServerUnavailable as reason:
         raise Skipped(str(reason)) from None
 

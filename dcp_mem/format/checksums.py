@@ -62,7 +62,7 @@ class BlockChecksums:
             else:
                 self._pieces.setdefault(block, {})[low] = crc, high - low
             if high - low == BLOCK:  # joining costs less than reading it again, for a length that occurs often
-                whole = combined(checksum(data[done - start : low - start], whole), crc, BLOCK)
+                whole = _moved_on(checksum(data[done - start : low - start], whole), BLOCK) ^ crc
             else:  # now, while the processor's cache has it
                 whole = checksum(data[done - start : high - start], whole)
             done = high
@@ -86,6 +86,19 @@ def checksum(data: bytes | memoryview, before: int = 0) -> int:
 def combined(first: int, second: int, nbytes: int) -> int:
     """CRC32C of two pieces behind each other, from theirs and the length of the second."""
     return _times(_power_of_x(8 * nbytes), first) ^ second
+
+
+def _moved_on(crc: int, nbytes: int) -> int:
+    """The same as `combined` with zeros behind, by look-up: for one length that is asked for again and again."""
+    a, b, c, d = _tables(nbytes)
+    return a[crc & 0xFF] ^ b[crc >> 8 & 0xFF] ^ c[crc >> 16 & 0xFF] ^ d[crc >> 24]
+
+
+@lru_cache(maxsize=4)
+def _tables(nbytes: int) -> tuple[list[int], ...]:
+    """What becomes of each byte of a CRC32C by zeros behind."""
+    power = _power_of_x(8 * nbytes)
+    return tuple([_times(power, byte << shift) for byte in range(256)] for shift in (0, 8, 16, 24))
 
 
 def _times(a: int, b: int) -> int:

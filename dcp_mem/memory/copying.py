@@ -119,7 +119,7 @@ def _in_shares(moves: Sequence[Move], act: Callable[[Sequence[Move]], None]) -> 
     work_off(shares(moves, threads * _SHARES_EACH), act)
 
 
-def work_off(work: Sequence[T], act: Callable[[T], None]) -> None:
+def work_off(work: Sequence[T], act: Callable[[T], object]) -> None:
     """Do all of the work with as many threads as torch uses; raises the first error.
 
     Each takes piece after piece until none is left: a thread that the machine holds up holds up only one.
@@ -135,7 +135,7 @@ def work_off(work: Sequence[T], act: Callable[[T], None]) -> None:
         helper.result()
 
 
-def _take(waiting: deque[T], act: Callable[[T], None]) -> None:
+def _take(waiting: deque[T], act: Callable[[T], object]) -> None:
     while True:
         try:
             piece = waiting.popleft()

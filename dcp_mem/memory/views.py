@@ -38,6 +38,11 @@ def kept_while_seen(address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
     return buffer
 
 
+def view_of(address: int, nbytes: int) -> memoryview:
+    """Memory at an address, as bytes. It must outlive the view."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
 def map_aligned(descriptor: int, nbytes: int, start: int, protection: int) -> int:
     """Map a file so that its huge pages lie at multiples of their size, without which none can be mapped as a huge one."""
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

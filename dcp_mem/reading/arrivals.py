@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import math
 import threading
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format.checksums import BLOCK
 from dcp_mem.memory.copying import Move, copy
+from dcp_mem.memory.views import view_of
 from dcp_mem.planning.plain import is_plain
 from dcp_mem.planning.reads import Wanted
 from dcp_mem.reading.payloads import TableIndex, hull, strides
@@ -66,6 +66,12 @@ class Arrival:
     def is_empty(self) -> bool:
         """Whether nothing has to be read for it."""
         return self.start == self.stop
+
+    def place_for(self, start: int, stop: int) -> memoryview | None:
+        """The tensor's own memory for bytes [start, stop) of the segment; None where they don't all go straight into it."""
+        if self._target is None or start < self._low or self._high < stop:
+            return None
+        return view_of(self._address + start - self._low, stop - start)
 
     def straight_move(self) -> Move:
         """Where the bytes that the tensor takes go, and where in the segment they lie."""
@@ -162,11 +168,19 @@ class Arrivals:
         """The others, which go through a buffer."""
         return Arrivals([one for of_file in self._by_file.values() for one in of_file if not one.is_straight])
 
+    def place_for(self, file: str, start: int, stop: int) -> memoryview | None:
+        """The memory that bytes [start, stop) of a segment belong into, where that is one, and they need nothing else."""
+        here = self.within(file, start, stop)
+        return here[0].place_for(start, stop) if len(here) == 1 else None
+
     def take(self, file: str, start: int, stop: int, address: int) -> None:
         """Take bytes [start, stop) of a segment, which lie at `address`, and hand on what is complete."""
-        here = self.within(file, start, stop)
-        copy([move for one in here for move in one.moves(start, stop, address)])
-        for one in here:
+        copy([move for one in self.within(file, start, stop) for move in one.moves(start, stop, address)])
+        self.have_come(file, start, stop)
+
+    def have_come(self, file: str, start: int, stop: int) -> None:
+        """Take down that bytes [start, stop) of a segment are where they belong, and hand on what is complete."""
+        for one in self.within(file, start, stop):
             if one.note(start, stop):
                 one.hand_on()
 
@@ -193,11 +207,6 @@ def _extent(item: Wanted, values: tuple[int, int] | None, *, by_blocks: bool) ->
         return start, stop
     first, last = (start - item.offset) // BLOCK, -(-(stop - item.offset) // BLOCK)
     return item.offset + first * BLOCK, min(item.offset + last * BLOCK, item.stop)
-
-
-def view_of(address: int, nbytes: int) -> memoryview:
-    """Memory at an address, as bytes. It must outlive the view."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def check_shape(request: ReadItem, target: torch.Tensor) -> None:

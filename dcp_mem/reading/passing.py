@@ -20,11 +20,10 @@ from dcp_mem.policy.sharing import Part, Passed
 from dcp_mem.ranks import Ranks
 from dcp_mem.ranks.base import Line
 from dcp_mem.reading.arrivals import Arrivals
-from dcp_mem.replicating.exchange import Awaited, Outgoing, receive, send
+from dcp_mem.replicating.exchange import CHUNK, Awaited, Outgoing, receive, send
 from dcp_mem.sources import MemorySource
 
 Room = npt.NDArray[np.uint8]
-_PIECE = 8 << 20
 
 
 class _Stopped(Exception):
@@ -38,6 +37,7 @@ class Passing:
         self._ranks, self._token, self._memory, self._arrivals = ranks, token, memory, arrivals
         self._own: list[Exception] = []
         self._broken: list[tuple[int, str]] = []
+        self._lines: list[Line] = []
         self.stopped = threading.Event()
 
     def threads(self, part: Part) -> list[threading.Thread]:
@@ -46,6 +46,11 @@ class Passing:
         acts = [partial(self._send, rank, peer, pieces) for peer, pieces in _by_peer(part.sends)]
         acts += [partial(self._receive, peer, rank, pieces) for peer, pieces in _by_peer(part.receives)]
         return [threading.Thread(target=act, name="dcp_mem-pass", daemon=True) for act in acts]
+
+    def end(self) -> None:
+        """Close the lines that are of no more use, which takes gloo a while for each."""
+        for line in self._lines:
+            line.close()
 
     def raise_own(self) -> None:
         """Raise what went wrong on this rank."""
@@ -69,13 +74,14 @@ class Passing:
         try:
             line = self._ranks.line(sender, receiver, self._token)
             act(line)
+            self._lines.append(line)
+            return
         except _Own as error:
             self._own.append(error.cause)
         except Exception as error:
             self._broken.append((peer, f"{type(error).__name__}: {error}".split("\n")[0]))
-        finally:
-            if line is not None:
-                line.close()
+        if line is not None:
+            line.close()
 
     def _go_on(self) -> None:
         if self.stopped.is_set():
@@ -85,23 +91,30 @@ class Passing:
         for file, start, stop in _cut(pieces):
             with _as_own():
                 assert self._memory is not None
-                crc = self._memory.check(file, start, stop)
-                data = self._memory.view(file, start, stop)
+                data, crc = self._memory.checked(file, start, stop)
             yield Outgoing(data, partial(int, crc))
 
     def _awaited(self, pieces: Sequence[Passed]) -> Iterator[Awaited]:
         scratch: list[Room] = []  # used again and again
         for file, start, stop in _cut(pieces):
-            room = scratch.pop() if scratch else np.empty(_PIECE, np.uint8)
-            data = memoryview(room.data).cast("B")[: stop - start]
-
-            def accept(file: str = file, start: int = start, stop: int = stop, room: Room = room) -> None:
-                with _as_own():
-                    self._arrivals.take(file, start, stop, room.ctypes.data)
-                scratch.append(room)
-
+            data = self._arrivals.place_for(file, start, stop)
+            if data is not None:
+                accept = partial(self._have_come, file, start, stop)
+            else:
+                room = scratch.pop() if scratch else np.empty(CHUNK, np.uint8)
+                data = memoryview(room.data).cast("B")[: stop - start]
+                accept = partial(self._take, file, start, stop, room, scratch)
             yield Awaited(data, partial(checksum, data), accept)
             faults.point("load.batch")
+
+    def _have_come(self, file: str, start: int, stop: int) -> None:
+        with _as_own():
+            self._arrivals.have_come(file, start, stop)
+
+    def _take(self, file: str, start: int, stop: int, room: Room, scratch: list[Room]) -> None:
+        with _as_own():
+            self._arrivals.take(file, start, stop, room.ctypes.data)
+        scratch.append(room)
 
 
 class _Own(Exception):
@@ -135,6 +148,7 @@ def passing(ranks: Ranks, token: str, part: Part, memory: MemorySource | None, a
     finally:
         for thread in threads:
             thread.join()
+        threading.Thread(target=passed.end, name="dcp_mem-end").start()
 
 
 def _by_peer(pieces: Sequence[Passed]) -> list[tuple[int, list[Passed]]]:
@@ -146,5 +160,5 @@ def _by_peer(pieces: Sequence[Passed]) -> list[tuple[int, list[Passed]]]:
 
 def _cut(pieces: Sequence[Passed]) -> Iterator[tuple[str, int, int]]:
     for one in pieces:
-        for start in range(one.start, one.stop, _PIECE):
-            yield one.file, start, min(start + _PIECE, one.stop)
+        for start in range(one.start, one.stop, CHUNK):
+            yield one.file, start, min(start + CHUNK, one.stop)

@@ -36,9 +36,7 @@ def read_items(
         return _read_by_file(opened, _wanted(opened, plan), planner, verify)
     try:
         for file, payloads in plan.straight():
-            if verify:
-                nearest.verify(file)
-            nearest.read_many(file, payloads)
+            nearest.read_many(file, payloads, verify=verify)
         return {nearest.label} | _read_by_file(opened, plan.rest(), planner, verify)
     except Failures as error:
         if len(opened.sources) == 1:
@@ -89,9 +87,7 @@ def _read_what_is_here(
     rest = plan.rest() if isinstance(plan, Reads) else _wanted(opened, plan)
     for file, payloads in plan.straight() if isinstance(plan, Reads) else ():
         if memory.has(file):
-            if verify:
-                memory.verify(file)
-            memory.read_many(file, payloads)
+            memory.read_many(file, payloads, verify=verify)
     _read_alone(memory, opened.choice.name, [item for item in rest if memory.has(item.file)], planner, verify)
 
 
@@ -126,7 +122,7 @@ def _read_alone(source: Source, name: str, wanted: Sequence[Wanted], planner: Lo
     rest: dict[str, list[tuple[int, int]]] = {}
     for file, of_file in arrivals.by_file():
         if verify:
-            source.verify(file)
+            source.verify(file, [(one.start, one.stop) for one in of_file])
         straight = [one for one in of_file if one.is_straight]
         source.read(file, [one.straight_move() for one in straight])
         for one in straight:

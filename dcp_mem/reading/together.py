@@ -20,11 +20,12 @@ from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
 from dcp_mem.memory.root import node_id
+from dcp_mem.memory.views import view_of
 from dcp_mem.memory.window import Window, make_window, remove_window, room_for_window, window_path
-from dcp_mem.policy.pieces import merged
+from dcp_mem.policy.pieces import merged, with_large_apart
 from dcp_mem.policy.sharing import Need, NoRoom, Part, Shared, share_out
 from dcp_mem.ranks import Ranks
-from dcp_mem.reading.arrivals import Arrivals, view_of
+from dcp_mem.reading.arrivals import Arrivals
 from dcp_mem.reading.fetch import Fetcher, fetch_all, in_parallel
 from dcp_mem.reading.passing import passing
 from dcp_mem.sources import MemorySource
@@ -122,7 +123,10 @@ def _take_part(
 
 
 def _need(company: Company, arrivals: Arrivals) -> Need:
-    extents = {file: merged(of_file) for file, of_file in arrivals.extents().items()}
+    extents = {
+        file: with_large_apart(of_file) if company.holding(file) else merged(of_file)
+        for file, of_file in arrivals.extents().items()
+    }
     try:
         room = room_for_window(company.memory_root)
         return Need(node_id(company.memory_root), extents, min(WINDOW, room // 2))
@@ -245,8 +249,7 @@ class _Batches:
 
     def _checked(self, one: Shared) -> tuple[Shared, _Checked]:
         assert self._memory is not None
-        crc = self._memory.check(one.file, one.start, one.stop)
-        return one, (self._memory.view(one.file, one.start, one.stop), crc)
+        return one, self._memory.checked(one.file, one.start, one.stop)
 
     def _summed(self, number: int, one: Shared) -> _Checked:
         view = self._view(number, one)

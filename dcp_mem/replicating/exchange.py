@@ -19,6 +19,8 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.events import log
 from dcp_mem.ranks.base import Line, Passing
 
+CHUNK = 16 << 20
+"""Bytes of a piece that comes straight to where it belongs; with smaller ones gloo's messages cost more than they carry."""
 _IN_FLIGHT = 4
 _LETTER = 512
 _TRIES = 3
@@ -76,8 +78,9 @@ class _Sent:
         self.line, self.piece = line, piece
         self._said = bytearray(1)
         self._answer = line.receive(self._said)
+        crc = piece.crc()  # first: then the network finds the bytes in the processor's cache
         self._message = line.send(piece.data)
-        self._crc = line.send(bytearray(piece.crc().to_bytes(4, "little")))
+        self._crc = line.send(bytearray(crc.to_bytes(4, "little")))
 
     def is_right(self) -> bool:
         self._answer.wait()

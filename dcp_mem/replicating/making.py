@@ -14,11 +14,9 @@ from dcp_mem.format import names
 from dcp_mem.format.checksums import BLOCK, BlockChecksums, Crcs, blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.slots import Slot
-from dcp_mem.replicating.exchange import Awaited
+from dcp_mem.replicating.exchange import CHUNK, Awaited
 from dcp_mem.replicating.transfers import Making, Part
 
-CHUNK = 8 << 20
-"""Bytes of a piece that comes straight to where it belongs."""
 PIECE = 2 << 20
 """Bytes of a piece that passes through private memory, of which each sender takes a few."""
 

@@ -26,8 +26,8 @@ from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.ranks import Ranks
 from dcp_mem.ranks.base import Line
 from dcp_mem.replicating import sources
-from dcp_mem.replicating.exchange import Outgoing, receive, refuse, send
-from dcp_mem.replicating.making import CHUNK, PIECE, Made, checksums_with, parts_of
+from dcp_mem.replicating.exchange import CHUNK, Outgoing, receive, refuse, send
+from dcp_mem.replicating.making import PIECE, Made, checksums_with, parts_of
 from dcp_mem.replicating.sources import Source
 from dcp_mem.replicating.transfers import Making
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING
 import dcp_mem
 from benchmarks.clock import seconds
 from benchmarks.ours import Loads, Saves
-from benchmarks.replication.nodes import PATIENCE, nodes
+from benchmarks.replication.nodes import LINKS, PATIENCE, nodes, over
 from benchmarks.replication.profiles import profiled
 from benchmarks.replication.wire import Exchange, touched
 from benchmarks.report import Part, Section, Table, attempt, beside_floor, named
 from benchmarks.samples import Sample, fastest, joined, slowest, slowest_by_name
 from benchmarks.settings import MIB
-from benchmarks.states import Workload, blank, check_trained, trained, wipe
+from benchmarks.states import Workload, blank, check_trained, trained
 from tests.cluster import MEMORY
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ NODES = 2
 KEEP = 1
 LOST = 1
 LIMIT = 1.30
-LATER = 3
+FLOORS = 3
+"""How often what nothing can beat is measured, after each load."""
 CHECKPOINTS = 2 * (KEEP + 1)
 """On a node."""
 MOST_FUNCTIONS = 24
@@ -40,32 +42,30 @@ COPY = "copy of the rest"
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """repeats: of later loads in the same processes, which cost no new connections and mappings."""
-
     workload: Workload
-    repeats: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds on one rank: of the first load and of later ones, and of what nothing can beat, done once, and again."""
+    """Seconds on one rank: of the load, and then of what nothing can beat."""
 
-    first: Sample
+    load: Sample
     floors: Mapping[str, Sample]
-    later: Sample
-    later_floors: Mapping[str, Sample]
 
 
 def run(settings: Settings, huge: str) -> Section:
     workload = Workload((256 if settings.quick else 1024) * MIB, 64)
     title = f"{workload.name} on {NODES} nodes, replicas=1, one of them replaced by an empty one"
-    return Section(TITLE, [attempt("recovery", title, partial(_part, settings, huge, workload))])
+    return Section(
+        TITLE,
+        [attempt("recovery", title + over(link), partial(_part, settings, huge, workload, link)) for link in LINKS],
+    )
 
 
-def _part(settings: Settings, huge: str, workload: Workload) -> Part:
+def _part(settings: Settings, huge: str, workload: Workload, link: str | None) -> Part:
     nbytes = workload.total_bytes // NODES
-    spec = Spec(workload, LATER)
-    with nodes(NODES, memory_bytes=CHECKPOINTS * nbytes, huge=huge, besides=3 * NODES * nbytes) as found:
+    spec = Spec(workload)
+    with nodes(NODES, memory_bytes=CHECKPOINTS * nbytes, huge=huge, besides=3 * NODES * nbytes, link=link) as found:
         found.measure(_save, spec)
         restarts = []
         for _ in range(settings.load_restarts):
@@ -73,20 +73,14 @@ def _part(settings: Settings, huge: str, workload: Workload) -> Part:
             restarts.append(found.measure(_load, spec))
         found.lose(LOST)
         profiles = found.measure(_load_profiled, spec)
-    first = joined(slowest([one.first for one in ranks]) for ranks in restarts)
+    loads = joined(slowest([one.load for one in ranks]) for ranks in restarts)
     floors = _joined([slowest_by_name([one.floors for one in ranks]) for ranks in restarts])
-    later = joined(slowest([one.later for one in ranks]) for ranks in restarts)
-    later_floors = _joined([slowest_by_name([one.later_floors for one in ranks]) for ranks in restarts])
-    what = "dcp_mem.load, {}; floor: the bytes moved"
-    rows = [
-        beside_floor(what.format("the first of fresh processes"), _sum(floors), first, at_most=LIMIT),
-        beside_floor(what.format("later ones"), _sum(later_floors), later),
-    ]
+    what = "dcp_mem.load, the first of fresh processes; floor: the bytes moved"
+    rows = [beside_floor(what, _sum(floors), loads, at_most=LIMIT)]
     mib = nbytes // MIB
     notes = [
         f"floor: {mib} MiB through plain gloo, the faster way, and then a copy of {mib} MiB from memory to memory",
-        f"floors of the first, done once: {named(floors)}",
-        f"floors of the later: {named(later_floors)}",
+        f"floors, measured once the lost copies have been made again behind the load: {named(floors)}",
         "above: one more first load, under cProfile; rank 0 sends, rank 1 has lost everything",
     ]
     return Part(rows, notes, tables=[_profile_table(profiles)])
@@ -123,13 +117,19 @@ def _load(rank: Rank, spec: Spec) -> Measured:
     state = blank(spec.workload, rank)
     loads = Loads(state, MEMORY / "dcp_mem", dcp_mem.load)
     ways = _ways(rank, state.local_bytes)
-    first = rank.together(loads.load)
+    load = rank.together(loads.load)
     check_trained(state)
-    floors = rank.in_turn(ways, repeats=1)
-    wipe(state)
-    later = rank.in_turn({"load": loads.load, **ways}, repeats=spec.repeats)
-    check_trained(state)
-    return Measured(Sample((first,)), floors, later.pop("load"), later)
+    _wait_for_copies()
+    rank.barrier()
+    floors = rank.in_turn(ways, repeats=FLOORS)
+    return Measured(Sample((load,)), {name: Sample((sample.median,)) for name, sample in floors.items()})
+
+
+def _wait_for_copies() -> None:
+    """Wait for what a load has begun in the background."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("dcp_mem"):
+            thread.join(PATIENCE)
 
 
 def _load_profiled(rank: Rank, spec: Spec) -> list[Spent]:

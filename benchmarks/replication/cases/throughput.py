@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import dcp_mem
 from benchmarks.ours import Saves
-from benchmarks.replication.nodes import PATIENCE, nodes
+from benchmarks.replication.nodes import LINKS, PATIENCE, nodes, over
 from benchmarks.replication.wire import Exchange, in_tmpfs, touched
 from benchmarks.report import Part, Row, Section, attempt, factor, named
 from benchmarks.samples import Sample, fastest, slowest_by_name
@@ -52,12 +52,15 @@ class Measured:
 def run(settings: Settings, huge: str) -> Section:
     workload = Workload((128 if settings.quick else 1024) * MIB, 64)
     title = f"{workload.total_bytes // NODES // MIB} MiB from each of {NODES} nodes to the other, both at once"
-    return Section(TITLE, [attempt("throughput", title, partial(_part, settings, huge, workload))])
+    return Section(
+        TITLE,
+        [attempt("throughput", title + over(link), partial(_part, settings, huge, workload, link)) for link in LINKS],
+    )
 
 
-def _part(settings: Settings, huge: str, workload: Workload) -> Part:
+def _part(settings: Settings, huge: str, workload: Workload, link: str | None) -> Part:
     nbytes = workload.total_bytes // NODES
-    with nodes(NODES, memory_bytes=CHECKPOINTS * nbytes, huge=huge, besides=3 * NODES * nbytes) as found:
+    with nodes(NODES, memory_bytes=CHECKPOINTS * nbytes, huge=huge, besides=3 * NODES * nbytes, link=link) as found:
         by_rank = found.measure(_measure, Spec(workload, settings.repeats))
     wall = slowest_by_name([one.wall for one in by_rank])
     cpu = slowest_by_name([one.cpu for one in by_rank])
