@@ -40,7 +40,7 @@ from dcp_mem.saving.agree import NoCommonPlan, agree, keep_no_more
 from dcp_mem.saving.collective import collective_of
 from dcp_mem.saving.complete import complete
 from dcp_mem.saving.plan import TAIL_ROOM, plan_segment
-from dcp_mem.saving.replicate import coming_here, replicate
+from dcp_mem.saving.replicate import coming_here, replication_of
 from dcp_mem.saving.stage import Results, stage
 from dcp_mem.saving.structures import Structures
 from dcp_mem.saving.values import Attempt, Caller, Planned, Staged
@@ -444,14 +444,23 @@ def _after(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest)
             caller.session.wake_agent(caller.settings)
         else:
             caller.session.tell_nodes(caller.settings)
-    pending = replicate(caller, attempt, staged, manifest)
+    replication = replication_of(caller, attempt, staged, manifest)
+    try:
+        _set_slots_aside(caller, attempt, staged, manifest, replication is not None and replication.work.makes_slots)
+    finally:
+        if replication is not None:
+            caller.session.replicator.start(replication)  # last of all: it takes the cores that this runs on
+
+
+def _set_slots_aside(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest, makes_slots: bool) -> None:
+    """Have slots ready for the next saves. makes_slots: whether copies of this one are about to take new ones."""
     coming = coming_here(caller, attempt.topology, manifest)
-    node_nbytes = sum(capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node))
-    node_nbytes += sum(map(sum, coming))
+    copies_nbytes = sum(map(sum, coming))
+    node_nbytes = sum(capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node)) + copies_nbytes
     if attempt.topology.is_leader:
         caller.session.memory.trim(most_at_once(caller.settings.keep, any(coming)) * node_nbytes)
-    room = staged.segment.nbytes + TAIL_ROOM
-    mine = coming[caller.ranks.rank]
+    room, mine = staged.segment.nbytes + TAIL_ROOM, coming[caller.ranks.rank]
+    pending = copies_nbytes if makes_slots else 0
     caller.session.prefault_spares(caller.settings, staged.layout, room, caller.rank, node_nbytes, mine, pending)
 
 

@@ -52,6 +52,11 @@ class Work:
     slot: Slot | None
     patience: float
 
+    @property
+    def makes_slots(self) -> bool:
+        """Whether slots had to be made for what comes to this rank."""
+        return any(not isinstance(slot, str) and slot.mapping is None for slot in self.targets.values())
+
 
 class Overtaken(Exception):
     """A newer checkpoint is to be replicated instead, or the job ends."""

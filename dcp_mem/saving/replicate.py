@@ -20,25 +20,24 @@ from dcp_mem.saving.values import Attempt, Caller, Staged
 from dcp_mem.session import Topology
 
 
-def replicate(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest) -> int:
-    """Have a complete checkpoint made safe in the background, if that is wanted. Where it can't be, that is written down.
+def replication_of(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest) -> Replication | None:
+    """What makes a complete checkpoint safe, to be done in the background, if that is wanted.
 
-    Returns how many bytes of this node's memory that is about to take.
+    Where it can't be, that is written down.
     """
     if not caller.settings.redundancy:
-        return 0
+        return None
     try:
         why_not, remark = _obstacles(caller, attempt)
-        if why_not:
-            _skip(caller, attempt, manifest, why_not)
-        elif _start(caller, attempt, staged, manifest, remark):
-            return sum(map(sum, coming_here(caller, attempt.topology, manifest)))
+        if not why_not:
+            return _arranged(caller, attempt, staged, manifest, remark)
+        _skip(caller, attempt, manifest, why_not)
     except Exception as error:  # the checkpoint is complete, whatever this may be
         log.warning("the replication of %s could not begin on this rank", manifest.name, exc_info=True)
         record = ReplicationRecord(manifest.save_id, "failed", error=f"it could not begin: {error}")
         with suppress(OSError):
             _write_down(caller, attempt, record, manifest)
-    return 0
+    return None
 
 
 def _obstacles(caller: Caller, attempt: Attempt) -> tuple[str, str]:
@@ -75,8 +74,7 @@ def _write_down(caller: Caller, attempt: Attempt, record: ReplicationRecord, man
         caller.session.memory.record_replication(manifest, record)
 
 
-def _start(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest, remark: str) -> bool:
-    """Whether new slots had to be made for what comes to this rank."""
+def _arranged(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest, remark: str) -> Replication:
     session, settings, topology = caller.session, caller.settings, attempt.topology
     rooms = _rooms(manifest)
     made = redundancy_on(caller, topology)
@@ -93,8 +91,7 @@ def _start(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest,
     def then(is_replicated: bool) -> None:
         keep_no_more(session.memory, caller.scope, settings.keep, True)
 
-    session.replicator.start(Replication(work, made, lease, topology.is_leader, remark, then))
-    return any(not isinstance(slot, str) and slot.mapping is None for slot in targets.values())
+    return Replication(work, made, lease, topology.is_leader, remark, then)
 
 
 def coming_here(caller: Caller, topology: Topology, manifest: Manifest) -> Sequence[Sequence[int]]:
