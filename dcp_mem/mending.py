@@ -28,7 +28,7 @@ from dcp_mem.replicating.replicator import Replication
 from dcp_mem.replicating.transfers import Making, members_of
 from dcp_mem.replicating.work import Work, Worker
 from dcp_mem.session import Session, Topology, session_for
-from dcp_mem.sources import StoredDescription
+from dcp_mem.sources.base import StoredDescription
 
 _VARIABLE = "DCP_MEM_REPLICATION_TIMEOUT"
 

@@ -31,7 +31,9 @@ from dcp_mem.ranks import Alone, Ranks
 from dcp_mem.reading.read import read_items
 from dcp_mem.reading.together import Company
 from dcp_mem.recover import Damage, Opened, Origin, Recovery, open_next, recover, without
-from dcp_mem.sources import PEERS, Failures, MemorySource
+from dcp_mem.sources.base import Failures
+from dcp_mem.sources.elsewhere import PEERS
+from dcp_mem.sources.memory import MemorySource
 from dcp_mem.storage.routes import open_storage
 
 

@@ -27,15 +27,9 @@ from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.policy.election import Choice, Finding, RecoveryPlan, elect, in_common
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.ranks import Ranks
-from dcp_mem.sources import (
-    Description,
-    MemorySource,
-    Source,
-    StorageSource,
-    StoredDescription,
-    description_of,
-    get_parsed,
-)
+from dcp_mem.sources.base import Description, Source, StoredDescription, description_of
+from dcp_mem.sources.memory import MemorySource
+from dcp_mem.sources.stored import StorageSource, get_parsed
 from dcp_mem.storage import Entry, Storage
 
 T = TypeVar("T")

@@ -88,7 +88,7 @@ def _by_columns() -> Iterator[None]:
         raise AssertionError("DCP's metadata has been made")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dcp_mem.sources.metadata_of", refuse)
+        patch.setattr("dcp_mem.sources.base.metadata_of", refuse)
         yield
 
 

@@ -23,7 +23,7 @@ from dcp_mem.ranks.base import Message
 from dcp_mem.ranks.gloo import GlooRanks
 from dcp_mem.ranks.lines import GlooLine
 from dcp_mem.reading.arrivals import Arrivals
-from dcp_mem.sources import MemorySource
+from dcp_mem.sources.memory import MemorySource
 from tests.launch import run_ranks
 
 

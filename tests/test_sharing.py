@@ -31,7 +31,7 @@ from dcp_mem.policy.sharing import Need, NoRoom, Part, Shared, share_out
 from dcp_mem.reading import together
 from dcp_mem.reading.arrivals import Arrival, Arrivals
 from dcp_mem.reading.fetch import Fetcher, fetch_all
-from dcp_mem.sources import Description
+from dcp_mem.sources.base import Description
 from dcp_mem.storage.posix import PosixStorage
 from tests.forks import forked, forked_ranks, raised_by
 from tests.jobs import Job

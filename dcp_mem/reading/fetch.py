@@ -20,7 +20,7 @@ from dcp_mem.memory.copying import copy_here
 from dcp_mem.policy.pieces import Extent, cut, merged
 from dcp_mem.reading.arrivals import Arrival, Arrivals
 from dcp_mem.reading.payloads import TableIndex
-from dcp_mem.sources import Source
+from dcp_mem.sources.base import Source
 
 T = TypeVar("T")
 R = TypeVar("R")

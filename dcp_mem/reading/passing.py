@@ -21,7 +21,7 @@ from dcp_mem.ranks import Ranks
 from dcp_mem.ranks.base import Line
 from dcp_mem.reading.arrivals import Arrivals
 from dcp_mem.replicating.exchange import CHUNK, Awaited, Outgoing, receive, send
-from dcp_mem.sources import MemorySource
+from dcp_mem.sources.memory import MemorySource
 
 Room = npt.NDArray[np.uint8]
 
@@ -48,9 +48,10 @@ class Passing:
         return [threading.Thread(target=act, name="dcp_mem-pass", daemon=True) for act in acts]
 
     def end(self) -> None:
-        """Close the lines that are of no more use, which takes gloo a while for each."""
-        for line in self._lines:
-            line.close()
+        """Close the lines that are of no more use, in the background: it takes gloo a while for each."""
+        lines, self._lines = self._lines, []
+        if lines:
+            threading.Thread(target=_close, args=(lines,), name="dcp_mem-end").start()
 
     def raise_own(self) -> None:
         """Raise what went wrong on this rank."""
@@ -148,7 +149,12 @@ def passing(ranks: Ranks, token: str, part: Part, memory: MemorySource | None, a
     finally:
         for thread in threads:
             thread.join()
-        threading.Thread(target=passed.end, name="dcp_mem-end").start()
+        passed.end()
+
+
+def _close(lines: Sequence[Line]) -> None:
+    for line in lines:
+        line.close()
 
 
 def _by_peer(pieces: Sequence[Passed]) -> list[tuple[int, list[Passed]]]:

@@ -15,7 +15,9 @@ from dcp_mem.reading.arrivals import Arrival, Arrivals
 from dcp_mem.reading.fetch import Fetcher, fetch_all
 from dcp_mem.reading.together import Company, fetch_together
 from dcp_mem.recover import Opened
-from dcp_mem.sources import PEERS, ElsewhereSource, Failures, MemorySource, Source
+from dcp_mem.sources.base import Failures, Source
+from dcp_mem.sources.elsewhere import PEERS, ElsewhereSource
+from dcp_mem.sources.memory import MemorySource
 
 
 def read_items(

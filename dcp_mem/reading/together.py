@@ -28,7 +28,7 @@ from dcp_mem.ranks import Ranks
 from dcp_mem.reading.arrivals import Arrivals
 from dcp_mem.reading.fetch import Fetcher, fetch_all, in_parallel
 from dcp_mem.reading.passing import passing
-from dcp_mem.sources import MemorySource
+from dcp_mem.sources.memory import MemorySource
 
 _Checked = tuple[memoryview, int]
 """Bytes that are to be sent, and their CRC32C."""

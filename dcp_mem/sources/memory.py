@@ -1,29 +1,22 @@
-"""Where an opened checkpoint's bytes come from: this node's memory, other nodes', or storage. All answer in the same terms."""
+"""What this node's memory has of a checkpoint."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, StorageKeyMissing, UntrustedMetadata
-from dcp_mem.events import log
+from dcp_mem.errors import ManifestInvalid, SegmentCorrupt
 from dcp_mem.files import read_bytes
 from dcp_mem.format import names
-from dcp_mem.format.catalog import Catalog, Extent, catalog_key, catalog_named
+from dcp_mem.format.catalog import Catalog, Extent
 from dcp_mem.format.checksums import BlockChecksums, Blocks, Crcs, Extents, blocks_of, checksum
-from dcp_mem.format.described import metadata_of
-from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest, items_of
-from dcp_mem.format.metadata import read_metadata
-from dcp_mem.format.places import places_of
+from dcp_mem.format.manifest import ItemTable, Manifest
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.copying import Move, read, read_many, work_off
 from dcp_mem.memory.job import Held, checksums_of
@@ -31,66 +24,17 @@ from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.views import lent, view_of
 from dcp_mem.planning.reads import Straight
 from dcp_mem.policy.pieces import cut, merged
-from dcp_mem.storage import Storage
+from dcp_mem.sources.base import (
+    Description,
+    StoredDescription,
+    checked_catalog,
+    described_table,
+)
 from dcp_mem.values import Segment
 
-T = TypeVar("T")
-
-_END_OF_METADATA = 4096
-_MANIFESTS_AT_ONCE = 8
 _BLOCKS = 64
 _LARGE = 1 << 20
 """Bytes of a payload from which on it is worth a call of its own."""
-
-
-class Description:
-    """What a checkpoint consists of. catalog: None where only DCP's metadata says it, because others have written it."""
-
-    def __init__(self, catalog: Catalog | None, manifest: Manifest | None, metadata: Metadata | None = None) -> None:
-        """Raises ManifestInvalid where catalog and manifest don't belong together, UntrustedMetadata for odd planner data."""
-        self.catalog = catalog
-        self._manifest = manifest
-        self._metadata = metadata
-        if catalog is not None:
-            places_of(catalog).tail.extents(self.tails)
-            if catalog.planner_pickle:
-                _ = self.metadata
-
-    @property
-    def save_id(self) -> str:
-        return "" if self._manifest is None else self._manifest.save_id
-
-    @property
-    def tails(self) -> Mapping[int, Sequence[Extent]]:
-        """By rank, where the items behind the layout of its segment lie."""
-        return {} if self._manifest is None else self._manifest.tails
-
-    @property
-    def metadata(self) -> Metadata:
-        """The checkpoint's DCP metadata, made when it is first asked for."""
-        if self._metadata is None:
-            assert self.catalog is not None
-            assert self._manifest is not None
-            self._metadata = metadata_of(self.catalog, self._manifest.save_id, self.tails)
-        return self._metadata
-
-
-class Source(Protocol):
-    """One place that has the whole checkpoint. Every method raises SegmentCorrupt where bytes are missing or wrong."""
-
-    label: str
-
-    def describe(self) -> Description:
-        """What the checkpoint consists of. Raises UntrustedMetadata as well."""
-
-    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
-        """Extents, payloads and checksums of these segments' items; None where nothing of ours describes one."""
-
-    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, one after the other, with a segment's bytes from `offset` on."""
-
-    def close(self) -> None:
-        """End leases and give back descriptors."""
 
 
 class MemorySource:
@@ -221,7 +165,7 @@ class MemorySource:
         key = self._held.manifest.catalog
         path = os.path.join(self._held.directory, names.catalog_file(key))
         try:
-            return StoredDescription(self._held.manifest.to_json(), _checked_catalog(key, self._read_file(path)))
+            return StoredDescription(self._held.manifest.to_json(), checked_catalog(key, self._read_file(path)))
         except ManifestInvalid as error:
             raise self._corrupt(0, str(error)) from None
 
@@ -336,167 +280,3 @@ def _covered(blocks: Blocks, payloads: Straight) -> _Covered | None:
     numbers = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
     addresses = blocks.offsets[numbers] + np.repeat((payloads.address - payloads.offset)[is_any], counts)
     return _Covered(numbers, addresses, blocks.lengths[numbers])
-
-
-PEERS = "peers"
-"""Label of other nodes' memory."""
-
-
-class ElsewhereSource:
-    """What other nodes' memory has, and storage what they lack, as a rank sees it: by the description that it was given.
-
-    stored: None where storage doesn't have the checkpoint. held: files that lie in some node's memory.
-    """
-
-    def __init__(self, description: Description, stored: Source | None, is_held: Callable[[str], bool]) -> None:
-        self.label = stored.label if stored is not None else PEERS
-        self._description, self._stored, self._is_held = description, stored, is_held
-
-    def describe(self) -> Description:
-        return self._description
-
-    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
-        catalog = self._description.catalog
-        assert catalog is not None
-        others = [file for file in files if not self._is_held(file)]
-        known = self._stored.tables(others) if self._stored is not None and others else {}
-        return {file: known[file] if file in known else described_table(catalog, file) for file in files}
-
-    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        if self._stored is None or self._is_held(file):  # those come from other ranks, who send them
-            raise SegmentCorrupt("", names.rank_of(file), self.label, f"{file} lies in no memory that can be reached")
-        self._stored.read_into(file, offset, buffers)
-
-    def close(self) -> None:
-        return
-
-
-def described_table(catalog: Catalog, file: str) -> ItemTable:
-    """The items that a catalog has of a segment, without checksums."""
-    return items_of(catalog.layout(names.rank_of(file)), ())
-
-
-@dataclass(frozen=True, slots=True)
-class StoredDescription:
-    """Files that describe a checkpoint, for ranks that don't see them. metadata: DCP's, where nothing of ours does."""
-
-    manifest: bytes = b""
-    catalog: bytes = b""
-    metadata: bytes = b""
-
-
-def description_of(told: StoredDescription) -> Description:
-    """What another rank has told. Raises ManifestInvalid."""
-    manifest = Manifest.from_json(told.manifest)
-    return Description(catalog_named(manifest.catalog, told.catalog), manifest)
-
-
-class StorageSource:
-    """A committed checkpoint on storage."""
-
-    def __init__(self, storage: Storage, name: str, save_id: str, scope: str) -> None:
-        self.label = storage.url
-        self._storage, self._name, self._save_id, self._scope = storage, name, save_id, scope
-        self._manifest: Manifest | None = None
-
-    def describe(self) -> Description:
-        return self.adopt(self.fetch_description())
-
-    def fetch_description(self) -> StoredDescription:
-        """What storage says of the checkpoint; one rank may ask, and tell the others. Raises SegmentCorrupt."""
-        if not self._save_id:
-            return StoredDescription(metadata=self._get(names.metadata_file(self._scope), bytes))
-        if not self._is_committed():
-            raise self._corrupt(0, f"what is committed there isn't save {self._save_id}")
-        manifest, key = self._get(
-            names.stored_manifest(self._save_id), lambda data: (data, Manifest.from_json(data).catalog)
-        )
-        return StoredDescription(manifest, self._get(names.catalog_file(key), lambda data: _checked_catalog(key, data)))
-
-    def adopt(self, stored: StoredDescription) -> Description:
-        """Go by what storage said to this rank or another. Raises SegmentCorrupt, UntrustedMetadata."""
-        if not self._save_id:
-            return Description(None, None, self._foreign(read_metadata(stored.metadata)))
-        try:
-            self._manifest = Manifest.from_json(stored.manifest)
-            return Description(catalog_named(self._manifest.catalog, stored.catalog), self._manifest)
-        except ManifestInvalid as error:
-            raise self._corrupt(0, str(error)) from None
-
-    def _is_committed(self) -> bool:
-        """Whether `.metadata` is that of this save: its id stands at the end, and often enough before that."""
-        file = names.metadata_file(self._scope)
-        nbytes = next((entry.nbytes for entry in self._storage.ls(self._name) if entry.name == file), 0)
-        end = bytearray(min(nbytes, _END_OF_METADATA))
-        try:
-            self._storage.read_into(f"{self._name}/{file}", nbytes - len(end), [memoryview(end)])
-        except StorageKeyMissing as error:
-            raise self._corrupt(0, str(error)) from None
-        return self._save_id.encode() in end or self._save_id.encode() in self._get(file, bytes)
-
-    def _foreign(self, metadata: Metadata) -> Metadata:
-        """What torch wrote has no manifest; a checkpoint of ours without one has lost its checksums."""
-        files = {getattr(info, "relative_path", "") for info in (metadata.storage_data or {}).values()}
-        if any(names.SEGMENT.fullmatch(file) for file in files):
-            raise self._corrupt(0, "its manifest is missing, and the checksums with it (torch's own readers need none)")
-        return metadata
-
-    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
-        if not self._save_id:
-            return dict.fromkeys(files)
-        if self._manifest is None:  # another source has described the checkpoint
-            self._manifest = self._get(names.stored_manifest(self._save_id), Manifest.from_json)
-        of_rank = dict(zip(self._manifest.segments.rank, self._manifest.segments.node, strict=True))
-        nodes = sorted({of_rank[names.rank_of(file)] for file in files if names.rank_of(file) in of_rank})
-        known: dict[str, ItemTable | None] = {}
-        with ThreadPoolExecutor(_MANIFESTS_AT_ONCE, thread_name_prefix="dcp_mem-manifests") as pool:
-            for tables in pool.map(self._tables_of_node, nodes):
-                known.update(tables)
-        for file in files:
-            if file not in known:
-                raise self._corrupt(names.rank_of(file), f"no manifest of its has the checksums of {file}")
-        return {file: known[file] for file in files}
-
-    def _tables_of_node(self, node: str) -> Mapping[str, ItemTable]:
-        return self._get(names.stored_node_manifest(self._save_id, node), NodeManifest.from_json).tables
-
-    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        nbytes = sum(map(len, buffers))
-        try:
-            count = self._storage.read_into(f"{self._name}/{file}", offset, buffers)
-        except StorageKeyMissing as error:
-            raise self._corrupt(names.rank_of(file), str(error)) from None
-        if count < nbytes:
-            raise self._corrupt(names.rank_of(file), f"{file} ends at {offset + count}, {nbytes - count} bytes short")
-
-    def close(self) -> None:
-        return
-
-    def _get(self, file: str, parse: Callable[[bytes], T]) -> T:
-        try:
-            return get_parsed(self._storage, f"{self._name}/{file}", parse)
-        except (StorageKeyMissing, ManifestInvalid) as error:
-            raise self._corrupt(0, str(error)) from None
-
-    def _corrupt(self, rank: int, detail: str) -> SegmentCorrupt:
-        return SegmentCorrupt(self._name, rank, self.label, detail)
-
-
-def get_parsed(storage: Storage, key: str, parse: Callable[[bytes], T]) -> T:
-    """What `parse` makes of the bytes under a key. Raises ManifestInvalid where they are damaged twice; StorageKeyMissing."""
-    try:
-        return parse(storage.get(key))
-    except ManifestInvalid as error:
-        log.warning("%s in %s: %s; reading it once more, for it may have changed on its way", key, storage.url, error)
-        return parse(storage.get(key))
-
-
-def _checked_catalog(key: str, data: bytes) -> bytes:
-    """The catalog's bytes. Raises ManifestInvalid where they aren't those of that key."""
-    if catalog_key(data) != key:
-        raise ManifestInvalid(f"catalog {key} is damaged")
-    return data
-
-
-Failures = (SegmentCorrupt, UntrustedMetadata, ManifestInvalid)
-"""What makes a source unusable without saying anything about the others."""
