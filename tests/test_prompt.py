@@ -1,14 +1,20 @@
 """A store that falls silent is given up in time, and costs whoever asks again no time at all."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import cast
 
 import pytest
 import torch.distributed as dist
 
-from dcp_mem.ranks.gloo import GlooRanks
-from dcp_mem.ranks.prompt import PromptStore, connected
+from dcp_mem.errors import RankFailed
+from dcp_mem.ranks.gloo import GlooRanks, run_token
+from dcp_mem.ranks.prompt import PromptStore, connected, connection_of_its_own
 
 
 class _Store:
@@ -70,6 +76,40 @@ def test_connecting_through_a_silent_store_ends_in_time() -> None:
     with pytest.raises(RuntimeError, match="did not answer within 1 s"):
         connected(Silent(), 0, 2, 0.5)
     assert time.monotonic() - started < 5
+
+
+@pytest.fixture
+def stopped() -> Iterator[dist.Store]:
+    """A store whose host takes connections and says nothing any more."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "from tests.torchrun import serve_store; serve_store('127.0.0.1', 0)"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as host:
+        assert host.stdout is not None
+        address, port = host.stdout.readline().strip().rsplit(":", 1)
+        store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False)
+        os.kill(host.pid, signal.SIGSTOP)
+        try:
+            yield dist.PrefixStore("run", store)
+        finally:
+            host.kill()
+
+
+def test_another_connection_to_a_silent_store_is_given_up_in_time(stopped: dist.Store) -> None:
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not answer within 1 s"):
+        connection_of_its_own(stopped, 1)
+    assert time.monotonic() - started < 5
+
+
+def test_a_run_whose_store_is_silent_says_so(stopped: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_MEM_TIMEOUT", "1")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: stopped)
+    with pytest.raises(RankFailed, match=r"rank 3.*did not answer within 1 s"):
+        run_token()
 
 
 @pytest.mark.parametrize("served", [True, False])

@@ -14,7 +14,8 @@ import os
 import pickle
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,9 +25,9 @@ import torch.distributed as dist
 from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
 from dcp_mem.ranks import passing
 from dcp_mem.ranks.base import Alone, Line, Message, Ranks, Share
-from dcp_mem.ranks.lines import GlooLine, connection_of_its_own
+from dcp_mem.ranks.lines import GlooLine
 from dcp_mem.ranks.passing import dumped
-from dcp_mem.ranks.prompt import PromptStore, connected
+from dcp_mem.ranks.prompt import PromptStore, connected, connection_of_its_own
 from dcp_mem.ranks.tree import Tree, tree_of
 
 T = TypeVar("T")
@@ -98,7 +99,8 @@ class GlooRanks:
         ranks = _ranks.get(key)
         if ranks is None:
             purpose = f"{purpose} {run_token()}"  # the store may have seen other runs' keys, without its prefixes
-            store = connection_of_its_own(default)
+            with _meeting(self.rank):
+                store = connection_of_its_own(default, min(seconds, _STORE_SECONDS))
             ranks = _ranks[key] = GlooRanks(self.rank, self._members, purpose, store, seconds, variable)
         ranks.refresh()
         return ranks
@@ -112,8 +114,9 @@ class GlooRanks:
 
     def _connected(self, sender: int, receiver: int, prefix: str) -> GlooLine:
         name = f"{self._name}/{self._generation}/{prefix}{sender}-{receiver}"
-        store = dist.PrefixStore(name, connection_of_its_own(self._store))
-        return GlooLine(store, self.rank == sender, self._timeout.total_seconds())
+        seconds = self._timeout.total_seconds()
+        store = dist.PrefixStore(name, connection_of_its_own(self._store, min(seconds, _STORE_SECONDS)))
+        return GlooLine(store, self.rank == sender, seconds)
 
     def refresh(self) -> None:
         """Called as a save or load begins: leave a group that broke in an earlier one.
@@ -149,10 +152,8 @@ class GlooRanks:
         return tree_of(list(map(str, range(self.size))), self.rank)
 
     def _is_broken(self) -> bool:
-        try:
+        with _meeting(self.rank):
             return self._asked.check(self._broken_key())
-        except RuntimeError as error:
-            raise RankFailed("meeting the other ranks", [(self.rank, str(error).split("\n")[0][:300])]) from None
 
     def _broken_key(self) -> str:
         return f"{self._name}/{self._generation}/broken"
@@ -196,6 +197,15 @@ class GlooRanks:
     def _build(self) -> dist.ProcessGroupGloo:
         prefix = dist.PrefixStore(f"{self._name}/{self._generation}", self._store)
         return connected(prefix, self.rank, self.size, self._timeout.total_seconds())
+
+
+@contextmanager
+def _meeting(rank: int) -> Iterator[None]:
+    """A rank asks the store; RankFailed says so where that is gone, or silent."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankFailed("meeting the other ranks", [(rank, str(error).split("\n")[0][:300])]) from None
 
 
 class _GlooWire:
@@ -305,13 +315,13 @@ def exchange_timeout() -> float:
 def run_token() -> str:
     """What the processes of this run's default process group have in common ("" where there is no group).
 
-    Any one may ask at any time: nobody waits for the others.
+    Any one may ask at any time: nobody waits for the others. Raises RankFailed where the store is gone, or silent.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return ""
-    store = dist.distributed_c10d._get_default_store()
-    token: bytes = store.compare_set("dcp_mem/run", "", uuid.uuid4().hex)
-    return token.decode()
+    store = PromptStore(dist.distributed_c10d._get_default_store(), min(exchange_timeout(), _STORE_SECONDS))
+    with _meeting(dist.get_rank()):
+        return store.compare_set("dcp_mem/run", "", uuid.uuid4().hex).decode()
 
 
 _ranks: dict[tuple[object, ...], GlooRanks] = {}

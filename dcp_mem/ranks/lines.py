@@ -43,16 +43,3 @@ class _Passing:
 
     def wait(self) -> None:
         self._work.wait()
-
-
-def connection_of_its_own(store: dist.Store) -> dist.Store:
-    """The same store, without its prefixes, for a thread that may have to wait there: who shares a connection waits as well."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if hasattr(store, "clone"):  # torch 2.7
-        cloned: dist.Store = store.clone()
-        return cloned
-    if isinstance(store, dist.TCPStore):
-        return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-    # FileStore.path is declared by newer ones only
-    return dist.FileStore(getattr(store, "path", ""), -1) if isinstance(store, dist.FileStore) else store

@@ -68,3 +68,23 @@ def connected(store: dist.Store, rank: int, size: int, seconds: float) -> dist.P
     """A gloo group of ranks that meet in the store. Raises RuntimeError where they don't within about twice as many seconds."""
     timeout = timedelta(seconds=seconds)
     return Prompt(2 * seconds).do(lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def connection_of_its_own(store: dist.Store, seconds: float) -> dist.Store:
+    """The same store, without its prefixes, for a thread that may have to wait there: who shares a connection waits as well.
+
+    Raises RuntimeError where its host is gone, or silent for so many seconds.
+    """
+    return Prompt(seconds).do(lambda: _cloned(store))
+
+
+def _cloned(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if hasattr(store, "clone"):  # torch 2.7
+        cloned: dist.Store = store.clone()
+        return cloned
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    # FileStore.path is declared by newer ones only
+    return dist.FileStore(getattr(store, "path", ""), -1) if isinstance(store, dist.FileStore) else store
