@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_mem.config import Parity, parity
 from dcp_mem.errors import (
     CheckpointExists,
+    CheckpointInUse,
     CheckpointNotFound,
     ConfigError,
     CredentialsExpired,
@@ -33,13 +34,17 @@ from dcp_mem.errors import (
     UntrustedObject,
     WaitTimeout,
 )
+from dcp_mem.policy.frequency import Advice, Auto, advice, auto
 from dcp_mem.policy.persistence import Persist, every, interval
+from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_every, keep_last
 from dcp_mem.values import CheckpointStatus, State, Transfer
 
 if TYPE_CHECKING:
     from dcp_mem.api import load, save
+    from dcp_mem.app import TrainState
     from dcp_mem.flushing.leftovers import Leftover
-    from dcp_mem.housekeeping import Reclaimed, collect_leftovers, delete, reclaim
+    from dcp_mem.manager import CheckpointManager, Saved
+    from dcp_mem.operating.housekeeping import Reclaimed, collect_leftovers, delete, reclaim
     from dcp_mem.reader import MemoryStorageReader
     from dcp_mem.writer import MemoryStorageWriter
 
@@ -47,19 +52,26 @@ __version__ = "0.1.0"
 
 # The agent imports this package too, and has no use for torch: what needs it is imported on first use.
 _LAZY = {
+    "CheckpointManager": "dcp_mem.manager",
+    "Saved": "dcp_mem.manager",
     "Leftover": "dcp_mem.flushing.leftovers",
     "MemoryStorageReader": "dcp_mem.reader",
     "MemoryStorageWriter": "dcp_mem.writer",
-    "Reclaimed": "dcp_mem.housekeeping",
-    "collect_leftovers": "dcp_mem.housekeeping",
-    "delete": "dcp_mem.housekeeping",
+    "Reclaimed": "dcp_mem.operating.housekeeping",
+    "TrainState": "dcp_mem.app",
+    "collect_leftovers": "dcp_mem.operating.housekeeping",
+    "delete": "dcp_mem.operating.housekeeping",
     "load": "dcp_mem.api",
-    "reclaim": "dcp_mem.housekeeping",
+    "reclaim": "dcp_mem.operating.housekeeping",
     "save": "dcp_mem.api",
 }
 
 __all__ = [
+    "Advice",
+    "Auto",
     "CheckpointExists",
+    "CheckpointInUse",
+    "CheckpointManager",
     "CheckpointNotFound",
     "CheckpointStatus",
     "ConfigError",
@@ -80,19 +92,28 @@ __all__ = [
     "RankFailed",
     "Reclaimed",
     "ReplicationFailed",
+    "Retention",
+    "Saved",
     "SegmentCorrupt",
     "State",
     "StorageKeyMissing",
     "StorageRefused",
     "StorageUnavailable",
+    "TrainState",
     "Transfer",
     "UntrustedMetadata",
     "UntrustedObject",
     "WaitTimeout",
+    "advice",
+    "any_of",
+    "auto",
     "collect_leftovers",
     "delete",
     "every",
     "interval",
+    "keep_best",
+    "keep_every",
+    "keep_last",
     "load",
     "parity",
     "reclaim",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,20 @@ from dcp_mem.writer import MemoryStorageWriter
 _NEVER_STATEFUL = frozenset(
     {torch.Tensor, torch.nn.Parameter, DTensor, dict, list, tuple, str, int, float, bool, type(None)}
 )
+
+
+@runtime_checkable
+class HasOptional(Protocol):
+    """A stateful object that can do without some entries of its state dict."""
+
+    def is_optional(self, key: str) -> bool:
+        """Whether a checkpoint may lack this entry of the state dict, or have it where the state dict hasn't.
+
+        What is lacking, the object's `load_state_dict` gets a state dict without.
+
+        key: the keys of the dicts that lead to the entry, all of them texts, joined by dots ("rng.rank-3"). An entry of a
+        list is never optional.
+        """
 
 
 def save(
@@ -57,19 +72,13 @@ def save(
         except NoCommonPlan as reason:
             why_not = reason.why_not
     log.info("%s is planned by torch: %s", checkpoint_id, why_not)
-    options: dict[str, Any] = {"use_collectives": use_collectives}
-    if "use_collectives" not in inspect.signature(dcp.save).parameters:
-        if not use_collectives:
-            raise ConfigError("use_collectives=False needs a newer torch")
-        options = {}
     metadata: Metadata = dcp.save(
         state_dict,
         checkpoint_id=checkpoint_id,
         storage_writer=storage_writer,
         planner=planner,
         process_group=process_group,
-        no_dist=no_dist,
-        **options,
+        **_accepted(dcp.save, no_dist=(no_dist, False), use_collectives=(use_collectives, True)),
     )
     return metadata
 
@@ -90,29 +99,43 @@ def load(
     weights_only: byte items that could run code when unpickled are refused (UntrustedObject); False loads whatever was saved,
     as torch's planner does. A planner of your own decides for itself.
 
-    Raises what dcp.load raises, without wrapping it in CheckpointException, on all ranks or on none.
+    What stateful objects say is optional (HasOptional) may be missing in the checkpoint; all else of the state dict has to be
+    there. Raises what dcp.load raises, without wrapping it in CheckpointException, on all ranks or on none.
     """
+    ordered = {key: state_dict[key] for key in sorted(state_dict)}  # stateful objects may wait for each other's ranks
+    usual = partial(LocalLoadPlanner, weights_only=weights_only, optional=_optional(ordered))
     if planner is None:
-        planner = LocalLoadPlanner(weights_only=weights_only)
+        planner = usual()
     elif type(planner) is DefaultLoadPlanner and planner.flatten_state_dict and planner.flatten_sharded_tensors:
-        planner = LocalLoadPlanner(weights_only=weights_only, allow_partial_load=planner.allow_partial_load)
-    if not (isinstance(storage_reader, MemoryStorageReader) and isinstance(planner, LocalLoadPlanner)):
+        planner = usual(allow_partial_load=planner.allow_partial_load)
+    make_state = partial(_without_stateful, ordered)
+    if isinstance(storage_reader, MemoryStorageReader) and isinstance(planner, LocalLoadPlanner):
+        plain = storage_reader.load_collectively(make_state, checkpoint_id, process_group, no_dist, planner)
+    else:
         log.info("%s is planned by torch: its reader or planner isn't dcp_mem's or the default", checkpoint_id)
+        plain = make_state()
         dcp.load(
-            state_dict,
+            plain,
             checkpoint_id=checkpoint_id,
             storage_reader=storage_reader,
             planner=planner,
             process_group=process_group,
-            no_dist=no_dist,
+            **_accepted(dcp.load, no_dist=(no_dist, False)),
         )
-        return
-    ordered = {key: state_dict[key] for key in sorted(state_dict)}  # stateful objects may wait for each other's ranks
-    make_state = partial(_without_stateful, ordered)
-    plain = storage_reader.load_collectively(make_state, checkpoint_id, process_group, no_dist, planner)
+    if isinstance(planner, LocalLoadPlanner):
+        planner.take_out_lacking()
     for key in _stateful_keys(ordered):
         ordered[key].load_state_dict(plain.pop(key))
     state_dict.update(plain)
+
+
+def _accepted(function: Callable[..., Any], **options: tuple[bool, bool]) -> dict[str, bool]:
+    """Those options that this torch's function has. options: (value, default). Raises ConfigError where one is needed."""
+    known = inspect.signature(function).parameters
+    for name, (value, default) in options.items():
+        if name not in known and value != default:
+            raise ConfigError(f"{name}={value} needs a newer torch")
+    return {name: value for name, (value, _) in options.items() if name in known}
 
 
 def _without_stateful(state: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +149,16 @@ def _stateful_keys(state: dict[str, Any]) -> list[str]:
         return []
     # Asking a tensor whether it is an instance of the protocol takes 20 µs.
     return [key for key, value in state.items() if type(value) not in _NEVER_STATEFUL and isinstance(value, Stateful)]
+
+
+def _optional(state: dict[str, Any]) -> Callable[[str], bool] | None:
+    """Whether an entry of the state dict may be missing in a checkpoint, by its flattened name; None where none may."""
+    asked = [(f"{key}.", state[key]) for key in _stateful_keys(state) if isinstance(state[key], HasOptional)]
+
+    def is_optional(name: str) -> bool:
+        return any(name.startswith(prefix) and value.is_optional(name[len(prefix) :]) for prefix, value in asked)
+
+    return is_optional if asked else None
 
 
 def _why_not(writer: StorageWriter | None, planner: SavePlanner | None, use_collectives: bool) -> str:

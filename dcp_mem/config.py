@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import operator
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from typing import Any, Literal
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.persistence import Persist, persist_policy
 from dcp_mem.policy.redundancy import Redundancy
+from dcp_mem.policy.retention import KeepLast, Retention, retention, with_newest
 from dcp_mem.values import HISTORIES
 
 OnFull = Literal["wait", "skip", "raise"]
@@ -44,13 +46,17 @@ def parity(k: int) -> Parity:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user asked for. storage_options may hold secrets, so they stay out of repr."""
+    """What the user asked for. storage_options may hold secrets, so they stay out of repr.
+
+    keep_memory: which checkpoints stay in memory. keep_storage: which stay on storage; None: all.
+    """
 
     url: str | None
     memory_root: str
     job: str
     persist: Persist
-    keep: int = 2
+    keep_memory: Retention = field(default_factory=lambda: KeepLast(2))
+    keep_storage: Retention | None = None
     memory_limit: int | None = None
     on_full: OnFull = "wait"
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -62,6 +68,11 @@ class Settings:
     on_replication: OnReplication = "wait"
     replication_timeout: float = 120.0
 
+    @property
+    def keep(self) -> int:
+        """How many checkpoints stay in memory at most."""
+        return self.keep_memory.most or 1
+
 
 def settings(
     path: str | os.PathLike[str] | None,
@@ -69,7 +80,8 @@ def settings(
     memory: str | os.PathLike[str] | None = None,
     job: str | None = None,
     persist: bool | Persist = True,
-    keep: int = 2,
+    keep: int | Retention = 2,
+    keep_storage: int | Retention | None = None,
     memory_limit: int | str | None = None,
     on_full: str = "wait",
     storage_options: Mapping[str, Any] | None = None,
@@ -88,8 +100,6 @@ def settings(
         raise ConfigError(f"on_replication={on_replication!r}: choose 'wait', 'skip' or 'overtake'")
     if agent not in ("process", "thread"):
         raise ConfigError(f"agent={agent!r}: choose 'process' or 'thread'")
-    if type(keep) is not int or keep < 1:
-        raise ConfigError(f"keep={keep!r}: give a whole number; at least 1 complete checkpoint must stay in memory")
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigError(f"storage_options is a {type(storage_options).__name__}: give a mapping, as fsspec takes it")
     url = root_url(path)
@@ -98,7 +108,8 @@ def settings(
         memory_root=memory_root(memory),
         job=job_name(job, url),
         persist=persist_policy(persist if url is not None else False),
-        keep=keep,
+        keep_memory=_bounded(retention(keep, "keep")),
+        keep_storage=None if keep_storage is None else retention(keep_storage, "keep_storage"),
         memory_limit=_limit("memory_limit", memory_limit),
         on_full=on_full,  # type: ignore[arg-type]
         storage_options=dict(storage_options or {}),
@@ -110,6 +121,15 @@ def settings(
         on_replication=on_replication,  # type: ignore[arg-type]
         replication_timeout=_seconds("DCP_MEM_REPLICATION_TIMEOUT", 120.0),
     )
+
+
+def _bounded(policy: Retention) -> Retention:
+    if policy.most is None:
+        raise ConfigError(
+            f"keep={policy}: memory would fill up with every so many steps for ever; give that to keep_storage, and a number, "
+            f"keep_last(n) or keep_best(metric, n) here"
+        )
+    return with_newest(policy)
 
 
 def _redundancy(replicas: int | None, redundancy: object) -> Redundancy:
@@ -269,3 +289,33 @@ def run_identity() -> str:
             return f"{variable}={run}"
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return f"MASTER={address}:{port}" if address and port else ""
+
+
+def checked_step(step: object) -> int | None:
+    """The number of a training step. Raises ConfigError."""
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        raise ConfigError(f"step={step!r}: give the number of the training step, 0 or more")
+    return number
+
+
+def checked_metrics(metrics: object) -> dict[str, float]:
+    """Figures by name, as plain numbers. Raises ConfigError."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics={metrics!r}: give figures by name, such as {{'loss': 0.3}}")
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # a tensor of many says the last
+            raise ConfigError(f"metrics: {name!r} is {value!r}, which is no number") from None
+        if not isinstance(name, str):
+            raise ConfigError(f"metrics: {name!r} is no name; give texts")
+    return found

@@ -81,6 +81,20 @@ class JobInUse(DcpMemError, BlockingIOError):
         return f"job {self.job!r} is in use by {self.holder}. End that run, or give this one another job= (or path)."
 
 
+class CheckpointInUse(DcpMemError, BlockingIOError):
+    """Somebody reads the checkpoint that was to be deleted."""
+
+    def __init__(self, checkpoint: str, where: str) -> None:
+        super().__init__(checkpoint, where)
+        self.checkpoint, self.where = checkpoint, where
+
+    def __str__(self) -> str:
+        return (
+            f"somebody is reading checkpoint {self.checkpoint!r} in {self.where}: try again when that is done, or pass "
+            f"force=True (a reader that was killed counts for a day)"
+        )
+
+
 class StorageUnavailable(DcpMemError, ConnectionError):
     """Storage didn't answer, or answered that it can't just now; a retry may help.
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import uuid
 from mmap import mmap
 
 from dcp_mem.errors import MemoryBudgetExceeded
+
+_renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def write_atomically(path: str, data: bytes | memoryview | mmap, *, sync: bool = False) -> os.stat_result:
@@ -34,6 +38,13 @@ def write_atomically(path: str, data: bytes | memoryview | mmap, *, sync: bool =
     if sync:
         sync_directory(os.path.dirname(path))
     return facts
+
+
+def exchange(one: str, other: str) -> None:
+    """Give each file the other's name, at once: what either of them had is never lost. Raises FileNotFoundError."""
+    if _renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), one)
 
 
 def sync_directory(path: str) -> None:

@@ -30,7 +30,7 @@ from dcp_mem.planning.reads import Reads
 from dcp_mem.ranks import Alone, Ranks
 from dcp_mem.reading.read import read_items
 from dcp_mem.reading.together import Company
-from dcp_mem.recover import Damage, Opened, Origin, Recovery, open_next, recover, without
+from dcp_mem.recover import Damage, Opened, Origin, Recovery, open_next, recover, survey, without
 from dcp_mem.sources.base import Failures
 from dcp_mem.sources.elsewhere import PEERS
 from dcp_mem.sources.memory import MemorySource
@@ -42,7 +42,7 @@ class RecoveryReport:
     """What a load did, on all ranks together.
 
     source: "memory" (of the rank's own node), "peers" (other nodes' memory), "storage", or several of them with "and".
-    passed_over: candidates not taken, and why.
+    passed_over: candidates not taken, and why. step: of which training step the checkpoint is, where the writer was told.
     """
 
     checkpoint_id: str
@@ -50,6 +50,7 @@ class RecoveryReport:
     source: str
     passed_over: tuple[str, ...]
     seconds: float
+    step: int | None = None
 
 
 class MemoryStorageReader(StorageReader):
@@ -195,6 +196,12 @@ class MemoryStorageReader(StorageReader):
 
     # -- around the load ---------------------------------------------------------------------------------------------
 
+    def recoverable(self) -> list[str]:
+        """Names of the checkpoints that can be loaded, newest first, as all ranks find it together. Call it on all of them."""
+        call = direct_call(self._process_group, False, f"load {self.settings.job}")
+        self._id = None
+        return list(dict.fromkeys(choice.name for choice in survey(self._begin(call)).choices))
+
     def report(self) -> RecoveryReport:
         """What the last successful load took, from where, and what it passed over. Raises ConfigError before one."""
         if self._report is None:
@@ -288,7 +295,12 @@ class MemoryStorageReader(StorageReader):
         kinds += ["storage"] if everywhere - {MemorySource.label, PEERS} else []
         source = " and ".join(kinds) or ("memory" if opened.choice.memory else "storage")
         return RecoveryReport(
-            opened.choice.name, opened.choice.save_id, source, tuple(recovery.reasons), time.monotonic() - self._started
+            opened.choice.name,
+            opened.choice.save_id,
+            source,
+            tuple(recovery.reasons),
+            time.monotonic() - self._started,
+            opened.description.step,
         )
 
 

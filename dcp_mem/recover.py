@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -14,27 +13,23 @@ from dcp_mem.errors import (
     CheckpointNotFound,
     ConfigError,
     DcpMemError,
-    ManifestInvalid,
     NoRecoverableCheckpoint,
     RankFailed,
     SegmentCorrupt,
-    StorageKeyMissing,
 )
 from dcp_mem.events import log
 from dcp_mem.format import names
-from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.policy.election import Choice, Finding, RecoveryPlan, elect, in_common
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.ranks import Ranks
 from dcp_mem.sources.base import Description, Source, StoredDescription, description_of
 from dcp_mem.sources.memory import MemorySource
-from dcp_mem.sources.stored import StorageSource, get_parsed
-from dcp_mem.storage import Entry, Storage
+from dcp_mem.sources.stored import StorageSource
+from dcp_mem.storage import Storage
+from dcp_mem.storage.leases import ReadLease, read_lease
+from dcp_mem.storage.listing import checkpoint_names, daemon, in_parallel, stored_under
 
-T = TypeVar("T")
-R = TypeVar("R")
-_AT_ONCE = 16
 _PATIENCE = 10.0
 """Seconds that a load waits for storage to answer at all when memory has a checkpoint as well."""
 _LISTING_PATIENCE = 60.0
@@ -87,11 +82,12 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opened:
-    """A checkpoint that every rank has opened. sources: nearest first."""
+    """A checkpoint that every rank has opened. sources: nearest first. lease: keeps it on storage, where it comes from there."""
 
     choice: Choice
     description: Description
     sources: tuple[Source, ...]
+    lease: ReadLease | None = None
 
     def is_in_memory(self, file: str) -> bool:
         """Whether some node has the segment."""
@@ -104,6 +100,8 @@ class Opened:
     def close(self) -> None:
         for source in self.sources:
             source.close()
+        if self.lease is not None:
+            self.lease.close()
 
 
 def recover(recovery: Recovery) -> Opened:
@@ -221,6 +219,21 @@ def _nothing(recovery: Recovery) -> NoRecoverableCheckpoint:
 
 def _open(recovery: Recovery, choice: Choice) -> tuple[Opened | None, str]:
     """Open every source that has the checkpoint; the first that shows what it consists of leads."""
+    lease = _lease(recovery, choice)
+    opened, trouble = _opened(recovery, choice, lease)
+    if opened is None and lease is not None:
+        lease.close()
+    return opened, trouble
+
+
+def _lease(recovery: Recovery, choice: Choice) -> ReadLease | None:
+    """Keep on storage what is to come from there; one rank does so for all, before it looks whether it is still committed."""
+    storage = recovery.origin.storage
+    is_ours = recovery.ranks.rank == 0 and choice.save_id
+    return read_lease(storage, choice.name) if storage is not None and is_ours and not choice.memory else None
+
+
+def _opened(recovery: Recovery, choice: Choice, lease: ReadLease | None) -> tuple[Opened | None, str]:
     sources: list[Source] = []
     description: Description | None = None
     troubles: list[str] = []
@@ -243,7 +256,7 @@ def _open(recovery: Recovery, choice: Choice) -> tuple[Opened | None, str]:
     if description is None:
         return None, "; ".join(troubles) or "it is gone"
     recovery.reasons.extend(f"{choice.name}: {text}" for text in troubles)
-    return Opened(choice, description, tuple(sources)), ""
+    return Opened(choice, description, tuple(sources), lease), ""
 
 
 def tell(recovery: Recovery, choice: Choice) -> StoredDescription | DcpMemError | None:
@@ -393,7 +406,7 @@ def _on_storage(recovery: Recovery, *, patient: bool) -> tuple[list[Finding], li
     if storage is None or recovery.silence:
         return [], recovery.silence
     answer: list[list[Finding]] = []
-    asking = _daemon(lambda: answer.append(_ask(storage, recovery)))
+    asking = daemon(lambda: answer.append(_ask(storage, recovery)))
     if patient:
         asking.join()
     elif recovery.heard.wait(_PATIENCE):
@@ -406,10 +419,10 @@ def _on_storage(recovery: Recovery, *, patient: bool) -> tuple[list[Finding], li
 
 def _ask(storage: Storage, recovery: Recovery) -> list[Finding]:
     try:
-        wanted = [recovery.wanted] if recovery.wanted is not None else _checkpoint_names(storage)
+        wanted = [recovery.wanted] if recovery.wanted is not None else checkpoint_names(storage)
         if recovery.wanted is None:
             recovery.heard.set()
-        found = _in_parallel(lambda name: _stored_under(storage, name, recovery.scope), wanted)
+        found = in_parallel(lambda name: _stored_under(storage, name, recovery.scope), wanted)
         return [finding for findings in found for finding in findings]
     except Exception as error:
         recovery.silence.append(str(error) if isinstance(error, DcpMemError) else f"{type(error).__name__}: {error}")
@@ -418,76 +431,6 @@ def _ask(storage: Storage, recovery: Recovery) -> list[Finding]:
         recovery.heard.set()
 
 
-def _in_parallel(act: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """What `act` returns for each item, several at once. Raises what one of them raised.
-
-    In daemons, where a pool's threads would keep the process from ending for as long as storage keeps them waiting.
-    """
-    results: dict[int, R] = {}
-    errors: list[Exception] = []
-    left = iter(enumerate(items))
-    lock = threading.Lock()
-
-    def work() -> None:
-        try:
-            while not errors:
-                with lock:
-                    index, item = next(left, (-1, None))
-                if index < 0:
-                    return
-                results[index] = act(item)  # type: ignore[arg-type]
-        except Exception as error:
-            errors.append(error)
-
-    for worker in [_daemon(work) for _ in items[:_AT_ONCE]]:
-        worker.join()
-    if errors:
-        raise errors[0]
-    return [results[index] for index in range(len(items))]
-
-
-def _daemon(act: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=act, name="dcp_mem-survey", daemon=True)
-    thread.start()
-    return thread
-
-
-def _checkpoint_names(storage: Storage) -> list[str]:
-    return [entry.name for entry in storage.ls("") if entry.is_directory and not entry.name.startswith(".")]
-
-
 def _stored_under(storage: Storage, name: str, scope: str) -> list[Finding]:
-    """The checkpoint that is committed under a name, if there is one."""
-    entries = {entry.name: entry for entry in storage.ls(name)}
-    metadata = entries.get(names.metadata_file(scope))
-    if metadata is None:
-        return []
-    manifests = [_manifest(storage, f"{name}/{names.OWN}/{entry.name}") for entry in _manifests(storage, name)]
-    ours = [manifest for manifest in manifests if isinstance(manifest, Manifest) and manifest.scope == scope]
-    if ours:
-        return [_finding(manifest, entries) for manifest in ours]
-    damaged = [manifest for manifest in manifests if isinstance(manifest, str)]
-    return [Finding(name, "", metadata.modified, damaged[0] if damaged else "")]
-
-
-def _manifests(storage: Storage, name: str) -> list[Entry]:
-    listed = storage.ls(f"{name}/{names.OWN}")
-    return [entry for entry in listed if entry.name.startswith("manifest-") and entry.name.endswith(".json")]
-
-
-def _manifest(storage: Storage, key: str) -> Manifest | str:
-    try:
-        return get_parsed(storage, key, Manifest.from_json)
-    except (ManifestInvalid, StorageKeyMissing) as error:
-        return str(error)
-
-
-def _finding(manifest: Manifest, entries: dict[str, Entry]) -> Finding:
-    for segment in manifest.segments:
-        entry = entries.get(segment.file)
-        if entry is None or entry.nbytes != segment.nbytes:
-            there = "missing" if entry is None else f"{entry.nbytes} of {segment.nbytes} bytes"
-            return Finding(
-                manifest.name, manifest.save_id, manifest.created, f"segment of rank {segment.rank}: {there}"
-            )
-    return Finding(manifest.name, manifest.save_id, manifest.created)
+    found = stored_under(storage, name, scope)
+    return [Finding(one.name, one.save_id, one.created, one.problem) for one in found]

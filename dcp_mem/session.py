@@ -22,7 +22,7 @@ from dcp_mem.agent import AgentHandle
 from dcp_mem.config import Settings
 from dcp_mem.errors import DcpMemError
 from dcp_mem.events import log
-from dcp_mem.flushing.flusher import Flusher, Registration, credential_environment
+from dcp_mem.flushing.flusher import Flusher, Registration, registration_of
 from dcp_mem.format.frames import QUANTISED, Spec, Specs, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.manifest import Manifest
@@ -377,21 +377,6 @@ class _FlushThread:
                 continue
             due = self._flusher.seconds_until_next()
             self._woken.wait(1.0 if due is None else min(due, 1.0))
-
-
-def registration_of(settings: Settings, *, now: bool = False, nodes: frozenset[str] | None = None) -> Registration:
-    """What the agent must know of this job. now: that somebody waits for it. nodes: where its ranks run, if that is known."""
-    assert settings.url is not None
-    return Registration(
-        settings.job,
-        settings.url,
-        settings.overwrite,
-        settings.storage_options,
-        credential_environment(),
-        now,
-        settings.upload_limit,
-        nodes,
-    )
 
 
 _sessions: dict[tuple[int, str, str], Session] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,6 +17,7 @@ class State(str, Enum):
     FAILED = "failed"  # complete in memory; the flush failed and will be tried again
     SKIPPED = "skipped"  # never became durable, on purpose; the reason is recorded
     EVICTED = "evicted"  # left memory by retention
+    DELETED = "deleted"  # was durable, and left storage by retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,20 @@ class Segment:
     nbytes: int
     layout: str = ""
     tail: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a training loop says of a checkpoint: its step (None: nothing), and figures such as {"loss": 0.3}.
+
+    persist: True takes it to storage whatever the policy says. pause: how many steps the coordinator would have pass until the
+    next save; not kept.
+    """
+
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    persist: bool = False
+    pause: int = 0
 
 
 HISTORIES = "checkpointHistories.csv"
@@ -74,7 +90,8 @@ class CheckpointStatus:
     flush_seconds: what all attempts took, without the pauses between them. flush_again: when a failed one is tried again,
     seconds since the epoch (0.0: it is being tried, or nothing failed).
     replicas: copies of each segment in other nodes' memory. parity: over how many other nodes there is parity instead.
-    replication_error: why there is neither, or less than wanted.
+    replication_error: why there is neither, or less than wanted. step, metrics: what the training loop said of it, while it is
+    in memory.
     """
 
     name: str
@@ -96,6 +113,8 @@ class CheckpointStatus:
     replication_seconds: float = 0.0
     replication_error: str = ""
     parity: int = 0
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_replicated(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from dcp_mem import agent
 from dcp_mem.bar import Show
@@ -13,8 +14,10 @@ from dcp_mem.events import log
 from dcp_mem.format.histories import Line
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.memory.locks import is_leased
-from dcp_mem.saving.values import Caller
 from dcp_mem.values import CheckpointStatus, State, Transfer
+
+if TYPE_CHECKING:  # it brings torch along, which whoever only looks can do without
+    from dcp_mem.saving.values import Caller
 
 _LONGEST_PAUSE = 0.2
 _WAKE_EVERY = 2.0
@@ -24,7 +27,7 @@ _COMPLAIN_EVERY = 30.0
 def status(settings: Settings) -> list[CheckpointStatus]:
     """Every known checkpoint of the job on this node, newest first."""
     memory = JobMemory(settings.memory_root, settings.job)
-    present = [_of_held(held) for held in memory.held()]
+    present = [status_of(held) for held in memory.held()]
     known = {entry.save_id for entry in present}
     past = [_of_history(line) for line in memory.history() if line.save_id not in known]
     return sorted([*present, *past], key=lambda entry: entry.created, reverse=True)
@@ -72,8 +75,13 @@ def wait(
     )
 
 
-def wait_for_all(settings: Settings, wake: Callable[[bool], None], show: Show | None = None) -> None:
-    """Wait until nothing in memory awaits its flush. Raises FlushFailed for the newest one that storage refused."""
+def wait_for_all(
+    settings: Settings, wake: Callable[[bool], None], show: Show | None = None, timeout: float | None = None
+) -> None:
+    """Wait until nothing in memory awaits its flush.
+
+    Raises FlushFailed for the newest one that storage refused, WaitTimeout.
+    """
 
     def done() -> bool:
         pending = [held for held in JobMemory(settings.memory_root, settings.job).held() if held.pending]
@@ -83,7 +91,15 @@ def wait_for_all(settings: Settings, wake: Callable[[bool], None], show: Show | 
         return not pending
 
     before = _refusals(settings)
-    _poll(done, None, wake, "flushing", settings, lambda: [one for one in status(settings) if one.persist], show)
+    _poll(
+        done,
+        timeout,
+        wake,
+        "not all is flushed",
+        settings,
+        lambda: [one for one in status(settings) if one.persist],
+        show,
+    )
 
 
 def _refusals(settings: Settings) -> dict[str, int]:
@@ -193,7 +209,8 @@ def _trouble(settings: Settings) -> str:
     return (errors[0] if errors else "no error so far") + log_file
 
 
-def _of_held(held: Held) -> CheckpointStatus:
+def status_of(held: Held) -> CheckpointStatus:
+    """What is known of a checkpoint in memory."""
     manifest, flush, replication = held.manifest, held.flush, held.replication
     is_replicated = replication.outcome == "replicated"
     states = {"durable": State.DURABLE, "failed": State.FAILED, "refused": State.FAILED, "skipped": State.SKIPPED}
@@ -217,12 +234,14 @@ def _of_held(held: Held) -> CheckpointStatus:
         replication_seconds=replication.seconds,
         replication_error=replication.error,
         parity=replication.parity,
+        step=manifest.step,
+        metrics=manifest.metrics,
     )
 
 
 def _of_history(line: Line) -> CheckpointStatus:
     # One that failed and has left memory since will not be tried again.
-    states = {"durable": State.DURABLE, "evicted": State.EVICTED}
+    states = {"durable": State.DURABLE, "evicted": State.EVICTED, "deleted": State.DELETED}
     return CheckpointStatus(
         name=line.name,
         save_id=line.save_id,

@@ -21,9 +21,18 @@ from torch.futures import Future
 from dcp_mem import faults, watch
 from dcp_mem.agent import AgentHandle
 from dcp_mem.bar import progress_bar
-from dcp_mem.config import Parity, Settings, checkpoint_name, run_identity, settings
+from dcp_mem.config import (
+    Parity,
+    Settings,
+    checked_metrics,
+    checked_step,
+    checkpoint_name,
+    run_identity,
+    settings,
+)
 from dcp_mem.dcp_call import DcpCall, dcp_call, direct_call, global_metadata
 from dcp_mem.errors import ConfigError, RankFailed, picklable
+from dcp_mem.flushing.flusher import registration_of
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.described import RankItems, catalog_of, metadata_of
@@ -34,6 +43,7 @@ from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import most_at_once
 from dcp_mem.policy.persistence import Persist
+from dcp_mem.policy.retention import Retention
 from dcp_mem.prepare import Preparation, prepare
 from dcp_mem.ranks import Alone, run_token
 from dcp_mem.saving.agree import NoCommonPlan, agree, keep_no_more
@@ -44,8 +54,8 @@ from dcp_mem.saving.replicate import coming_here, replication_of
 from dcp_mem.saving.stage import Results, stage
 from dcp_mem.saving.structures import Structures
 from dcp_mem.saving.values import Attempt, Caller, Planned, Staged
-from dcp_mem.session import Session, close_session, open_session, registration_of, session_for
-from dcp_mem.values import CheckpointStatus
+from dcp_mem.session import Session, close_session, open_session, session_for
+from dcp_mem.values import About, CheckpointStatus
 
 T = TypeVar("T")
 
@@ -60,7 +70,10 @@ class MemoryStorageWriter(StorageWriter):
     memory: the memory root (default $DCP_MEM_ROOT, else /dev/shm/dcp_mem-<uid>).
     job: name of the job's memory directory; by default from path, else from TORCHELASTIC_RUN_ID or SLURM_JOB_ID.
     persist: True, False, every(n) or interval(seconds): which saves go to storage; the coordinator decides.
-    keep: complete checkpoints that stay in memory. One more is staged beside them.
+    keep: complete checkpoints that stay in memory: a number, or a policy of `keep_last`, `keep_best`, `any_of`. One more is
+    staged beside them.
+    keep_storage: the same on storage, where `keep_every` may be one of them; None keeps all. Applied after each commit, to what
+    dcp_mem wrote under path; never to the newest checkpoint, nor to one that is being read.
     replicas: copies of each segment in other nodes' memory, made behind training; default DCP_MEM_REPLICAS, else 0. Where there
     are fewer other nodes, as many as there are.
     redundancy: parity(k) instead of replicas: parity over groups of k + 1 nodes, from which any one node of a group comes back,
@@ -93,7 +106,8 @@ class MemoryStorageWriter(StorageWriter):
         redundancy: Parity | None = None,
         failure_domain: str | Callable[[], str] | None = None,
         on_replication: str = "wait",
-        keep: int = 2,
+        keep: int | Retention = 2,
+        keep_storage: int | Retention | None = None,
         memory_limit: int | str | None = None,
         on_full: str = "wait",
         storage_options: Mapping[str, Any] | None = None,
@@ -109,6 +123,7 @@ class MemoryStorageWriter(StorageWriter):
             job=job,
             persist=persist,
             keep=keep,
+            keep_storage=keep_storage,
             memory_limit=memory_limit,
             on_full=on_full,
             storage_options=storage_options,
@@ -127,6 +142,8 @@ class MemoryStorageWriter(StorageWriter):
         self._name: str | None = None
         self._refused: ConfigError | None = None
         self._save: _Save | None = None
+        self._about = About()
+        self._last: tuple[Manifest, About] | None = None
         self._structures = Structures()
         self._agent = AgentHandle(self.settings.memory_root)
 
@@ -147,7 +164,8 @@ class MemoryStorageWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         name = self._checked_name()
         call = dcp_call(self._process_group, f"save {self.settings.job}")
-        self._save = _begin(self.settings, self._open(), call, name, kwargs.get("use_collectives", True))
+        caller = _caller(self.settings, self._open(), call, name, kwargs.get("use_collectives", True))
+        self._save = _Save(replace(caller, about=self._taken_about()))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -185,6 +203,7 @@ class MemoryStorageWriter(StorageWriter):
         manifest, staged = complete(save.caller, attempt, staged, structures.describing(planner), changed)
         structures.settle(planner, saved[key])
         save.manifest = manifest
+        self._last = manifest, attempt.about
         _after(save.caller, attempt, staged, manifest)
         return Results(staged)
 
@@ -236,6 +255,7 @@ class MemoryStorageWriter(StorageWriter):
             with collector_paused():
                 return self._save_by_own_plan(caller, state)
         except NoCommonPlan:
+            self._about = caller.about  # of the save that DCP drives now
             raise
         except BaseException as error:
             # Wherever the others are, they must not wait for this one.
@@ -253,7 +273,12 @@ class MemoryStorageWriter(StorageWriter):
             call.ranks.leave(f"{type(opened).__name__}: {opened}")
         if not isinstance(opened, Session):
             raise opened
-        return Caller(self.settings, opened, call.ranks, call.rank, names.COLLECTIVE, self._checked_name())
+        caller = Caller(self.settings, opened, call.ranks, call.rank, names.COLLECTIVE, self._checked_name())
+        return replace(caller, about=self._taken_about())
+
+    def _taken_about(self) -> About:
+        about, self._about, self._last = self._about, About(), None
+        return about
 
     def _checked_name(self) -> str:
         """What to save under. Raises ConfigError where that is missing, or no name."""
@@ -295,6 +320,7 @@ class MemoryStorageWriter(StorageWriter):
         caller = replace(caller, plan_id=planned.plan_id)
         staged = _result_or_error(lambda: stage(caller, attempt, planned))
         manifest, staged = complete(caller, attempt, staged, collective.describing(planned.plan_id), is_new)
+        self._last = manifest, attempt.about
         _after(caller, attempt, staged, manifest)
         faults.point("save.finished")
         data = caller.session.catalogs.find(manifest.catalog) or b""  # mapped for as long as somebody may look at it
@@ -305,6 +331,23 @@ class MemoryStorageWriter(StorageWriter):
         return bool(os.fspath(checkpoint_id))
 
     # -- around the saves --------------------------------------------------------------------------------------------
+
+    def tell(self, *, step: int | None = None, metrics: Mapping[str, Any] | None = None, persist: bool = False) -> None:
+        """Say of the next save which step it is of, how good it is, and that storage is to have it whatever the policy says.
+
+        Rank 0's word counts. step and metrics are kept with the checkpoint, for retention and listings. metrics: real numbers, or
+        tensors of one. Raises ConfigError.
+        """
+        self.announce(About(checked_step(step), checked_metrics(metrics), bool(persist)))
+
+    def announce(self, about: About) -> None:
+        """The same, of what has been checked."""
+        self._about = about
+
+    @property
+    def last_save(self) -> tuple[Manifest, About] | None:
+        """What the last save made, and what its coordinator said of it; None where it was skipped or failed."""
+        return self._last
 
     def prepare(self, state_dict: dict[str, Any], planner: SavePlanner | None = None) -> Preparation:
         """Lay out and prefault slots for this state in the background, so that the first save costs what later ones do.
@@ -334,7 +377,7 @@ class MemoryStorageWriter(StorageWriter):
         """
         name = None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
         with progress_bar(progress) as show:
-            watch.wait(self.settings, name, state, timeout, self._wake, show)
+            watch.wait(self.settings, name, state, timeout, self.wake_agent, show)
 
     def status(self) -> list[CheckpointStatus]:
         """Every known checkpoint of this job on this node, newest first: state, sizes, times and the last error."""
@@ -356,7 +399,7 @@ class MemoryStorageWriter(StorageWriter):
             own_thread = self.settings.agent == "thread" and open_session(self.settings) is None
             if flush and self.settings.url is not None and not own_thread:
                 with progress_bar(progress) as show:
-                    watch.wait_for_all(self.settings, self._wake, show)
+                    watch.wait_for_all(self.settings, self.wake_agent, show)
             self._apply_retention()
         finally:
             close_session(self.settings, drop_free=True)
@@ -366,7 +409,7 @@ class MemoryStorageWriter(StorageWriter):
         if session is not None:  # the last save left alone what was being flushed
             session.replicator.wait()
             for scope in {held.manifest.scope for held in session.memory.held()}:
-                keep_no_more(session.memory, scope, self.settings.keep, bool(self.settings.redundancy))
+                keep_no_more(session.memory, scope, self.settings.keep_memory, bool(self.settings.redundancy))
 
     def __enter__(self) -> MemoryStorageWriter:
         return self
@@ -379,7 +422,7 @@ class MemoryStorageWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         # For async_save's process executor: the copy opens a session of its own, and finds its group by itself. But it
         # belongs to this run, which its own environment and store would give another name.
-        state = {**self.__dict__, "_save": None, "_process_group": None, "_structures": Structures()}
+        state = {**self.__dict__, "_save": None, "_last": None, "_process_group": None, "_structures": Structures()}
         return {**state, "_run": self._identity().run}
 
     def _identity(self) -> RunIdentity:
@@ -390,7 +433,8 @@ class MemoryStorageWriter(StorageWriter):
             raise ConfigError("DCP calls set_up_storage_writer before this: drive the writer through dcp.save")
         return self._save
 
-    def _wake(self, now: bool) -> None:
+    def wake_agent(self, now: bool = False) -> None:
+        """Have the agent look at what is pending. now: failed flushes are tried again at once."""
         session = open_session(self.settings)
         if session is not None:
             session.wake_agent(self.settings, now=now)
@@ -422,10 +466,10 @@ class _Save:
         self.manifest: Manifest | None = None
 
 
-def _begin(chosen: Settings, session: Session, call: DcpCall, name: str, use_collectives: bool) -> _Save:
+def _caller(chosen: Settings, session: Session, call: DcpCall, name: str, use_collectives: bool) -> Caller:
     if use_collectives:
-        return _Save(Caller(chosen, session, call.ranks, call.rank, names.COLLECTIVE, name))
-    return _Save(Caller(chosen, session, Alone(), call.rank, names.rank_scope(call.rank), name))
+        return Caller(chosen, session, call.ranks, call.rank, names.COLLECTIVE, name)
+    return Caller(chosen, session, Alone(), call.rank, names.rank_scope(call.rank), name)
 
 
 def _result_or_error(act: Callable[[], T]) -> T | Exception:

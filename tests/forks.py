@@ -40,7 +40,7 @@ _PRELOADED = [
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
     "dcp_mem.agent",
-    "dcp_mem.housekeeping",
+    "dcp_mem.operating.housekeeping",
     "dcp_mem.reader",
     "dcp_mem.writer",
     "tests.forks",

@@ -114,6 +114,17 @@ def load_anew(job: Job, name: str | None = None, **options: Any) -> Loaded:
         return Loaded(load(reader, name), reader.report())
 
 
+def save_in_two_places(job: Job) -> None:
+    """step-1 on storage only, step-2 in both places, step-3 in memory only."""
+    with job.writer(keep=2, agent="thread") as writer:
+        for number in (1, 2):
+            writer.tell(step=number, metrics={"loss": 1 / number})
+            save(writer, number)
+            writer.wait(f"step-{number}", timeout=60)
+    with job.writer(keep=2, agent="thread", persist=False) as writer:
+        save(writer, 3)
+
+
 def wait_until(condition: Callable[[], object], what: str = "", timeout: float = _PATIENCE_SECONDS) -> None:
     """Ask until the condition holds. Fails when it takes too long."""
     deadline = time.monotonic() + timeout

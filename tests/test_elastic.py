@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
 from dcp_mem import NoRecoverableCheckpoint
-from tests.cluster import MEMORY, Cluster
+from tests.cluster import MEMORY, ON_DEMAND, Cluster
 from tests.jobs import Job, wait_until
 from tests.roundtrip import State, assert_same_tensor
 
@@ -102,10 +102,10 @@ def _train(run: Path, redundancy: Mapping[str, Any]) -> Trained:
 @pytest.mark.parametrize(
     ("lost", "redundancy", "joins"),
     [
-        pytest.param(2, COPIES, False, id="one node less with copies"),
+        pytest.param(2, COPIES, False, id="one node less with copies", marks=ON_DEMAND),
         pytest.param(0, PARITY, False, id="the first node less with parity"),
         pytest.param(1, COPIES, True, id="an empty node joins with copies"),
-        pytest.param(0, PARITY, True, id="an empty node joins in the place of the first with parity"),
+        pytest.param(0, PARITY, True, id="an empty node joins in the place of the first with parity", marks=ON_DEMAND),
     ],
 )
 @pytest.mark.nodes(3)

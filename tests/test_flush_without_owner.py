@@ -88,7 +88,9 @@ def _load_as_torch(directory: Path) -> int:
             [2], {"replicas": 1}, "flush.segments:stop:1", id="one of three whose segments are up", marks=ON_DEMAND
         ),
         pytest.param([0], {"replicas": 1}, "flush.started:stop:1", id="the one that commits"),
-        pytest.param([0, 1], {"replicas": 2}, "flush.started:stop:1", id="two of three with two replicas"),
+        pytest.param(
+            [0, 1], {"replicas": 2}, "flush.started:stop:1", id="two of three with two replicas", marks=ON_DEMAND
+        ),
         pytest.param([1], {"redundancy": parity(2)}, "flush.started:stop:1", id="one of three with parity"),
     ],
 )

@@ -225,7 +225,7 @@ def test_job_that_somebody_takes_up_at_that_moment_is_left_to_him(
     job = Job(None, str(memory_root))
     with forking(_save_and_stay, None, job, tmp_path):
         wait_until(lambda: list(tmp_path.iterdir()))
-        monkeypatch.setattr("dcp_mem.housekeeping.job_is_live", lambda _: False)
+        monkeypatch.setattr("dcp_mem.operating.housekeeping.job_is_live", lambda _: False)
         (found,) = reclaim(memory_root)
         assert "is in use by process" in found.kept
         assert load_anew(job).number == 3

@@ -325,6 +325,64 @@ def test_partial_loads_and_missing_checkpoints(job: Job) -> None:
     assert isinstance(missing, CheckpointNotFound)
 
 
+class _Undemanding:
+    """Can do without some entries, which lie between others."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = state_dict
+
+    def is_optional(self, key: str) -> bool:
+        return key.startswith("deep.maybe")
+
+
+def _load_what_there_is(job: Job, by_torchs_reader: Path | None) -> None:
+    def placed(fill: float) -> torch.Tensor:
+        full = torch.full((5, 3), fill)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+        return distribute_tensor(full, mesh, [Shard(0)]) if mesh is not None else full
+
+    def state(fill: float, *names: str) -> dict[str, Any]:
+        made = {name: placed(fill) if "tensor" in name else fill for name in names}
+        return {"deep": {name: made[name] for name in sorted(names)}, "last": placed(fill)}
+
+    known = ("a tensor", "maybe tensor 2", "maybe text 2", "z")
+    with job.writer() as writer:
+        options: dict[str, Any] = {"storage_writer": writer} if by_torchs_reader is None else {}
+        name = "step-1" if by_torchs_reader is None else str(by_torchs_reader / "step-1")
+        dcp_mem.save({"one": _Undemanding(state(1.0, *known))}, checkpoint_id=name, **options)
+    reader = job.reader() if by_torchs_reader is None else dcp.FileSystemReader(name)
+    more = ("maybe tensor 1", "maybe tensor 3", "maybe text 1", "maybe text 3")
+    one = _Undemanding(state(0.0, *known, *more))
+    with _by_columns() if by_torchs_reader is None else contextlib.nullcontext():
+        dcp_mem.load({"one": one}, storage_reader=reader)
+    assert list(one.values["deep"]) == list(known)
+    for value in (*one.values["deep"].values(), one.values["last"]):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.all(torch.as_tensor(whole) == 1)
+    demanding = _Undemanding(state(0.0, *known, *more, "other"))
+    error = raised_by(lambda: dcp_mem.load({"one": demanding}, storage_reader=reader))
+    assert "Missing key in checkpoint state_dict: one.deep.other" in str(error)
+    assert len(demanding.values["deep"]) == len(known) + len(more) + 1
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("by_torchs_reader", [False, True])
+def test_what_a_stateful_object_can_do_without_may_be_missing(
+    job: Job, ranks: int | None, by_torchs_reader: bool, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path if by_torchs_reader else None
+    if ranks is None:
+        forked(_load_what_there_is, job, elsewhere)
+    else:
+        forked_ranks(_load_what_there_is, ranks, job, elsewhere)
+
+
 # -- byte items ---------------------------------------------------------------------------------------------------------
 
 

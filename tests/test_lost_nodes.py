@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import dcp_mem
-from tests.cluster import MEMORY, Cluster, Node
+from tests.cluster import MEMORY, ON_DEMAND, Cluster, Node
 from tests.jobs import Job, load_anew, save, wait_until
 
 pytestmark = [pytest.mark.slow]
@@ -65,10 +65,10 @@ def _lose(nodes: Collection[Node]) -> None:
     [
         pytest.param([1], COPIES, 1, 1, id="one of three"),
         pytest.param([0], COPIES, 1, 1, id="the coordinator's"),
-        pytest.param([1, 2], {"replicas": 2}, 2, 1, id="two of three with two replicas"),
-        pytest.param([2], COPIES, 0, 1, id="one of three and none in its place"),
-        pytest.param([1], PARITY, 1, 1, id="one of three with parity"),
-        pytest.param([0], PARITY, 1, 2, id="the coordinator's with parity and two ranks on a node"),
+        pytest.param([1, 2], {"replicas": 2}, 2, 1, id="two of three with two replicas", marks=ON_DEMAND),
+        pytest.param([2], COPIES, 0, 1, id="one of three and none in its place", marks=ON_DEMAND),
+        pytest.param([1], PARITY, 1, 1, id="one of three with parity", marks=ON_DEMAND),
+        pytest.param([0], PARITY, 1, 2, id="the coordinator's with parity and two ranks on a node", marks=ON_DEMAND),
         pytest.param([2], PARITY, 0, 1, id="one of three with parity and none in its place"),
     ],
 )

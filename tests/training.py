@@ -6,6 +6,7 @@ All of it follows from one number, to the bit: a mix of two saves can't pass.
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,6 +15,10 @@ from dcp_mem.reader import RecoveryReport
 from tests.jobs import Job
 from tests.roundtrip import State, assert_same, blank_of
 from tests.sharding import Part, Sides, build, meshes
+
+needs_fsdp_on_cpu = pytest.mark.skipif(
+    torch.__version__ < "2.7", reason="torch 2.6 runs fully_shard's forward on accelerators only"
+)
 
 Placements = tuple[int | None, ...]
 Sharding = tuple[Sides, Placements]

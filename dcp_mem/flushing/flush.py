@@ -48,7 +48,7 @@ class NotYet(Exception):
 
 
 class Superseded(Exception):
-    """A newer save of the same name is committed already: this one has come too late."""
+    """What is newer is committed already: this one has come too late."""
 
 
 def flush(job: FlushJob) -> bool:
@@ -74,6 +74,8 @@ def _flush(job: FlushJob) -> bool:
     refuse_to_overwrite(job)
     parts = parts_of(job)
     refuse_to_come_late(job, parts)
+    if job.was_put and not parts.has_node(job.node):
+        raise Superseded("it was committed, and has left storage again")
     if job.node in manifest.nodes and not parts.has_node(job.node):  # a new node may hold others' segments alone
         put_part(job)
         parts = parts_of(job)

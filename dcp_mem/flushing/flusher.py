@@ -14,16 +14,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcp_mem import faults
+from dcp_mem.config import Settings
 from dcp_mem.errors import DcpMemError, StorageUnavailable
 from dcp_mem.events import log
 from dcp_mem.flushing.flush import Evicted, NotYet, Superseded, flush
 from dcp_mem.flushing.metering import Throttle
 from dcp_mem.flushing.parts import FlushJob, drop_part
+from dcp_mem.flushing.retaining import Retainer
 from dcp_mem.flushing.telling import Attempt, add_to_stored_history
 from dcp_mem.format.histories import line_of
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.memory.locks import job_is_live
+from dcp_mem.policy.retention import Retention
 from dcp_mem.storage.patient import Patience, PatientStorage
 from dcp_mem.storage.routes import open_storage
 
@@ -57,7 +60,8 @@ class Registration:
 
     environment: the trainer's variables for storage SDKs; None where the flusher runs in the trainer itself.
     now: somebody waits for it: failed flushes are tried again at once. upload_limit: bytes per second of this node.
-    nodes: those on which the job's ranks run; None where whoever registers it doesn't know. Others are lost.
+    nodes: those on which the job's ranks run; None where whoever registers it doesn't know. Others are lost. keep_storage: which
+    checkpoints stay on storage; None: all.
     """
 
     job: str
@@ -68,18 +72,35 @@ class Registration:
     now: bool = False
     upload_limit: int | None = None
     nodes: frozenset[str] | None = None
+    keep_storage: Retention | None = None
 
     def goes_to_the_same_place(self, other: Registration) -> bool:
         """Whether the other one differs in nothing that reaches storage."""
         return self._place() == other._place()
 
     def _place(self) -> Registration:
-        return replace(self, now=False, overwrite=False, upload_limit=None, nodes=None)
+        return replace(self, now=False, overwrite=False, upload_limit=None, nodes=None, keep_storage=None)
 
 
 def credential_environment() -> dict[str, str]:
     """The variables of this process by which storage SDKs find their credentials."""
     return {name: value for name, value in os.environ.items() if name.upper().startswith(_CREDENTIAL_PREFIXES)}
+
+
+def registration_of(settings: Settings, *, now: bool = False, nodes: frozenset[str] | None = None) -> Registration:
+    """What the agent must know of this job. now: that somebody waits for it. nodes: where its ranks run, if that is known."""
+    assert settings.url is not None
+    return Registration(
+        settings.job,
+        settings.url,
+        settings.overwrite,
+        settings.storage_options,
+        credential_environment(),
+        now,
+        settings.upload_limit,
+        nodes,
+        settings.keep_storage,
+    )
 
 
 @dataclass(slots=True)
@@ -116,6 +137,7 @@ class Flusher:
         self._throttles: dict[str, tuple[int | None, Throttle]] = {}
         self._unwritten: dict[str, tuple[JobMemory, Held, FlushRecord]] = {}
         self._served: dict[str, float] = {}
+        self._retainers: dict[str, Retainer] = {}
 
     def register(self, registration: Registration) -> None:
         """Take a job on, or its renewed credentials or new nodes, which may be what failed flushes waited for."""
@@ -203,7 +225,7 @@ class Flusher:
         attempt = Attempt(memory, held, waited)
         try:
             with _environment(registration.environment):
-                record = self._flushed(registration, memory, held, attempt)
+                record, is_ours_to_tell = self._flushed(registration, memory, held, attempt)
         except Evicted:
             log.info("%s left memory before it was flushed", held.name)
             self._drop(registration, memory, held)
@@ -222,6 +244,8 @@ class Flusher:
         faults.point("flush.recorded")
         self._trouble.pop(held.manifest.save_id, None)
         log.info("%s is durable in %s (%.1f s)", held.name, registration.url, attempt.seconds)
+        if is_ours_to_tell:
+            self._retain(registration, memory, held)
 
     def _drop(self, registration: Registration, memory: JobMemory, held: Held) -> None:
         """Free what was put of a checkpoint that can't be finished any more."""
@@ -231,18 +255,41 @@ class Flusher:
         except Exception as error:
             log.warning("what was put of %s can't be taken away (collect_leftovers does): %s", held.name, error)
 
-    def _flushed(self, registration: Registration, memory: JobMemory, held: Held, attempt: Attempt) -> FlushRecord:
-        """Flush it; what is to be written down of that. The committing node tells it to the history on storage, too."""
+    def _retain(self, registration: Registration, memory: JobMemory, held: Held) -> None:
+        """Take from storage what the job doesn't keep, now that this checkpoint is there."""
+        if registration.keep_storage is None:
+            return
+        retainer = self._retainers.setdefault(registration.job, Retainer())
+        try:
+            with _environment(registration.environment):
+                gone = retainer.apply(self._storage(registration), registration.keep_storage, held.manifest)
+            memory.note_deleted(gone)
+        except Exception as error:  # the next commit brings another chance
+            self._retainers.pop(registration.job)
+            log.warning("what %s doesn't keep in %s stays for now: %s", registration.job, registration.url, error)
+            return
+        if gone:
+            log.info("retention has deleted %s from %s", ", ".join(gone), registration.url)
+
+    def _flushed(
+        self, registration: Registration, memory: JobMemory, held: Held, attempt: Attempt
+    ) -> tuple[FlushRecord, bool]:
+        """Flush it; what is to be written down of that, and whether this node has committed it.
+
+        The committing node tells it to the history on storage, too.
+        """
         storage, throttle = self._storage(registration), self._throttle(registration)
         lost, damaged = self._lost(registration, memory, held)
         meter = attempt.meter(storage)
-        job = FlushJob(held, memory.node, storage, registration.overwrite, meter, throttle, lost, damaged)
+        trouble = self._trouble.get(held.manifest.save_id)
+        was_put = trouble is not None and trouble.waits > 0 and _is_superseded(memory, held)
+        job = FlushJob(held, memory.node, storage, registration.overwrite, meter, throttle, lost, damaged, was_put)
         is_ours_to_tell = flush(job)
         ended = attempt.record()
         record = replace(ended, outcome="durable", error="", durable=time.time(), attempts=ended.attempts + 1)
         if is_ours_to_tell:
             add_to_stored_history(storage, line_of(held.manifest, record), memory.history())
-        return record
+        return record, is_ours_to_tell
 
     def _lost(self, registration: Registration, memory: JobMemory, held: Held) -> tuple[frozenset[str], set[str]]:
         """The checkpoint's nodes that won't do their part any more, and copies here of theirs that are known as damaged.
@@ -293,8 +340,7 @@ class Flusher:
         trouble.waits += 1
         trouble.again = now + min(_LONGEST_LOOK, 0.05 * 1.5 ** min(trouble.waits, 20))
         waited = now - trouble.waiting
-        is_superseded = any(other.flush.outcome == "durable" and _is_newer(other, held) for other in memory.held())
-        if is_superseded and waited > _PEER_LAG + 10 * trouble.part:
+        if _is_superseded(memory, held) and waited > _PEER_LAG + 10 * trouble.part:
             self._skip(memory, held, attempt, f"{reason}; a newer one is durable")
         elif waited > _PEER_PATIENCE:
             self._failed(memory, held, attempt.record(), StorageUnavailable(self._jobs[memory.job].url, reason))
@@ -333,6 +379,11 @@ class Flusher:
 
     def _trouble_of(self, memory: JobMemory, held: Held) -> _Trouble:
         return self._trouble.setdefault(held.manifest.save_id, _Trouble(memory.job))
+
+
+def _is_superseded(memory: JobMemory, held: Held) -> bool:
+    """Whether a newer one is durable."""
+    return any(other.flush.outcome == "durable" and _is_newer(other, held) for other in memory.held())
 
 
 def _is_newer(one: Held, other: Held) -> bool:

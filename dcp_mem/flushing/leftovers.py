@@ -69,6 +69,16 @@ def delete_checkpoint(storage: Storage, name: str) -> int:
     return sum(nbytes for _, nbytes in found)
 
 
+def delete_attempt(storage: Storage, name: str, save_id: str) -> None:
+    """Delete what one attempt put under a name, and what attempts have in common if there is no other."""
+    # Inner directories first: each goes when its last file does.
+    found = sorted(_files(storage, name), key=lambda one: one.key)
+    is_alone = {one.save_id for one in found} <= {save_id, ""}
+    for one in found:
+        if one.save_id == save_id or is_alone:
+            one.remove(storage)
+
+
 def leftovers(storage: Storage, older_than: float) -> list[Leftover]:
     """Files of ours under names without a committed checkpoint, and unfinished uploads, that nobody has touched for so long.
 

@@ -23,7 +23,8 @@ class FlushJob:
     """What a flush works on.
 
     lost: nodes that won't do their part any more, so that others do it. damaged: segments whose copies here have turned out
-    damaged; it is added to, and kept from one attempt to the next.
+    damaged; it is added to, and kept from one attempt to the next. was_put: this node's part was there already, and a newer
+    checkpoint is durable.
     """
 
     held: Held
@@ -34,6 +35,7 @@ class FlushJob:
     throttle: Throttle = field(default_factory=lambda: Throttle(None))
     lost: frozenset[str] = frozenset()
     damaged: set[str] = field(default_factory=set)
+    was_put: bool = False
 
     @property
     def commits(self) -> bool:

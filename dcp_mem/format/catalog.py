@@ -101,6 +101,10 @@ class Catalog:
     layouts: Sequence[Layout]
     planner_pickle: bytes = b""
 
+    def entry_names(self) -> list[str]:
+        """The names that DCP's metadata has an entry for."""
+        return list(map(self.names.__getitem__, self.name[self.properties >= BYTES].tolist()))
+
     def to_bytes(self) -> bytes:
         """The catalog as a file, the same for the same content. Raises ManifestInvalid where it contradicts itself."""
         _refuse_contradictions(self)

@@ -46,7 +46,8 @@ class Line:
     """What became of one checkpoint; fields in the order of COLUMNS.
 
     save_id: "" for a save that never began. created, durable: seconds since the epoch (0.0: never).
-    outcome: "durable", "failed", "refused", "skipped", or "evicted" for what was never meant for storage.
+    outcome: "durable", "failed", "refused", "skipped", "evicted" for what was never meant for storage, or "deleted" for what
+    has left it by retention.
     throughput_mib_s, parts, retries: of the node that wrote the line.
     """
 

@@ -32,7 +32,7 @@ class Manifest:
 
     created: seconds since the epoch on the coordinator's clock, but never earlier than an older checkpoint's: it
     orders checkpoints. scope: "" or the rank that saved alone. committer: the node that publishes `.metadata`.
-    catalog: key of the catalog that describes it.
+    catalog: key of the catalog that describes it. step, metrics: what the training loop said of it, if anything.
     """
 
     name: str
@@ -46,6 +46,8 @@ class Manifest:
     segments: Segments
     catalog: str
     stage_seconds: float = 0.0
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

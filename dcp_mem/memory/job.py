@@ -29,7 +29,7 @@ from dcp_mem.format.manifest import (
 )
 from dcp_mem.format.pickled import MetadataTemplate, template_of
 from dcp_mem.memory.catalogs import read_catalog
-from dcp_mem.memory.locks import end_lease, in_turn, is_leased, try_lease
+from dcp_mem.memory.locks import end_lease, in_turn, is_leased, open_leased, try_lease
 from dcp_mem.memory.root import node_id, open_root, private_directory
 from dcp_mem.values import HISTORIES
 
@@ -200,6 +200,28 @@ class JobMemory:
         """Put the manifest in place: from here on the checkpoint is COMPLETE on this node."""
         path = os.path.join(self.checkpoint_directory(manifest.name), names.manifest_file(manifest.scope))
         self._manifests[path] = _version(files.write_atomically(path, manifest.to_json())), manifest
+
+    def promote(self, held: Held) -> bool:
+        """Have storage get a checkpoint that was to stay in memory; False where it has left, or was replaced, meanwhile."""
+        path, promoted = held.manifest_path, f"{held.manifest_path}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            descriptor = open_leased(path)  # nobody evicts it meanwhile
+        except FileNotFoundError:
+            return False
+        try:
+            with in_turn(held.directory):
+                files.write_atomically(promoted, replace(held.manifest, persist=True).to_json())
+                files.exchange(promoted, path)
+                is_same = Manifest.from_json(files.read_bytes(promoted)).save_id == held.manifest.save_id
+                if not is_same:  # a save of this name has completed just now, and doesn't look what it replaces
+                    files.exchange(promoted, path)
+            return is_same
+        except FileNotFoundError:
+            return False
+        finally:
+            files.remove(promoted)
+            end_lease(descriptor)
+            os.close(descriptor)
 
     def show_to_stock_readers(self, manifest: Manifest, template: MetadataTemplate | None = None) -> None:
         """Put `.metadata` beside a complete checkpoint, for torch's own readers, unless it has left memory by now.
@@ -410,6 +432,12 @@ class JobMemory:
             flush = replace(flush, error=flush.error or why)
         self.add_to_history(line_of(held.manifest, flush))
 
+    def note_deleted(self, names_gone: Collection[str]) -> None:
+        """Write down that these have left storage."""
+        for line in self.history() if names_gone else ():
+            if line.name in names_gone and line.outcome == "durable":
+                self.add_to_history(replace(line, outcome="deleted"))
+
     def add_to_history(self, line: Line) -> None:
         """Write down what became of a checkpoint, in the place of what was known of it. Where memory is full, that is lost."""
         path = os.path.join(self.directory, HISTORIES)
@@ -431,6 +459,29 @@ class JobMemory:
             return histories.from_csv(_read_if_there(os.path.join(self.directory, HISTORIES)))
         except ManifestInvalid:
             return []
+
+
+def jobs_in(root: str) -> list[str]:
+    """Names of the jobs that have a directory in a memory root, in order. Raises MemoryRootRefused, MemoryUnavailable."""
+    if not os.path.isdir(root):
+        return []
+    open_root(root)
+    with os.scandir(root) as entries:
+        found = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return sorted(
+        name for name in found if not name.startswith(".") and os.path.isdir(os.path.join(root, name, ".slots"))
+    )
+
+
+def last_use(directory: str) -> float:
+    """When a job last saved, in seconds since the epoch."""
+    try:
+        with os.scandir(directory) as entries:
+            return max(
+                (entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=os.stat(directory).st_mtime
+            )
+    except FileNotFoundError:
+        return 0.0
 
 
 def checksums_of(held: Held, file: str) -> ItemTable:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +60,16 @@ class LocalPlan(Items):
         """Whether the two describe the same structure."""
         return (self.names, self.paths, self.table) == (other.names, other.paths, other.table) and all(
             np.array_equal(getattr(self, column), getattr(other, column)) for column in COLUMNS
+        )
+
+    def without(self, names: Collection[str]) -> LocalPlan:
+        """The plan without these names and their items."""
+        stays = np.array([name not in names for name in self.names], bool)
+        rows, numbers = stays[self.name], np.cumsum(stays) - 1
+        columns: dict[str, Any] = {column: getattr(self, column)[rows] for column in COLUMNS}
+        columns["name"] = numbers[columns["name"]]
+        return replace(
+            self, names=tuple(compress(self.names, stays)), paths=tuple(compress(self.paths, stays)), **columns
         )
 
 

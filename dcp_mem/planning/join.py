@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,14 +27,21 @@ _NOT_PLAIN = -1
 
 
 def join(
-    plan: LocalPlan, parts: Sequence[Any], catalog: Catalog, save_id: str, tails: Mapping[int, Sequence[Extent]]
+    plan: LocalPlan,
+    parts: Sequence[Any],
+    catalog: Catalog,
+    save_id: str,
+    tails: Mapping[int, Sequence[Extent]],
+    *,
+    optional: Callable[[str], bool] | None = None,
 ) -> Reads | None:
     """What to read for a plan whose items stand for these parts; None for whatever torch has to plan.
 
     That is: missing keys and partial loads, things of other kinds or sizes, items that were never written, tensors on the
-    meta device. tails: by rank, where the items behind the layout of its segment lie.
+    meta device. tails: by rank, where the items behind the layout of its segment lie. optional: what needn't be asked for,
+    such as what belongs to other ranks; a load that lacks only that isn't partial.
     """
-    entry = _entries(plan, catalog)
+    entry = _entries(plan, catalog, optional)
     if entry is None:
         return None
     places = _Places(catalog, save_id, tails)
@@ -53,13 +60,14 @@ def join(
     return Reads(places.files, tensors.straight(straight), rest, everything)
 
 
-def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:
+def _entries(plan: LocalPlan, catalog: Catalog, optional: Callable[[str], bool] | None) -> Ints | None:
     """Of each row of the plan, its entry in the catalog; None where names, kinds or sizes differ."""
     numbers = np.flatnonzero(catalog.properties >= BYTES)
-    names = map(catalog.names.__getitem__, catalog.name[numbers].tolist())
-    known = dict(zip(names, numbers.tolist(), strict=True))
+    known = dict(zip(catalog.entry_names(), numbers.tolist(), strict=True))
     found = list(map(known.get, plan.names))
-    if None in found or len(known) != len(found):
+    if None in found:
+        return None
+    if len(known) != len(found) and not (optional and all(map(optional, known.keys() - set(plan.names)))):
         return None
     entry = np.array(found, np.int64)[plan.name]
     width = max(plan.size.shape[1], catalog.size.shape[1])

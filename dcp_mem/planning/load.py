@@ -7,17 +7,18 @@ torch's `DefaultLoadPlanner` and DCP's metadata, so that results and errors are 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint._traverse import get_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.errors import UntrustedObject
-from dcp_mem.format.catalog import Catalog, Extent
+from dcp_mem.format.catalog import Catalog, Extent, Path
 from dcp_mem.planning.columns import NotDescribable
 from dcp_mem.planning.join import join
 from dcp_mem.planning.local import Described
@@ -28,11 +29,20 @@ class LocalLoadPlanner(DefaultLoadPlanner):
     """Torch's default planner, which can plan by a catalog as well, and is careful with byte items.
 
     weights_only: unpickle byte items as `torch.load(weights_only=True)` does; otherwise freely, as torch's planner does.
+    optional: flattened names that the checkpoint may lack, or the state dict; no lists lead there.
     """
 
-    def __init__(self, *, weights_only: bool, allow_partial_load: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        weights_only: bool,
+        allow_partial_load: bool = False,
+        optional: Callable[[str], bool] | None = None,
+    ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._weights_only = weights_only
+        self._optional = optional
+        self._lacking: list[Path] = []
         self._is_by_catalog = False
 
     def plan(
@@ -46,15 +56,39 @@ class LocalLoadPlanner(DefaultLoadPlanner):
             return None
         if described.has_sharded_tensors:
             return None
+        wanted = described.plan
+        lacking = self._find_lacking(wanted.names, catalog.entry_names)
+        if lacking:
+            described.leave_out(lacking)
         plan = described.plan
-        found = join(plan, described.parts_of(described.leaves), catalog, save_id, tails)
+        found = join(plan, described.parts_of(described.leaves), catalog, save_id, tails, optional=self._optional)
         if found is None:
             return None
         self._is_by_catalog = True
+        self._lacking = [wanted.paths[wanted.names.index(name)] for name in lacking]
         self.original_state_dict = state
         self.mappings = dict(zip(plan.names, plan.paths, strict=True))
         self.state_dict = dict(zip(plan.names, described.leaves, strict=True))
         return found
+
+    def create_local_plan(self) -> LoadPlan:
+        metadata = self.metadata
+        assert metadata is not None
+        lacking = self._find_lacking(self.state_dict, lambda: metadata.state_dict_metadata)
+        self._lacking = [self.mappings[name] for name in lacking]
+        self.state_dict = {name: leaf for name, leaf in self.state_dict.items() if name not in lacking}
+        return super().create_local_plan()
+
+    def take_out_lacking(self) -> None:
+        """Take out of the state dict what the checkpoint loaded last has nothing of, and was allowed to lack."""
+        for *path, last in self._lacking:
+            entries: Any = get_element(self.original_state_dict, tuple(path))
+            del entries[last]
+
+    def _find_lacking(self, wanted: Iterable[str], known: Callable[[], Collection[str]]) -> Collection[str]:
+        """The optional ones of these names that aren't known. known: is asked only where there are any."""
+        optional = list(filter(self._optional, wanted)) if self._optional is not None else []
+        return set(optional).difference(known()) if optional else ()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         if self._is_by_catalog:

@@ -7,7 +7,7 @@ run in C: keys and types, dtypes and shapes, and where each DTensor says that it
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from typing import Any
@@ -73,6 +73,12 @@ class Described:
         if not self.has_sharded_tensors:
             return [leaf._local_tensor if type(leaf) is DTensor else leaf for leaf in held]
         return list(chain.from_iterable(map(_parts, held)))
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Leave the leaves of these names, and their items, out of `leaves` and `plan`."""
+        self.leaves = [leaf for leaf, name in zip(self.leaves, self.plan.names, strict=True) if name not in names]
+        self.plan = self.plan.without(names)
+        self._has_part = _occur(self.plan.name, len(self.leaves))
 
 
 class Structure:

@@ -12,7 +12,8 @@ class Kept:
     """A complete checkpoint in a node's memory, as the policy sees it.
 
     key: its save id. busy: being read, flushed or replicated at this moment. pending: meant for storage and not there yet.
-    replicated: other nodes have copies of it, and newer ones are to get copies too.
+    replicated: other nodes have copies of it, and newer ones are to get copies too. chosen: the retention policy keeps it, as
+    long as there is room.
     """
 
     key: str
@@ -22,6 +23,7 @@ class Kept:
     pending: bool
     busy: bool
     replicated: bool = False
+    chosen: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,10 @@ def _will_have_room(nodes: Sequence[NodeMemory], keep: int) -> bool:
 
 
 def retire(kept: Sequence[Kept], keep: int) -> frozenset[str]:
-    """What leaves memory once a new checkpoint is complete, so that at most `keep` stay."""
+    """What leaves memory once a new checkpoint is complete: at most `keep` stay, chosen ones and such as await their flush."""
     leaving: set[str] = set()
     for candidate in _evictable(kept, _wanted(kept) | _busy(kept), frozenset(one.key for one in kept)):
-        if len(kept) - len(leaving) <= keep:
+        if (candidate.chosen or candidate.pending) and len(kept) - len(leaving) <= keep:
             break
         leaving.add(candidate.key)
     return frozenset(leaving)
@@ -138,12 +140,13 @@ def _lacking(node: NodeMemory, staying: int, keep: int, freed: int) -> str:
 
 
 def _evictable(kept: Sequence[Kept], staying: frozenset[str], whole: frozenset[str]) -> list[Kept]:
-    """Parts of checkpoints first, then those that nobody waits for, then those whose flush a newer one supersedes.
+    """Parts of checkpoints first, then those that aren't chosen, then those that nobody waits for, then those whose flush a newer
+    one supersedes.
 
     Among equals, the oldest first. staying: save ids that don't leave. whole: those that all nodes hold.
     """
     free = [checkpoint for checkpoint in kept if checkpoint.key not in staying]
-    return sorted(free, key=lambda checkpoint: (checkpoint.key in whole, checkpoint.pending, checkpoint.created))
+    return sorted(free, key=lambda one: (one.key in whole, one.chosen, one.pending, one.created))
 
 
 def _wanted(kept: Sequence[Kept]) -> frozenset[str]:

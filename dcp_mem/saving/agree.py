@@ -6,37 +6,46 @@ import hashlib
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dcp_mem import faults
 from dcp_mem.errors import CheckpointExists, ConfigError, MemoryBudgetExceeded, RankFailed
 from dcp_mem.events import log
 from dcp_mem.format import names
-from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.job import Held, JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import Kept, NodeMemory, Verdict, admit, allowance, retire
 from dcp_mem.policy.redundancy import Redundancy
+from dcp_mem.policy.retention import Candidate, KeepLast, Retention
 from dcp_mem.replicating.transfers import incoming
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.values import Attempt, Caller, Planned, Unplanned
 from dcp_mem.session import Topology
+from dcp_mem.values import About
 
 _COMPLAIN_EVERY = 10.0
 _MOST_SLOTS = 64
+
+
+_Proposal = tuple[Any, ...]
+"""What the coordinator decides: a save id, whether the checkpoint goes to storage, its time, and what it says of it, if anything.
+
+Plain, and without what nobody said: so a ballot fits into one letter.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
     """What a rank brings to the agreement; what concerns its node comes from the node's leader.
 
-    proposal: the coordinator's save id, whether it persists, and its time. needed: bytes that its segment takes. slots: bytes of
+    proposal: the coordinator's. needed: bytes that its segment takes. slots: bytes of
     its free ones, the largest first. exists, newest: of its node's checkpoints. plan_id, others, why_not: as in Planned and
     Unplanned.
     """
 
     name: str
-    proposal: tuple[str, bool, float] | None = None
+    proposal: _Proposal | None = None
     needed: int = 0
     slots: tuple[int, ...] = ()
     node: NodeMemory | None = None
@@ -52,7 +61,7 @@ class _Ballot(NamedTuple):
     """What all ranks' surveys come to; it stays about as small as this however many ranks there are.
 
     name: a digest of the checkpoint's. is_usual: no rank sees anything that speaks against staging at once, but for plans.
-    proposal: the coordinator's save id, whether it persists, and its time. plan_id: "" where the ranks have none in common;
+    proposal: the coordinator's. plan_id: "" where the ranks have none in common;
     others: plans that fit on every rank as well. why_not: (rank, why only DCP's planner can plan its state dict).
     is_replicating: some rank still has copies of an older checkpoint under way.
     """
@@ -61,7 +70,7 @@ class _Ballot(NamedTuple):
     plan_id: str
     is_usual: bool
     newest: float
-    proposal: tuple[str, bool, float] | None
+    proposal: _Proposal | None
     others: tuple[str, ...] = ()
     why_not: tuple[tuple[int, str], ...] = ()
     is_replicating: bool = False
@@ -116,8 +125,9 @@ def agree(caller: Caller, planned: Planned | Unplanned | Exception) -> Attempt |
         proposal, newest = surveys[0].proposal, max(survey.newest for survey in surveys)
     faults.point("save.agreed")
     assert proposal is not None
-    save_id, persist, now = proposal
-    return Attempt(save_id, max(now, newest + 1e-3), persist, topology, started, may_replicate)
+    save_id, persist, now, *said = proposal
+    created, about = max(now, newest + 1e-3), About(*said)
+    return Attempt(save_id, created, persist, topology, started, may_replicate, about)
 
 
 def _settle_replication(caller: Caller) -> bool:
@@ -223,7 +233,7 @@ def _survey(caller: Caller, topology: Topology, nbytes: int) -> _Survey:
     if not topology.is_leader:
         return mine
     memory = caller.session.memory
-    kept = _kept(memory, caller.scope, bool(redundancy_on(caller, topology)))
+    kept = _kept(memory, caller.scope, caller.settings.keep_memory, bool(redundancy_on(caller, topology)))
     node = NodeMemory(
         kept=kept,
         used=memory.allocated_bytes(),
@@ -238,24 +248,28 @@ def _survey(caller: Caller, topology: Topology, nbytes: int) -> _Survey:
     return replace(mine, node=node, exists=exists, newest=max((one.created for one in kept), default=0.0))
 
 
-def _proposal(caller: Caller) -> tuple[str, bool, float]:
-    persisted = caller.session.persisted
-    return names.new_save_id(), caller.settings.persist.wants(persisted.saves, persisted.seconds()), time.time()
+def _proposal(caller: Caller) -> _Proposal:
+    persisted, policy = caller.session.persisted, caller.settings.persist
+    about = caller.about
+    persist = about.persist or policy.wants(persisted.saves, persisted.seconds())
+    said = () if about == About() else (about.step, dict(about.metrics), about.persist, about.pause)
+    return names.new_save_id(), persist, time.time(), *said
 
 
-def keep_no_more(memory: JobMemory, scope: str, keep: int, gets_copies: bool) -> None:
-    """Evict what a newer checkpoint has superseded, but for what is being read or flushed at this moment.
+def keep_no_more(memory: JobMemory, scope: str, policy: Retention, gets_copies: bool) -> None:
+    """Evict what the policy doesn't keep, but for what is being read or flushed at this moment, and what is still needed.
 
     gets_copies: checkpoints are replicated, so the newest one that is stays until a newer one is.
     """
-    _evict(memory, retire(_kept(memory, scope, gets_copies), keep), "superseded by a newer checkpoint")
+    kept = _kept(memory, scope, policy, gets_copies)
+    _evict(memory, retire(kept, policy.most or 1), "superseded by a newer checkpoint")
 
 
-def _kept(memory: JobMemory, scope: str, gets_copies: bool) -> tuple[Kept, ...]:
+def _kept(memory: JobMemory, scope: str, policy: Retention, gets_copies: bool) -> tuple[Kept, ...]:
     result = []
-    for held in memory.held():
-        if held.manifest.scope != scope:
-            continue
+    there = [held for held in memory.held() if held.manifest.scope == scope]
+    chosen = _chosen(policy, there)
+    for held in there:
         try:
             busy = is_leased(held.manifest_path)
         except FileNotFoundError:
@@ -269,9 +283,18 @@ def _kept(memory: JobMemory, scope: str, gets_copies: bool) -> tuple[Kept, ...]:
                 held.pending,
                 busy,
                 replicated=gets_copies and held.replication.outcome == "replicated",
+                chosen=held.manifest.save_id in chosen,
             )
         )
     return tuple(result)
+
+
+def _chosen(policy: Retention, there: Sequence[Held]) -> frozenset[str]:
+    """Save ids of those that the policy keeps; of all, where nothing but their number counts."""
+    if isinstance(policy, KeepLast):
+        return frozenset(held.manifest.save_id for held in there)
+    manifests = [held.manifest for held in there]
+    return policy.chosen([Candidate(one.save_id, one.created, one.step, one.metrics) for one in manifests])
 
 
 def _verdict(caller: Caller, topology: Topology, surveys: Sequence[_Survey]) -> Verdict:

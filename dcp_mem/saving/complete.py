@@ -83,7 +83,7 @@ def complete(
         _publish_on_all_nodes(caller, attempt, manifest, catalog)
         if attempt.topology.is_leader:
             has_redundancy = bool(redundancy_on(caller, attempt.topology))
-            keep_no_more(caller.session.memory, caller.scope, caller.settings.keep, has_redundancy)
+            keep_no_more(caller.session.memory, caller.scope, caller.settings.keep_memory, has_redundancy)
             faults.point("complete.evicted")
         _remember(caller, replace(saved, save_id=attempt.save_id))
         caller.session.persisted.note(attempt.persist)
@@ -172,6 +172,8 @@ def _manifest(caller: Caller, attempt: Attempt, saved: SavedPlan) -> Manifest:
         segments=saved.segments,
         catalog=saved.catalog,
         stage_seconds=time.monotonic() - attempt.started,
+        step=attempt.about.step,
+        metrics=attempt.about.metrics,
     )
 
 

@@ -89,7 +89,7 @@ def _arranged(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manife
     work = Work(manifest, ranks, makings, targets, staged.slot, settings.replication_timeout)
 
     def then(is_replicated: bool) -> None:
-        keep_no_more(session.memory, caller.scope, settings.keep, True)
+        keep_no_more(session.memory, caller.scope, settings.keep_memory, True)
 
     return Replication(work, made, lease, topology.is_leader, remark, then)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -12,7 +12,7 @@ from dcp_mem.config import Settings
 from dcp_mem.memory.slots import Slot
 from dcp_mem.ranks import Ranks
 from dcp_mem.session import PlanLayout, Session, Topology
-from dcp_mem.values import Segment
+from dcp_mem.values import About, Segment
 
 T = TypeVar("T")
 
@@ -32,7 +32,10 @@ class Items(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One rank's part in one save. scope: "" or the rank that saves alone. plan_id: as in Planned."""
+    """One rank's part in one save. scope: "" or the rank that saves alone. plan_id: as in Planned.
+
+    about: what this rank says of the checkpoint; the coordinator's word counts.
+    """
 
     settings: Settings
     session: Session
@@ -41,6 +44,7 @@ class Caller:
     scope: str
     name: str
     plan_id: str = ""
+    about: About = field(default_factory=About)
 
     @property
     def group(self) -> tuple[str, str]:
@@ -55,7 +59,10 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What all ranks agreed on for this save. replicate: no older checkpoint's replication is in the way."""
+    """What all ranks agreed on for this save. replicate: no older checkpoint's replication is in the way.
+
+    about: the coordinator's.
+    """
 
     save_id: str
     created: float
@@ -63,6 +70,7 @@ class Attempt:
     topology: Topology
     started: float
     replicate: bool = True
+    about: About = field(default_factory=About)
 
 
 @dataclass(frozen=True, slots=True)

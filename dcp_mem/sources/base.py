@@ -20,12 +20,12 @@ Failures = (SegmentCorrupt, UntrustedMetadata, ManifestInvalid)
 
 
 class Description:
-    """What a checkpoint consists of. catalog: None where only DCP's metadata says it, because others have written it."""
+    """What a checkpoint consists of. catalog, manifest: None where only DCP's metadata says it: others have written it."""
 
     def __init__(self, catalog: Catalog | None, manifest: Manifest | None, metadata: Metadata | None = None) -> None:
         """Raises ManifestInvalid where catalog and manifest don't belong together, UntrustedMetadata for odd planner data."""
         self.catalog = catalog
-        self._manifest = manifest
+        self.manifest = manifest
         self._metadata = metadata
         if catalog is not None:
             places_of(catalog).tail.extents(self.tails)
@@ -34,20 +34,25 @@ class Description:
 
     @property
     def save_id(self) -> str:
-        return "" if self._manifest is None else self._manifest.save_id
+        return "" if self.manifest is None else self.manifest.save_id
+
+    @property
+    def step(self) -> int | None:
+        """Of which training step it is, where that was told."""
+        return None if self.manifest is None else self.manifest.step
 
     @property
     def tails(self) -> Mapping[int, Sequence[Extent]]:
         """By rank, where the items behind the layout of its segment lie."""
-        return {} if self._manifest is None else self._manifest.tails
+        return {} if self.manifest is None else self.manifest.tails
 
     @property
     def metadata(self) -> Metadata:
         """The checkpoint's DCP metadata, made when it is first asked for."""
         if self._metadata is None:
             assert self.catalog is not None
-            assert self._manifest is not None
-            self._metadata = metadata_of(self.catalog, self._manifest.save_id, self.tails)
+            assert self.manifest is not None
+            self._metadata = metadata_of(self.catalog, self.manifest.save_id, self.tails)
         return self._metadata
 
 

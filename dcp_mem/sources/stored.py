@@ -9,7 +9,6 @@ from typing import TypeVar
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, StorageKeyMissing
-from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.catalog import catalog_named
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
@@ -20,10 +19,10 @@ from dcp_mem.sources.base import (
     checked_catalog,
 )
 from dcp_mem.storage import Storage
+from dcp_mem.storage.listing import get_parsed, is_committed
 
 T = TypeVar("T")
 
-_END_OF_METADATA = 4096
 _MANIFESTS_AT_ONCE = 8
 
 
@@ -60,15 +59,12 @@ class StorageSource:
             raise self._corrupt(0, str(error)) from None
 
     def _is_committed(self) -> bool:
-        """Whether `.metadata` is that of this save: its id stands at the end, and often enough before that."""
         file = names.metadata_file(self._scope)
         nbytes = next((entry.nbytes for entry in self._storage.ls(self._name) if entry.name == file), 0)
-        end = bytearray(min(nbytes, _END_OF_METADATA))
         try:
-            self._storage.read_into(f"{self._name}/{file}", nbytes - len(end), [memoryview(end)])
+            return is_committed(self._storage, f"{self._name}/{file}", nbytes, self._save_id)
         except StorageKeyMissing as error:
             raise self._corrupt(0, str(error)) from None
-        return self._save_id.encode() in end or self._save_id.encode() in self._get(file, bytes)
 
     def _foreign(self, metadata: Metadata) -> Metadata:
         """What torch wrote has no manifest; a checkpoint of ours without one has lost its checksums."""
@@ -116,12 +112,3 @@ class StorageSource:
 
     def _corrupt(self, rank: int, detail: str) -> SegmentCorrupt:
         return SegmentCorrupt(self._name, rank, self.label, detail)
-
-
-def get_parsed(storage: Storage, key: str, parse: Callable[[bytes], T]) -> T:
-    """What `parse` makes of the bytes under a key. Raises ManifestInvalid where they are damaged twice; StorageKeyMissing."""
-    try:
-        return parse(storage.get(key))
-    except ManifestInvalid as error:
-        log.warning("%s in %s: %s; reading it once more, for it may have changed on its way", key, storage.url, error)
-        return parse(storage.get(key))

@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_mem.config import checkpoint_name, memory_root, settings
-from dcp_mem.errors import CheckpointNotFound, JobInUse
+from dcp_mem.config import Settings, checkpoint_name, memory_root, settings
+from dcp_mem.errors import CheckpointInUse, CheckpointNotFound, JobInUse
 from dcp_mem.events import log
 from dcp_mem.files import allocated_bytes
 from dcp_mem.flushing.leftovers import Leftover, delete_checkpoint, leftovers
-from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.job import JobMemory, jobs_in, last_use
 from dcp_mem.memory.locks import JobLock, RunIdentity, is_leased, job_is_live, new_token
-from dcp_mem.memory.root import open_root
+from dcp_mem.operating.inventory import job_memory
+from dcp_mem.storage.leases import is_being_read
 from dcp_mem.storage.routes import open_storage
 
 
@@ -44,21 +45,13 @@ def reclaim(
     that are no job's, are never touched.
     """
     root = memory_root(memory)
-    if not os.path.isdir(root):
-        return []
-    open_root(root)
-    with os.scandir(root) as entries:
-        names = sorted(
-            entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
-        )
     found = []
-    for name in names:
+    for name in jobs_in(root):
         directory = os.path.join(root, name)
         if (
             (job is not None and name != job)
-            or not os.path.isdir(os.path.join(directory, ".slots"))
             or job_is_live(directory)
-            or time.time() - _last_use(directory) < older_than
+            or time.time() - last_use(directory) < older_than
         ):
             continue
         found.append(_reclaim_one(root, name, force=force, dry_run=dry_run))
@@ -70,11 +63,13 @@ def delete(
     checkpoint_id: str | os.PathLike[str],
     *,
     storage_options: Mapping[str, Any] | None = None,
+    force: bool = False,
 ) -> int:
     """Delete a checkpoint from storage, and nothing from memory; returns how many bytes that freed.
 
     What makes it a checkpoint (`.metadata`) goes first. Where it is broken off, or raises StorageUnavailable, repeat it:
-    readers see no checkpoint of that name any more. Raises CheckpointNotFound where nothing lies under that name, StorageRefused.
+    readers see no checkpoint of that name any more. force: also one that somebody is loading through a MemoryStorageReader.
+    Raises CheckpointNotFound where nothing lies under that name, CheckpointInUse, StorageRefused.
     """
     chosen = settings(path, storage_options=storage_options)
     assert chosen.url is not None
@@ -83,7 +78,29 @@ def delete(
     if not storage.ls(name) and not storage.unfinished(name):
         there = sorted(entry.name for entry in storage.ls("") if entry.is_directory)
         raise CheckpointNotFound(name, chosen.url, there, [])
+    if not force and is_being_read(storage, name):
+        raise CheckpointInUse(name, chosen.url)
     return delete_checkpoint(storage, name)
+
+
+def evict(settings: Settings, name: str) -> tuple[int, str]:
+    """Take a checkpoint out of this node's memory; returns how many bytes that freed, and why it is still there ("": it isn't).
+
+    It stays where somebody reads or flushes it. Its memory goes back to the system unless a live process holds the job, which
+    saves into it again. Raises MemoryRootRefused, MemoryUnavailable.
+    """
+    memory = job_memory(settings)
+    if memory is None:
+        return 0, ""
+    freed = 0
+    for held in memory.find(name):
+        nbytes = memory.nbytes_of(held)
+        if not memory.evict(held, "removed by hand"):
+            return freed, "it is being read or flushed; try again in a moment"
+        freed += nbytes
+    if not job_is_live(memory.directory):
+        memory.drop_free_slots()
+    return freed, ""
 
 
 def collect_leftovers(
@@ -129,13 +146,3 @@ def _reclaim_one(root: str, name: str, *, force: bool, dry_run: bool) -> Reclaim
             lock.close()
         log.info("reclaimed %d bytes of job %s", nbytes, name)
     return Reclaimed(name, nbytes)
-
-
-def _last_use(directory: str) -> float:
-    try:
-        with os.scandir(directory) as entries:
-            return max(
-                (entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=os.stat(directory).st_mtime
-            )
-    except FileNotFoundError:
-        return 0.0

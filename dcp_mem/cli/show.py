@@ -1,0 +1,107 @@
+"""`dcp-mem show`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+from rich.text import Text
+
+from dcp_mem.cli.options import PATIENCE, Asked, places_of, subcommand
+from dcp_mem.cli.screen import Screen, age, facts_of, figures, moment, size, state
+from dcp_mem.operating.contents import Contents, contents
+from dcp_mem.operating.inventory import Checkpoint, find, inventory
+from dcp_mem.storage.routes import open_storage
+
+_HELP = """Show what a checkpoint consists of: tensors, byte items, segments and the files that describe it.
+
+ID is its name, or its save id. No tensor is read.
+
+Examples:
+  dcp-mem show s3://ckpts/run-42 step-100
+  dcp-mem show s3://ckpts/run-42 step-100 --all | grep embed
+  dcp-mem show - step-1 --job my-run        # in memory only: "-" in place of ROOT
+  dcp-mem show /mnt/nfs/run-42 step-100 --json | jq '.tensors[] | select(.bytes > 1e9)'
+"""
+_MOST = 40
+
+
+@subcommand("show", _HELP)
+@click.argument("checkpoint_id", metavar="ID")
+@click.option("--all", "is_all", is_flag=True, help=f"All tensors and items, not only the first {_MOST}.")
+def command(asked: Asked, checkpoint_id: str, is_all: bool) -> int:
+    settings = asked.settings()
+    checkpoint = find(inventory(settings, patience=PATIENCE), checkpoint_id, places_of(settings))
+    storage = None if settings.url is None else open_storage(settings.url, settings.storage_options, PATIENCE)
+    inside = contents(settings, storage, checkpoint)
+    asked.screen.answer(**facts_of(checkpoint), **_facts(inside))
+    _show(asked.screen, checkpoint, inside, _MOST if not is_all else max(len(inside.tensors), len(inside.items)))
+    return 0
+
+
+def _facts(inside: Contents) -> dict[str, object]:
+    facts = asdict(inside)
+    for kind in ("tensors", "items", "segments"):
+        facts[kind] = [
+            {("bytes" if name == "nbytes" else name): value for name, value in one.items()} for one in facts[kind]
+        ]
+    return facts
+
+
+def _show(screen: Screen, checkpoint: Checkpoint, inside: Contents, most: int) -> None:
+    rows: list[list[str | Text]] = [
+        ["name", Text(checkpoint.name, "bold")],
+        ["save id", checkpoint.save_id or "none: written by torch"],
+        ["state", state(checkpoint)],
+        ["problem", Text(checkpoint.problem, "red")],
+        ["created", f"{moment(checkpoint.created)} ({age(checkpoint.created)} ago)"],
+        ["step", "" if checkpoint.step is None else str(checkpoint.step)],
+        ["metrics", figures(checkpoint.metrics)],
+        ["places", " + ".join(checkpoint.places)],
+        ["size", f"{size(checkpoint.nbytes)} in {_count(len(inside.segments), 'segment')}"],
+        ["saved by", _savers(checkpoint, inside)],
+        ["catalog", inside.catalog],
+    ]
+    for name, value in rows:
+        if value:
+            screen.line(Text.assemble((f"{name:<10}", "dim"), value))
+    _list(screen, "tensors", len(inside.tensors), most, sum(one.nbytes for one in inside.tensors))
+    screen.table(
+        ["NAME", "DTYPE", "SHAPE", ">SHARDS", ">SIZE"],
+        [
+            [one.name, one.dtype, " x ".join(map(str, one.shape)) or "scalar", str(one.shards), size(one.nbytes)]
+            for one in inside.tensors[:most]
+        ],
+    )
+    _list(screen, "byte items", len(inside.items), most, sum(one.nbytes for one in inside.items))
+    screen.table(["NAME", ">SIZE"], [[one.name, size(one.nbytes)] for one in inside.items[:most]])
+    _list(screen, "segments", len(inside.segments), most, sum(one.nbytes for one in inside.segments))
+    screen.table(
+        [">RANK", "NODE", ">SIZE", "WHERE", "FILE"],
+        [
+            [str(one.rank), one.node, size(one.nbytes), " + ".join(one.places) or Text("nowhere", "red"), one.file]
+            for one in inside.segments[:most]
+        ],
+    )
+    _list(screen, "manifests on storage", len(inside.manifests), most, 0)
+    for file in inside.manifests[:most]:
+        screen.line(file)
+
+
+def _savers(checkpoint: Checkpoint, inside: Contents) -> str:
+    if not checkpoint.world_size:
+        return ""
+    return f"{_count(checkpoint.world_size, 'rank')} on {_count(len(inside.nodes), 'node')}"
+
+
+def _list(screen: Screen, what: str, count: int, most: int, nbytes: int) -> None:
+    if not count:
+        return
+    total = f", {size(nbytes)}" if nbytes else ""
+    first = f", the first {most} (--all shows all)" if count > most else ""
+    screen.line()
+    screen.line(Text.assemble((f"{what}: {count}", "bold"), total + first))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
