@@ -1,0 +1,1 @@
+"""The API of Azure ML's Nebula package."""

@@ -1,0 +1,1 @@
+"""Figures of checkpoints, for whoever collects them: MLflow, TensorBoard, OpenMetrics, JSON lines."""
