@@ -35,25 +35,24 @@ from dcp_mem.errors import ConfigError, RankFailed, picklable
 from dcp_mem.flushing.flusher import registration_of
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
-from dcp_mem.format.described import RankItems, catalog_of, metadata_of
-from dcp_mem.format.manifest import FlushRecord, Manifest
+from dcp_mem.format.described import metadata_of
+from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.metadata import LazyMetadata, with_storage
 from dcp_mem.heap import collector_paused
 from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
-from dcp_mem.memory.slots import capacity_for
-from dcp_mem.policy.admission import most_at_once
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.retention import Retention
 from dcp_mem.prepare import Preparation, prepare
 from dcp_mem.ranks import Alone, run_token
 from dcp_mem.saving.agree import NoCommonPlan, agree, keep_no_more
+from dcp_mem.saving.behind import go_on_behind, publish_again
 from dcp_mem.saving.collective import collective_of
 from dcp_mem.saving.complete import complete
-from dcp_mem.saving.plan import TAIL_ROOM, plan_segment
-from dcp_mem.saving.replicate import coming_here, replication_of
+from dcp_mem.saving.plan import plan_segment
 from dcp_mem.saving.stage import Results, stage
+from dcp_mem.saving.streams import DescribingStreams, Streams
 from dcp_mem.saving.structures import Structures
-from dcp_mem.saving.values import Attempt, Caller, Planned, Staged
+from dcp_mem.saving.values import Caller, Planned
 from dcp_mem.session import Session, close_session, open_session, session_for
 from dcp_mem.values import About, CheckpointStatus
 
@@ -204,7 +203,7 @@ class MemoryStorageWriter(StorageWriter):
         structures.settle(planner, saved[key])
         save.manifest = manifest
         self._last = manifest, attempt.about
-        _after(save.caller, attempt, staged, manifest)
+        go_on_behind(save.caller, attempt, staged, manifest)
         return Results(staged)
 
     @picklable
@@ -220,7 +219,7 @@ class MemoryStorageWriter(StorageWriter):
         storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         finished = with_storage(metadata, storage_data, save.manifest.save_id)
         if not self._structures.is_published(metadata):
-            _publish_again(save.caller, save.manifest, metadata, results)
+            publish_again(save.caller, save.manifest, metadata, results)
         metadata.storage_data, metadata.storage_meta = finished.storage_data, finished.storage_meta
         if hasattr(metadata, "version"):
             metadata.version = finished.version
@@ -240,16 +239,7 @@ class MemoryStorageWriter(StorageWriter):
 
         Raises NoCommonPlan, on all ranks and with nothing done, where the state dict needs DCP's planner.
         """
-        self.reset(checkpoint_id)
-        group = process_group if process_group is not None else self._process_group
-        opened = _result_or_error(self._open)
-        try:
-            call = direct_call(group, no_dist, f"save {self.settings.job}")
-        except RankFailed:
-            if isinstance(opened, Exception):
-                raise opened from None
-            raise
-        caller = self._begin_together(call, opened)
+        caller = self._begin(checkpoint_id, process_group, no_dist)
         try:
             state = _result_or_error(make_state)
             with collector_paused():
@@ -259,8 +249,50 @@ class MemoryStorageWriter(StorageWriter):
             raise
         except BaseException as error:
             # Wherever the others are, they must not wait for this one.
-            call.ranks.leave(f"{type(error).__name__}: {error}")
+            caller.ranks.leave(f"{type(error).__name__}: {error}")
             raise
+
+    def streams(self) -> Streams:
+        """Room in memory for streams that are written one by one, and become a checkpoint with `save_streams`."""
+        return Streams(session_for(self.settings, self._identity()).slots)
+
+    def save_streams(
+        self,
+        make_streams: Callable[[], Streams],
+        checkpoint_id: str | os.PathLike[str],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
+    ) -> Manifest | None:
+        """Make a checkpoint of what the ranks have written into their streams; returns when it is complete in memory.
+
+        Call it on all ranks; one that has written nothing takes part with empty ones. None where the save was skipped.
+        Whatever comes of it, the streams are used up. make_streams: gives them, and may raise. Raises what `dcp_mem.save` raises.
+        """
+        caller = self._begin(checkpoint_id, process_group, no_dist)
+        streams = _result_or_error(make_streams)
+        try:
+            return self._save_streams(caller, streams)
+        except BaseException as error:
+            caller.ranks.leave(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            if isinstance(streams, Streams):
+                streams.close()
+
+    def _begin(
+        self, checkpoint_id: str | os.PathLike[str] | None, process_group: dist.ProcessGroup | None, no_dist: bool
+    ) -> Caller:
+        self.reset(checkpoint_id)
+        group = process_group if process_group is not None else self._process_group
+        opened = _result_or_error(self._open)
+        try:
+            call = direct_call(group, no_dist, f"save {self.settings.job}")
+        except RankFailed:
+            if isinstance(opened, Exception):
+                raise opened from None
+            raise
+        return self._begin_together(call, opened)
 
     def _begin_together(self, call: DcpCall, opened: Session | Exception) -> Caller:
         """Begin where all ranks have opened their session; later errors travel with the exchanges of the save."""
@@ -321,10 +353,26 @@ class MemoryStorageWriter(StorageWriter):
         staged = _result_or_error(lambda: stage(caller, attempt, planned))
         manifest, staged = complete(caller, attempt, staged, collective.describing(planned.plan_id), is_new)
         self._last = manifest, attempt.about
-        _after(caller, attempt, staged, manifest)
+        go_on_behind(caller, attempt, staged, manifest)
         faults.point("save.finished")
         data = caller.session.catalogs.find(manifest.catalog) or b""  # mapped for as long as somebody may look at it
         return LazyMetadata(lambda: metadata_of(Catalog.from_bytes(data), manifest.save_id, manifest.tails))
+
+    def _save_streams(self, caller: Caller, streams: Streams | Exception) -> Manifest | None:
+        planned = streams if isinstance(streams, Exception) else streams.planned(caller)
+        attempt = agree(caller, planned)
+        if attempt is None:
+            watch.record_skipped(caller, "memory was full")
+            return None
+        assert isinstance(planned, Planned)  # agree has raised what else there may be
+        assert isinstance(streams, Streams)
+        caller = replace(caller, plan_id=planned.plan_id)
+        staged = _result_or_error(lambda: streams.stage(caller, attempt, planned))
+        manifest, staged = complete(caller, attempt, staged, DescribingStreams(), False)
+        self._last = manifest, attempt.about
+        go_on_behind(caller, attempt, staged, manifest)
+        faults.point("save.finished")
+        return manifest
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -478,55 +526,6 @@ def _result_or_error(act: Callable[[], T]) -> T | Exception:
         return act()
     except Exception as error:
         return error
-
-
-def _after(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest) -> None:
-    """Start what goes on behind training: the flush, `.metadata` for stock readers, copies, the slots of the next saves."""
-    if attempt.topology.is_leader:
-        caller.session.show(manifest)
-        if attempt.persist:
-            caller.session.wake_agent(caller.settings)
-        else:
-            caller.session.tell_nodes(caller.settings)
-    replication = replication_of(caller, attempt, staged, manifest)
-    try:
-        _set_slots_aside(caller, attempt, staged, manifest, replication is not None and replication.work.makes_slots)
-    finally:
-        if replication is not None:
-            caller.session.replicator.start(replication)  # last of all: it takes the cores that this runs on
-
-
-def _set_slots_aside(caller: Caller, attempt: Attempt, staged: Staged, manifest: Manifest, makes_slots: bool) -> None:
-    """Have slots ready for the next saves. makes_slots: whether copies of this one are about to take new ones."""
-    coming = coming_here(caller, attempt.topology, manifest)
-    copies_nbytes = sum(map(sum, coming))
-    node_nbytes = sum(capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node)) + copies_nbytes
-    if attempt.topology.is_leader:
-        caller.session.memory.trim(most_at_once(caller.settings.keep, any(coming)) * node_nbytes)
-    room, mine = staged.segment.nbytes + TAIL_ROOM, coming[caller.ranks.rank]
-    pending = copies_nbytes if makes_slots else 0
-    caller.session.prefault_spares(caller.settings, staged.layout, room, caller.rank, node_nbytes, mine, pending)
-
-
-def _publish_again(
-    caller: Caller, manifest: Manifest, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
-) -> None:
-    """Replace the metadata of a complete checkpoint: its planner handed it over only now."""
-    session, memory = caller.session, caller.session.memory
-    layouts = session.catalogs.get(manifest.catalog)
-    items = [
-        RankItems(segment.rank, [result.index for result in of_rank], layouts.layout(segment.rank))
-        for segment, of_rank in zip(manifest.segments, results, strict=True)
-    ]
-    manifest = replace(manifest, catalog=session.catalogs.put(catalog_of(metadata, items).to_bytes()))
-    session.catalogs.link(manifest.catalog, memory.checkpoint_directory(manifest.name))
-    memory.publish(manifest)
-    session.show(manifest)
-    for held in memory.find(manifest.name):
-        if held.manifest.save_id == manifest.save_id and held.flush.outcome == "durable":
-            memory.record_flush(held, FlushRecord(manifest.save_id))  # it was quick, and committed the other one
-    if manifest.persist:
-        caller.session.wake_agent(caller.settings)
 
 
 def _completed(results: Sequence[WriteResult]) -> Future[list[WriteResult]]:

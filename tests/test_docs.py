@@ -32,10 +32,18 @@ state, first_step, last_step, train = {"w": torch.ones(3)}, 0, 25, lambda step: 
 with dcp_mem.MemoryStorageWriter("abfs://ckpts/run-42") as writer:
     dcp_mem.save(state, checkpoint_id="step-0", storage_writer=writer)
 """
+FILES = """
+import dcp_mem.nebula as nm
+nm.init("abfs://ckpts/run-42")
+nm.Checkpoint("global_step10").save("model", 7)
+nm.flush_persistence()
+"""
 BEFORE = {
     "README.md 1": LOOP,
     "README.md 2": FIRST_SAVE,
     "docs/manager.md 1": LOOP,
+    "docs/nebula.md 1": "",
+    "docs/nebula.md 2": FILES,
     "docs/replication.md 1": WRITER,
     "docs/storage.md 1": WRITER,
 }
@@ -43,10 +51,17 @@ BEFORE = {
 AFTER = {
     "README.md 1": "assert manager.latest() == 20",
     "docs/manager.md 1": "assert manager.latest() == 20",
+    "docs/nebula.md 1": "assert state == {'weights': [1, 2, 3]}; assert nm.flush_persistence()",
+    "docs/nebula.md 2": "assert state == {'model': 7}",
     "docs/storage.md 1": "dcp.save(state, checkpoint_id='a', storage_writer=writer); writer.close()",
 }
 """What must hold then, or is still to be done."""
-ELSEWHERE = {"docs/training-state.md 1"}
+ELSEWHERE = {
+    "docs/deepspeed.md 1",
+    "docs/deepspeed.md 2",
+    "docs/nebula.md 3",
+    "docs/training-state.md 1",
+}
 """What has a test of its own."""
 
 
@@ -78,7 +93,10 @@ def _blocks() -> dict[str, str]:
 
 def _run(text: str, url: str, memory: str) -> None:
     os.environ["DCP_MEM_ROOT"] = memory
-    exec(compile(text.replace("abfs://ckpts/run-42", url), "docs", "exec"), {"__name__": "__main__"})
+    exec(
+        compile(text.replace("abfs://ckpts/run-42", url).replace("/mnt/ckpts/run-42", url), "docs", "exec"),
+        {"__name__": "__main__"},
+    )
 
 
 def test_every_block_is_run() -> None:

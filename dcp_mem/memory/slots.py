@@ -96,6 +96,11 @@ class Slot:
                 self._raise_full(error, offset + len(view))
             view, offset = view[written:], offset + written
 
+    def write_on(self, offset: int, data: bytes | memoryview) -> None:
+        """The same, where the slot may have to grow for it."""
+        self.write_at(offset, data)
+        self.capacity = max(self.capacity, offset + len(data))
+
     def _raise_full(self, error: OSError, nbytes: int) -> NoReturn:
         if error.errno not in _FULL:
             raise error

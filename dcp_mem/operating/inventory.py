@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dcp_mem.config import Settings
@@ -115,12 +115,17 @@ def in_memory(settings: Settings) -> list[Checkpoint]:
 def on_storage(storage: Storage) -> list[Checkpoint]:
     """What is committed on storage, newest first; several names are asked about at once."""
     found = in_parallel(lambda name: committed_under(storage, name), checkpoint_names(storage))
-    return _newest_first([_stored(one) for under in found for one in under])
+    return stored([one for under in found for one in under])
 
 
-def merged(held: list[Checkpoint], stored: list[Checkpoint]) -> list[Checkpoint]:
+def stored(found: Sequence[Stored]) -> list[Checkpoint]:
+    """What a listing has found, newest first."""
+    return _newest_first([_stored(one) for one in found])
+
+
+def merged(held: list[Checkpoint], on_storage: list[Checkpoint]) -> list[Checkpoint]:
     """Both places' checkpoints as one list, newest first. What memory takes to be durable and storage lacks says so."""
-    there = {(one.name, one.save_id, one.scope): one for one in stored}
+    there = {(one.name, one.save_id, one.scope): one for one in on_storage}
     found = []
     for one in held:
         same = there.pop((one.name, one.save_id, one.scope), None)

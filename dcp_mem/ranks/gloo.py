@@ -59,7 +59,7 @@ class GlooRanks:
         self._members = members
         self._lines: dict[tuple[int, int], GlooLine] = {}
         self.key = self._name = (
-            "dcp_mem/" + hashlib.sha256(repr((purpose, _attempt(), list(members))).encode()).hexdigest()[:16]
+            "dcp_mem/" + hashlib.sha256(repr((purpose, attempt(), list(members))).encode()).hexdigest()[:16]
         )
         self._store = store
         self._timeout, self._variable = timedelta(seconds=seconds), variable
@@ -290,7 +290,7 @@ def _size(letter: bytearray) -> int:
     return int.from_bytes(letter[:_HEAD], "little")
 
 
-def _attempt() -> str:
+def attempt() -> str:
     """Tells this life of torchrun's ranks from an earlier one that met in the same store, with the addresses of the dead in it.
 
     Each torchrun counts by itself, its own failures alone: an agent that joined later, or whose ranks were only restarted with

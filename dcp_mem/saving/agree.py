@@ -217,18 +217,22 @@ def _survey_or_error(caller: Caller, topology: Topology, planned: Planned | Unpl
         caller.session.swept = True
         if isinstance(planned, Unplanned):
             return _Survey(caller.name, why_not=planned.why_not)
-        return replace(_survey(caller, topology, planned.nbytes), plan_id=planned.plan_id, others=planned.others)
+        return replace(_survey(caller, topology, planned), plan_id=planned.plan_id, others=planned.others)
     except Exception as error:
         return _Survey(caller.name, error=f"{type(error).__name__}: {error}")
 
 
-def _survey(caller: Caller, topology: Topology, nbytes: int) -> _Survey:
+def _survey(caller: Caller, topology: Topology, planned: Planned) -> _Survey:
     session = caller.session
+    needed = capacity_for(planned.nbytes + TAIL_ROOM)
+    slots = session.slots.spare_sizes()[:_MOST_SLOTS]
+    if planned.is_written:  # it needs no other slot than its own
+        slots = sorted([needed, *slots], reverse=True)
     mine = _Survey(
         name=caller.name,
         proposal=_proposal(caller) if caller.ranks.rank == 0 else None,
-        needed=capacity_for(nbytes + TAIL_ROOM),
-        slots=tuple(session.slots.spare_sizes()[:_MOST_SLOTS]),
+        needed=needed,
+        slots=tuple(slots),
     )
     if not topology.is_leader:
         return mine

@@ -54,7 +54,7 @@ def _stage_into_slot(caller: Caller, attempt: Attempt, planned: Planned) -> Stag
         slow = _copy_tensors(slot, planned)
         faults.point("stage.copied")
         tail = tuple(_append(slot, layout.nbytes, _streams(planned.plan, slow, planned.objects)))
-        segment = _seal(caller, attempt, slot, planned.layout, tail)
+        segment = seal(caller, attempt, slot, planned.layout, tail)
         faults.point("stage.sealed")
     except BaseException:
         session.slots.abandon(slot)
@@ -206,9 +206,10 @@ def _append(slot: Slot, offset: int, streams: Iterator[memoryview]) -> Iterator[
         offset = align(offset + max(len(data), 1))  # an empty item has a place of its own, by which it is found
 
 
-def _seal(
+def seal(
     caller: Caller, attempt: Attempt, slot: Slot, plan_layout: PlanLayout, tail: tuple[tuple[int, int], ...]
 ) -> Segment:
+    """Make a slot this rank's segment. tail: where the items behind the layout lie."""
     memory, layout = caller.session.memory, plan_layout.layout
     file = names.segment_file(caller.rank, attempt.save_id)
     nbytes = tail[-1][0] + tail[-1][1] if tail else layout.nbytes

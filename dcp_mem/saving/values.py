@@ -104,6 +104,7 @@ class Planned:
     nbytes: what its segment will take, as far as plan and last save can tell. sources: addresses of the tensors' data
     where all of them are plain CPU memory; None where they have to be looked at one by one. plan: what the items stand
     for. plan_id: which plan of all ranks this is a part of. others: plans that would fit here just as well.
+    is_written: a slot holds all of it already.
     """
 
     plan: Items
@@ -114,6 +115,7 @@ class Planned:
     sources: Sequence[int] | None = None
     plan_id: str = DCP_PLAN
     others: tuple[str, ...] = ()
+    is_written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
