@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,9 @@ def _anchors(page: Path) -> set[str]:
     """What GitHub makes of the headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_pictures_are_those_that_are_drawn() -> None:
+    drawn = runpy.run_path(str(_REPOSITORY / "docs" / "pictures" / "draw.py"))["PICTURES"]
+    there = {path.stem: path.read_text() for path in (_REPOSITORY / "docs" / "pictures").glob("*.svg")}
+    assert there == {name: draw().text() for name, draw in drawn.items()}
