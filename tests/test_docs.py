@@ -130,3 +130,8 @@ def test_pictures_are_those_that_are_drawn() -> None:
     drawn = runpy.run_path(str(_REPOSITORY / "docs" / "pictures" / "draw.py"))["PICTURES"]
     there = {path.stem: path.read_text() for path in (_REPOSITORY / "docs" / "pictures").glob("*.svg")}
     assert there == {name: draw().text() for name, draw in drawn.items()}
+
+
+def test_the_api_reference_is_what_the_docstrings_say() -> None:
+    made = runpy.run_path(str(_REPOSITORY / "docs" / "reference.py"))["page"]()
+    assert (_REPOSITORY / "docs" / "api.md").read_text() == made, "run `python docs/reference.py`"
