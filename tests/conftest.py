@@ -7,8 +7,9 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,6 +50,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _SERVER_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.servers)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip what can't be collected without the packages in $DCP_MEM_WITHOUT: `.ci/compat` has a torch that they don't go with."""
+    report = yield
+    text = str(report.longrepr)
+    missing = [name for name in os.environ.get("DCP_MEM_WITHOUT", "").split() if name.partition("-")[0] in text]
+    if report.failed and missing:
+        reason = f"Skipped: torch {version('torch')} goes without {', '.join(missing)}"
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,19 +1,22 @@
-"""The Python in README and docs runs, with storage in a directory."""
+"""The Python in README and docs runs, with storage in a directory; YAML and shell can be parsed, and links lead somewhere."""
 
 import os
 import re
+import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from dcp_mem import MemoryStorageReader
 from tests.forks import forked
 
 _REPOSITORY = Path(__file__).parents[1]
-_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+_PAGES = [_REPOSITORY / "README.md", *sorted((_REPOSITORY / "docs").rglob("*.md"))]
 
 LOOP = """
 from tests.test_docs import training
@@ -44,6 +47,7 @@ BEFORE = {
     "docs/manager.md 1": LOOP,
     "docs/nebula.md 1": "",
     "docs/nebula.md 2": FILES,
+    "docs/migration.md 1": "",
     "docs/replication.md 1": WRITER,
     "docs/storage.md 1": WRITER,
 }
@@ -59,6 +63,8 @@ AFTER = {
 ELSEWHERE = {
     "docs/deepspeed.md 1",
     "docs/deepspeed.md 2",
+    "docs/fsdp2.md 1",
+    "docs/fsdp2.md 2",
     "docs/nebula.md 3",
     "docs/training-state.md 1",
 }
@@ -82,12 +88,12 @@ def training() -> tuple[Any, ...]:
     return model, optimizer, scheduler, None, train
 
 
-def _blocks() -> dict[str, str]:
-    pages = [_REPOSITORY / "README.md", *sorted((_REPOSITORY / "docs").glob("*.md"))]
+def _blocks(language: str) -> dict[str, str]:
+    block = re.compile(rf"```{language}\n(.*?)```", re.DOTALL)
     return {
         f"{page.relative_to(_REPOSITORY)} {number}": text
-        for page in pages
-        for number, text in enumerate(_BLOCK.findall(page.read_text()), 1)
+        for page in _PAGES
+        for number, text in enumerate(block.findall(page.read_text()), 1)
     }
 
 
@@ -100,14 +106,53 @@ def _run(text: str, url: str, memory: str) -> None:
 
 
 def test_every_block_is_run() -> None:
-    assert set(_blocks()) == set(BEFORE) | ELSEWHERE
+    assert set(_blocks("python")) == set(BEFORE) | ELSEWHERE
 
 
 @pytest.mark.parametrize("name", BEFORE)
 def test_a_block_runs(name: str, memory_root: Path, tmp_path: Path) -> None:
-    text = _blocks()[name]
+    text = _blocks("python")[name]
     if "replication" in name:  # one rank has nobody to replicate to
         text = text.replace('writer.wait("step-100", "replicated", timeout=60)', "writer.close()")
     url = str(tmp_path / "run-42")
     forked(_run, "\n".join([BEFORE[name], text, AFTER.get(name, "")]), url, str(memory_root))
     assert MemoryStorageReader(url, memory=tmp_path / "none").recoverable()
+
+
+@pytest.mark.parametrize("text", _blocks("yaml").values(), ids=_blocks("yaml"))
+def test_yaml_can_be_parsed(text: str) -> None:
+    assert all(isinstance(document, dict) for document in yaml.safe_load_all(text))
+
+
+@pytest.mark.parametrize("text", _blocks("bash").values(), ids=_blocks("bash"))
+def test_shell_can_be_parsed(text: str) -> None:
+    subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_REPOSITORY)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    assert [link for link in links if "://" not in link and not _is_there(page, link)] == []
+
+
+def _is_there(page: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = (page.parent / name).resolve() if name else page
+    return target.exists() and (not anchor or anchor in _anchors(target))
+
+
+def _anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_pictures_are_those_that_are_drawn() -> None:
+    drawn = runpy.run_path(str(_REPOSITORY / "docs" / "pictures" / "draw.py"))["PICTURES"]
+    there = {path.stem: path.read_text() for path in (_REPOSITORY / "docs" / "pictures").glob("*.svg")}
+    assert there == {name: draw().text() for name, draw in drawn.items()}
+
+
+def test_the_api_reference_is_what_the_docstrings_say() -> None:
+    made = runpy.run_path(str(_REPOSITORY / "docs" / "reference.py"))["page"]()
+    assert (_REPOSITORY / "docs" / "api.md").read_text() == made, "run `python docs/reference.py`"

@@ -1,0 +1,162 @@
+"""Writes docs/api.md from the docstrings: `python docs/reference.py`. Nothing is imported, so no framework has to be there.
+
+What dcp_mem's `__init__` exports, and what is public in the packages for frameworks. (griffe2md made 22,000 lines of it, inner
+modules included; pdoc and Sphinx make HTML.)
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "api.md"
+PACKAGES = ("adapters", "nebula", "trackers")
+HEAD = """# API reference
+
+Made from the docstrings by `python docs/reference.py`; a test fails when it is stale.
+Methods that DCP calls, and not you, are left out. How things are used together: [manager.md](manager.md),
+[training-state.md](training-state.md), [storage.md](storage.md), [replication.md](replication.md).
+"""
+
+_ARGUMENT = re.compile(r"(?<=[^\n])\n([\w, ]+: )")
+Definition = ast.ClassDef | ast.FunctionDef
+
+
+def page() -> str:
+    init = _parsed(ROOT / "dcp_mem" / "__init__.py")
+    exported = {name: module for module, names in _imports(init) for name in names}
+    by_module: dict[str, list[str]] = {}
+    for name in _listed(init):
+        by_module.setdefault(exported[name], []).append(name)
+    parts = [HEAD]
+    for module, names in sorted(by_module.items(), key=lambda entry: _rank(entry[0])):
+        parts += _section(module, _parsed(_path(module)), names, "dcp_mem")
+    for package in PACKAGES:
+        for path in sorted((ROOT / "dcp_mem" / package).rglob("*.py")):
+            tree = _parsed(path)
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            names = [name for name, node in _definitions(tree).items() if not name.startswith("_") and _doc(node)]
+            if names and not any(part.startswith("_") for part in module.split(".")):
+                parts += _section(module, tree, names, module)
+    return "\n".join(parts)
+
+
+def _section(module: str, tree: ast.Module, names: list[str], prefix: str) -> Iterator[str]:
+    found = _definitions(tree)
+    yield f"## {module}\n"
+    yield f"{_prose(ast.get_docstring(tree) or '')}\n"
+    for name in names:
+        node = found[name]
+        yield f"### {prefix}.{name}\n"
+        yield f"```\n{_signature(node, name)}\n```\n"
+        yield f"{_prose(_doc(node))}\n"
+        if isinstance(node, ast.ClassDef):
+            yield from _members(node)
+
+
+def _members(node: ast.ClassDef) -> Iterator[str]:
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef) and not member.name.startswith("_") and ast.get_docstring(member):
+            kind = "" if "property" not in _decorators(member) else "property "
+            yield f"**{kind}`{_signature(member, member.name)}`**\n"
+            yield f"{_prose(_doc(member))}\n"
+
+
+def _signature(node: Definition, name: str) -> str:
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(map(ast.unparse, node.bases))
+        head = f"class {name}({bases})" if bases else f"class {name}"
+        init = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+        if init is not None and "Error" not in bases:
+            return f"{head}\n{_signature(init, name)}"
+        fields = [ast.unparse(one) for one in node.body if isinstance(one, (ast.AnnAssign, ast.Assign))]
+        return "\n    ".join([head + (":" if fields else ""), *fields])
+    arguments = ast.parse(ast.unparse(node)).body[0]
+    assert isinstance(arguments, ast.FunctionDef)
+    positional = arguments.args.posonlyargs or arguments.args.args
+    if positional and positional[0].arg in ("self", "cls"):
+        del positional[0]
+    if "property" in _decorators(node):
+        return f"{name}: {ast.unparse(node.returns)}" if node.returns else name
+    each = [part.strip() for part in _split(ast.unparse(arguments.args))]
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns and name == node.name else ""
+    short = f"{name}({', '.join(each)}){returns}"
+    if len(short) <= 110 or name == node.name:
+        return short
+    return "\n".join([f"{name}(", *(f"    {part}," for part in each), f"){returns}"])
+
+
+def _split(arguments: str) -> Iterator[str]:
+    """The arguments one by one: commas in brackets and texts don't part them."""
+    depth, start = 0, 0
+    for number, character in enumerate(arguments):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            yield arguments[start:number]
+            start = number + 1
+    if arguments:
+        yield arguments[start:]
+
+
+def _prose(text: str) -> str:
+    """A docstring as Markdown: each argument that it explains begins a line."""
+    return _ARGUMENT.sub(r"  \n\1", text.replace("<", "&lt;").replace("*", "\\*"))
+
+
+def _doc(node: Definition) -> str:
+    return ast.get_docstring(node) or next(
+        (ast.get_docstring(one) or "" for one in getattr(node, "body", ()) if getattr(one, "name", "") == "__init__"),
+        "",
+    )
+
+
+def _decorators(node: ast.FunctionDef) -> list[str]:
+    return [ast.unparse(one) for one in node.decorator_list]
+
+
+def _definitions(tree: ast.Module) -> dict[str, Definition]:
+    return {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dcp_mem"):
+            yield node.module or "", [alias.name for alias in node.names]
+
+
+def _listed(tree: ast.Module) -> list[str]:
+    lists = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    return [str(name) for name in ast.literal_eval(lists[0].value)]
+
+
+def _rank(module: str) -> tuple[int, str]:
+    first = (
+        "manager",
+        "app",
+        "writer",
+        "reader",
+        "api",
+        "policy",
+        "config",
+        "values",
+        "operating",
+        "flushing",
+        "errors",
+    )
+    return first.index(module.split(".")[1]) if module.split(".")[1] in first else len(first), module
+
+
+def _path(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
