@@ -18,14 +18,19 @@ import subprocess
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, set_seed
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    extract_model_from_parallel,
+    set_seed,
+)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
@@ -136,7 +141,7 @@ class Account(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.losses.append(float(loss.detach()))
 
 
-def _as_on_gpus(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+def as_on_gpus(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
     """Accelerate takes FSDP for granted on accelerators only; from here on it goes the way that it does there."""
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
@@ -148,17 +153,25 @@ class _Recorded(Trainer):  # type: ignore[misc, unused-ignore]
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self.args.fsdp_plugin_args is not None:
-            _as_on_gpus(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
+            as_on_gpus(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
             self.is_fsdp_enabled = True
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
-        self.account.saw(inputs, loss)
+        if model.training:
+            self.account.saw(inputs, loss)
         return loss
 
 
-def make_trainer(output: str, account: Account, sharding: str = "ddp", **arguments: Any) -> Any:
-    """A Trainer as people write one; arguments: more of TrainingArguments."""
+def make_trainer(
+    output: str,
+    account: Account,
+    sharding: str = "ddp",
+    callbacks: Sequence[Any] = (),
+    metrics: Any = None,
+    **arguments: Any,
+) -> Any:
+    """A Trainer as people write one. metrics: its compute_metrics. arguments: more of TrainingArguments."""
     fsdp = {"fsdp": True, "fsdp_config": {"version": 2}} if sharding == "fsdp2" else {}
     chosen = {
         "max_steps": STEPS,
@@ -180,7 +193,8 @@ def make_trainer(output: str, account: Account, sharding: str = "ddp", **argumen
         args=TrainingArguments(output, **chosen),
         train_dataset=Numbers(BATCHES * _BATCH_SIZE * world),
         eval_dataset=Numbers(_BATCH_SIZE * world),
-        callbacks=[account],
+        callbacks=[account, *callbacks],
+        compute_metrics=metrics,
     )
     trainer.account = account
     return trainer
@@ -214,7 +228,7 @@ def _with_accelerate(spec: Spec) -> Outcome:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if spec.sharding == "fsdp2" else None
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     if plugin is not None:
-        _as_on_gpus(accelerator, plugin)
+        as_on_gpus(accelerator, plugin)
     set_seed(7)
     model = tiny_model(spec.sharding)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -300,6 +314,7 @@ def running_launcher(log: Path) -> Iterator[Callable[[Spec], list[Outcome]]]:
 def _main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print is no answer
+    extract_model_from_parallel(torch.nn.Identity())  # imports DeepSpeed where it is, which takes seconds
     for line in sys.stdin:
         print(json.dumps(_launched(Spec(**json.loads(line)))), file=answers, flush=True)
 

@@ -41,8 +41,8 @@ class TrainerCheckpoints:
     """Takes over a Trainer's checkpoints: they go to node memory first, to storage behind training, and are resumed from there.
 
     trainer: any `transformers.Trainer`, also of a subclass: DDP, FSDP2 or a single process. Its arguments say when to save, as
-    before (save_strategy, save_steps). path and options: those of `CheckpointManager`, which is there as `manager`; where
-    keep_storage isn't given, save_total_limit counts, with the best model's checkpoint beside if that is loaded at the end.
+    before (save_strategy, save_steps). path and options: those of `CheckpointManager`, which is there as `manager`. Where they
+    say nothing else, storage keeps save_total_limit checkpoints, and with load_best_model_at_end both places keep the best one.
 
     `trainer.train(resume_from_checkpoint=True)` then loads the newest checkpoint that is whole. Where dcp_mem has none, it loads
     what the Trainer itself has left in output_dir; where there is nothing either, it trains from the start. "step-40" loads that
@@ -55,7 +55,7 @@ class TrainerCheckpoints:
         self, trainer: transformers.Trainer, path: str | os.PathLike[str] | None = None, /, **options: Any
     ) -> None:
         _check(trainer)
-        self.manager = CheckpointManager(path, **{**_retention(trainer.args, path), **options})
+        self.manager = CheckpointManager(path, **{**_retention(trainer.args), **options})
         self.last_saved: Saved | None = None
         self._trainer: Any = trainer
         self._stock = {name: getattr(trainer, name) for name in _TAKEN_OVER}
@@ -214,18 +214,18 @@ def _check(trainer: transformers.Trainer) -> None:
     refuse_engines(trainer.accelerator)
 
 
-def _retention(args: transformers.TrainingArguments, path: object) -> dict[str, Retention]:
+def _retention(args: Any) -> dict[str, Retention]:
     """What the Trainer's arguments say about how long checkpoints stay."""
+    kept: dict[str, Retention] = {}
     best: list[Retention] = []
     if args.load_best_model_at_end:
         metric = str(args.metric_for_best_model)
         name = metric if metric.startswith("eval_") else f"eval_{metric}"
         best.append(keep_best(name, mode="max" if args.greater_is_better else "min"))
-    kept: dict[str, Retention] = {}
+        # In memory too: a newer checkpoint takes the place of one that still awaits its flush.
+        kept["keep_memory"] = any_of(keep_last(2), *best)
     if args.save_total_limit is not None and args.save_total_limit > 0:
         kept["keep_storage"] = any_of(keep_last(args.save_total_limit), *best)
-    if path is None and best:
-        kept["keep_memory"] = any_of(keep_last(2), *best)
     return kept
 
 
