@@ -1,7 +1,7 @@
 """Trainings with a Hugging Face Trainer or Accelerate, on two ranks each, for `tests.test_huggingface`.
 
     with running_launcher() as launch:
-        first, second = launch(Spec(…))         # what the ranks have come to; Killed where one was
+        first, second = launch(Spec(…))         # what the ranks have come to: JobDied where one was killed
 
 The launcher is a process that imports the frameworks once, and starts each job's ranks with torchrun's own agent
 (`elastic_launch`), as forks: a fresh import takes each rank several seconds.
@@ -80,8 +80,8 @@ class Outcome:
     digest: str
 
 
-class Killed(Exception):
-    """A job did not end well. Its argument is what ended it: the signal's name, else the error's text."""
+class JobDied(Exception):
+    """A job did not end well. Its argument is how the first rank ended of which torchrun's agent heard."""
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -124,8 +124,8 @@ def _digest(spec: Spec, model: torch.nn.Module, optimizer: Mapping[str, Any]) ->
 class Account(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Notes what a run does, and ends it in the middle of a step."""
 
-    def __init__(self, killed_at: int = 0) -> None:
-        self._killed_at = killed_at
+    def __init__(self, killed_at: int = 0, directory: str = "") -> None:
+        self._killed_at, self._directory = killed_at, directory
         self.batches: list[list[int]] = []
         self.losses: list[float] = []
 
@@ -134,6 +134,7 @@ class Account(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def step_begins(self, number: int) -> None:
         if number == self._killed_at and int(os.environ.get("RANK", "0")) == 1:
+            Path(self._directory, "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def saw(self, inputs: Mapping[str, torch.Tensor], loss: torch.Tensor) -> None:
@@ -152,8 +153,8 @@ class _Recorded(Trainer):  # type: ignore[misc, unused-ignore]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self.args.fsdp_plugin_args is not None:
-            as_on_gpus(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
+        if self.args.fsdp:
+            as_on_gpus(self.accelerator, FullyShardedDataParallelPlugin(fsdp_version=2))
             self.is_fsdp_enabled = True
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +202,7 @@ def make_trainer(
 
 
 def _with_trainer(spec: Spec) -> Outcome:
-    account = Account(spec.killed_at)
+    account = Account(spec.killed_at, spec.directory)
     trainer = make_trainer(f"{spec.directory}/output", account, spec.sharding)
     checkpoints = TrainerCheckpoints(trainer, spec.url, memory=spec.memory, job="job", persist=spec.persist)
     trainer.train(resume_from_checkpoint=True)
@@ -238,7 +239,7 @@ def _with_accelerate(spec: Spec) -> Outcome:
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     counter = _Counter()
     accelerator.register_for_checkpointing(counter)
-    account = Account(spec.killed_at)
+    account = Account(spec.killed_at, spec.directory)
     options: dict[str, Any] = {"memory": spec.memory, "job": "job", "persist": spec.persist, "interval": _SAVE_EACH}
     with AcceleratorCheckpoints(accelerator, spec.url, **options) as checkpoints:
         last = checkpoints.restore()
@@ -281,7 +282,7 @@ def _rank(spec: Spec) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running_launcher(log: Path) -> Iterator[Callable[[Spec], list[Outcome]]]:
-    """Starts jobs of two ranks, one after the other; raises Killed where a rank dies. log: of all that they print."""
+    """Starts jobs of two ranks, one after the other; raises JobDied where a rank dies. log: of all that they print."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -298,9 +299,9 @@ def running_launcher(log: Path) -> Iterator[Callable[[Spec], list[Outcome]]]:
 
     def launch(spec: Spec) -> list[Outcome]:
         print(json.dumps(dataclasses.asdict(spec)), file=questions, flush=True)
-        answer = json.loads(answers.readline() or '{"killed": "the launcher has ended"}')
-        if "killed" in answer:
-            raise Killed(answer["killed"])
+        answer = json.loads(answers.readline() or '{"died": "the launcher has ended"}')
+        if "died" in answer:
+            raise JobDied(answer["died"])
         return [Outcome(**one) for one in answer["ranks"]]
 
     try:
@@ -335,7 +336,7 @@ def _launched(spec: Spec) -> dict[str, Any]:
         ranks = elastic_launch(config, _rank)(spec)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
-        return {"killed": failure.signal_name() if failure.exitcode < 0 else str(failure.message)}
+        return {"died": f"exit code {failure.exitcode}: {failure.message}"}
     return {"ranks": [ranks[rank] for rank in sorted(ranks)]}
 
 

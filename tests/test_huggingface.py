@@ -22,15 +22,18 @@ from tests.huggingface_jobs import (
     BATCHES,
     STEPS,
     Account,
-    Killed,
+    JobDied,
+    Numbers,
     Outcome,
     Spec,
     as_on_gpus,
     digest,
     make_trainer,
     running_launcher,
+    tiny_model,
 )
 from tests.jobs import wait_until
+from tests.test_docs import blocks
 from tests.training import needs_fsdp_on_cpu
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -54,8 +57,9 @@ def test_a_training_that_is_killed_goes_on_as_if_nothing_had_been(
     assert [len(rank.losses) for rank in alone] == [STEPS, STEPS]
     url = tmp_path / "storage"
     job = Spec(str(tmp_path), str(memory_root / "job"), str(url), loop, sharding)
-    with pytest.raises(Killed, match="SIGKILL"):
+    with pytest.raises(JobDied):
         launch(replace(job, persist=False, killed_at=7))
+    assert (tmp_path / "killed").exists()
     assert not url.exists() or not list(url.glob("step-*"))
 
     _goes_on(launch(job), alone, "memory")
@@ -233,6 +237,19 @@ def test_a_trainer_that_cannot_be_taken_over_is_refused(runs: Runs) -> None:
         TrainerCheckpoints(trainer, runs.url)
 
 
+def test_the_guides_trainer_trains_and_resumes(
+    runs: Runs, tmp_path: Path, memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root))
+    text = blocks()["docs/huggingface.md 1"].replace("abfs://ckpts/run-42", str(runs.url))
+    for _ in range(2):
+        names: dict[str, Any] = {"model": tiny_model(), "dataset": Numbers(80)}  # of ten steps
+        exec(compile(text, "docs", "exec"), names)
+        assert names["trainer"].state.global_step == 30
+    assert (runs.url / "step-10" / ".metadata").exists()
+
+
 # -- the Accelerator, in one process ---------------------------------------------------------------------------------------
 
 
@@ -332,3 +349,20 @@ def test_fsdp1_and_engines_are_refused(accelerator: Accelerator) -> None:
     accelerator.state.distributed_type = DistributedType.DEEPSPEED
     with pytest.raises(ConfigError, match="DEEPSPEED"):
         AcceleratorCheckpoints(accelerator)
+
+
+def test_the_guides_accelerator_trains_and_resumes(
+    accelerator: Accelerator, tmp_path: Path, memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root))
+    text = blocks()["docs/huggingface.md 2"].replace("abfs://ckpts/run-42", str(tmp_path / "storage"))
+    for epochs in (2, 3):
+        model = tiny_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        loader = torch.utils.data.DataLoader(Numbers(16), batch_size=2, shuffle=True)
+        names: dict[str, Any] = {"epochs": epochs, "model": model, "optimizer": optimizer}
+        names.update(scheduler=scheduler, loader=loader)
+        exec(compile(text, "docs", "exec"), names)
+        assert scheduler.last_epoch == names["step"] == 8 * epochs
+    assert names["checkpoints"].manager.report().step == 11

@@ -60,7 +60,12 @@ class AcceleratorCheckpoints:
         As `Accelerator.skip_first_batches`; and random numbers that starting the dataloader and skipping have drawn are set
         back to those that were restored, as training had them at that point.
         """
-        return self._rest(self._accelerator.skip_first_batches(dataloader, number)) if number else dataloader
+        if not number:
+            return dataloader
+        rest: Any = self._accelerator.skip_first_batches(dataloader, number)
+        if hasattr(rest, "set_epoch"):
+            rest.set_epoch(dataloader.iteration)  # accelerate before 1.14 begins with the first epoch's order
+        return self._rest(rest)
 
     def _rest(self, dataloader: Any) -> Iterator[Any]:
         for number, batch in enumerate(dataloader):
