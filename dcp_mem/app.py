@@ -78,7 +78,7 @@ class TrainState:
         if self._dataloader is not None:
             state["dataloader"] = {f"rank-{rank}": _whole(self._dataloader.state_dict())}
         if self._rng:  # last: making the others' states may draw numbers
-            state["rng"] = {f"rank-{rank}": _whole(_rng_state())}
+            state["rng"] = {f"rank-{rank}": _whole(rng_state())}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ class TrainState:
             if saved is None:
                 missing.append("random numbers")
             else:
-                _set_rng_state(*saved)
+                set_rng_state(*saved)
         if missing:
             log.info("the checkpoint has no %s of rank %d, which keeps its own", " and ".join(missing), rank)
 
@@ -246,7 +246,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-def _rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
     """The states of this rank's generators, in types that unpickle without running code."""
     name, keys, *rest = np.random.get_state(legacy=True)
     assert isinstance(keys, np.ndarray)  # not the generator's name, which its type can't tell it from
@@ -258,7 +258,7 @@ def _rng_state() -> dict[str, Any]:
     }
 
 
-def _set_rng_state(state: Mapping[str, Any]) -> None:
+def set_rng_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,0 +1,249 @@
+"""`TrainerCheckpoints`: a Hugging Face Trainer that saves into node memory first, and resumes from there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
+
+from dcp_mem.adapters.accelerate import bare_model, bare_optimizer, refuse_engines
+from dcp_mem.app import TrainState, rng_state, set_rng_state
+from dcp_mem.errors import CheckpointNotFound, ConfigError
+from dcp_mem.events import log
+from dcp_mem.manager import CheckpointManager, Saved
+from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_last
+
+_TAKEN_OVER = (
+    "train",
+    "_save_checkpoint",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+    "_load_best_model",
+)
+_NAME = re.compile(r"step-(\d+)")
+_STATE = "trainer_state.json"
+
+
+class TrainerCheckpoints:
+    """Takes over a Trainer's checkpoints: they go to node memory first, to storage behind training, and are resumed from there.
+
+    trainer: any `transformers.Trainer`, also of a subclass: DDP, FSDP2 or a single process. Its arguments say when to save, as
+    before (save_strategy, save_steps). path and options: those of `CheckpointManager`, which is there as `manager`. Where they
+    say nothing else, storage keeps save_total_limit checkpoints, and with load_best_model_at_end both places keep the best one.
+
+    `trainer.train(resume_from_checkpoint=True)` then loads the newest checkpoint that is whole. Where dcp_mem has none, it loads
+    what the Trainer itself has left in output_dir; where there is nothing either, it trains from the start. "step-40" loads that
+    one, a directory is loaded as the Trainer does. train() returns when storage has what it should have.
+
+    Raises ConfigError, also for FSDP1 and DeepSpeed, and for a Trainer that lacks what is taken over.
+    """
+
+    def __init__(
+        self, trainer: transformers.Trainer, path: str | os.PathLike[str] | None = None, /, **options: Any
+    ) -> None:
+        _check(trainer)
+        self.manager = CheckpointManager(path, **{**_retention(trainer.args), **options})
+        self.last_saved: Saved | None = None
+        self._trainer: Any = trainer
+        self._stock = {name: getattr(trainer, name) for name in _TAKEN_OVER}
+        self._directory = Path()
+        self._resumption: _Resumption | None = None
+        self._random_numbers: dict[str, Any] = {}
+        for name in _TAKEN_OVER:
+            setattr(trainer, name, getattr(self, name.removeprefix("_")))
+
+    # -- in place of the Trainer's methods, in the order of its calls ------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer.train` does."""
+        with self.manager, tempfile.TemporaryDirectory(prefix="dcp_mem-trainer-") as directory:
+            self._directory = Path(directory)
+            start = self._start(resume_from_checkpoint)
+            while True:
+                self._resumption = start if isinstance(start, _Resumption) else None
+                where = start.directory if isinstance(start, _Resumption) else start
+                try:
+                    return self._stock["train"](where, *args, **kwargs)
+                except _LoadedAnother as other:
+                    start = self._peek(other.step, is_asked_for=False)
+                finally:
+                    self._resumption = None
+
+    def load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if self._is_ours(resume_from_checkpoint):
+            return  # the model comes with all the rest, once it is prepared
+        self._stock["_load_from_checkpoint"](resume_from_checkpoint, model)
+
+    def load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        resumption = self._resumption
+        if resumption is None or not self._is_ours(checkpoint):
+            self._stock["_load_optimizer_and_scheduler"](checkpoint)
+            return
+        found = self.manager.restore({"app": self._app()}, resumption.step if resumption.is_asked_for else None)
+        if found != resumption.step:
+            raise _LoadedAnother(found)
+        self._random_numbers = rng_state()
+
+    def load_scaler(self, checkpoint: str | None) -> None:
+        if not self._is_ours(checkpoint):
+            self._stock["_load_scaler"](checkpoint)
+
+    def load_rng_state(self, checkpoint: str | None) -> None:
+        if self._is_ours(checkpoint):  # a second time: skipping the batches of before has drawn some
+            set_rng_state(self._random_numbers)
+        else:
+            self._stock["_load_rng_state"](checkpoint)
+
+    def save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
+        if trial is not None:  # each trial of a search has a directory of its own
+            self._stock["_save_checkpoint"](model, trial)
+            return
+        trainer, state = self._trainer, self._trainer.state
+        trainer.store_flos()
+        state.stateful_callbacks = _callback_states(trainer)
+        state.best_model_checkpoint = self._best(state.best_global_step)
+        self.last_saved = self.manager.save(
+            state.global_step,
+            {"app": self._app(), "trainer": json.dumps(dataclasses.asdict(state))},
+            metrics=_figures(state),
+            force_persist=state.best_model_checkpoint is not None and state.best_global_step == state.global_step,
+        )
+
+    def load_best_model(self) -> None:
+        step = self._trainer.state.best_global_step
+        model = bare_model(self._trainer.accelerator, self._trainer.model)
+        weights = get_model_state_dict(model)
+        try:
+            self.manager.restore({"app": {"model": weights}}, step)
+        except CheckpointNotFound as error:
+            log.warning("the model stays that of the last step: the best one's checkpoint is gone (%s)", error)
+            return
+        set_model_state_dict(model, weights)
+
+    # -- what is saved, and what is there ----------------------------------------------------------------------------------
+
+    def _app(self) -> TrainState:
+        trainer = self._trainer
+        scaler = trainer.accelerator.scaler
+        return TrainState(
+            bare_model(trainer.accelerator, trainer.model),
+            bare_optimizer(trainer.optimizer),
+            trainer.lr_scheduler,
+            extra={} if scaler is None else {"scaler": scaler},
+        )
+
+    def _start(self, given: str | bool | None) -> _Resumption | str | bool | None:
+        """What to resume from: one of ours, or as the Trainer is told."""
+        if given is True:
+            return self._peek(None, is_asked_for=False) or self._trainers_own()
+        named = _NAME.fullmatch(given) if isinstance(given, str) else None
+        return given if named is None else self._peek(int(named[1]), is_asked_for=True)
+
+    def _peek(self, step: int | None, *, is_asked_for: bool) -> _Resumption | None:
+        """The newest of ours, or that of a step, with the Trainer's state in a directory, from where the Trainer reads it."""
+        saved = {"trainer": ""}
+        found = self.manager.restore(saved, step)
+        if found is None:
+            return None
+        state = json.loads(saved["trainer"])
+        state["best_model_checkpoint"] = self._best(state["best_global_step"])
+        place = self._directory / f"checkpoint-{found}"
+        place.mkdir(exist_ok=True)
+        (place / _STATE).write_text(json.dumps(state))
+        return _Resumption(found, str(place), is_asked_for)
+
+    def _best(self, step: int | None) -> str | None:
+        """The best model's checkpoint, if it is to be loaded at the end: a directory, since the Trainer looks for one."""
+        if step is None or not self._trainer.args.load_best_model_at_end:
+            return None
+        place = self._directory / f"best-{step}"
+        place.mkdir(exist_ok=True)
+        return str(place)
+
+    def _trainers_own(self) -> str | None:
+        output = self._trainer.args.output_dir
+        found = str(get_last_checkpoint(output) or "") if os.path.isdir(output) else ""  # type: ignore[no-untyped-call]
+        log.info("there is no checkpoint of dcp_mem; resuming from %s", found or "the start")
+        return found or None
+
+    def _is_ours(self, checkpoint: str | None) -> bool:
+        return self._resumption is not None and checkpoint == self._resumption.directory
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumption:
+    """A checkpoint that is being resumed from. is_asked_for: by its name, so no other will do."""
+
+    step: int
+    directory: str
+    is_asked_for: bool
+
+
+class _LoadedAnother(Exception):
+    """The newest checkpoint turned out to be damaged, and an older one was loaded; the Trainer has to count from that one."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__(f"step {step} was loaded")
+        self.step = step
+
+
+def _check(trainer: transformers.Trainer) -> None:
+    if not isinstance(trainer, transformers.Trainer):
+        raise ConfigError(f"{type(trainer).__name__} is no transformers.Trainer: make the Trainer first, and pass it")
+    if isinstance(getattr(trainer.train, "__self__", None), TrainerCheckpoints):
+        raise ConfigError("this Trainer has TrainerCheckpoints already: make them once")
+    missing = [name for name in _TAKEN_OVER if not callable(getattr(trainer, name, None))]
+    if missing:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has a Trainer without {', '.join(missing)}: "
+            f"versions from 4.52 to 5.23 are known to work"
+        )
+    refuse_engines(trainer.accelerator)
+
+
+def _retention(args: Any) -> dict[str, Retention]:
+    """What the Trainer's arguments say about how long checkpoints stay."""
+    kept: dict[str, Retention] = {}
+    best: list[Retention] = []
+    if args.load_best_model_at_end:
+        metric = str(args.metric_for_best_model)
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
+        best.append(keep_best(name, mode="max" if args.greater_is_better else "min"))
+        # In memory too: a newer checkpoint takes the place of one that still awaits its flush.
+        kept["keep_memory"] = any_of(keep_last(2), *best)
+    if args.save_total_limit is not None and args.save_total_limit > 0:
+        kept["keep_storage"] = any_of(keep_last(args.save_total_limit), *best)
+    return kept
+
+
+def _callback_states(trainer: Any) -> dict[str, Any]:
+    """The states of callbacks as a TrainerState has them: of several of a class, a list."""
+    states: dict[str, list[Any]] = {}
+    for one in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(one, ExportableState):
+            states.setdefault(type(one).__name__, []).append(one.state())
+    return {name: found[0] if len(found) == 1 else found for name, found in states.items()}
+
+
+def _figures(state: Any) -> dict[str, float]:
+    """What was logged at this step."""
+    return {
+        name: value
+        for entry in state.log_history
+        if entry.get("step") == state.global_step
+        for name, value in entry.items()
+        if isinstance(value, (int, float))
+    }
