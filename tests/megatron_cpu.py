@@ -131,6 +131,8 @@ class Training:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
+        for of_parameter in self._optimizer.chained_optimizers[0].optimizer.state.values():
+            of_parameter["step"] = of_parameter["step"].clone()  # Megatron gave all of them the same tensor to count in
         self.step = state["iteration"]
 
     def values(self) -> dict[str, torch.Tensor]:
@@ -144,13 +146,18 @@ class Training:
 
 
 def _mend(optimizer: Any) -> None:
-    """Have the optimizer load "fully_reshardable" states: 0.16 forgets that torch's Adam counts steps for each parameter."""
+    """Have the optimizer's load leave the steps alone, which torch's Adam counts for each parameter.
+
+    0.16 expects Transformer Engine's: with torch's, "dp_reshardable" states come back with the steps of a fresh optimizer, and
+    "fully_reshardable" ones not at all.
+    """
     original = optimizer._set_main_param_and_optimizer_states
 
     def with_step(parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         group, place = optimizer.model_param_group_index_map[parameter]
         adam = optimizer.optimizer
-        original(parameter, {"step": adam.state[adam.param_groups[group]["params"][place]]["step"], **tensors})
+        step = adam.state[adam.param_groups[group]["params"][place]]["step"]
+        original(parameter, {**tensors, "step": step})
 
     optimizer._set_main_param_and_optimizer_states = with_step
 
