@@ -238,6 +238,22 @@ def the_strategies_serve_megatrons_functions() -> None:
     _assert_same(_here(persist=False).load(_state(0), directory), 9)  # the common state was in memory, too
 
 
+def megatrons_files_come_back_after_a_kill() -> None:
+    root, checkpointing = _root("killed"), _here(persist=False)
+    directory = _directory(root, 1, make=True)
+    checkpointing.save(_state(1), directory)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert dist_checkpointing.check_is_distributed_checkpoint(directory)
+        for path in Path(directory).iterdir():
+            path.unlink()
+    dist.barrier()
+    assert checkpointing.check_is_distributed_checkpoint(directory)
+    checkpointing.load_common_state_dict(directory)
+    assert dist_checkpointing.check_is_distributed_checkpoint(directory)
+    assert dist_checkpointing.load_common_state_dict(directory)["iteration"] == 1
+
+
 def storage_may_lie_elsewhere() -> None:
     named, root = _root("named"), DIRECTORY / "elsewhere"
     checkpointing = _here(storage={str(named): str(root)})
@@ -264,6 +280,15 @@ def what_cannot_work_says_so() -> None:
         MemoryCheckpointing(memory=MEMORY, on_full="panic").latest(DIRECTORY)
 
 
+def without_a_process_group() -> None:
+    """As `--use-checkpoint-args` asks, on each rank, before there is a process group."""
+    checkpointing = _here(persist=False)
+    assert checkpointing.latest(DIRECTORY / "alone") == 4
+    directory = str(DIRECTORY / "alone" / "iter_0000004")
+    assert checkpointing.check_is_distributed_checkpoint(directory)
+    assert checkpointing.load_common_state_dict(directory)["iteration"] == 4
+
+
 CLAIMS: list[Callable[[], None]] = [
     what_was_saved_comes_back_from_memory,
     common_state_and_metadata_come_alone,
@@ -276,6 +301,7 @@ CLAIMS: list[Callable[[], None]] = [
     megatrons_own_checkpoints_are_loaded,
     replicas_share_the_work_as_under_megatron,
     the_strategies_serve_megatrons_functions,
+    megatrons_files_come_back_after_a_kill,
     storage_may_lie_elsewhere,
     what_cannot_work_says_so,
 ]
@@ -302,6 +328,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         ANSWER.write_text(json.dumps(fates))
     dist.destroy_process_group()
+    without_a_process_group()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -92,7 +93,8 @@ class MemoryCheckpointing:
         parent = tempfile.TemporaryDirectory(prefix="dcp_mem-megatron-", ignore_cleanup_errors=True)
 
         def finish() -> None:
-            put_beside(directory, os.fspath(checkpoint_dir))
+            if dist.get_rank() == 0:
+                put_beside(directory, os.fspath(checkpoint_dir))
             parent.cleanup()
 
         try:
@@ -148,6 +150,8 @@ class MemoryCheckpointing:
         if common is None:
             return dist_checkpointing.load_common_state_dict(os.fspath(checkpoint_dir))
         with stand_in(name, common) as directory:
+            # A save that was killed as soon as it was complete has left none beside; Megatron-LM looks there next.
+            _by_rank_0(lambda: put_beside(directory, os.fspath(checkpoint_dir), missing_only=True), None)
             return dist_checkpointing.load_common_state_dict(directory)
 
     def load_content_metadata(
@@ -267,7 +271,7 @@ def _is_megatrons(checkpoint_dir: Directory) -> bool:
         is_named = dist_checkpointing.check_is_distributed_checkpoint(directory)
         return bool(is_named) and os.path.exists(os.path.join(directory, ".metadata"))
 
-    return _told_by_rank_0(look, False)
+    return _by_rank_0(look, False)
 
 
 def _tracked(save_dir: Directory) -> int:
@@ -277,18 +281,18 @@ def _tracked(save_dir: Directory) -> int:
         text = Path(save_dir, _TRACKER).read_text().strip()
         return int(text) if text.isdecimal() else -1
 
-    iteration = _told_by_rank_0(look, -1)
+    iteration = _by_rank_0(look, -1)
     is_there = iteration >= 0 and _is_megatrons(os.path.join(save_dir, f"iter_{iteration:07d}"))
     return iteration if is_there else -1
 
 
-def _told_by_rank_0(look: Callable[[], T], otherwise: T) -> T:
-    """What rank 0 finds, on all ranks: directories may look different on each. otherwise: where it can't be read."""
+def _by_rank_0(look: Callable[[], T], otherwise: T) -> T:
+    """What rank 0 finds, on all ranks: directories may look different on each. otherwise: where it can't look."""
     ranks: Ranks = direct_call(None, False, "looking at Megatron's files").ranks
     found = otherwise
     if ranks.rank == 0:
         try:
             found = look()
         except (OSError, ValueError) as error:
-            log.debug("not read: %s", error)
+            log.debug("Megatron's files: %s", error)
     return ranks.broadcast(found)

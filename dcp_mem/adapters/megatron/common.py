@@ -7,6 +7,7 @@ checkpoint in memory has `common.pt` as one of its entries, and a stand-in for t
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -93,18 +94,18 @@ def make_directory(parent: str, name: str) -> str:
     return directory
 
 
-def put_beside(stand_in: str, directory: str) -> None:
+def put_beside(stand_in: str, directory: str, *, missing_only: bool = False) -> None:
     """Copy the two files into the checkpoint's directory, for Megatron's own tools, if there is such a directory here.
 
     The checkpoint is complete without them, so what goes wrong is logged.
     """
-    if not os.path.isdir(directory):
+    if not os.path.isdir(directory) or (missing_only and os.path.exists(os.path.join(directory, CONFIG_FNAME))):
         return
-    for file in (COMMON_STATE_FNAME, CONFIG_FNAME):  # the one that says "this is a checkpoint" last
-        source, target = os.path.join(stand_in, file), os.path.join(directory, file)
-        try:
-            shutil.copyfile(source, f"{target}.tmp")
-            os.replace(f"{target}.tmp", target)
-        except OSError as error:
-            log.warning("%s is saved in memory, but %s can't be written: %s", directory, file, error)
-            return
+    try:
+        for file in (COMMON_STATE_FNAME, CONFIG_FNAME):  # the one that says "this is a checkpoint" last
+            target = os.path.join(directory, file)
+            temporary = f"{target}.{secrets.token_hex(4)}"
+            shutil.copyfile(os.path.join(stand_in, file), temporary)
+            os.replace(temporary, target)
+    except OSError as error:
+        log.warning("%s is complete in memory, but Megatron's files can't be put there: %s", directory, error)
