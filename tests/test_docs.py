@@ -32,10 +32,23 @@ state, first_step, last_step, train = {"w": torch.ones(3)}, 0, 25, lambda step: 
 with dcp_mem.MemoryStorageWriter("abfs://ckpts/run-42") as writer:
     dcp_mem.save(state, checkpoint_id="step-0", storage_writer=writer)
 """
+MEGATRON = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from megatron.core.dist_checkpointing import ShardedTensor
+iteration, weight = 0, torch.zeros(4)
+def sharded_state_dict():
+    return {"model": {"weight": ShardedTensor.from_rank_offsets("weight", weight)}, "iteration": iteration}
+def load_state_dict(state):
+    weight.copy_(state["model"]["weight"])
+def train(iteration):
+    weight.fill_(iteration)
+"""
 BEFORE = {
     "README.md 1": LOOP,
     "README.md 2": FIRST_SAVE,
     "docs/manager.md 1": LOOP,
+    "docs/megatron.md 1": MEGATRON,
     "docs/replication.md 1": WRITER,
     "docs/storage.md 1": WRITER,
 }
@@ -43,6 +56,7 @@ BEFORE = {
 AFTER = {
     "README.md 1": "assert manager.latest() == 20",
     "docs/manager.md 1": "assert manager.latest() == 20",
+    "docs/megatron.md 1": "assert dist_checkpointing.latest(root) == iteration == weight[0] == 20",
     "docs/storage.md 1": "dcp.save(state, checkpoint_id='a', storage_writer=writer); writer.close()",
 }
 """What must hold then, or is still to be done."""
