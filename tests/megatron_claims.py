@@ -167,6 +167,7 @@ def what_was_flushed_loads_without_memory_and_without_dcp_mem() -> None:
     elsewhere = _on_new_nodes()
     _assert_same(elsewhere.load(_state(0), directory), 6)
     assert elsewhere.report().source == "storage"
+    elsewhere.close()
     _assert_same(dist_checkpointing.load(_state(0), directory), 6)
     _, missing, _ = dist_checkpointing.load(_state(0), directory, strict="return_all")
     assert missing == {"dcp_mem.common"}
@@ -197,6 +198,16 @@ def storage_is_told_what_it_is_to_have() -> None:
     status = {one.name: one for one in checkpointing.writer(root).status()}
     assert (status["iter_0000001"].metrics, status["iter_0000002"].metrics) == ({"loss": 0.5}, {})
     assert (status["iter_0000001"].persist, status["iter_0000002"].persist) == (True, False)
+
+
+def a_save_that_memory_has_no_room_for_is_none() -> None:
+    root, checkpointing = _root("full"), _here(on_full="skip", memory_limit="16MiB", persist=False)
+    checkpointing.save(_state(1), _directory(root, 1, make=True))
+    large = {"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(8 << 20), replica_id=dist.get_rank())}
+    directory = _directory(root, 2, make=True)
+    checkpointing.save(large, directory)
+    assert checkpointing.latest(root) == 1
+    assert not list(Path(directory).iterdir())
 
 
 def megatrons_own_checkpoints_are_loaded() -> None:
@@ -298,6 +309,7 @@ CLAIMS: list[Callable[[], None]] = [
     what_was_flushed_loads_without_memory_and_without_dcp_mem,
     what_went_with_memory_is_not_the_latest,
     storage_is_told_what_it_is_to_have,
+    a_save_that_memory_has_no_room_for_is_none,
     megatrons_own_checkpoints_are_loaded,
     replicas_share_the_work_as_under_megatron,
     the_strategies_serve_megatrons_functions,

@@ -39,8 +39,8 @@ class _OnCpu(TorchFunctionMode):
 def do_without_gpu() -> None:
     """From here on this process needs no GPU for Megatron."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
-    _OnCpu().__enter__()
+    torch.cuda.synchronize = lambda device=None: None
+    _OnCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.nn.Module):
@@ -50,9 +50,9 @@ class _Attention(torch.nn.Module):
         super().__init__()
 
     def forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        heads = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 class Training:
@@ -164,7 +164,7 @@ def _mend(optimizer: Any) -> None:
 
 def _gathered(state: dict[str, Any]) -> list[Any]:
     """(name, whole shape, offset, values) of every rank's parts."""
-    dist_checkpointing.state_dict_utils.apply_factories(state)  # type: ignore[attr-defined]
+    dist_checkpointing.state_dict_utils.apply_factories(state)
     tensors = [one for one in nested_values(state) if isinstance(one, dist_checkpointing.ShardedTensor)]
     mine = [
         (one.key, one.global_shape, one.global_offset, one.data.view((1,) * one.prepend_axis_num + one.local_shape))

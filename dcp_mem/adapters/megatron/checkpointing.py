@@ -83,26 +83,28 @@ class MemoryCheckpointing:
         Raises what dcp.save raises; ConfigError for other strategies.
         """
         root, name = self._place(checkpoint_dir)
+        writer = self.writer(root)
         told, self._told = self._told, {}
         strategy = _through_memory(
             sharded_strategy,
-            MemorySaveStrategy(self.writer(root), **told),
+            MemorySaveStrategy(writer, **told),
             TorchDistSaveShardedStrategy,
             FullyParallelSaveStrategyWrapper,
         )
         parent = tempfile.TemporaryDirectory(prefix="dcp_mem-megatron-", ignore_cleanup_errors=True)
-
-        def finish() -> None:
-            if dist.get_rank() == 0:
-                put_beside(directory, os.fspath(checkpoint_dir))
-            parent.cleanup()
-
         try:
             directory = make_directory(parent.name, name)
             request = dist_checkpointing.save(sharded_state_dict, directory, strategy, *rest, **options)
         except BaseException:
             parent.cleanup()
             raise
+        was_skipped = writer.last_save is None  # memory was full
+
+        def finish() -> None:
+            if dist.get_rank() == 0 and not was_skipped:
+                put_beside(directory, os.fspath(checkpoint_dir))
+            parent.cleanup()
+
         if request is None:
             finish()
         else:
@@ -167,8 +169,8 @@ class MemoryCheckpointing:
         )
         return found
 
-    def load_tensors_metadata(self, checkpoint_dir: Directory) -> dict[str, Any]:
-        """Every tensor of the checkpoint by its key, whole and without data."""
+    def load_tensors_metadata(self, checkpoint_dir: Directory, sharded_strategy: Any = None) -> dict[str, Any]:
+        """Every tensor of the checkpoint by its key, whole and without data. sharded_strategy: isn't needed."""
         root, _ = self._place(checkpoint_dir)
         return MemoryLoadStrategy(self._reader(root)).load_tensors_metadata(checkpoint_dir)
 
@@ -293,6 +295,6 @@ def _by_rank_0(look: Callable[[], T], otherwise: T) -> T:
     if ranks.rank == 0:
         try:
             found = look()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # the other ranks wait for this one
             log.debug("Megatron's files: %s", error)
     return ranks.broadcast(found)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import megatron.core
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
@@ -23,9 +24,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
+from packaging.version import Version
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dcp_mem.adapters.megatron.common import BACKEND, COMMON, VERSION, common_object
+from dcp_mem.errors import ConfigError
 from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.writer import MemoryStorageWriter
 
@@ -49,6 +52,7 @@ class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     def __init__(
         self, writer: MemoryStorageWriter, *, metrics: Mapping[str, Any] | None = None, persist: bool = False
     ) -> None:
+        _check_version()
         super().__init__(BACKEND, VERSION)
         self.writer = writer
         self.metrics = metrics
@@ -87,6 +91,7 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     """
 
     def __init__(self, reader: MemoryStorageReader) -> None:
+        _check_version()
         super().__init__()
         self.reader = reader
 
@@ -129,6 +134,12 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         self.reader.reset(name_of(checkpoint_dir))
         with self.reader:
             return self.reader.read_metadata()
+
+
+def _check_version() -> None:
+    # Earlier ones cut tensors of the optimizer into flat pieces, which loads in other shapes have to know of.
+    if Version(megatron.core.__version__) < Version("0.16"):
+        raise ConfigError(f"megatron-core {megatron.core.__version__} is too old: install 0.16 or newer")
 
 
 def name_of(checkpoint_dir: Directory) -> str:
