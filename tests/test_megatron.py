@@ -5,15 +5,19 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cluster import Cluster
+from tests.jobs import wait_until
 from tests.launch import TETHER
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
 ]
 
@@ -65,3 +69,27 @@ def test_a_training_that_is_killed_in_a_save_goes_on_and_loads_in_other_shapes(
         "same with TP1 PP2": True,
     }
     assert len(set(found["reference"])) == 6
+
+
+def _save_and_idle(saved: Path) -> None:
+    from tests import megatron_nodes
+
+    megatron_nodes.save(saved)
+    time.sleep(1000)
+
+
+def _load() -> tuple[int, int, bool, str]:
+    from tests import megatron_nodes
+
+    return megatron_nodes.load()
+
+
+@pytest.mark.nodes(2)
+def test_the_node_that_had_the_common_state_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+    killed = cluster.launch(_save_and_idle, tmp_path / "saved", patience=_SECONDS)
+    wait_until((tmp_path / "saved").exists, killed.output(), _SECONDS)
+    cluster.nodes[0].kill()
+    killed.kill()
+    cluster.add()
+    loaded = cluster.launch(_load, patience=_SECONDS).results(_SECONDS)
+    assert loaded == [(2, 2, True, "memory and peers")] * 2

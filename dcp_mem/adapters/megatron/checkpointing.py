@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,7 +127,7 @@ class MemoryCheckpointing:
         """
         root, name = self._place(checkpoint_dir)
         reader = self._reader(root)
-        common = self._load_common(reader, checkpoint_dir, name)
+        common = self._load_common(reader, root, checkpoint_dir)
         if common is None:
             return dist_checkpointing.load(
                 sharded_state_dict, os.fspath(checkpoint_dir), sharded_strategy, *rest, **options
@@ -148,12 +149,13 @@ class MemoryCheckpointing:
     def load_common_state_dict(self, checkpoint_dir: Directory) -> Any:
         """The common state. Raises CheckpointNotFound."""
         root, name = self._place(checkpoint_dir)
-        common = self._load_common(self._reader(root), checkpoint_dir, name)
+        common = self._load_common(self._reader(root), root, checkpoint_dir)
         if common is None:
             return dist_checkpointing.load_common_state_dict(os.fspath(checkpoint_dir))
         with stand_in(name, common) as directory:
             # A save that was killed as soon as it was complete has left none beside; Megatron-LM looks there next.
-            _by_rank_0(lambda: put_beside(directory, os.fspath(checkpoint_dir), missing_only=True), None)
+            put = partial(put_beside, directory, os.fspath(checkpoint_dir), missing_only=True)
+            self._by_rank_0(root, put, None)
             return dist_checkpointing.load_common_state_dict(directory)
 
     def load_content_metadata(
@@ -183,7 +185,7 @@ class MemoryCheckpointing:
     def check_is_distributed_checkpoint(self, checkpoint_dir: Directory) -> bool:
         """Whether there is a checkpoint of that name, Megatron's or in memory."""
         root, name = self._place(checkpoint_dir)
-        if _is_megatrons(checkpoint_dir):
+        if self._is_megatrons(root, checkpoint_dir):
             return True
         return name in self._reader(root).recoverable()
 
@@ -199,7 +201,7 @@ class MemoryCheckpointing:
             iteration = iteration_of(name)
             if iteration is not None:
                 return iteration
-        return _tracked(save_dir)
+        return self._tracked(root, save_dir)
 
     def tell(self, *, metrics: Mapping[str, Any] | None = None, persist: bool = False) -> None:
         """Say of the next save how good it is, and that storage is to have it whatever the policy says; rank 0's word counts."""
@@ -242,15 +244,49 @@ class MemoryCheckpointing:
             chosen.url, memory=chosen.memory_root, job=chosen.job, storage_options=chosen.storage_options
         )
 
-    def _load_common(self, reader: MemoryStorageReader, checkpoint_dir: Directory, name: str) -> bytes | None:
+    def _load_common(self, reader: MemoryStorageReader, root: str, checkpoint_dir: Directory) -> bytes | None:
         """The common state of a checkpoint of ours; None for one that Megatron has to load."""
         common = Common()
         try:
-            api.load(common.state, checkpoint_id=name, storage_reader=reader)
+            api.load(common.state, checkpoint_id=name_of(checkpoint_dir), storage_reader=reader)
         except CheckpointNotFound:
-            if not _is_megatrons(checkpoint_dir):
+            if not self._is_megatrons(root, checkpoint_dir):
                 raise
         return common.data
+
+    # -- directories that Megatron has written -------------------------------------------------------------------------
+
+    def _is_megatrons(self, root: str, checkpoint_dir: Directory) -> bool:
+        """Whether that is a directory which Megatron's own functions can load."""
+        directory = os.fspath(checkpoint_dir)
+
+        def look() -> bool:
+            is_named = dist_checkpointing.check_is_distributed_checkpoint(directory)
+            return bool(is_named) and os.path.exists(os.path.join(directory, ".metadata"))
+
+        return self._by_rank_0(root, look, False)
+
+    def _tracked(self, root: str, save_dir: Directory) -> int:
+        """The iteration of Megatron-LM's tracker file, where Megatron's own functions can load it; else -1."""
+
+        def look() -> int:
+            text = Path(save_dir, _TRACKER).read_text().strip()
+            return int(text) if text.isdecimal() else -1
+
+        iteration = self._by_rank_0(root, look, -1)
+        is_there = iteration >= 0 and self._is_megatrons(root, os.path.join(save_dir, f"iter_{iteration:07d}"))
+        return iteration if is_there else -1
+
+    def _by_rank_0(self, root: str, look: Callable[[], T], otherwise: T) -> T:
+        """What rank 0 finds, on all ranks: directories may look different on each. otherwise: where it can't look."""
+        ranks: Ranks = direct_call(None, False, f"load {self.writer(root).settings.job}").ranks
+        found = otherwise
+        if ranks.rank == 0:
+            try:
+                found = look()
+            except Exception as error:  # the other ranks wait for this one
+                log.debug("Megatron's files: %s", error)
+        return ranks.broadcast(found)
 
 
 def _through_memory(given: Any, ours: T, replaced: type, wrapper: type) -> T:
@@ -263,38 +299,3 @@ def _through_memory(given: Any, ours: T, replaced: type, wrapper: type) -> T:
     raise ConfigError(
         f"sharded_strategy is a {type(given).__name__}: give None, Megatron's own for 'torch_dist', or {wrapper.__name__}"
     )
-
-
-def _is_megatrons(checkpoint_dir: Directory) -> bool:
-    """Whether that is a directory which Megatron's own functions can load, as rank 0 sees it."""
-    directory = os.fspath(checkpoint_dir)
-
-    def look() -> bool:
-        is_named = dist_checkpointing.check_is_distributed_checkpoint(directory)
-        return bool(is_named) and os.path.exists(os.path.join(directory, ".metadata"))
-
-    return _by_rank_0(look, False)
-
-
-def _tracked(save_dir: Directory) -> int:
-    """The iteration of Megatron-LM's tracker file, where Megatron's own functions can load it; else -1."""
-
-    def look() -> int:
-        text = Path(save_dir, _TRACKER).read_text().strip()
-        return int(text) if text.isdecimal() else -1
-
-    iteration = _by_rank_0(look, -1)
-    is_there = iteration >= 0 and _is_megatrons(os.path.join(save_dir, f"iter_{iteration:07d}"))
-    return iteration if is_there else -1
-
-
-def _by_rank_0(look: Callable[[], T], otherwise: T) -> T:
-    """What rank 0 finds, on all ranks: directories may look different on each. otherwise: where it can't look."""
-    ranks: Ranks = direct_call(None, False, "looking at Megatron's files").ranks
-    found = otherwise
-    if ranks.rank == 0:
-        try:
-            found = look()
-        except Exception as error:  # the other ranks wait for this one
-            log.debug("Megatron's files: %s", error)
-    return ranks.broadcast(found)
