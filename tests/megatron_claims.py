@@ -33,6 +33,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from dcp_mem import CheckpointNotFound, ConfigError, MemoryStorageReader, MemoryStorageWriter, every
 from dcp_mem.adapters.megatron import MemoryCheckpointing, MemoryLoadStrategy, MemorySaveStrategy
+from dcp_mem.adapters.megatron.strategies import name_of
+from tests.jobs import wait_until
 from tests.megatron_cpu import do_without_gpu
 
 State = dict[str, Any]
@@ -265,6 +267,21 @@ def megatrons_files_come_back_after_a_kill() -> None:
     assert dist_checkpointing.load_common_state_dict(directory)["iteration"] == 1
 
 
+def retention_on_storage_leaves_megatrons_files() -> None:
+    root, checkpointing = _root("retained"), _here(keep_storage=1)
+    directories = [_directory(root, iteration, make=True) for iteration in (1, 2)]
+    for iteration, directory in enumerate(directories, 1):
+        checkpointing.save(_state(iteration), directory)
+        checkpointing.writer(root).wait(name_of(directory), timeout=120)
+    dist.barrier()
+    first = Path(directories[0])
+    wait_until(lambda: len(list(first.iterdir())) == 2, "what dcp_mem wrote is deleted")
+    assert {path.name for path in first.iterdir()} == {"common.pt", "metadata.json"}
+    elsewhere = _on_new_nodes()
+    assert elsewhere.latest(root) == 2
+    assert not elsewhere.check_is_distributed_checkpoint(first)
+
+
 def storage_may_lie_elsewhere() -> None:
     named, root = _root("named"), DIRECTORY / "elsewhere"
     checkpointing = _here(storage={str(named): str(root)})
@@ -314,6 +331,7 @@ CLAIMS: list[Callable[[], None]] = [
     replicas_share_the_work_as_under_megatron,
     the_strategies_serve_megatrons_functions,
     megatrons_files_come_back_after_a_kill,
+    retention_on_storage_leaves_megatrons_files,
     storage_may_lie_elsewhere,
     what_cannot_work_says_so,
 ]
