@@ -144,6 +144,29 @@ def a_checkpoint_is_loaded_by_half_as_many_ranks() -> None:
     assert torch.equal(loaded["weight"], torch.arange(48.0).view(8, 6) + 2)
 
 
+def pieces_of_a_tensor_and_padded_shapes_come_back() -> None:
+    checkpointing, rank, size = _here(persist=False), dist.get_rank(), dist.get_world_size()
+    directory = _directory(DIRECTORY / "pieces", 1)
+
+    def experts(number: float) -> list[ShardedTensor]:
+        pieces = [torch.full((2, 3), number * (2 * rank + each)) for each in range(2)]
+        offsets = [(0, 2 * rank + each, 2 * size) for each in range(2)]
+        return [
+            ShardedTensor.from_rank_offsets("experts", piece, offset)
+            for piece, offset in zip(pieces, offsets, strict=True)
+        ]
+
+    def words(number: float, rows: int) -> ShardedTensor:
+        table = torch.full((rows, 3), number)
+        return ShardedTensor.from_rank_offsets("words", table, replica_id=rank, allow_shape_mismatch=True)
+
+    checkpointing.save({"experts": experts(1.0), "words": words(1.0, 10)}, directory)
+    loaded = checkpointing.load({"experts": experts(9.0), "words": words(9.0, 12)}, directory)
+    for found, saved in zip(loaded["experts"], experts(1.0), strict=True):
+        assert torch.equal(found, saved.data)
+    assert torch.equal(loaded["words"], torch.cat([torch.ones(10, 3), torch.zeros(2, 3)]))
+
+
 def an_async_save_is_done_when_it_returns() -> None:
     root = _root("async")
     checkpointing, queue = _here(), AsyncCallsQueue()
@@ -322,6 +345,7 @@ CLAIMS: list[Callable[[], None]] = [
     common_state_and_metadata_come_alone,
     what_a_checkpoint_lacks_or_has_beyond_is_told,
     a_checkpoint_is_loaded_by_half_as_many_ranks,
+    pieces_of_a_tensor_and_padded_shapes_come_back,
     an_async_save_is_done_when_it_returns,
     what_was_flushed_loads_without_memory_and_without_dcp_mem,
     what_went_with_memory_is_not_the_latest,
