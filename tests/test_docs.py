@@ -40,6 +40,17 @@ import dcp_mem.nebula as nm
 nm.init("abfs://ckpts/run-42")
 nm.Checkpoint("global_step10").save("model", 7)
 nm.flush_persistence()
+MEGATRON = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from megatron.core.dist_checkpointing import ShardedTensor
+iteration, weight = 0, torch.zeros(4)
+def sharded_state_dict():
+    return {"model": {"weight": ShardedTensor.from_rank_offsets("weight", weight)}, "iteration": iteration}
+def load_state_dict(state):
+    weight.copy_(state["model"]["weight"])
+def train(iteration):
+    weight.fill_(iteration)
 """
 BEFORE = {
     "README.md 1": LOOP,
@@ -48,6 +59,7 @@ BEFORE = {
     "docs/nebula.md 1": "",
     "docs/nebula.md 2": FILES,
     "docs/migration.md 1": "",
+    "docs/megatron.md 1": MEGATRON,
     "docs/replication.md 1": WRITER,
     "docs/storage.md 1": WRITER,
 }
@@ -57,6 +69,7 @@ AFTER = {
     "docs/manager.md 1": "assert manager.latest() == 20",
     "docs/nebula.md 1": "assert state == {'weights': [1, 2, 3]}; assert nm.flush_persistence()",
     "docs/nebula.md 2": "assert state == {'model': 7}",
+    "docs/megatron.md 1": "assert dist_checkpointing.latest(root) == iteration == weight[0] == 20",
     "docs/storage.md 1": "dcp.save(state, checkpoint_id='a', storage_writer=writer); writer.close()",
 }
 """What must hold then, or is still to be done."""

@@ -1,0 +1,39 @@
+"""A Megatron job over nodes, which has its checkpoints in their memory only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from dcp_mem.adapters.megatron import MemoryCheckpointing
+
+_ROOT = "/nowhere/ckpts"
+_DIRECTORY = f"{_ROOT}/iter_0000002"
+
+
+def _state(number: int) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    weight = torch.arange(48.0).view(8, 6).chunk(size)[rank] + number
+    return {"weight": ShardedTensor.from_rank_offsets("weight", weight, (0, rank, size)), "iteration": number}
+
+
+def save(saved: Path) -> None:
+    """Save, and have it copied to other nodes."""
+    checkpointing = MemoryCheckpointing(replicas=1, persist=False)
+    checkpointing.save(_state(2), _DIRECTORY)
+    checkpointing.writer(_ROOT).wait("iter_0000002", "replicated", timeout=100)
+    dist.barrier()
+    saved.touch()
+
+
+def load() -> tuple[int, int, bool, str]:
+    """(latest, iteration of the common state, whether the weight is that which was saved, where all of it came from)."""
+    checkpointing = MemoryCheckpointing(replicas=1, persist=False)
+    latest = checkpointing.latest(_ROOT)
+    loaded = checkpointing.load(_state(0), _DIRECTORY)
+    is_same = torch.equal(loaded["weight"], _state(2)["weight"].data)
+    return latest, loaded["iteration"], is_same, checkpointing.report().source
