@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from dcp_mem import CheckpointManager, ConfigError, every
 from dcp_mem.trackers import Event, JsonLines, Tracker
 from tests.forks import forked_ranks
 from tests.jobs import make_state, wait_until
+from tests.test_docs import LOOP
 from tests.test_integrity import flip
 
 openmetrics = pytest.importorskip("prometheus_client.openmetrics.parser")
@@ -66,7 +68,7 @@ def url(tmp_path: Path) -> Path:
 
 def test_saves_flushes_and_restores_are_told_once_with_their_figures(memory_root: Path, url: Path) -> None:
     notes = _Notes()
-    with _manager(memory_root, url, notes, persist=every(2), interval=2) as manager:
+    with _manager(memory_root, url, notes, persist=every(2), interval=2, keep_memory=1) as manager:
         saved = [manager.save(step, {"w": torch.full((1 << 16,), step)}) for step in range(6)]
     first, second, third = (one for one in saved if one)
     assert [(event.checkpoint, event.step, event.outcome) for event in notes.of("save")] == [
@@ -77,9 +79,9 @@ def test_saves_flushes_and_restores_are_told_once_with_their_figures(memory_root
     assert [(event.seconds, event.nbytes) for event in notes.of("save")] == [
         (one.seconds, one.nbytes) for one in (first, second, third)
     ]
-    assert sorted((event.checkpoint, event.outcome, event.nbytes) for event in notes.of("flush")) == [
-        ("step-0", "durable", first.nbytes),
-        ("step-4", "durable", third.nbytes),
+    assert sorted((event.checkpoint, event.step, event.outcome, event.nbytes) for event in notes.of("flush")) == [
+        ("step-0", 0, "durable", first.nbytes),
+        ("step-4", 4, "durable", third.nbytes),
     ]
     assert all(event.seconds > 0 and event.throughput > 0 for event in notes.of("flush"))
     assert all(event.figures["attempts"] == 1 for event in notes.of("flush"))
@@ -196,6 +198,19 @@ def test_rank_0_tells_for_all_ranks_also_of_copies(memory_root: Path, tmp_path: 
     [restore] = [one for one in events if one["kind"] == "restore"]
     assert restore["checkpoint"] == "step-2"
     assert restore["figures"]["memory_bytes"] > 2400
+
+
+def test_the_loop_in_the_docs_runs(memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs" / "trackers.md").read_text(), re.DOTALL
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root))
+    exec(LOOP + text.replace("abfs://ckpts/run-42", str(tmp_path / "run-42")), {"__name__": "__main__"})
+    lines = [json.loads(line) for line in (tmp_path / "checkpoints.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "save"] == [0, 10, 20]
+    assert "dcp_mem_last_save_step" in (tmp_path / "dcp_mem.prom").read_text()
+    assert list((tmp_path / "runs" / "42").iterdir())
 
 
 # -- what holds it -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import Full, Queue
 
@@ -21,6 +22,7 @@ from dcp_mem.values import CheckpointStatus, State
 
 _MOST_WAITING = 10_000
 _PATIENCE = 15.0
+_STEPS = 1_000
 
 
 class Feed:
@@ -38,6 +40,7 @@ class Feed:
         self._settings, self._group = settings, group
         self._since = time.time()
         self._told: set[tuple[str, ...]] = set()
+        self._steps: dict[str, int] = {}  # of the last saves, by name: what has left memory doesn't tell
         self._events: Queue[Event | None] = Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._is_behind = False
@@ -83,10 +86,17 @@ class Feed:
         while (event := self._events.get()) is not None:
             self._tell(event)
             if event.kind == "save":
+                self._note_step(event)
                 self._look()
         self._look()
         for tracker in list(self._trackers):
             self._try(tracker, tracker.close)
+
+    def _note_step(self, event: Event) -> None:
+        if event.step is not None:
+            self._steps[event.checkpoint] = event.step
+        if len(self._steps) > _STEPS:
+            del self._steps[next(iter(self._steps))]
 
     def _look(self) -> None:
         try:
@@ -98,10 +108,13 @@ class Feed:
 
     def _news(self, checkpoints: Sequence[CheckpointStatus]) -> Iterator[Event]:
         """What hasn't been told yet, oldest first."""
+        there = {one.save_id for one in checkpoints}
+        self._told = {key for key in self._told if key[0] in there}  # a run of months makes many
         for one in reversed(checkpoints):
             for key, event in (*_flushes(self._settings.job, one), *_copies(self._settings.job, one)):
                 is_new = (one.save_id, *key) not in self._told
                 self._told.add((one.save_id, *key))
+                event = event if event.step is not None else replace(event, step=self._steps.get(one.name))
                 if is_new and max(one.created, one.durable) >= self._since:
                     yield event
 
