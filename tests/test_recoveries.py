@@ -3,9 +3,11 @@
 import logging
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,6 +141,25 @@ def test_of_several_ranks_one_tells_for_all(job: Job) -> None:
     assert record.world_size == 2
     assert record.sources == reports[0].sources == reports[1].sources
     assert record.sources["memory"] > 2400 + 2 * 66  # the sharded tensor once, the replicated one on each rank
+
+
+def _save_on_nodes(memory: str) -> None:
+    with Job(None, f"{memory}/node{dist.get_rank()}").writer() as writer:
+        save(writer, 1)
+
+
+def _load_on_other_nodes(memory: str) -> Mapping[str, int]:
+    return load_anew(Job(None, f"{memory}/node{1 - dist.get_rank()}")).report.sources
+
+
+def test_bytes_of_other_nodes_count_as_peers(memory_root: Path) -> None:
+    forked_ranks(_save_on_nodes, 2, str(memory_root))
+    found = forked_ranks(_load_on_other_nodes, 2, str(memory_root))
+    [record] = _in_memory(Job(None, f"{memory_root}/node1"))  # of rank 0
+    assert _in_memory(Job(None, f"{memory_root}/node0")) == []
+    assert record.sources == found[0] == found[1]
+    assert record.sources["peers"] >= 2400  # each rank's shard lies on the other's node
+    assert record.sources.keys() == {"memory", "peers"}
 
 
 def test_what_was_passed_over_is_in_the_line_with_the_reason(job: Job) -> None:
