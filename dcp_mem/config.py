@@ -15,7 +15,7 @@ from dcp_mem.errors import ConfigError
 from dcp_mem.policy.persistence import Persist, persist_policy
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.policy.retention import KeepLast, Retention, retention, with_newest
-from dcp_mem.values import HISTORIES
+from dcp_mem.values import HISTORIES, RECOVERIES
 
 OnFull = Literal["wait", "skip", "raise"]
 OnReplication = Literal["wait", "skip", "overtake"]
@@ -273,7 +273,7 @@ def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> s
         if text.startswith("file://") and text[7:].startswith(url + "/"):
             name = text[7 + len(url) + 1 :]
     name = name.rstrip("/")
-    if not _NAME.fullmatch(name) or len(name) > 200 or name == HISTORIES:
+    if not _NAME.fullmatch(name) or len(name) > 200 or name in (HISTORIES, RECOVERIES):
         raise ConfigError(
             f"checkpoint_id={text!r} is no name under {url or 'the job'}: give a plain name such as 'step-100', or a full "
             f"path or URL directly under the root"

@@ -35,6 +35,8 @@ from dcp_mem.policy.retention import Retention
 from dcp_mem.preemption import Preemption
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
 from dcp_mem.session import open_session
+from dcp_mem.trackers import Tracker
+from dcp_mem.trackers.feed import Feed
 from dcp_mem.values import About, CheckpointStatus, State
 from dcp_mem.watch import status_of
 from dcp_mem.writer import MemoryStorageWriter
@@ -77,6 +79,7 @@ class CheckpointManager:
     on_error: "warn" logs what fails, in saves and behind training, and training goes on; "raise" raises it from the next `save`,
     on all ranks alike. Wrong arguments always raise. preemption: signals, as names ("SIGTERM", "SIGUSR1"), at which the newest
     checkpoint goes to storage, for up to `deadline` seconds, before what would have happened without; see `Preemption`.
+    trackers: told on rank 0 what becomes of checkpoints, behind training; see `dcp_mem.trackers`.
 
     Make it, and call its methods, on all ranks (of process_group). Raises ConfigError.
     """
@@ -93,6 +96,7 @@ class CheckpointManager:
         on_error: str = "warn",
         preemption: str | Sequence[str] = (),
         deadline: float = 25.0,
+        trackers: Sequence[Tracker] = (),
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
@@ -115,6 +119,7 @@ class CheckpointManager:
         self._pace = _Pace(1 if isinstance(interval, Auto) else interval)
         self._said: set[tuple[str, str]] = set()
         self._report: RecoveryReport | None = None
+        self._feed = Feed(trackers, self._writer.settings, process_group)
         self._preemption = Preemption(self._writer, preemption, deadline)
         self._preemption.install()
 
@@ -146,13 +151,15 @@ class CheckpointManager:
         except ConfigError:
             raise
         except Exception as error:
+            text, seconds = f"{type(error).__name__}: {error}", time.monotonic() - started
+            self._feed.saved(name, number, "failed", seconds, error=text)
             if self._raises:
                 raise
             log.warning("%s is not saved: %s", name, error, exc_info=not isinstance(error, DcpMemError))
             self._pace.passed(number)
-            text = f"{type(error).__name__}: {error}"
-            return Saved(number, name, "failed", time.monotonic() - started, error=text, troubles=troubles)
+            return Saved(number, name, "failed", seconds, error=text, troubles=troubles)
         saved = self._saved(number, name, time.monotonic() - started, troubles)
+        self._feed.saved(name, number, saved.outcome, saved.seconds, saved.nbytes)
         self._raise_on_all_ranks(troubles)
         return saved
 
@@ -187,6 +194,7 @@ class CheckpointManager:
                     raise
                 return None
             self._report = reader.report()
+        self._feed.restored(self._report)
         found = _step_of(self._report)
         self._pace.passed(found)
         return found
@@ -313,6 +321,8 @@ class CheckpointManager:
             if self._raises:
                 raise
             log.warning("%s", error)
+        finally:
+            self._feed.close()
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -22,6 +24,7 @@ from dcp_mem.dcp_call import DcpCall, dcp_call, direct_call, is_called_by_dcp
 from dcp_mem.errors import ConfigError, DcpMemError, NoRecoverableCheckpoint, RankFailed, SegmentCorrupt, picklable
 from dcp_mem.events import log
 from dcp_mem.format import names
+from dcp_mem.format.recoveries import RecoveryRecord
 from dcp_mem.heap import collector_paused
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.mending import bring_back, restore_redundancy
@@ -29,6 +32,7 @@ from dcp_mem.planning.load import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
 from dcp_mem.ranks import Alone, Ranks
 from dcp_mem.reading.read import read_items
+from dcp_mem.reading.recorded import leave_record
 from dcp_mem.reading.together import Company
 from dcp_mem.recover import Damage, Opened, Origin, Recovery, open_next, recover, survey, without
 from dcp_mem.sources.base import Failures
@@ -43,6 +47,7 @@ class RecoveryReport:
 
     source: "memory" (of the rank's own node), "peers" (other nodes' memory), "storage", or several of them with "and".
     passed_over: candidates not taken, and why. step: of which training step the checkpoint is, where the writer was told.
+    sources: bytes that ranks took, by "memory", "peers" and "storage"; what several ranks need counts for each.
     """
 
     checkpoint_id: str
@@ -51,6 +56,12 @@ class RecoveryReport:
     passed_over: tuple[str, ...]
     seconds: float
     step: int | None = None
+    sources: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that ranks took, all together."""
+        return sum(self.sources.values())
 
 
 class MemoryStorageReader(StorageReader):
@@ -59,8 +70,8 @@ class MemoryStorageReader(StorageReader):
     `dcp.load` without a checkpoint id loads the newest checkpoint that can be proved whole; with one, that checkpoint or
     an error that lists what there is. The arguments are those of `MemoryStorageWriter`; verify=False skips the checksums of
     what is read from storage, or was copied between nodes; broadcast=True has nodes pass on to each other what several of
-    them need of storage, which gives each byte once then (otherwise once for each node). All ranks take the same
-    checkpoint, or raise alike.
+    them need of storage, which gives each byte once then (otherwise once for each node). record=False leaves no line of the
+    load in `recoveries.jsonl`, for whoever only looks. All ranks take the same checkpoint, or raise alike.
 
     It also loads what torch's own FileSystemWriter or FsspecWriter wrote under `path`. Metadata is unpickled restrictedly:
     a pickle that holds anything else is refused.
@@ -75,12 +86,14 @@ class MemoryStorageReader(StorageReader):
         storage_options: Mapping[str, Any] | None = None,
         verify: bool = True,
         broadcast: bool = False,
+        record: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings(path, memory=memory, job=job, storage_options=storage_options)
         self._verify = verify
         self._broadcast = broadcast
+        self._records = record
         self._process_group = process_group
         self._id: str | os.PathLike[str] | None = None
         self._recovery: Recovery | None = None
@@ -135,7 +148,7 @@ class MemoryStorageReader(StorageReader):
     def _read_all(self, plan: LoadPlan | Reads, planner: LoadPlanner) -> None:
         if self._recovery is None or self._opened is None:
             raise ConfigError("DCP calls read_metadata before this: drive the reader through dcp.load")
-        recovery, opened, used = self._recovery, self._opened, set[str]()
+        recovery, opened, used = self._recovery, self._opened, Counter[str]()
         try:
             while True:
                 used, failure = self._read(opened, plan, planner, _company(recovery))
@@ -148,7 +161,9 @@ class MemoryStorageReader(StorageReader):
                 opened, plan = self._next(recovery, opened, plan, planner, failure, failures, damage)
         finally:
             self.close()
-        self._report = self._reported(recovery, opened, used)
+        self._report, recorder = self._reported(recovery, opened, used)
+        if self._records and recovery.ranks.rank == recorder:
+            self._leave_record(recovery, self._report)
         restore_redundancy(self.settings, recovery, opened.choice)
         log.info("loaded %s from %s in %.2f s", opened.choice.name, self._report.source, self._report.seconds)
 
@@ -242,13 +257,13 @@ class MemoryStorageReader(StorageReader):
 
     def _read(
         self, opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, ranks: Ranks
-    ) -> tuple[set[str], Exception | None]:
+    ) -> tuple[Counter[str], Exception | None]:
         company = Company(ranks, self.settings.memory_root, across_nodes=self._broadcast)
         try:
             with collector_paused():
                 return read_items(opened, plan, planner, company, verify=self._verify), None
         except Exception as error:  # it travels with the next exchange: the other ranks wait for one
-            return set(), error
+            return Counter(), error
 
     def _next(
         self,
@@ -289,21 +304,45 @@ class MemoryStorageReader(StorageReader):
         if troubles:
             raise RankFailed(what, troubles)
 
-    def _reported(self, recovery: Recovery, opened: Opened, used: set[str]) -> RecoveryReport:
-        everywhere = set().union(*recovery.ranks.exchange(used))
-        kinds = [kind for kind in (MemorySource.label, PEERS) if kind in everywhere]
-        kinds += ["storage"] if everywhere - {MemorySource.label, PEERS} else []
-        source = " and ".join(kinds) or ("memory" if opened.choice.memory else "storage")
-        return RecoveryReport(
+    def _reported(self, recovery: Recovery, opened: Opened, used: Counter[str]) -> tuple[RecoveryReport, int]:
+        """The report, and the rank that leaves a record of it: one whose node has memory of the job, where there is any."""
+        told = recovery.ranks.exchange((used, recovery.origin.memory is not None))
+        everywhere: Counter[str] = Counter()
+        for of_rank, _ in told:
+            for label, nbytes in of_rank.items():
+                everywhere[label if label in (MemorySource.label, PEERS) else _STORAGE] += nbytes
+        sources = {kind: everywhere[kind] for kind in (MemorySource.label, PEERS, _STORAGE) if kind in everywhere}
+        source = " and ".join(sources) or ("memory" if opened.choice.memory else "storage")
+        report = RecoveryReport(
             opened.choice.name,
             opened.choice.save_id,
             source,
             tuple(recovery.reasons),
             time.monotonic() - self._started,
             opened.description.step,
+            sources,
         )
+        return report, next((rank for rank, (_, has_memory) in enumerate(told) if has_memory), 0)
+
+    def _leave_record(self, recovery: Recovery, report: RecoveryReport) -> None:
+        is_one_of_many = isinstance(recovery.ranks, Alone) and dist.is_initialized() and dist.get_rank() > 0
+        if is_one_of_many:
+            return  # each rank loads for itself, and rank 0 tells
+        record = RecoveryRecord(
+            uuid.uuid4().hex[:12],
+            time.time(),
+            report.checkpoint_id,
+            report.save_id,
+            report.step,
+            report.seconds,
+            report.sources,
+            report.passed_over,
+            recovery.ranks.size,
+        )
+        leave_record(record, recovery.origin.memory, None if recovery.silence else recovery.origin.storage)
 
 
+_STORAGE = "storage"
 _DAMAGE = "damaged: "
 
 

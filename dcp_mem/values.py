@@ -54,6 +54,9 @@ class About:
 HISTORIES = "checkpointHistories.csv"
 """What became of a job's checkpoints: in its directory in memory, and in its root on storage."""
 
+RECOVERIES = "recoveries.jsonl"
+"""The loads of a job: in the same two places."""
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

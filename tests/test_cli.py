@@ -33,7 +33,7 @@ from tests.roundtrip import assert_same, random_tensor
 from tests.servers import StorageRoot
 from tests.test_integrity import flip
 
-COMMANDS = ("ls", "show", "verify", "rm", "gc", "watch", "flush", "doctor", "export")
+COMMANDS = ("ls", "show", "verify", "rm", "gc", "watch", "report", "flush", "doctor", "export")
 
 
 @dataclass(frozen=True)

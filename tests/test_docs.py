@@ -81,6 +81,7 @@ ELSEWHERE = {
     "docs/huggingface.md 1",
     "docs/huggingface.md 2",
     "docs/nebula.md 3",
+    "docs/trackers.md 1",
     "docs/training-state.md 1",
 }
 """What has a test of its own."""

@@ -211,7 +211,7 @@ def _load_while_memory_is_lost(job: Job, sharding: str) -> str:
     """Segments in memory are cut once they are open, and found to be whole."""
     read_items = reader_module.read_items  # type: ignore[attr-defined]
 
-    def cut_and_read(*args: Any, **options: Any) -> set[str]:
+    def cut_and_read(*args: Any, **options: Any) -> Any:
         for segment in (job.directory / "step-1").glob("*.distcp"):
             os.truncate(segment, 700)
         return read_items(*args, **options)

@@ -171,4 +171,12 @@ def test_a_disk_that_fills_up_takes_the_checkpoint_once_there_is_room(
             wait_until(lambda: status_of(writer).state is State.DURABLE)
         load_state(without_memory(job), 1, LARGE)
         names = {path.name.partition("-")[0] for path in (disk / "run").rglob("*") if path.is_file()}
-        assert names == {".metadata", "__0_0", "catalog", "manifest", "node", "checkpointHistories.csv"}
+        assert names == {
+            ".metadata",
+            "__0_0",
+            "catalog",
+            "manifest",
+            "node",
+            "checkpointHistories.csv",
+            "recoveries.jsonl",
+        }

@@ -28,6 +28,7 @@ _COMMANDS = {
     "rm": "Remove checkpoints from memory and storage.",
     "gc": "Give back what nobody needs: memory of dead jobs, remains of broken-off saves.",
     "watch": "Follow what lies in this node's memory, and what is on its way to storage.",
+    "report": "Write an HTML page of a job's saves, flushes and recoveries.",
     "flush": "Bring to storage what is complete in memory, and wait for it.",
     "doctor": "Check this machine and the storage for what training will need.",
     "export": "Write a checkpoint out for other programs.",

@@ -304,7 +304,11 @@ class _Reading:
 @contextmanager
 def _reading(settings: Settings, checkpoint: Checkpoint) -> Iterator[_Reading]:
     reader = MemoryStorageReader(
-        settings.url, memory=settings.memory_root, job=settings.job, storage_options=settings.storage_options
+        settings.url,
+        memory=settings.memory_root,
+        job=settings.job,
+        storage_options=settings.storage_options,
+        record=False,
     )
     with reader:
         yield _Reading(reader, checkpoint.name)

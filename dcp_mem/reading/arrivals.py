@@ -156,6 +156,11 @@ class Arrivals:
             file: list(accumulate((one.stop for one in of_file), max)) for file, of_file in self._by_file.items()
         }
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are needed; those that several need count for each."""
+        return sum(one.stop - one.start for of_file in self._by_file.values() for one in of_file)
+
     def extents(self) -> dict[str, list[tuple[int, int]]]:
         """Bytes of each segment that are needed, in order; they may overlap."""
         return {file: [(one.start, one.stop) for one in of_file] for file, of_file in self._by_file.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -22,8 +23,10 @@ from dcp_mem.sources.memory import MemorySource
 
 def read_items(
     opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, company: Company, *, verify: bool
-) -> set[str]:
-    """Read every item of the plan, from the nearest source that has it whole; returns the labels of those that were used.
+) -> Counter[str]:
+    """Read every item of the plan, from the nearest source that has it whole.
+
+    Returns the bytes that this rank took, by the labels of the sources that were used.
 
     Where memory has the checkpoint on no rank, all ranks call this together: what several of them need is fetched once.
     Raises SegmentCorrupt when no source has an item whole; by then some destinations hold its bytes already.
@@ -32,14 +35,16 @@ def read_items(
         return _read_from_all_nodes(opened, plan, planner, company, verify)
     nearest = opened.sources[0]
     if not opened.choice.memory:
-        fetch_together(lambda: _prepared(nearest, opened.choice.name, _wanted(opened, plan), planner, verify), company)
-        return {nearest.label}
+        return _read_from_storage(opened, plan, planner, company, verify)
     if isinstance(plan, LoadPlan) or not isinstance(nearest, MemorySource):
         return _read_by_file(opened, _wanted(opened, plan), planner, verify)
     try:
+        used = Counter({nearest.label: 0})
         for file, payloads in plan.straight():
             nearest.read_many(file, payloads, verify=verify)
-        return {nearest.label} | _read_by_file(opened, plan.rest(), planner, verify)
+            used[nearest.label] += int(payloads.nbytes.sum())
+        used.update(_read_by_file(opened, plan.rest(), planner, verify))
+        return used
     except Failures as error:
         if len(opened.sources) == 1:
             raise
@@ -47,25 +52,45 @@ def read_items(
         return _read_by_file(opened, plan.everything(), planner, verify)
 
 
+def _read_from_storage(
+    opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, company: Company, verify: bool
+) -> Counter[str]:
+    """What storage alone has, all ranks together."""
+    stored = opened.sources[0]
+    used = Counter({stored.label: 0})
+
+    def prepare() -> tuple[Fetcher, Arrivals]:
+        prepared = _prepared(stored, opened.choice.name, _wanted(opened, plan), planner, verify)
+        used[stored.label] += prepared[1].nbytes
+        return prepared
+
+    fetch_together(prepare, company)
+    return used
+
+
 def _read_from_all_nodes(
     opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, company: Company, verify: bool
-) -> set[str]:
+) -> Counter[str]:
     """What this node has, each rank for itself; then what other nodes have, and what storage alone has, all together."""
     memory = next((source for source in opened.sources if isinstance(source, MemorySource)), None)
     stored = next((source for source in opened.sources if not isinstance(source, MemorySource)), None)
-    used: set[str] = set()
+    used: Counter[str] = Counter()
+
+    def label_of(file: str) -> str:
+        return PEERS if opened.is_in_memory(file) or stored is None else stored.label
 
     def prepare() -> tuple[Fetcher, Arrivals]:
         elsewhere = _wanted(opened, plan) if memory is None else _not_here(memory, opened, plan)
-        for item in elsewhere:
-            used.add(PEERS if opened.is_in_memory(item.file) or stored is None else stored.label)
+        used.update({label_of(item.file): 0 for item in elsewhere})
         source = ElsewhereSource(opened.description, stored, opened.is_in_memory)
-        return _prepared(source, opened.choice.name, elsewhere, planner, verify)
+        prepared = _prepared(source, opened.choice.name, elsewhere, planner, verify)
+        for file, extents in prepared[1].extents().items():
+            used[label_of(file)] += sum(stop - start for start, stop in extents)
+        return prepared
 
     def read_what_is_here() -> None:
         if memory is not None:
-            _read_what_is_here(memory, opened, plan, planner, verify)
-            used.add(memory.label)
+            used[memory.label] += _read_what_is_here(memory, opened, plan, planner, verify)
 
     company = replace(company, memory=memory, holders=opened.choice.holders or {})
     fetch_together(prepare, company, alongside=read_what_is_here)
@@ -84,29 +109,31 @@ def _not_here(memory: MemorySource, opened: Opened, plan: LoadPlan | Reads) -> S
 
 def _read_what_is_here(
     memory: MemorySource, opened: Opened, plan: LoadPlan | Reads, planner: LoadPlanner, verify: bool
-) -> None:
-    """Read what lies in this node's memory."""
+) -> int:
+    """Read what lies in this node's memory; returns how many bytes that was."""
+    nbytes = 0
     rest = plan.rest() if isinstance(plan, Reads) else _wanted(opened, plan)
     for file, payloads in plan.straight() if isinstance(plan, Reads) else ():
         if memory.has(file):
             memory.read_many(file, payloads, verify=verify)
-    _read_alone(memory, opened.choice.name, [item for item in rest if memory.has(item.file)], planner, verify)
+            nbytes += int(payloads.nbytes.sum())
+    here = [item for item in rest if memory.has(item.file)]
+    return nbytes + _read_alone(memory, opened.choice.name, here, planner, verify)
 
 
 def _wanted(opened: Opened, plan: LoadPlan | Reads) -> Sequence[Wanted]:
     return plan.everything() if isinstance(plan, Reads) else list(wanted_of(opened.metadata, plan))
 
 
-def _read_by_file(opened: Opened, wanted: Iterable[Wanted], planner: LoadPlanner, verify: bool) -> set[str]:
-    used: set[str] = set()
+def _read_by_file(opened: Opened, wanted: Iterable[Wanted], planner: LoadPlanner, verify: bool) -> Counter[str]:
+    used: Counter[str] = Counter()
     files: dict[str, list[Wanted]] = {}
     for item in wanted:
         files.setdefault(item.file, []).append(item)
     for of_file in files.values():
         for position, source in enumerate(opened.sources):
             try:
-                _read_alone(source, opened.choice.name, of_file, planner, verify)
-                used.add(source.label)
+                used[source.label] += _read_alone(source, opened.choice.name, of_file, planner, verify)
                 break
             except Failures as error:
                 if position + 1 == len(opened.sources):
@@ -115,11 +142,12 @@ def _read_by_file(opened: Opened, wanted: Iterable[Wanted], planner: LoadPlanner
     return used
 
 
-def _read_alone(source: Source, name: str, wanted: Sequence[Wanted], planner: LoadPlanner, verify: bool) -> None:
+def _read_alone(source: Source, name: str, wanted: Sequence[Wanted], planner: LoadPlanner, verify: bool) -> int:
+    """Read these items; returns how many bytes that was."""
     if not isinstance(source, MemorySource):
         fetcher, arrivals = _prepared(source, name, wanted, planner, verify)
         fetch_all(fetcher, arrivals, arrivals.extents())
-        return
+        return arrivals.nbytes
     fetcher, arrivals = _prepared(source, name, wanted, planner, False)
     rest: dict[str, list[tuple[int, int]]] = {}
     for file, of_file in arrivals.by_file():
@@ -131,6 +159,7 @@ def _read_alone(source: Source, name: str, wanted: Sequence[Wanted], planner: Lo
             one.hand_on()
         rest[file] = [(one.start, one.stop) for one in of_file if not one.is_straight]
     fetch_all(fetcher, arrivals.without_straight(), rest)
+    return arrivals.nbytes
 
 
 def _prepared(

@@ -1,1 +1,6 @@
-"""Figures of checkpoints, for whoever collects them: MLflow, TensorBoard, OpenMetrics, JSON lines."""
+"""Where figures of checkpoints go: JSON lines, OpenMetrics, TensorBoard, MLflow, or whatever is a `Tracker`."""
+
+from dcp_mem.trackers.base import Event, Tracker
+from dcp_mem.trackers.jsonlines import JsonLines
+
+__all__ = ["Event", "JsonLines", "Tracker"]

@@ -1,0 +1,280 @@
+"""A job's history as one HTML page: no scripts, nothing from elsewhere, readable on screens of any kind and on paper."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from dcp_mem.format.recoveries import RecoveryRecord
+from dcp_mem.operating.charts import LEFT, RIGHT, Dot, Series, Times, marks, series
+from dcp_mem.operating.history import Fate, History, Past, Totals, totals
+
+_CHECKPOINTS, _RECOVERIES, _TROUBLES = 60, 60, 40
+_LANE, _CHART, _DOTTED = 26.0, 96.0, 40
+_LONGEST_TEXT = 600
+_NONE = "\N{EN DASH}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What went wrong, as often as it did. name: of the last checkpoint that it met."""
+
+    what: str
+    text: str
+    count: int
+    first: float
+    last: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A figure, with what it is above and more of it below."""
+
+    name: str
+    value: str
+    more: str
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A series under its title. summary: for whoever can't see it."""
+
+    title: str
+    series: Series
+    summary: str
+
+
+def page(history: History, *, now: float | None = None) -> str:
+    """The page. All texts are escaped. now: seconds since the epoch, by default this moment."""
+    sums = totals(history)
+    environment = Environment(
+        loader=PackageLoader("dcp_mem", "operating"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(size=size, duration=duration, rate=rate, moment=moment)
+    newest = tuple(reversed(history.checkpoints))
+    troubles = troubles_of(history)
+    return environment.get_template("report.html").render(
+        history=history,
+        totals=sums,
+        tiles=_tiles(sums),
+        drawing=_drawing(history),
+        checkpoints=newest[:_CHECKPOINTS],
+        recoveries=tuple(reversed(history.recoveries))[:_RECOVERIES],
+        troubles=troubles[:_TROUBLES],
+        all_troubles=len(troubles),
+        fates=[fate for fate in Fate if any(one.fate is fate for one in history.checkpoints)],
+        kind_of=_kind,
+        now=time.time() if now is None else now,
+    )
+
+
+def troubles_of(history: History) -> list[Trouble]:
+    """What failed, was skipped or passed over, or succeeded only after errors; alike ones as one, the latest first."""
+    found: dict[tuple[str, str], Trouble] = {}
+    events = [
+        (
+            one.line.created,
+            one.fate.value if one.fate is not Fate.DURABLE else "flushed in the end",
+            error,
+            one.line.name,
+        )
+        for one in history.checkpoints
+        if (error := _error(one))
+    ]
+    events += [
+        (one.time, "passed over", reason.removeprefix(f"{reason.partition(': ')[0]}: "), reason.partition(": ")[0])
+        for one in history.recoveries
+        for reason in one.passed_over
+    ]
+    for when, what, text, name in sorted(events):
+        text = text[:_LONGEST_TEXT]
+        alike = what, text.replace(name, "*")
+        before = found.pop(alike, Trouble(what, text, 0, when, when, name))
+        found[alike] = Trouble(what, text, before.count + 1, before.first, when, name)
+    return sorted(found.values(), key=lambda one: one.last, reverse=True)
+
+
+def _error(one: Past) -> str:
+    if one.line.error or one.fate not in (Fate.SKIPPED, Fate.FAILED):
+        return one.line.error
+    return "it left memory before its turn came" if one.fate is Fate.SKIPPED else "no reason was given"
+
+
+def _kind(fate: Fate) -> str:
+    """The fate as a class of CSS."""
+    return fate.value.replace(" ", "-")
+
+
+# -- figures as texts --------------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """A time as people read it; "" for none."""
+    if seconds <= 0:
+        return ""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return _two_units(round(seconds), 60, "min", "s")
+    if seconds < 172_800:
+        return _two_units(round(seconds / 60), 60, "h", "min")
+    return _two_units(round(seconds / 3600), 24, "d", "h")
+
+
+def _two_units(count: int, in_one: int, large: str, small: str) -> str:
+    whole, rest = divmod(count, in_one)
+    return f"{whole} {large}" + (f" {rest} {small}" if rest else "")
+
+
+def size(nbytes: float) -> str:
+    """A size as people read it."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if nbytes < 1000 or unit == "PiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:,.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
+
+
+def rate(bytes_per_second: float) -> str:
+    """A throughput as people read it; "" for none."""
+    return f"{size(bytes_per_second)}/s" if bytes_per_second > 0 else ""
+
+
+def moment(seconds: float) -> str:
+    """A moment in UTC; "" for none."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds)) if seconds > 0 else ""
+
+
+def _shown(value: object) -> object:
+    """Texts without what HTML can't hold, and what could steer a reader's view: names come from storage."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in value)
+    return value
+
+
+def _tiles(sums: Totals) -> list[Tile]:
+    saves = _joined((sums.memory_only, "in memory only"), (sums.waiting, "on their way"), (sums.skipped, "skipped"))
+    return [
+        Tile("Saves", f"{sums.saves:,}", f"{sums.durable:,} durable" + (f", {saves}" if saves else "")),
+        Tile(
+            "Failed",
+            f"{sums.failed:,}",
+            f"{sums.retries:,} requests repeated" if sums.retries else "no request repeated",
+            "bad" if sums.failed else "",
+        ),
+        Tile("Blocked per save", duration(sums.blocked_median) or _NONE, "median"),
+        Tile(
+            "Saving overhead",
+            f"{sums.blocked_share:.2%}" if sums.blocked_seconds and sums.last > sums.first else _NONE,
+            f"{duration(sums.blocked_seconds) or 'nothing'} of {duration(sums.last - sums.first) or 'no time'}",
+        ),
+        Tile("To storage", size(sums.flushed_nbytes), f"{sums.durable:,} flushes"),
+        Tile("Flush throughput", rate(sums.throughput_median) or _NONE, _median(sums.flush_median)),
+        Tile(
+            "Recoveries",
+            f"{sums.recoveries:,}",
+            f"median {duration(sums.recovery_median) or 'unknown'}" if sums.recoveries else "nothing was loaded",
+        ),
+    ]
+
+
+def _median(seconds: float) -> str:
+    return f"median flush {duration(seconds)}" if seconds else "nothing was flushed"
+
+
+def _joined(*counts: tuple[int, str]) -> str:
+    return ", ".join(f"{count:,} {what}" for count, what in counts if count)
+
+
+# -- what is drawn -----------------------------------------------------------------------------------------------------------
+
+
+def _drawing(history: History) -> dict[str, object] | None:
+    """What the template draws; None where there is nothing."""
+    checkpoints, recoveries = history.checkpoints, history.recoveries
+    flushes = [(one, one.flushed) for one in checkpoints if one.flushed is not None]
+    moments = [one.line.created for one in checkpoints]
+    moments += [moment for _, span in flushes for moment in span]
+    moments += [moment for one in recoveries for moment in (one.time - one.seconds, one.time)]
+    if not moments:
+        return None
+    times = Times.around(moments)
+    saves = [(one.line.created, one.line.created, _kind(one.fate), _save_title(one)) for one in checkpoints]
+    moved = [(*span, "durable", _flush_title(one)) for one, span in flushes]
+    loads = [(one.time - one.seconds, one.time, "recovery", _recovery_title(one)) for one in recoveries]
+    lanes = [
+        ("saves", *marks(times, saves, 2.0, seen="failed")),
+        ("flushes", *marks(times, moved, 2.0)),
+        ("recoveries", *marks(times, loads, 3.0)),
+    ]
+    return {
+        "left": LEFT,
+        "right": RIGHT,
+        "lane": _LANE,
+        "height": _CHART,
+        "ticks": times.ticks(),
+        "lanes": lanes,
+        "labels": _labels(times, recoveries),
+        "recovered": [round(times.at(one.time), 1) for one in recoveries] if len(recoveries) <= _DOTTED else [],
+        "charts": _charts(times, history, [one for one, _ in flushes]),
+    }
+
+
+def _charts(times: Times, history: History, flushed: Sequence[Past]) -> list[Chart]:
+    saves = [one for one in history.checkpoints if one.line.save_id]
+    blocked = [(one.line.created, one.line.stage_seconds) for one in saves if one.line.stage_seconds]
+    moving = [(one.line.durable, one.throughput) for one in flushed if one.throughput]
+    sizes = [(one.line.created, float(one.line.nbytes)) for one in saves if one.line.nbytes]
+    charts, breaks = [], [one.time for one in history.recoveries]
+    for title, values, text, base in (
+        ("Size of checkpoints", sizes, size, 1024),
+        ("Blocking time of saves", blocked, _seconds, 10),
+        ("Throughput of flushes", moving, lambda value: rate(value) or "0", 1024),
+    ):
+        if values:
+            least, most = (text(choose(value for _, value in values)) for choose in (min, max))
+            summary = f"{title}: {len(values)} values, from {least} to {most}"
+            charts.append(Chart(title, series(times, values, _CHART, text, base, breaks), summary))
+    return charts
+
+
+def _seconds(value: float) -> str:
+    return duration(value) or "0"
+
+
+def _labels(times: Times, recoveries: Sequence[RecoveryRecord]) -> list[Dot]:
+    """What was recovered, where there is room for it."""
+    found = []
+    for one, after in zip_longest(recoveries, recoveries[1:]):
+        text, x = one.name[:24], times.at(one.time)
+        if x + 7.0 * len(text) + 10 < (times.at(after.time) if after is not None else RIGHT):
+            found.append(Dot(round(x, 1), 0.0, text))
+    return found
+
+
+def _save_title(one: Past) -> str:
+    took = f", blocked training for {duration(one.line.stage_seconds)}" if one.line.stage_seconds else ""
+    return f"{one.line.name}, {moment(one.line.created)}: {size(one.line.nbytes)}, {one.fate.value}{took}"
+
+
+def _flush_title(one: Past) -> str:
+    return f"{one.line.name} flushed in {duration(one.line.flush_seconds) or 'no time'} ({rate(one.throughput) or 'unknown'})"
+
+
+def _recovery_title(one: RecoveryRecord) -> str:
+    sources = " and ".join(one.sources) or "nowhere"
+    return f"{one.name} loaded from {sources} in {duration(one.seconds) or 'no time'}, {moment(one.time)}"
