@@ -40,6 +40,7 @@ import dcp_mem.nebula as nm
 nm.init("abfs://ckpts/run-42")
 nm.Checkpoint("global_step10").save("model", 7)
 nm.flush_persistence()
+"""
 MEGATRON = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -104,10 +105,9 @@ def training() -> tuple[Any, ...]:
     return model, optimizer, scheduler, None, train
 
 
-def _blocks(language: str) -> dict[str, str]:
+def blocks(language: str) -> dict[str, str]:
+    """The blocks of a language in README and docs, by page and number."""
     block = re.compile(rf"```{language}\n(.*?)```", re.DOTALL)
-def blocks() -> dict[str, str]:
-    pages = [_REPOSITORY / "README.md", *sorted((_REPOSITORY / "docs").glob("*.md"))]
     return {
         f"{page.relative_to(_REPOSITORY)} {number}": text
         for page in _PAGES
@@ -124,15 +124,12 @@ def _run(text: str, url: str, memory: str) -> None:
 
 
 def test_every_block_is_run() -> None:
-ELSEWHERE = {
-    "python",
-}
+    assert set(blocks("python")) == set(BEFORE) | ELSEWHERE
 
 
 @pytest.mark.parametrize("name", BEFORE)
 def test_a_block_runs(name: str, memory_root: Path, tmp_path: Path) -> None:
-    text = _blocks("python")[name]
-    text = blocks()[name]
+    text = blocks("python")[name]
     if "replication" in name:  # one rank has nobody to replicate to
         text = text.replace('writer.wait("step-100", "replicated", timeout=60)', "writer.close()")
     url = str(tmp_path / "run-42")
@@ -140,12 +137,12 @@ def test_a_block_runs(name: str, memory_root: Path, tmp_path: Path) -> None:
     assert MemoryStorageReader(url, memory=tmp_path / "none").recoverable()
 
 
-@pytest.mark.parametrize("text", _blocks("yaml").values(), ids=_blocks("yaml"))
+@pytest.mark.parametrize("text", blocks("yaml").values(), ids=blocks("yaml"))
 def test_yaml_can_be_parsed(text: str) -> None:
     assert all(isinstance(document, dict) for document in yaml.safe_load_all(text))
 
 
-@pytest.mark.parametrize("text", _blocks("bash").values(), ids=_blocks("bash"))
+@pytest.mark.parametrize("text", blocks("bash").values(), ids=blocks("bash"))
 def test_shell_can_be_parsed(text: str) -> None:
     subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
 
