@@ -139,6 +139,7 @@ def _die_in_the_middle_of_a_save(engine: Any, stage: int, save_dir: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_training_goes_on_where_it_was_killed_with_deepspeeds_engine_for_nebula_and_with_ours(
     memory_root: Path, tmp_path: Path
 ) -> None:

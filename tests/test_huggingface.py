@@ -242,7 +242,7 @@ def test_the_guides_trainer_trains_and_resumes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root))
-    text = blocks()["docs/huggingface.md 1"].replace("abfs://ckpts/run-42", str(runs.url))
+    text = blocks("python")["docs/huggingface.md 1"].replace("abfs://ckpts/run-42", str(runs.url))
     for _ in range(2):
         names: dict[str, Any] = {"model": tiny_model(), "dataset": Numbers(80)}  # of ten steps
         exec(compile(text, "docs", "exec"), names)
@@ -355,7 +355,7 @@ def test_the_guides_accelerator_trains_and_resumes(
     accelerator: Accelerator, tmp_path: Path, memory_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root))
-    text = blocks()["docs/huggingface.md 2"].replace("abfs://ckpts/run-42", str(tmp_path / "storage"))
+    text = blocks("python")["docs/huggingface.md 2"].replace("abfs://ckpts/run-42", str(tmp_path / "storage"))
     for epochs in (2, 3):
         model = tiny_model()
         optimizer = torch.optim.AdamW(model.parameters())
