@@ -25,13 +25,19 @@ _REPOSITORY = Path(__file__).parents[1]
 _SECONDS = 250.0
 
 
-def _torchrun(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a module on two ranks."""
+def _torchrun(module: str, *arguments: str | Path, temporary: Path) -> subprocess.CompletedProcess[str]:
+    """Run a module on two ranks. temporary: where they have their temporary files, which a kill leaves there."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
         [*TETHER, sys.executable, *launcher, "-m", module, *map(str, arguments)],
         cwd=_REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(_REPOSITORY)},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(_REPOSITORY),
+            "TMPDIR": str(temporary),
+        },
         capture_output=True,
         text=True,
         timeout=_SECONDS,
@@ -46,7 +52,8 @@ def _answer(run: subprocess.CompletedProcess[str], answer: Path) -> Any:
 
 def test_dist_checkpointing_goes_through_memory(memory_root: Path, tmp_path: Path) -> None:
     answer = tmp_path / "answer"
-    fates = _answer(_torchrun("tests.megatron_claims", tmp_path / "ckpts", memory_root, answer), answer)
+    places = tmp_path / "ckpts", memory_root, answer
+    fates = _answer(_torchrun("tests.megatron_claims", *places, temporary=tmp_path), answer)
     assert len(fates) == 17
     failed = {claim: fate for claim, fate in fates.items() if fate}
     assert not failed, "\n".join(f"--- {claim}\n{fate}" for claim, fate in failed.items())
@@ -56,9 +63,9 @@ def test_a_training_that_is_killed_in_a_save_goes_on_and_loads_in_other_shapes(
     memory_root: Path, tmp_path: Path
 ) -> None:
     places = tmp_path / "ckpts", memory_root, tmp_path / "answer"
-    killed = _torchrun("tests.megatron_training", *places, "stage.copied:kill:4")
+    killed = _torchrun("tests.megatron_training", *places, "stage.copied:kill:4", temporary=tmp_path)
     assert "SIGKILL" in killed.stderr, killed.stderr[-8000:]
-    found = _answer(_torchrun("tests.megatron_training", *places), tmp_path / "answer")
+    found = _answer(_torchrun("tests.megatron_training", *places, temporary=tmp_path), tmp_path / "answer")
     assert found == {
         "latest": 3,
         "source": "memory",
