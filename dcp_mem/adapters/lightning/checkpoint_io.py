@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,16 @@ from dcp_mem.adapters.lightning.removals import Removals
 from dcp_mem.config import Settings, checked_metrics
 from dcp_mem.errors import ConfigError, NoRecoverableCheckpoint
 from dcp_mem.events import log
+from dcp_mem.operating.inventory import job_memory
 from dcp_mem.planning.whole import WholePlanner
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
+from dcp_mem.watch import status_of
 from dcp_mem.writer import MemoryStorageWriter
 
 OPTIMIZERS = "optimizer"
 """How the names of all that a checkpoint needs to go on training begin: "optimizer_states" of a whole one, "optimizer_0"."""
 
+_PAUSE = 0.02
 _VERSION = "pytorch-lightning_version"
 
 
@@ -124,6 +128,7 @@ class MemoryCheckpointIO(CheckpointIO):
         """Save a state dict for DCP as the checkpoint of this path. no_dist: this rank alone has all of it."""
         name = name_of(path, self.settings.url)
         self._removals.wait_for(name)
+        self._wait_for_flushes(name)
         self.writer.tell(step=step, metrics=self._metrics)
         self._metrics = {}
         api.save(state, checkpoint_id=name, storage_writer=self.writer, no_dist=no_dist)
@@ -184,6 +189,25 @@ class MemoryCheckpointIO(CheckpointIO):
         if self._report is None:
             raise ConfigError("nothing has been loaded yet")
         return self._report
+
+    def _wait_for_flushes(self, name: str) -> None:
+        """Wait while memory is full of checkpoints that storage hasn't got: a further one would supersede the oldest of them.
+
+        Lightning counts on each one that it has saved. Where flushes fail, training goes on without the oldest.
+        """
+        memory, told = job_memory(self.settings), False
+        while memory is not None:
+            pending = [held for held in memory.held() if held.pending and held.name != name]
+            if len(pending) < self.settings.keep:
+                return
+            failed = [held.name for held in pending if status_of(held).error]
+            if failed:
+                log.warning("%s is not waited for: its flush fails (the history says why)", failed[0])
+                return
+            if not told:
+                log.info("saves come faster than flushes: %s waits for %s", name, pending[-1].name)
+            told = True
+            time.sleep(_PAUSE)
 
     def _is_first(self) -> bool:
         return not dist.is_initialized() or dist.get_rank() == 0

@@ -69,6 +69,7 @@ class MemoryDDPStrategy(_Together, DDPStrategy):
         else:
             shared = {key: checkpoint[key] for key in (_MODEL, _STATES) if key in checkpoint}
             state = taken_apart(shared, is_shared)
+            del state[REST]  # of which rank 0's counts
         self.memory.save(state, self.broadcast(filepath), checkpoint.get("global_step"), no_dist=False)
 
 
@@ -81,7 +82,7 @@ class _Sharded(_Together):
         _refuse(storage_options)
         sharded = {_MODEL: checkpoint.pop(_MODEL)}
         sharded |= {f"optimizer_{number}": state for number, state in enumerate(checkpoint.pop(_STATES, []))}
-        state = {**sharded, REST: (checkpoint, [])}
+        state = {**sharded, **({REST: (checkpoint, [])} if self.is_global_zero else {})}
         self.memory.save(state, self.broadcast(filepath), checkpoint.get("global_step"), no_dist=False)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
