@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Model(pl.LightningModule):
 
     def configure_model(self) -> None:
         if self.sharded and not any("FSDP" in type(module).__name__ for module in self.net.modules()):
+            assert self.device_mesh is not None
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
@@ -74,7 +76,7 @@ class _FSDPOnCpu(MemoryFSDPStrategy):
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
 
-STRATEGIES = {
+STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
     "fsdp": _FSDPOnCpu,
     "memory_ddp": MemoryDDPStrategy,

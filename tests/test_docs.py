@@ -32,9 +32,14 @@ state, first_step, last_step, train = {"w": torch.ones(3)}, 0, 25, lambda step: 
 with dcp_mem.MemoryStorageWriter("abfs://ckpts/run-42") as writer:
     dcp_mem.save(state, checkpoint_id="step-0", storage_writer=writer)
 """
+TRAINER = """
+from tests.lightning_job import Model
+model = Model()
+"""
 BEFORE = {
     "README.md 1": LOOP,
     "README.md 2": FIRST_SAVE,
+    "docs/lightning.md 1": TRAINER,
     "docs/manager.md 1": LOOP,
     "docs/replication.md 1": WRITER,
     "docs/storage.md 1": WRITER,
@@ -42,6 +47,7 @@ BEFORE = {
 """What a block takes for given."""
 AFTER = {
     "README.md 1": "assert manager.latest() == 20",
+    "docs/lightning.md 1": "assert trainer.global_step == 120",
     "docs/manager.md 1": "assert manager.latest() == 20",
     "docs/storage.md 1": "dcp.save(state, checkpoint_id='a', storage_writer=writer); writer.close()",
 }

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -29,6 +30,7 @@ from dcp_mem.adapters.lightning.places import name_of
 from dcp_mem.config import checkpoint_name
 from dcp_mem.operating.inventory import inventory, on_storage
 from dcp_mem.storage.routes import open_storage
+from tests.cluster import Cluster
 from tests.forks import forked
 from tests.launch import TETHER
 from tests.lightning_job import BATCHES, EPOCHS, STRATEGIES, Model, trainer
@@ -43,8 +45,9 @@ _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 
 def _checkpoint(step: int) -> dict[str, Any]:
     """As Lightning makes them, with what state dicts may hold besides."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    torch.nn.init.constant_(model[0].weight, step)
+    first = nn.Linear(2, 3)
+    nn.init.constant_(first.weight, step)
+    model = nn.Sequential(first, nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 2)).square().sum().backward()
     optimizer.step()
@@ -258,6 +261,26 @@ def _without_plugin(root: str) -> None:
 
 def test_the_callback_says_that_it_needs_the_plugin(tmp_path: Path) -> None:
     forked(_without_plugin, str(tmp_path))
+
+
+# -- several nodes ---------------------------------------------------------------------------------------------------------------
+
+
+def _one_saves_and_all_load() -> tuple[int, str]:
+    plugin = MemoryCheckpointIO(None, job="job")
+    if dist.get_rank() == 0:
+        plugin.save_checkpoint(_checkpoint(5), "some.ckpt")
+    dist.barrier()
+    step = plugin.load_checkpoint(NEWEST)["global_step"]
+    dist.barrier()
+    return step, plugin.report().source
+
+
+@pytest.mark.slow
+@pytest.mark.nodes(2)
+def test_what_rank_0_saves_alone_reaches_nodes_that_have_nothing_of_it(cluster: Cluster) -> None:
+    job = cluster.launch(_one_saves_and_all_load)
+    assert job.results() == [(5, "memory and peers")] * 2
 
 
 # -- a job that is killed ------------------------------------------------------------------------------------------------------
