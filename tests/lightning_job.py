@@ -99,14 +99,17 @@ def train(strategy: Any, plugin: MemoryCheckpointIO, killed_at: int | None) -> M
     return model
 
 
-def _main(kind: str, root: str, memory: str, killed_at: int | None, answer: str) -> None:
+def _main(directory: str, memory: str, killed_at: int | None, *kinds: str) -> None:
+    """Train with these strategies, one after the other, and write down where each went on; for each also an undisturbed job."""
     warnings.filterwarnings("error", module=r"dcp_mem(\.|$)")
-    plugin = MemoryCheckpointIO(root, memory=memory, persist=killed_at is None)
-    model = train(STRATEGIES[kind](), plugin, killed_at)
-    report = plugin.report()
-    alone = train(STRATEGIES[kind](), MemoryCheckpointIO(None, memory=memory, job="alone"), None)
-    said = {"first": (model.first, alone.first), "loaded": report.checkpoint_id, "source": report.source}
-    Path(answer, f"{os.environ['RANK']}.json").write_text(json.dumps(said))
+    said = {}
+    for kind in kinds:
+        plugin = MemoryCheckpointIO(Path(directory, kind), memory=memory, persist=killed_at is None)
+        model = train(STRATEGIES[kind](), plugin, killed_at)
+        report = plugin.report()
+        alone = train(STRATEGIES[kind](), MemoryCheckpointIO(None, memory=memory, job=f"alone-{kind}"), None)
+        said[kind] = [report.checkpoint_id, report.source, model.first, alone.first]
+    Path(directory, f"{os.environ['RANK']}.json").write_text(json.dumps(said))
 
 
 if __name__ == "__main__":

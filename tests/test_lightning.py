@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -115,7 +116,9 @@ def test_a_job_without_checkpoints_has_nothing_to_restore(memory_root: Path) -> 
 
 def test_weights_alone_are_not_what_training_goes_on_from(memory_root: Path) -> None:
     plugin = MemoryCheckpointIO(None, memory=memory_root, job="job")
-    plugin.save_checkpoint(_checkpoint(1), "whole.ckpt")
+    plugin.save_checkpoint(
+        {**_checkpoint(1), "optimizer_states": [{"state": {}}]}, "whole.ckpt"
+    )  # of SGD, without tensors
     alone = _checkpoint(2)
     del alone["optimizer_states"]
     plugin.save_checkpoint(alone, "weights.ckpt")
@@ -145,6 +148,14 @@ def test_what_is_removed_leaves_memory_and_storage_once_it_can(memory_root: Path
     assert [one.step for one in inventory(plugin.settings)] == [3]
     assert MemoryCheckpointIO(root, memory=tmp_path / "none").load_checkpoint(root / "1.ckpt")["global_step"] == 3
     assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["1.ckpt"]
+
+
+def test_strategies_that_spawn_their_processes_can_send_the_plugin_there(memory_root: Path) -> None:
+    plugin = MemoryCheckpointIO(None, memory=memory_root, job="job")
+    plugin.save_checkpoint(_checkpoint(1), "1.ckpt")
+    plugin.remove_checkpoint("0.ckpt")
+    assert pickle.loads(pickle.dumps(plugin)).load_checkpoint(NEWEST)["global_step"] == 1
+    plugin.teardown()
 
 
 def test_temporary_files_of_lightnings_stay_files(memory_root: Path, tmp_path: Path) -> None:
@@ -302,25 +313,22 @@ def _torchrun(*arguments: Any) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @needs_fsdp_on_cpu
-@pytest.mark.parametrize("kind", sorted(STRATEGIES))
-def test_a_killed_job_goes_on_from_memory_as_if_nothing_had_been(kind: str, memory_root: Path, tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    killed_at = 2 * BATCHES + 1
-    assert _torchrun(kind, str(root), str(memory_root), killed_at, str(tmp_path)) != 0
-    assert not list(root.rglob(".metadata"))
-    assert _torchrun(kind, str(root), str(memory_root), None, str(tmp_path)) == 0
+def test_killed_jobs_go_on_from_memory_as_if_nothing_had_been(memory_root: Path, tmp_path: Path) -> None:
+    for kind in sorted(STRATEGIES):
+        assert _torchrun(str(tmp_path), str(memory_root), 2 * BATCHES + 1, kind) != 0
+    assert not list(tmp_path.rglob(".metadata"))
+    assert _torchrun(str(tmp_path), str(memory_root), None, *sorted(STRATEGIES)) == 0
+    resumed = [f"epoch=1-step={2 * BATCHES}.ckpt", "memory", 2 * BATCHES, 0]
     for rank in (0, 1):
         said = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert said == {
-            "first": [2 * BATCHES, 0],
-            "loaded": f"epoch=1-step={2 * BATCHES}.ckpt",
-            "source": "memory",
-        }
-    from_storage = MemoryCheckpointIO(root, memory=tmp_path / "none").load_checkpoint(NEWEST)
-    undisturbed = MemoryCheckpointIO(None, memory=memory_root, job="alone").load_checkpoint(NEWEST)
-    assert from_storage["global_step"] == EPOCHS * BATCHES
-    _assert_same(from_storage, undisturbed)
+        assert said == dict.fromkeys(STRATEGIES, resumed)
+    for kind in sorted(STRATEGIES):
+        from_storage = MemoryCheckpointIO(tmp_path / kind, memory=tmp_path / "none").load_checkpoint(NEWEST)
+        undisturbed = MemoryCheckpointIO(None, memory=memory_root, job=f"alone-{kind}").load_checkpoint(NEWEST)
+        assert from_storage["global_step"] == EPOCHS * BATCHES
+        _assert_same(from_storage, undisturbed, kind)
 
 
 def _assert_same(one: Any, other: Any, where: str = "") -> None:

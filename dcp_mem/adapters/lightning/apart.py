@@ -6,7 +6,7 @@ import copy
 import functools
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ Wanted = Callable[[Path], bool]
 
 REST = "lightning"
 """The entry of the state dict that holds all but the tensors."""
+
+OPTIMIZERS = "optimizers"
+"""The entry that only checkpoints have from which training can go on: how many optimizers it has."""
 
 _CONTAINERS = (dict, OrderedDict, list)
 
@@ -32,8 +35,13 @@ def taken_apart(checkpoint: Mapping[str, Any], wanted: Wanted = lambda path: Tru
     for path, tensor in tensors.items():
         *parents, last = map(str, path)
         functools.reduce(lambda inner, key: inner.setdefault(key, {}), parents, state)[last] = tensor
-    state[REST] = (rest, list(tensors))  # a tuple is one item, whatever is in it
-    return state
+    return state | entries_of(rest, list(tensors), checkpoint.get("optimizer_states"))
+
+
+def entries_of(rest: Mapping[str, Any], paths: Sequence[Path], optimizers: Sequence[Any] | None) -> dict[str, Any]:
+    """What a state dict has besides the tensors. optimizers: None where weights alone are saved."""
+    state: dict[str, Any] = {REST: (rest, list(paths))}  # a tuple is one item, whatever is in it
+    return state if optimizers is None else state | {OPTIMIZERS: (len(optimizers),)}
 
 
 def put_together(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +58,7 @@ def _without_tensors(value: Any, path: Path, tensors: dict[Path, torch.Tensor], 
     """The value with None in place of tensors, which are put into `tensors`."""
     if _is_plain_tensor(value):
         name = ".".join(map(str, path))
-        if name in names or path[0] == REST or not wanted(path):
+        if name in names or path[0] in (REST, OPTIMIZERS) or not wanted(path):
             return value
         names.add(name)
         tensors[path] = value

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem import api
-from dcp_mem.adapters.lightning.apart import REST, put_together, taken_apart
+from dcp_mem.adapters.lightning.apart import OPTIMIZERS, REST, put_together, taken_apart
 from dcp_mem.adapters.lightning.places import NEWEST, is_local, name_of
 from dcp_mem.adapters.lightning.removals import Removals
 from dcp_mem.config import Settings, checked_metrics
@@ -30,9 +30,6 @@ from dcp_mem.planning.whole import WholePlanner
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
 from dcp_mem.watch import status_of
 from dcp_mem.writer import MemoryStorageWriter
-
-OPTIMIZERS = "optimizer"
-"""How the names of all that a checkpoint needs to go on training begin: "optimizer_states" of a whole one, "optimizer_0"."""
 
 _PAUSE = 0.02
 _VERSION = "pytorch-lightning_version"
@@ -102,7 +99,7 @@ class MemoryCheckpointIO(CheckpointIO):
         if REST not in state:
             raise ConfigError(f"{path} is no checkpoint of Lightning's: load it with dcp_mem.load and a state dict")
         checkpoint = put_together(state)
-        checkpoint.update((key, value) for key, value in state.items() if key not in (REST, *checkpoint))
+        checkpoint.update((key, value) for key, value in state.items() if key not in (REST, OPTIMIZERS, *checkpoint))
         return checkpoint if map_location is None else _moved(checkpoint, torch.device(map_location))
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -221,7 +218,7 @@ def _newest(reader: MemoryStorageReader) -> tuple[str, bool]:
     """
     found = reader.recoverable()
     for name in found:
-        if any(one.startswith(OPTIMIZERS) for one in _metadata(reader, name).state_dict_metadata):
+        if OPTIMIZERS in _metadata(reader, name).state_dict_metadata:
             return name, name == found[0]
         log.info("%s is passed over: it was saved with weights only", name)
     if found:

@@ -42,6 +42,9 @@ class Removals:
         self._thread, self._under_way = None, {}
         self._is_ending.clear()
 
+    def __reduce__(self) -> tuple[type[Removals], tuple[Settings]]:
+        return Removals, (self._settings,)  # for strategies that spawn their processes: each has its own
+
     def _remove(self, name: str, from_storage: bool) -> None:
         try:
             while True:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from dcp_mem.adapters.lightning.apart import REST, taken_apart
+from dcp_mem.adapters.lightning.apart import REST, entries_of, taken_apart
 from dcp_mem.adapters.lightning.checkpoint_io import MemoryCheckpointIO, Nothing
 from dcp_mem.errors import ConfigError
 
@@ -69,7 +69,7 @@ class MemoryDDPStrategy(_Together, DDPStrategy):
         else:
             shared = {key: checkpoint[key] for key in (_MODEL, _STATES) if key in checkpoint}
             state = taken_apart(shared, is_shared)
-            del state[REST]  # of which rank 0's counts
+            state = {key: state[key] for key in shared if key in state}  # of the rest, rank 0's counts
         self.memory.save(state, self.broadcast(filepath), checkpoint.get("global_step"), no_dist=False)
 
 
@@ -80,9 +80,11 @@ class _Sharded(_Together):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         _refuse(storage_options)
-        sharded = {_MODEL: checkpoint.pop(_MODEL)}
-        sharded |= {f"optimizer_{number}": state for number, state in enumerate(checkpoint.pop(_STATES, []))}
-        state = {**sharded, **({REST: (checkpoint, [])} if self.is_global_zero else {})}
+        optimizers = checkpoint.pop(_STATES, None)
+        state = {_MODEL: checkpoint.pop(_MODEL)}
+        state |= {f"optimizer_{number}": of_one for number, of_one in enumerate(optimizers or [])}
+        if self.is_global_zero:
+            state |= entries_of(checkpoint, [], optimizers)
         self.memory.save(state, self.broadcast(filepath), checkpoint.get("global_step"), no_dist=False)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
