@@ -53,9 +53,14 @@ def load_state_dict(state):
 def train(iteration):
     weight.fill_(iteration)
 """
+TRAINER = """
+from tests.lightning_job import Model
+model = Model()
+"""
 BEFORE = {
     "README.md 1": LOOP,
     "README.md 2": FIRST_SAVE,
+    "docs/lightning.md 1": TRAINER,
     "docs/manager.md 1": LOOP,
     "docs/nebula.md 1": "",
     "docs/nebula.md 2": FILES,
@@ -67,6 +72,7 @@ BEFORE = {
 """What a block takes for given."""
 AFTER = {
     "README.md 1": "assert manager.latest() == 20",
+    "docs/lightning.md 1": "assert trainer.global_step == 120",
     "docs/manager.md 1": "assert manager.latest() == 20",
     "docs/nebula.md 1": "assert state == {'weights': [1, 2, 3]}; assert nm.flush_persistence()",
     "docs/nebula.md 2": "assert state == {'model': 7}",

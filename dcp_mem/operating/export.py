@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_mem.api import load
@@ -34,6 +33,7 @@ from dcp_mem.memory.root import node_id
 from dcp_mem.operating.contents import held_of
 from dcp_mem.operating.inventory import STORAGE, Checkpoint
 from dcp_mem.operating.verify import Observer
+from dcp_mem.planning.whole import blank_tensors, nested, paths_of
 from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.sources.stored import StorageSource
 from dcp_mem.storage import Storage, part_count
@@ -187,18 +187,14 @@ def export_torch(settings: Settings, checkpoint: Checkpoint, target: str, *, tru
         items: dict[str, Any] = {name: None for name, entry in reading.entries if not _is_tensor(entry)}
         reading.load(items, trust=trust)
         with FakeTensorMode():
-            fakes = {
-                name: torch.empty(entry.size, dtype=entry.properties.dtype)
-                for name, entry in reading.entries
-                if isinstance(entry, TensorStorageMetadata)
-            }
+            fakes = blank_tensors(reading.metadata)
         flat = {name: fakes.get(name, items.get(name)) for name, _ in reading.entries}
-        paths = {name: (reading.metadata.planner_data or {}).get(name, (name,)) for name in flat}
+        paths = paths_of(reading.metadata)
         with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(unflatten_state_dict(flat, paths), path)
+            torch.save(nested(reading.metadata, flat), path)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            nested = torch.load(path, mmap=True, weights_only=False)
-        reading.load({name: functools.reduce(operator.getitem, paths[name], nested) for name in fakes}, trust=trust)
+            mapped: Any = torch.load(path, mmap=True, weights_only=False)
+        reading.load({name: functools.reduce(operator.getitem, paths[name], mapped) for name in fakes}, trust=trust)
     return Exported(target, (target,), os.path.getsize(target))
 
 
