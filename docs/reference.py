@@ -1,6 +1,6 @@
 """Writes docs/api.md from the docstrings: `python docs/reference.py`. Nothing is imported, so no framework has to be there.
 
-What dcp_mem's `__init__` exports, and what is public in the packages for frameworks. (griffe2md made 22,000 lines of it, inner
+What dcp_mem's `__init__` exports, and what the packages for frameworks and trackers do. (griffe2md made 22,000 lines of it, inner
 modules included; pdoc and Sphinx make HTML.)
 """
 
@@ -26,22 +26,46 @@ Definition = ast.ClassDef | ast.FunctionDef
 
 
 def page() -> str:
-    init = _parsed(ROOT / "dcp_mem" / "__init__.py")
-    exported = {name: module for module, names in _imports(init) for name in names}
+    parts = [HEAD, *_exported("dcp_mem")]
+    for package in PACKAGES:
+        parts += _package(ROOT / "dcp_mem" / package)
+    return "\n".join(parts)
+
+
+def _exported(package: str) -> Iterator[str]:
+    """What a package's `__init__` lists, by the modules that it is from."""
+    init = _parsed(_path(package))
+    here = dict.fromkeys(_definitions(init), package)
+    exported = here | {name: module for module, names in _imports(init) for name in names}
     by_module: dict[str, list[str]] = {}
     for name in _listed(init):
-        by_module.setdefault(exported[name], []).append(name)
-    parts = [HEAD]
+        if name in exported and name in _definitions(_parsed(_path(exported[name]))):
+            by_module.setdefault(exported[name], []).append(name)
     for module, names in sorted(by_module.items(), key=lambda entry: _rank(entry[0])):
-        parts += _section(module, _parsed(_path(module)), names, "dcp_mem")
-    for package in PACKAGES:
-        for path in sorted((ROOT / "dcp_mem" / package).rglob("*.py")):
+        yield from _section(module, _parsed(_path(module)), names, package)
+
+
+def _package(directory: Path) -> Iterator[str]:
+    """What a package lists; where it lists nothing, its modules are there for themselves, and so are its packages.
+
+    Modules beside what is listed are for those who need their extra.
+    """
+    listed = {directory / "__init__.py"}
+    if _listed(_parsed(directory / "__init__.py")):
+        package = ".".join(directory.relative_to(ROOT).parts)
+        yield from _exported(package)
+        listed |= {_path(module) for module, _ in _imports(_parsed(directory / "__init__.py"))}
+        if directory.name != "trackers":
+            return
+    for path in sorted(directory.iterdir()):
+        if (path / "__init__.py").exists():
+            yield from _package(path)
+        elif path.suffix == ".py" and path not in listed and not path.name.startswith("_"):
             tree = _parsed(path)
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             names = [name for name, node in _definitions(tree).items() if not name.startswith("_") and _doc(node)]
-            if names and not any(part.startswith("_") for part in module.split(".")):
-                parts += _section(module, tree, names, module)
-    return "\n".join(parts)
+            if names:
+                yield from _section(module, tree, names, module)
 
 
 def _section(module: str, tree: ast.Module, names: list[str], prefix: str) -> Iterator[str]:
@@ -129,7 +153,7 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
 
 def _listed(tree: ast.Module) -> list[str]:
     lists = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
-    return [str(name) for name in ast.literal_eval(lists[0].value)]
+    return [str(name) for name in ast.literal_eval(lists[0].value)] if lists else []
 
 
 def _rank(module: str) -> tuple[int, str]:
@@ -146,7 +170,8 @@ def _rank(module: str) -> tuple[int, str]:
         "flushing",
         "errors",
     )
-    return first.index(module.split(".")[1]) if module.split(".")[1] in first else len(first), module
+    part = ([*module.split("."), ""])[1]
+    return first.index(part) if part in first else len(first), module
 
 
 def _path(module: str) -> Path:
