@@ -19,8 +19,8 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ import pytest
 from typing_extensions import TypeVarTuple, Unpack
 
 from tests import torchrun
+from tests.inside import Program
 from tests.launch import TETHER
 from tests.servers import ServerUnavailable
 
@@ -51,6 +52,7 @@ _SWITCH_ADDRESS = "10.77.0.254"
 _MOST_NODES = 250
 _FIRST_PLACE = 101  # Addresses are sorted as texts: each has to have three digits here.
 _REPOSITORY = Path(__file__).resolve().parents[1]
+_POLL_SECONDS = 0.01
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 # The first process of its namespace adopts what detaches itself, and has to reap it: bash does.
@@ -88,6 +90,11 @@ class Node:
     def root(self) -> Path:
         """This node's `/` as this process reaches it, while the node lives."""
         return Path(f"/proc/{self._namespaces.pid}/root")
+
+    @property
+    def holder(self) -> int:
+        """Id of the process that this node lives as long as."""
+        return int(self._namespaces.pid)
 
     @property
     def is_alive(self) -> bool:
@@ -201,19 +208,15 @@ class Cluster:
 
     def serve_store(self) -> str:
         """Serve a rendezvous store on the switch, so that no node is needed for it; its address, for `launch`."""
-        code = f"from tests.torchrun import serve_store; serve_store({_SWITCH_ADDRESS!r})"
-        process = subprocess.Popen(
-            [*TETHER, *self._switch.inside([sys.executable, "-c", code])],
-            cwd=_REPOSITORY,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-        )
-        self._stack.callback(process.wait)
-        self._stack.callback(process.kill)
-        assert process.stdout is not None
-        with process.stdout:
-            if not process.stdout.readline():
-                raise ServerUnavailable("the rendezvous store does not start")
+        output = self._directory / "store"
+        output.touch()
+        store = Program(self._switch.pid, output, os.environ, torchrun.serve_store, _SWITCH_ADDRESS)
+        self._stack.callback(store.wait)
+        self._stack.callback(store.kill)
+        while not output.read_text().endswith("\n"):
+            if store.poll() is not None:
+                raise ServerUnavailable(f"the rendezvous store does not start:\n{output.read_text()}")
+            time.sleep(_POLL_SECONDS)
         return _SWITCH_ADDRESS
 
 

@@ -10,6 +10,7 @@ arguments are pickled. Ranks that raise or die fail the test; to look at an erro
 (`raised_by`).
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -19,13 +20,14 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack
 
@@ -38,13 +40,17 @@ _PRELOADED = [
     "torch",
     "torch._dynamo",  # which the first DTensor asks for
     "torch.distributed.checkpoint",
+    "torch.distributed.run",
     "torch.distributed.tensor",
     "dcp_mem.agent",
     "dcp_mem.operating.housekeeping",
     "dcp_mem.reader",
     "dcp_mem.writer",
     "tests.forks",
+    "tests.inside",
     "tests.jobs",
+    "tests.torchrun",
+    "tests.training",
 ]
 _DUMP_STACKS = signal.SIGRTMAX
 _DUMP_SECONDS = 0.5
@@ -98,6 +104,58 @@ def forked_ranks(
         return ranks.join(timeout)
 
 
+def forkserver() -> ForkServerContext:
+    """What starts processes that are forked from the server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def become(environment: Mapping[str, str], output: Path) -> None:
+    """Make this process one of its own, with a session, an environment and a file that it prints to. It dies with the server,
+    and so with the test's process.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    written = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    for descriptor, number in ((null, 0), (written, 1), (written, 2)):
+        os.dup2(descriptor, number)
+    take(environment)
+    warnings.filterwarnings("error", module=r"dcp_mem(\.|$)")
+
+
+def take(environment: Mapping[str, str]) -> None:
+    """Make this the environment, also for what was imported under another one."""
+    import torch
+
+    from dcp_mem import faults
+
+    os.environ.clear()
+    os.environ.update(environment)
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    faults.arm(environment.get("DCP_MEM_FAULTS", ""))
+
+
+def end_after(act: Callable[[Unpack[Ts]], object], *args: Unpack[Ts]) -> NoReturn:
+    """Act, and end as an interpreter does."""
+    code = 1
+    try:
+        act(*args)
+        code = 0
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else int(request.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 @contextlib.contextmanager
 def forking(
     target: Callable[[Unpack[Ts]], T],
@@ -106,8 +164,7 @@ def forking(
     env: Mapping[str, str] | None = None,
 ) -> Iterator["Forks[T]"]:
     """The processes while they run; killed at the end. World size None: one, without a group."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = forkserver()
     with tempfile.TemporaryDirectory(prefix="dcp_mem-forks-") as directory:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
         job = pickle.dumps((target, args))

@@ -288,6 +288,7 @@ def _live(directory: Path, rank: int) -> None:
         if world_size is not None:
             store = dist.FileStore(str(directory / "store"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            dist.barrier()  # one that ended sooner, with little to do, would break off the others' connecting
         returned = pickle.dumps(target(*args))
         (directory / f"{rank}.returned").write_bytes(returned)
         code = 0

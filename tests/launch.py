@@ -4,10 +4,11 @@
     outcomes = run_ranks(save_and_die, 2, url, expect_signal=signal.SIGKILL)
     state = run_fresh(load, url)                                # one process, no process group
 
-Functions and arguments are pickled, so functions are defined at module level. No process outlives
-a call: ranks and their children are killed, but for those that detached themselves on purpose, as
-the flush agent does; the `memory_root` fixture ends that one. Warnings from dcp_mem are errors in
-the ranks too.
+Processes are forked from the server of `tests.forks`, and end as interpreters do. Functions and
+arguments are pickled, so functions are defined at module level. No process outlives a call: ranks
+and their children are killed, but for those that detached themselves on purpose, as the flush
+agent does; the `memory_root` fixture ends that one. Warnings from dcp_mem are errors in the ranks
+too.
 """
 
 import contextlib
@@ -15,12 +16,9 @@ import faulthandler
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +26,8 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
+
+from tests.forks import become, end_after, forkserver
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -245,41 +245,36 @@ class _Process:
         self._returned = directory / f"{rank}.returned"
         self._raised = directory / f"{rank}.raised"
         self._output = directory / f"{rank}.output"
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                [*TETHER, sys.executable, "-m", __name__, str(directory), str(rank)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        self._output.touch()
+        self._process = forkserver().Process(target=_live, args=(directory, rank, dict(environment)))
+        self._process.start()
 
     def __enter__(self) -> "_Process":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
         # A killed rank's children are in its group, which keeps its id until they are gone too.
-        group = self._process.pid
-        os.killpg(group, signal.SIGKILL)
-        self._process.wait()
         deadline = time.monotonic() + _CHILDREN_SECONDS
         with contextlib.suppress(ProcessLookupError):
             while time.monotonic() < deadline:
-                os.killpg(group, 0)
+                os.killpg(self._pid, signal.SIGKILL)
                 time.sleep(_POLL_SECONDS)
 
     def send(self, number: signal.Signals) -> None:
-        os.kill(self._process.pid, number)
+        if self.exit_code() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
 
     def exit_code(self) -> int | None:
         """None while it runs; of a signal, its negative number."""
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        end = os.waitid(os.P_PID, self._process.pid, options)
-        if end is None:
-            return None
-        status: int = end.si_status
-        return status if end.si_code == os.CLD_EXITED else -status
+        return self._process.exitcode
+
+    @property
+    def _pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     def outcome(self, *, hung: bool) -> Any:
         """What it returned, or how it died."""
@@ -315,16 +310,21 @@ def _environment(world_size: int | None) -> dict[str, str]:
     return environment
 
 
-def _main(directory: Path, rank: int) -> None:
-    """The life of one rank."""
+def _live(directory: Path, rank: int, environment: Mapping[str, str]) -> None:
+    """The life of one rank's process."""
+    become(environment, directory / f"{rank}.output")
     faulthandler.enable()
     faulthandler.register(_DUMP_STACKS)
-    warnings.filterwarnings("error", module=r"dcp_mem(\.|$)")
+    end_after(_run, directory, rank)
+
+
+def _run(directory: Path, rank: int) -> None:
     try:
         target, world_size, args = pickle.loads((directory / "job").read_bytes())
         if world_size is not None:
             store = dist.FileStore(str(directory / "store"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            dist.barrier()  # one that ended sooner, with little to do, would break off the others' connecting
         returned = pickle.dumps(target(*args))
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -332,7 +332,3 @@ def _main(directory: Path, rank: int) -> None:
         (directory / f"{rank}.raised").write_text(traceback.format_exc())
         raise
     (directory / f"{rank}.returned").write_bytes(returned)
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]))

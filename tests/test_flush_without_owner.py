@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_mem import CheckpointStatus, State, parity
 from tests.cluster import MEMORY, ON_DEMAND, Cluster, Node
 from tests.forks import forked
+from tests.inside import is_rank, is_torchrun
 from tests.jobs import Job, load, load_anew, save, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.nodes(3)]
@@ -65,14 +66,11 @@ def _lose(cluster: Cluster, lost: Sequence[Node]) -> None:
     """Lose these nodes; on the others the trainers end, and the agents live on."""
     for node in lost:
         node.kill()
-    for program in (
-        "torch.distributed.run",
-        "tests.torchrun",
-    ):  # or the first would see the second off, agents included
+    for is_program in (is_torchrun, is_rank):  # or the first would see the second off, agents included
         for node in cluster.nodes:
             for process in node.processes():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if program in process.cmdline():
+                    if is_program(process):
                         process.kill()
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import dcp_mem
 from dcp_mem import faults
 from tests.cluster import MEMORY, ON_DEMAND, Cluster, Node
+from tests.inside import is_rank
 from tests.jobs import Job, wait_until
 from tests.training import load_newest, save
 
@@ -321,7 +322,6 @@ def _ranks_on(node: Node) -> list[psutil.Process]:
     found = []
     for process in node.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
-            command = process.cmdline()
-            if "tests.torchrun" in command and "torch.distributed.run" not in command:
+            if is_rank(process):
                 found.append(process)
     return found

@@ -12,8 +12,6 @@ import contextlib
 import faulthandler
 import os
 import pickle
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +24,7 @@ import psutil
 import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
-from tests.launch import TETHER
+from tests.inside import Program, torchrun
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -58,8 +56,9 @@ class Host(Protocol):
         """An address of this node, that sorts among those of the others as `place` does."""
         ...
 
-    def inside(self, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` on the node."""
+    @property
+    def holder(self) -> int:
+        """Id of a process in the node's namespaces, as long as it lives."""
         ...
 
 
@@ -148,8 +147,8 @@ def start_job(
 
     def start(node: Host, place: int) -> _Agent:
         settings = _RENDEZVOUS | {"is_host": int(store is None and place == 0)}
-        torchrun = [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes or len(nodes)}"),
+        arguments = [
+            f"--nnodes={nnodes or len(nodes)}",
             *("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}:{PORT}", f"--rdzv-id={directory.name}"),
             f"--rdzv-conf={','.join(f'{name}={value}' for name, value in settings.items())}",
             # torchrun numbers its ranks in the order of these addresses.
@@ -159,7 +158,7 @@ def start_job(
         home = directory / node.name
         home.mkdir()
         environment = {**_environment(node, home), **(env or {}), **(env_of or {}).get(node.name, {})}
-        return _Agent(node, home, node.inside(torchrun), environment)
+        return _Agent(node, home, arguments, environment)
 
     job: Job[T] = Job(start)
     for node in nodes:
@@ -170,20 +169,12 @@ def start_job(
 class _Agent:
     """One node's torchrun, and the files through which its ranks answer."""
 
-    def __init__(self, node: Host, home: Path, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, node: Host, home: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self.node = node
         self._home = home
         self._output = home / "output"
-        with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*TETHER, *command],
-                cwd=_REPOSITORY,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        self._output.touch()
+        self.process = Program(node.holder, self._output, environment, torchrun, arguments, _main)
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -222,20 +213,18 @@ def serve_store(address: str, port: int = PORT) -> None:
         time.sleep(3600)
 
 
-def _main(directory: Path) -> None:
+def _main(command: Sequence[str]) -> None:
     """The life of one rank."""
+    directory = Path(command[-1])
     faulthandler.enable()
     warnings.filterwarnings("error", module=r"dcp_mem(\.|$)")
     target, args, patience = pickle.loads((directory / "job").read_bytes())
     answer = Path(os.environ["DCP_MEM_TEST_HOME"], f"returned-{os.environ['LOCAL_RANK']}")
     answer.unlink(missing_ok=True)
     dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
+    dist.barrier()  # one that ended sooner, with little to do, would break off the others' connecting
     returned = pickle.dumps((dist.get_rank(), target(*args)))
     dist.destroy_process_group()
     temporary = answer.with_name(f".{answer.name}")
     temporary.write_bytes(returned)
     temporary.rename(answer)
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
