@@ -287,7 +287,8 @@ def test_a_throttled_node_sends_and_receives_no_faster_than_its_limit(cluster: C
     limit = 200e6 / 8
     throttled.throttle("200mbit")
     for sender, receiver in ((throttled, other), (other, throttled)):
-        assert limit / 4 < _bytes_per_second(sender, receiver, 8 * _MIB) < limit * 1.2
+        found = [_bytes_per_second(sender, receiver, 8 * _MIB) for _ in range(3)]
+        assert limit / 4 < max(found) < limit * 1.2
     assert max(_bytes_per_second(other, third, 32 * _MIB) for _ in range(3)) > 4 * limit
     throttled.throttle(None)
     for sender, receiver in ((throttled, other), (other, throttled)):

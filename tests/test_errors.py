@@ -479,11 +479,11 @@ def test_load_from_memory_doesnt_wait_for_storage_that_hangs(
     forked_ranks(_save_and_flush, 2, job)
     moto.pause()
     try:
-        for seconds, number, passed_over, ended in forked_ranks(_load_past_silence, 2, job, timeout=30):
-            assert seconds < 10
+        for seconds, number, passed_over, ended in forked_ranks(_load_past_silence, 2, job, timeout=60):
+            assert seconds < 30
             assert number == 1
             assert f"storage {job.url} did not answer within 1 s" in passed_over
-            assert time.monotonic() - ended < 10, "the process waits for storage before it ends"
+            assert time.monotonic() - ended < 30, "the process waits for storage before it ends"
     finally:
         moto.resume()
 

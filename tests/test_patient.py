@@ -138,13 +138,13 @@ def test_it_gives_up_with_the_facts() -> None:
 
 def test_it_gives_up_at_the_deadline() -> None:
     def fail_slowly() -> StorageUnavailable:
-        time.sleep(0.06)
+        time.sleep(0.3)
         return _away()
 
     moody = _Moody(always=fail_slowly)
     with pytest.raises(StorageUnavailable):
-        PatientStorage(moody, replace(QUICK, tries=1000, deadline=0.1)).get("a")
-    assert 2 <= moody.asked <= 3
+        PatientStorage(moody, replace(QUICK, tries=1000, deadline=0.5)).get("a")
+    assert moody.asked <= 3  # of a thousand
 
 
 def test_pauses_are_as_long_as_storage_asks_for_and_no_longer_than_that_is_worth(

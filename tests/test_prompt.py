@@ -2,11 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -15,6 +14,8 @@ import torch.distributed as dist
 from dcp_mem.errors import RankFailed
 from dcp_mem.ranks.gloo import GlooRanks, run_token
 from dcp_mem.ranks.prompt import PromptStore, connected, connection_of_its_own
+from tests.forks import forking
+from tests.jobs import wait_until
 
 
 class _Store:
@@ -39,13 +40,13 @@ def _prompt(store: _Store, seconds: float) -> PromptStore:
 
 def test_a_silent_store_is_given_up_and_not_asked_again_until_it_has_answered() -> None:
     store = _Store()
-    prompt = _prompt(store, 0.2)
-    with pytest.raises(RuntimeError, match="did not answer within 0 s"):
+    prompt = _prompt(store, 2)
+    with pytest.raises(RuntimeError, match="did not answer within 2 s"):
         prompt.check("there")
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="still doesn't answer"):
         prompt.check("there")
-    assert time.monotonic() - started < 0.1
+    assert time.monotonic() - started < 1.5
     assert store.asked == 1
     store.answers.set()
     deadline = time.monotonic() + 10
@@ -75,32 +76,32 @@ def test_connecting_through_a_silent_store_ends_in_time() -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="did not answer within 1 s"):
         connected(Silent(), 0, 2, 0.5)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
+
+
+def _serve(port: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.with_suffix(".part").write_text(str(store.port))
+    port.with_suffix(".part").rename(port)
+    time.sleep(1000)
 
 
 @pytest.fixture
-def stopped() -> Iterator[dist.Store]:
+def stopped(tmp_path: Path) -> Iterator[dist.Store]:
     """A store whose host takes connections and says nothing any more."""
-    with subprocess.Popen(
-        [sys.executable, "-c", "from tests.torchrun import serve_store; serve_store('127.0.0.1', 0)"],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as host:
-        assert host.stdout is not None
-        address, port = host.stdout.readline().strip().rsplit(":", 1)
-        store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False)
-        os.kill(host.pid, signal.SIGSTOP)
-        try:
-            yield dist.PrefixStore("run", store)
-        finally:
-            host.kill()
+    port = tmp_path / "port"
+    with forking(_serve, None, port) as host:
+        wait_until(port.exists)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False)
+        os.kill(host.pid(), signal.SIGSTOP)
+        yield dist.PrefixStore("run", store)
 
 
 def test_another_connection_to_a_silent_store_is_given_up_in_time(stopped: dist.Store) -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="did not answer within 1 s"):
         connection_of_its_own(stopped, 1)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
 
 
 def test_a_run_whose_store_is_silent_says_so(stopped: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -263,9 +262,7 @@ def test_only_the_first_request_waits_for_a_go_ahead(fake: FakeS3, storage: S3St
     fake.gives_go_ahead = False
     upload(storage, KEY, b"12345")
     assert fake.last("PUT").headers["expect"] == "100-continue"
-    began = time.monotonic()
     upload(storage, KEY, b"123456")
-    assert time.monotonic() - began < 0.9
     assert "expect" not in fake.last("PUT").headers
     assert fake.objects["/bucket/job/step-1/segment"] == b"123456"
 

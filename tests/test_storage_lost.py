@@ -126,7 +126,7 @@ def test_a_token_that_expires_midway_is_renewed_by_the_trainer(
     put_into(memory_root, large)
     # An attempt with the old token that ends after the new one was given would be taken for a refusal of the new one.
     monkeypatch.setattr(dcp_mem.flushing.flusher, "_LONGEST_PAUSE", 60.0)
-    held = 3.0
+    held = 6.0
     old = abfs_way.job(memory_root, _with_sas(abfs_way.root, held))
     expired = time.monotonic() + held + 1  # Azurite counts in whole seconds
     abfs_way.proxy.fail(abfs_way.steps["part"], Delay(held + 2), times=2, after=1)

@@ -23,7 +23,7 @@ from dcp_mem import RankFailed
 from dcp_mem.ranks import Ranks, gloo, passing, ranks_of
 from dcp_mem.ranks.tree import _FAN_OUT, Tree, tree_of
 from tests.forks import forked_ranks, raised_by
-from tests.jobs import Job
+from tests.jobs import Job, wait_until
 from tests.kill_targets import forked
 
 T = TypeVar("T")
@@ -287,20 +287,20 @@ def test_messages_of_any_length_arrive_in_any_layout(world: int) -> None:
     forked_ranks(_talks, world)
 
 
-def _lets_one_stay_behind() -> float:
-    """All but one exchange; the last one is late."""
+def _lets_one_stay_behind() -> tuple[float, float]:
+    """All but one exchange; the last one is late. When this rank began, and when it had everybody's number."""
     ranks = ranks_of(None, "late")
     ranks.exchange(None)
     if dist.get_rank() == 1:
         time.sleep(1)
     started = time.monotonic()
     assert ranks.all_reduce(1, int.__add__) == 3
-    return time.monotonic() - started
+    return started, time.monotonic()
 
 
 def test_ranks_wait_for_one_that_is_late() -> None:
-    waited = forked_ranks(_lets_one_stay_behind, 3)
-    assert min(waited[0], waited[2]) > 0.5
+    first, late, third = forked_ranks(_lets_one_stay_behind, 3)
+    assert min(first[1], third[1]) > late[0]
 
 
 # -- lines of two ----------------------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ OPERATIONS: dict[str, Callable[[Ranks], object]] = {
     "scatter": lambda ranks: ranks.scatter([b"x" * 5000] * ranks.size),
     "tell_leaders": lambda ranks: ranks.tell_leaders(b"x" * 5000),
 }
-SOON = 5.0
+SOON = 30.0
 """Seconds; the time-out of the ranks is 600."""
 
 
@@ -437,7 +437,7 @@ def test_a_rank_that_is_killed_fails_the_others_soon_and_they_talk_on_without_it
     operation: str, victim: int, calls: int, tmp_path: Path
 ) -> None:
     killed = forked(_loses_a_rank, 4, operation, victim, calls, str(tmp_path / "store"))
-    outcomes = [one for rank, one in enumerate(killed.join(timeout=40, killed={victim})) if rank != victim]
+    outcomes = [one for rank, one in enumerate(killed.join(timeout=90, killed={victim})) if rank != victim]
     for failed, seconds, together in outcomes:
         assert failed, "a rank noticed nothing"
         assert seconds < SOON
@@ -469,6 +469,14 @@ class _Counting:
         return self._group.allgather(outputs, inputs)
 
 
+def _settle() -> None:
+    """Wait until the leader has made free slots of the save before, and every rank those that it makes behind training."""
+    dist.barrier()
+    wait_until(lambda: not any(thread.name == "dcp_mem-prefault" for thread in threading.enumerate()))
+    time.sleep(0.1)
+    dist.barrier()
+
+
 def _count_steady_saves(job: Job, tensors: int) -> list[int]:
     """Bytes that this rank sends in each of three saves that are like the one before, and in the first of all."""
     build = gloo.GlooRanks._build
@@ -480,8 +488,7 @@ def _count_steady_saves(job: Job, tensors: int) -> list[int]:
             before = _Counting.sent
             dcp_mem.save({**state, "step": step}, checkpoint_id=f"step-{step}", storage_writer=writer)
             counts.append(_Counting.sent - before)
-            dist.barrier()  # by now the leader has made free slots of the one before
-            time.sleep(0.1)
+            _settle()
     return [*counts[3:], counts[0]]
 
 
@@ -515,8 +522,7 @@ def _exchanges(saves: Callable[[], object]) -> tuple[int, str]:
 
         patch.setattr(gloo.GlooRanks, "exchange", counting)
         error = raised_by(saves)
-    dist.barrier()
-    time.sleep(0.1)  # by now the leader has made free slots of the one before
+    _settle()
     return len(counted), "" if error is None else f"{type(error).__name__}: {error}"
 
 

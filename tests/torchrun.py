@@ -205,9 +205,9 @@ def _environment(node: Host, home: Path) -> dict[str, str]:
     }
 
 
-def serve_store(address: str, port: int = PORT) -> None:
-    """Serve a rendezvous store until killed, and print where. port: 0 for a free one."""
-    store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+def serve_store(address: str) -> None:
+    """Serve a rendezvous store until killed, and print where."""
+    store = dist.TCPStore(address, PORT, is_master=True, wait_for_workers=False)
     print(f"{store.host}:{store.port}", flush=True)
     while True:
         time.sleep(3600)
