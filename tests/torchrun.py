@@ -178,7 +178,9 @@ class _Agent:
 
     def kill(self) -> None:
         if self.process.poll() is None:
-            family = psutil.Process(self.process.pid).children(recursive=True)
+            family: list[psutil.Process] = []
+            with contextlib.suppress(psutil.NoSuchProcess):  # It ends in this moment.
+                family = psutil.Process(self.process.pid).children(recursive=True)
             for process in family:  # Parents come first, so torchrun starts no other ranks.
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
