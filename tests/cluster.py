@@ -114,6 +114,15 @@ class Node:
         """What runs on this node."""
         return self._namespaces.processes()
 
+    def stopped(self) -> list[psutil.Process]:
+        """What stands still on this node."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # It has ended since.
+                if process.status() == psutil.STATUS_STOPPED:
+                    found.append(process)
+        return found
+
     def kill(self) -> None:
         """Lose this node: SIGKILL for all of its processes at once, and its memory is gone. Peers see their connections
         closed, as when a virtual machine is destroyed; after `unplug` they see nothing, as when the power fails.

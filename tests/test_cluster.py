@@ -445,13 +445,9 @@ def test_a_node_lost_at_a_named_point_of_a_save_costs_that_save_alone(cluster: C
     survivor, lost = cluster.nodes
     stop = {"DCP_MEM_FAULTS": "stage.copied:stop:2"}
     saving = cluster.launch(_save_until_lost, job, env_of={lost: stop}, patience=20.0)
-    wait_until(lambda: _stopped(lost), "the second save is staged", _STARTED_SECONDS)
-    assert not _stopped(survivor)
+    wait_until(lost.stopped, "the second save is staged", _STARTED_SECONDS)
+    assert not survivor.stopped()
     lost.kill()
     assert [ending.exit_code for ending in saving.wait(60)] == [1, -signal.SIGKILL]
     cluster.add()
     assert cluster.launch(_load, job).results() == [(1, "memory and storage")] * 2
-
-
-def _stopped(node: Node) -> list[psutil.Process]:
-    return [process for process in node.processes() if process.status() == psutil.STATUS_STOPPED]

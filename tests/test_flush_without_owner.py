@@ -58,7 +58,7 @@ def _save_with_copies(
     run = cluster.launch(_save_and_idle, directory, redundancy, env_of=env_of)
     wait_until((directory / "replicated").exists, run.output(), _STARTED_SECONDS)
     for node in stopped:
-        wait_until(lambda n=node: any(one.status() == "stopped" for one in n.processes()))  # type: ignore[misc]
+        wait_until(node.stopped)
     assert not (directory / "ckpts" / "step-1" / ".metadata").exists()
 
 

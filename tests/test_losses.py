@@ -250,7 +250,7 @@ def _lose_while_saving(cluster: Cluster, directory: Path, job: Job, case: Case, 
     if case.is_in_load:
         saving.kill()
         return nodes
-    wait_until(lambda: _stopped(victim), f"{case.point} is passed", _STARTED_SECONDS)
+    wait_until(victim.stopped, f"{case.point} is passed", _STARTED_SECONDS)
     others = [node for node in nodes if node is not victim]
     _lose([victim, *others[: case.more]], case)
     _await_end(run, others[case.more :], case)
@@ -279,7 +279,7 @@ def _lose_while_loading(cluster: Cluster, directory: Path, job: Job, case: Case,
         env_of={victim: {"DCP_MEM_FAULTS": f"{case.name}:stop:1"}},
         patience=_PATIENCE,
     )
-    wait_until(lambda: _stopped(victim), f"{case.point} is passed", _STARTED_SECONDS)
+    wait_until(victim.stopped, f"{case.point} is passed", _STARTED_SECONDS)
     _lose([victim], case)
     survivors = [node for node in [*left, fresh] if node is not victim]
     _await_end(run, survivors, case)
@@ -312,10 +312,6 @@ def _await_end(run: Path, survivors: Sequence[Node], case: Case) -> None:
         for path in sorted(run.glob("ended-*")):
             print(f"{path.name}: {path.read_text()}")
     wait_until(lambda: not [one for node in survivors for one in _ranks_on(node)], "ranks end", _ENDED_SECONDS)
-
-
-def _stopped(node: Node) -> list[psutil.Process]:
-    return [one for one in node.processes() if one.status() == psutil.STATUS_STOPPED]
 
 
 def _ranks_on(node: Node) -> list[psutil.Process]:

@@ -149,7 +149,7 @@ def test_a_node_lost_in_the_middle_of_a_save_or_of_its_copies_costs_at_most_that
     lost = cluster.nodes[1]
     environment = {"DCP_MEM_REPLICATION_TIMEOUT": "5"}
     saving = cluster.launch(_save_until_lost, env=environment, env_of={lost: {"DCP_MEM_FAULTS": point}})
-    wait_until(lambda: any(one.status() == "stopped" for one in lost.processes()), saving.output(), _STARTED_SECONDS)
+    wait_until(lost.stopped, saving.output(), _STARTED_SECONDS)
     lost.kill()
     saving.kill()
     cluster.add()
