@@ -175,7 +175,7 @@ def test_a_job_in_memory_only(memory_root: Path, tmp_path: Path) -> None:
     load_anew(job)
     result = _report(job, tmp_path / "x.html")
     assert result.exit_code == 0
-    assert "2 saves, 0 durable, 1 recoveries, 0 failed" in result.stdout
+    assert "2 saves, 0 durable, 1 recovery, 0 failed" in result.stdout
     root = _parsed((tmp_path / "x.html").read_text())
     assert [row[1:3] for row in _tables(root)["Checkpoints"]] == [["step-2", "memory only"], ["step-1", "memory only"]]
 

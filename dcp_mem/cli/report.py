@@ -13,7 +13,7 @@ from dcp_mem.cli.options import PATIENCE, Asked, places_of, subcommand
 from dcp_mem.cli.screen import shown, size
 from dcp_mem.errors import ConfigError
 from dcp_mem.operating.history import History, Totals, history, totals
-from dcp_mem.operating.report import duration, page, troubles_of
+from dcp_mem.operating.report import counted, duration, page, troubles_of
 
 _HELP = """Write an HTML page of what became of a job's checkpoints: saves, flushes and recoveries over time, sizes, throughput,
 what saves cost training, and what went wrong.
@@ -71,13 +71,8 @@ def _write(output: str, text: bytes) -> str:
 
 
 def _told(sums: Totals) -> str:
-    counts = [
-        (sums.saves, "saves"),
-        (sums.durable, "durable"),
-        (sums.recoveries, "recoveries"),
-        (sums.failed, "failed"),
-    ]
-    told = ", ".join(f"{count:,} {what}" for count, what in counts)
+    saves, recoveries = counted(sums.saves, "save", "saves"), counted(sums.recoveries, "recovery", "recoveries")
+    told = f"{saves}, {sums.durable:,} durable, {recoveries}, {sums.failed:,} failed"
     return told + (f", training blocked for {duration(sums.blocked_seconds)}" if sums.blocked_seconds else "")
 
 

@@ -149,6 +149,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:,.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
 
 
+def counted(number: int, one: str, many: str) -> str:
+    """A number of things."""
+    return f"{number:,} {one if number == 1 else many}"
+
+
 def rate(bytes_per_second: float) -> str:
     """A throughput as people read it; "" for none."""
     return f"{size(bytes_per_second)}/s" if bytes_per_second > 0 else ""
@@ -173,7 +178,7 @@ def _tiles(sums: Totals) -> list[Tile]:
         Tile(
             "Failed",
             f"{sums.failed:,}",
-            f"{sums.retries:,} requests repeated" if sums.retries else "no request repeated",
+            f"{counted(sums.retries, 'request', 'requests')} repeated",
             "bad" if sums.failed else "",
         ),
         Tile("Blocked per save", duration(sums.blocked_median) or _NONE, "median"),
@@ -182,7 +187,7 @@ def _tiles(sums: Totals) -> list[Tile]:
             f"{sums.blocked_share:.2%}" if sums.blocked_seconds and sums.last > sums.first else _NONE,
             f"{duration(sums.blocked_seconds) or 'nothing'} of {duration(sums.last - sums.first) or 'no time'}",
         ),
-        Tile("To storage", size(sums.flushed_nbytes), f"{sums.durable:,} flushes"),
+        Tile("To storage", size(sums.flushed_nbytes), counted(sums.durable, "flush", "flushes")),
         Tile("Flush throughput", rate(sums.throughput_median) or _NONE, _median(sums.flush_median)),
         Tile(
             "Recoveries",
