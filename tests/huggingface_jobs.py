@@ -148,6 +148,16 @@ def as_on_gpus(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin)
     accelerator.state.fsdp_plugin = plugin
 
 
+class Durable(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Has storage get each checkpoint: where training is faster, a newer one takes the place of one that awaits its flush."""
+
+    def __init__(self, checkpoints: TrainerCheckpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._checkpoints.manager.wait(state.global_step, progress=False)
+
+
 class _Recorded(Trainer):  # type: ignore[misc, unused-ignore]
     account: Account
 
@@ -205,6 +215,8 @@ def _with_trainer(spec: Spec) -> Outcome:
     account = Account(spec.killed_at, spec.directory)
     trainer = make_trainer(f"{spec.directory}/output", account, spec.sharding)
     checkpoints = TrainerCheckpoints(trainer, spec.url, memory=spec.memory, job="job", persist=spec.persist)
+    if spec.persist:
+        trainer.add_callback(Durable(checkpoints))
     trainer.train(resume_from_checkpoint=True)
     resumed = STEPS - len(account.losses)
     source = checkpoints.manager.report().source if resumed else ""
@@ -258,7 +270,8 @@ def _with_accelerate(spec: Spec) -> Outcome:
                 scheduler.step()
                 optimizer.zero_grad()
                 counter.seen += len(batch["input_ids"])
-                checkpoints.save(step)
+                if checkpoints.save(step) and spec.persist:
+                    checkpoints.manager.wait(step, progress=False)
         source = "" if last is None else checkpoints.manager.report().source
     assert counter.seen == STEPS * _BATCH_SIZE
     final = _digest(spec, model, optimizer.state_dict())

@@ -22,6 +22,7 @@ from tests.huggingface_jobs import (
     BATCHES,
     STEPS,
     Account,
+    Durable,
     JobDied,
     Numbers,
     Outcome,
@@ -94,7 +95,8 @@ class Runs:
         account = Account()
         trainer = make_trainer(str(self.output), account, **arguments)
         if not stock:
-            TrainerCheckpoints(trainer, self.url, memory=self.memory.parent, job="job")
+            checkpoints = TrainerCheckpoints(trainer, self.url, memory=self.memory.parent, job="job")
+            trainer.add_callback(Durable(checkpoints))
         trainer.train(resume_from_checkpoint=resume)
         return trainer, account
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -54,7 +54,7 @@ class AcceleratorCheckpoints:
             self._random_numbers = rng_state()
         return found
 
-    def skip_first_batches(self, dataloader: Any, number: int) -> Iterable[Any]:
+    def skip_first_batches(self, dataloader: Any, number: int) -> Any:
         """The rest of an epoch that a checkpoint was taken in, after its first batches.
 
         As `Accelerator.skip_first_batches`; and random numbers that starting the dataloader and skipping have drawn are set
