@@ -60,9 +60,8 @@ class AcceleratorCheckpoints:
         As `Accelerator.skip_first_batches`; and random numbers that starting the dataloader and skipping have drawn are set
         back to those that were restored, as training had them at that point.
         """
-        whole: Iterable[Any] = dataloader
         if not number:
-            return whole
+            return dataloader
         rest: Any = self._accelerator.skip_first_batches(dataloader, number)
         if hasattr(rest, "set_epoch"):
             rest.set_epoch(dataloader.iteration)  # accelerate before 1.14 begins with the first epoch's order
