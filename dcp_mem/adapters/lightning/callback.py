@@ -103,7 +103,7 @@ class MemoryCheckpoint(ModelCheckpoint):
         if durable:
             figures["checkpoint/flush_seconds"] = durable[0]
         for logger in trainer.loggers:
-            logger.log_metrics(figures, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(figures, step=trainer.global_step)
 
     def _leave_signals(self) -> None:
         if self._preemption is not None:
