@@ -123,6 +123,7 @@ def blocks(language: str) -> dict[str, str]:
 
 def _run(text: str, url: str, memory: str) -> None:
     os.environ["DCP_MEM_ROOT"] = memory
+    os.chdir(os.path.dirname(url))  # frameworks leave their logs where they run
     exec(
         compile(text.replace("abfs://ckpts/run-42", url).replace("/mnt/ckpts/run-42", url), "docs", "exec"),
         {"__name__": "__main__"},
