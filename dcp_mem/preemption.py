@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,10 +29,13 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 class Preemption:
     """Handlers for signals that announce the job's end: SIGTERM, or SIGUSR1 where Slurm is told to send that before it.
 
-    The handler has the newest complete checkpoint flushed, also one that was to stay in memory, and waits until it is durable,
-    for at most `deadline` seconds. Then the handler that was there before is called; where there was none, the process ends by
-    the signal, as it would have. It runs in the main thread, in the middle of whatever training does there, and saves nothing
-    itself: what was saved last is what storage gets. Each rank has it for itself; none waits for another one's step.
+    A thread has the newest complete checkpoint flushed, also one that was to stay in memory, and waits until it is durable, for
+    at most `deadline` seconds. Then the handler that was there before is called; where there was none, the process ends by the
+    signal, as it would have. Nothing is saved: what was saved last is what storage gets. Each rank has it for itself; none waits
+    for another one's step.
+
+    Python calls handlers in the main thread, and only between its own steps: a rank that waits in a collective for one that has
+    ended would be killed before. So the thread hears of signals by a wake-up descriptor, which the interpreter writes to at once.
     """
 
     def __init__(self, writer: MemoryStorageWriter, signals: str | Sequence[str], deadline: float) -> None:
@@ -42,7 +48,8 @@ class Preemption:
             raise ConfigError(f"deadline={deadline!r}: give a number of seconds above 0")
         self._writer, self._deadline = writer, deadline
         self._before: dict[int, Handler] = {}
-        self._is_ending = False
+        self._seen: dict[int, str] = {}
+        self._ear: _Ear | None = None
 
     def install(self) -> None:
         """Raises ConfigError outside of the main thread, where Python allows no handlers."""
@@ -50,6 +57,8 @@ class Preemption:
             raise ConfigError("preemption=: make the manager in the main thread, where signals come")
         for number in self._signals:
             self._before[number] = signal.signal(number, self._handle)
+        if self._signals:
+            self._ear = _Ear(self._heard)
 
     def uninstall(self) -> None:
         """Put back the handlers that were there before, unless somebody has put others there meanwhile."""
@@ -59,31 +68,44 @@ class Preemption:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
         self._before.clear()
+        if self._ear is not None:
+            self._ear.close()
+            self._ear = None
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._is_ending:
-            return  # told twice; the deadline stands
-        self._is_ending = True
+    def _heard(self, number: int) -> None:
+        """In the thread: all that is to be done, but for calling somebody's handler."""
+        if number not in self._before:
+            return
+        before = self._before[number]
         try:
-            self._flush(signal.Signals(number).name)
+            self._flush(number)
         except Exception:
             log.exception("the newest checkpoint may not be on storage")
-        finally:
-            self._is_ending = False
-        before = self._before.get(number)
-        if callable(before):
-            before(number, frame)
-        elif before != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+        if not callable(before) and before != signal.SIG_IGN:
+            ctypes.CDLL(None).signal(number, None)  # the default; Python's own `signal` is for the main thread alone
             os.kill(os.getpid(), number)
 
-    def _flush(self, name: str) -> None:
-        started = time.monotonic()
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread, whenever that comes to it."""
+        before = self._before.get(number, signal.getsignal(number))
+        if self._ear is not None and self._ear.is_own:
+            self._ear.settle(number)
+        elif not callable(before) and before != signal.SIG_IGN:  # a child that was forked; it has nothing to flush
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if callable(before):
+            before(number, frame)
+
+    def _flush(self, number: int) -> None:
+        started, name = time.monotonic(), signal.Signals(number).name
         memory = job_memory(self._writer.settings)
         newest = _collective(memory)[:_NEWEST] if memory is not None else []
         if memory is None or not newest:
             log.warning("%s: nothing is in memory that storage could get", name)
             return
+        if self._seen.get(number) == newest[0].manifest.save_id:
+            return  # told twice; the deadline stands
+        self._seen[number] = newest[0].manifest.save_id
         for held in newest:
             if held.flush.outcome != "durable" and not held.manifest.persist:
                 memory.promote(held)
@@ -99,6 +121,89 @@ class Preemption:
                 log.error("%s: %s is not durable after %.0f s; %s", name, now.name, seconds, _else(newest, there))
                 return
             time.sleep(_PAUSE)
+
+
+class _Ear:
+    """Hears of signals in a thread, however busy the main thread is. Made and closed in the main thread."""
+
+    def __init__(self, heard: Callable[[int], None]) -> None:
+        """heard: called with the number of each signal that Python has a handler for, which is called as well."""
+        self._heard, self._process = heard, os.getpid()
+        self._guard, self._is_busy = threading.Lock(), False
+        self._near, self._far = socket.socketpair()
+        self._far.setblocking(False)
+        self._other = -1
+        self.uncover()
+        _ears.append(self)
+        threading.Thread(target=self._listen, name="dcp_mem-signals", daemon=True).start()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the process that made it."""
+        return self._process == os.getpid()
+
+    def settle(self, number: int) -> None:
+        """Return once everything has been done about a signal that has come, and those before it."""
+        self._far.send(bytes([number]))  # it may have come while this was deaf
+        while True:
+            with self._guard:
+                if not self._is_busy and not select.select([self._near], [], [], 0)[0]:
+                    return
+            time.sleep(_PAUSE)
+
+    def uncover(self) -> None:
+        self._other = signal.set_wakeup_fd(self._far.fileno(), warn_on_full_buffer=False)
+
+    def cover(self) -> None:
+        """Hear nothing, until it is uncovered; whoever heard before does so again."""
+        current = signal.set_wakeup_fd(self._other)
+        if current != self._far.fileno():  # somebody else's, who came later
+            signal.set_wakeup_fd(current)
+
+    def close(self) -> None:
+        _ears.remove(self)
+        self.cover()
+        self._far.close()
+
+    def _listen(self) -> None:
+        while True:
+            select.select([self._near], [], [])
+            with self._guard:
+                numbers = self._near.recv(64)
+                self._is_busy = bool(numbers)
+            if not numbers:
+                self._near.close()
+                return
+            if self._other != -1:
+                os.write(self._other, numbers)
+            for number in dict.fromkeys(numbers):
+                self._heard(number)
+            with self._guard:
+                self._is_busy = False
+
+
+_ears: list[_Ear] = []
+
+
+def _cover_all() -> None:
+    """A child that is forked shares the descriptor: what it is told, from its first moment on, isn't meant for its parent."""
+    if threading.current_thread() is threading.main_thread():
+        for ear in reversed(_ears):
+            ear.cover()
+
+
+def _uncover_all() -> None:
+    if threading.current_thread() is threading.main_thread():
+        for ear in _ears:
+            ear.uncover()
+
+
+def _deafen() -> None:
+    if _ears:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(before=_cover_all, after_in_parent=_uncover_all, after_in_child=_deafen)
 
 
 def _else(newest: Sequence[Held], there: dict[str, Held]) -> str:

@@ -24,16 +24,32 @@ _LOOP = """
     manager = CheckpointManager({url!r}, memory={root!r}, job="job", persist=False, preemption={signals}, deadline={deadline})
     for step in range(5):
         manager.save(step, {{"n": step}})
+    {after}
+"""
+_SLEEPS = """
     Path({ready!r}).touch()
     time.sleep(60)
 """
 
 
 def _start(
-    root: Path, tmp_path: Path, *, signals: str = "'SIGTERM'", before: str = "", deadline: float = 30
+    root: Path,
+    tmp_path: Path,
+    *,
+    signals: str = "'SIGTERM'",
+    before: str = "",
+    deadline: float = 30,
+    after: str = _SLEEPS,
 ) -> "subprocess.Popen[str]":
     url, ready = str(tmp_path / "storage"), tmp_path / "ready"
-    text = _LOOP.format(url=url, root=str(root), signals=signals, before=before, deadline=deadline, ready=str(ready))
+    text = _LOOP.format(
+        url=url,
+        root=str(root),
+        signals=signals,
+        before=before,
+        deadline=deadline,
+        after=after.format(ready=str(ready)).strip(),
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(text)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -61,6 +77,49 @@ def test_the_newest_checkpoint_is_durable_when_the_process_has_ended(
         == 4
         == state["n"]
     )
+
+
+_BLOCKED = """
+    import datetime, torch.distributed as dist
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    Path({ready!r}).touch()
+    try:
+        store.wait(["what never comes"], datetime.timedelta(seconds=60))  # as long as it waits, Python calls no handler
+    finally:
+        Path({ready!r}).unlink()
+"""
+
+
+def test_a_process_whose_main_thread_waits_for_a_peer_hears_of_it_too(memory_root: Path, tmp_path: Path) -> None:
+    process = _start(memory_root, tmp_path, after=_BLOCKED)
+    time.sleep(1)  # it waits by now, or else this proves less
+    said = _end(process, signal.SIGTERM)
+    assert process.returncode == -signal.SIGTERM
+    assert "SIGTERM: step-4 is durable" in said
+    assert (tmp_path / "ready").exists()  # the wait has never come back
+
+
+_FORKS = """
+    Path({ready!r}).touch()
+    import multiprocessing
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join(20)
+    print("child", child.exitcode, flush=True)
+    time.sleep(1)
+    print("parent lives", flush=True)
+    os._exit(3)
+"""
+
+
+def test_what_a_forked_child_is_told_is_not_meant_for_the_trainer(memory_root: Path, tmp_path: Path) -> None:
+    process = _start(memory_root, tmp_path, after=_FORKS)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 3, said
+    assert f"child {-signal.SIGTERM}" in said
+    assert "parent lives" in said
+    assert "durable" not in said
 
 
 def test_the_users_own_handler_comes_after(memory_root: Path, tmp_path: Path) -> None:
