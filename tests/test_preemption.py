@@ -101,12 +101,21 @@ def test_a_process_whose_main_thread_waits_for_a_peer_hears_of_it_too(memory_roo
 
 _FORKS = """
     Path({ready!r}).touch()
-    import multiprocessing
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-    child.start()
-    child.terminate()
-    child.join(20)
-    print("child", child.exitcode, flush=True)
+    for _ in range(20):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+        os.kill(child, signal.SIGTERM)  # in its first moments, in which Python may lose it
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    near, far = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(far, b"x")
+        time.sleep(60)
+    os.read(near, 1)
+    os.kill(child, signal.SIGTERM)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     time.sleep(1)
     print("parent lives", flush=True)
     os._exit(3)
