@@ -66,12 +66,15 @@ def _lose(cluster: Cluster, lost: Sequence[Node]) -> None:
     """Lose these nodes; on the others the trainers end, and the agents live on."""
     for node in lost:
         node.kill()
+    killed: list[psutil.Process] = []
     for is_program in (is_torchrun, is_rank):  # or the first would see the second off, agents included
         for node in cluster.nodes:
             for process in node.processes():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if is_program(process):
                         process.kill()
+                        killed.append(process)
+    psutil.wait_procs(killed, timeout=_STARTED_SECONDS)  # the next job listens where the first one did
 
 
 def _load_as_torch(directory: Path) -> int:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_mem.nebula
 from dcp_mem import ConfigError, DcpMemError, MemoryStorageWriter, SegmentCorrupt, every
 from dcp_mem.nebula import run
+from tests.cluster import Cluster
 from tests.forks import forked, forked_ranks, raised_by
 from tests.jobs import wait_until
 
@@ -354,3 +355,54 @@ def _unset() -> str:
 
 def test_ranks_that_have_not_met_are_told_so() -> None:
     assert "init_process_group" in forked(_unset)
+
+
+# -- several nodes ---------------------------------------------------------------------------------------------------------
+
+
+def _saves_on_two_nodes(url: str, replicas: int) -> int:
+    """Step 1 reaches storage; step 2 stays in memory, with copies if there are to be some."""
+    dcp_mem.nebula.init(url, 3600, replicas=replicas)
+    for step in (1, 2):
+        checkpoint = dcp_mem.nebula.Checkpoint(f"step-{step}", -2)
+        if _rank() == 0:
+            checkpoint.save("model", _tensors(step))
+        checkpoint.save(f"optimizer-{_rank()}", _tensors(10 * step + _rank()))
+        assert checkpoint.commit()
+        if step == 1:
+            run.current().writer.wait("step-1")
+    if replicas:
+        run.current().writer.wait("step-2", "replicated")
+    return 0
+
+
+def _loads_the_newest(url: str) -> list[Any]:
+    dcp_mem.nebula.init(url, 3600)
+    found = dcp_mem.nebula.get_latest_checkpoint()
+    step = int(found.tag[-1])
+    equal = [_equal(found.load("model"), _tensors(step))]
+    equal += [_equal(found.load(f"optimizer-{rank}"), _tensors(10 * step + rank)) for rank in range(2)]
+    by_tag = dcp_mem.nebula.get_checkpoint(found.tag)
+    equal.append(_equal(by_tag.load("model"), _tensors(step)))
+    torch.distributed.barrier()  # a rank that has all it needs goes on to train, and answers the others meanwhile
+    return [found.tag, *equal]
+
+
+@pytest.mark.nodes(2)
+def test_a_restart_reads_files_of_other_nodes_from_their_memory(cluster: Cluster, tmp_path: Path) -> None:
+    url = str(tmp_path / "storage")
+    assert cluster.launch(_saves_on_two_nodes, url, 0).results() == [0, 0]
+    assert not (tmp_path / "storage" / "step-2").exists()
+    assert cluster.launch(_loads_the_newest, url).results() == [["step-2", True, True, True, True]] * 2
+
+
+@pytest.mark.nodes(2)
+@pytest.mark.parametrize(("replicas", "newest"), [(0, "step-1"), (1, "step-2")])
+def test_with_a_node_lost_all_ranks_load_the_newest_that_is_whole(
+    cluster: Cluster, tmp_path: Path, replicas: int, newest: str
+) -> None:
+    url = str(tmp_path / "storage")
+    assert cluster.launch(_saves_on_two_nodes, url, replicas).results() == [0, 0]
+    cluster.nodes[0].kill()
+    cluster.add()
+    assert cluster.launch(_loads_the_newest, url).results() == [[newest, True, True, True, True]] * 2

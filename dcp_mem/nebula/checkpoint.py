@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, Any
@@ -18,6 +18,7 @@ from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError, RankFai
 from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.nebula.completing import EACH_FILE, ON_COMMIT
+from dcp_mem.nebula.peers import Peers, Prior
 from dcp_mem.nebula.run import Run, current, join, run_elsewhere, run_for
 from dcp_mem.operating import housekeeping, inventory
 from dcp_mem.operating.contents import contents
@@ -92,7 +93,7 @@ class Checkpoint:
         return True
 
     def load(self, name: str, map_location: Any = None, *, weights_only: bool = False) -> Any:
-        """An object of this checkpoint, from this node's memory where it lies there, else from storage.
+        """An object of this checkpoint, from this node's memory where it lies there, else from other nodes', else from storage.
 
         name: where several ranks have saved a file of that name, each gets its own. weights_only: as in torch.load; without
         it, what is unpickled may run code, as in Nebula. Raises ConfigError where there is no such file, CheckpointNotFound
@@ -109,7 +110,9 @@ class Checkpoint:
         if found is None:
             raise CheckpointNotFound(self._tag, str(self._path or run.settings.url), [], [])
         chosen = run.settings_for(self._path)
-        with open_stream(chosen, _storage(chosen), found, partial(_pick, _file_name(name)), name) as data:
+        with open_stream(
+            chosen, _storage(chosen), found, partial(_pick, _file_name(name)), name, _peers(run, chosen)
+        ) as data:
             yield io.BufferedReader(_View(data))
 
     def _own_run(self) -> Run:
@@ -224,15 +227,31 @@ def flush_persistence() -> bool:
 def _find(run: Run, tag: str, persist_path: str | os.PathLike[str] | None) -> inventory.Checkpoint | None:
     """The newest of that tag, of all where none is given."""
     chosen = run.settings_for(persist_path)
+    peers = _peers(run, chosen)
+    there = _in_memory(chosen, {} if peers is None else peers.prior())
     if not tag:
-        there = inventory.inventory(chosen)
+        storage = _storage(chosen)
+        there = there if storage is None else inventory.merged(there, inventory.on_storage(storage))
     else:
         name = checkpoint_name(chosen.url, tag)
-        there = [one for one in inventory.in_memory(chosen) if one.name == name]
+        there = [one for one in there if one.name == name]
         storage = _storage(chosen)
         if storage is not None:
             there = inventory.merged(there, inventory.stored(committed_under(storage, name)))
     return next((one for one in there if _counts(one)), None)
+
+
+def _in_memory(chosen: Settings, prior: Mapping[str, Prior]) -> list[inventory.Checkpoint]:
+    """What can be read from the nodes' memory: of what was there before this run, what they have all of together."""
+    here = [one for one in inventory.in_memory(chosen) if one.save_id not in prior]
+    return [*here, *(one.checkpoint for one in prior.values() if one.is_whole)]
+
+
+def _peers(run: Run, chosen: Settings) -> Peers | None:
+    """Other nodes' memory of the run's job, where there are ranks to ask."""
+    if chosen is not run.settings or not (dist.is_available() and dist.is_initialized()):
+        return None
+    return run.completing.peers
 
 
 def _storage(chosen: Settings) -> Storage | None:

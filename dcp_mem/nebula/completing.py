@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import torch.distributed as dist
 
@@ -22,6 +22,7 @@ from dcp_mem.errors import DcpMemError, WaitTimeout
 from dcp_mem.events import log
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Extent
+from dcp_mem.nebula.peers import Peers
 from dcp_mem.ranks.gloo import exchange_timeout
 from dcp_mem.ranks.notices import Notices
 from dcp_mem.saving.streams import Streams
@@ -29,13 +30,16 @@ from dcp_mem.writer import MemoryStorageWriter
 
 ON_COMMIT = -2
 EACH_FILE = -1
-_LISTEN_SECONDS = 1.0
 _END_SECONDS = 30.0
 _KEPT = 64
 
 
 class Completing(Protocol):
     """Files of checkpoints that aren't complete yet, and what completes them."""
+
+    @property
+    def peers(self) -> Peers | None:
+        """Other nodes' memory, where there are other ranks to ask."""
 
     def new_tag(self) -> str:
         """A tag that no checkpoint has; the n-th is the same on all ranks."""
@@ -95,6 +99,7 @@ class Alone:
     """One process, which completes checkpoints as it goes, and without any other."""
 
     def __init__(self, writer: MemoryStorageWriter) -> None:
+        self.peers: Peers | None = None
         self._files = _Files(writer, 0, is_alone=True)
         self._counts: dict[str, int] = {}
 
@@ -122,10 +127,12 @@ class Together:
     def __init__(self, writer: MemoryStorageWriter) -> None:
         self._files = _Files(writer, dist.get_rank(), is_alone=False)
         self._notices = Notices(f"nebula {writer.settings.job}")
+        self.peers: Peers | None = Peers(writer.settings, self._notices)
         self._news = threading.Condition()
         self._ended: dict[str, Exception | None] = {}
         self._broken: Exception | None = None
         self._is_closing = threading.Event()
+        self._waiting = 0
         self._tags = 0
         self._thread = threading.Thread(target=self._listen, name="dcp_mem-complete", daemon=True)
         self._thread.start()
@@ -156,7 +163,9 @@ class Together:
         """Return once this rank has taken part in it. Raises what came of it, if that was nothing good."""
         seconds = exchange_timeout()
         with self._news:
+            self._waiting += 1
             self._news.wait_for(lambda: turn in self._ended or self._broken is not None, seconds)
+            self._waiting -= 1
             if turn not in self._ended:
                 raise self._broken or WaitTimeout(
                     f"{turn}: not every rank came within {seconds:.0f} s (DCP_MEM_TIMEOUT sets this)"
@@ -168,15 +177,22 @@ class Together:
     def _listen(self) -> None:
         try:
             while True:
-                found = self._notices.next(_LISTEN_SECONDS)
-                if found is not None:
-                    self._take_part(*json.loads(found))
+                found = self._notices.next(lambda: self._waiting > 0 or self._is_closing.is_set())
+                told = None if found is None else json.loads(found)
+                if isinstance(told, dict):
+                    self._answer(told)
+                elif told is not None:
+                    self._take_part(*told)
                 elif self._is_closing.is_set():
                     return
         except Exception as error:
             with self._news:
                 self._broken = error
                 self._news.notify_all()
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        if self.peers is not None:
+            self.peers.answer(request)
 
     def _take_part(self, tag: str, turn: str) -> None:
         error: Exception | None = None

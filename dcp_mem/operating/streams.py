@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from dcp_mem.config import Settings
-from dcp_mem.errors import ConfigError, DcpMemError, SegmentCorrupt
+from dcp_mem.errors import ConfigError, DcpMemError, RankFailed, SegmentCorrupt
 from dcp_mem.format import names
 from dcp_mem.memory.root import node_id
 from dcp_mem.operating.contents import held_of
@@ -23,18 +23,36 @@ Pick = Callable[[Sequence[str]], str | None]
 """Which of the streams that a checkpoint has is meant; None where none of them is."""
 
 
+class Elsewhere(Protocol):
+    """Other nodes' memory. Both return None where no node has it, and raise SegmentCorrupt and the like where it is damaged."""
+
+    def describe(self, checkpoint: Checkpoint) -> Description | None:
+        """What the checkpoint consists of."""
+
+    def fetch(self, checkpoint: Checkpoint, file: str, offset: int, nbytes: int) -> memoryview | None:
+        """Bytes of one of its segments."""
+
+
 @contextmanager
 def open_stream(
-    settings: Settings, storage: Storage | None, checkpoint: Checkpoint, pick: Pick, wanted: str
+    settings: Settings,
+    storage: Storage | None,
+    checkpoint: Checkpoint,
+    pick: Pick,
+    wanted: str,
+    elsewhere: Elsewhere | None = None,
 ) -> Iterator[memoryview]:
-    """The bytes of a byte item, from this node's memory where they lie there, else from storage; held against their checksums.
+    """The bytes of a byte item, from this node's memory where they lie there, else from other nodes', else from storage.
 
-    storage: the job's, as far as it has one. wanted: what is looked for, as errors call it. Raises ConfigError where the
-    checkpoint has no such stream, SegmentCorrupt where it is damaged wherever it lies, DcpMemError where other nodes have it.
+    They are held against their checksums. storage: the job's, as far as it has one. wanted: what is looked for, as errors call
+    it. Raises ConfigError where the checkpoint has no such stream, SegmentCorrupt where it is damaged wherever it lies,
+    DcpMemError where it can't be read from here.
     """
     troubles: list[str] = []
     with ExitStack() as stack:
         data = _from_memory(settings, checkpoint, pick, wanted, stack, troubles)
+        if data is None and elsewhere is not None and MEMORY in checkpoint.places:
+            data = _from_elsewhere(elsewhere, checkpoint, pick, wanted, troubles)
         if data is None:
             data = _from_storage(storage, checkpoint, pick, wanted, stack, troubles)
         if data is None:
@@ -62,8 +80,24 @@ def _from_memory(
         return None
     rank = names.rank_of(file)
     node = dict(zip(held.manifest.segments.rank, held.manifest.segments.node, strict=True))[rank]
-    troubles.append(f"rank {rank} saved it on node {node}, whose memory this process can't read")
+    troubles.append(f"rank {rank} saved it on node {node}")
     return None
+
+
+def _from_elsewhere(
+    elsewhere: Elsewhere, checkpoint: Checkpoint, pick: Pick, wanted: str, troubles: list[str]
+) -> memoryview | None:
+    try:
+        description = elsewhere.describe(checkpoint)
+        if description is None:
+            return None
+        data = elsewhere.fetch(checkpoint, *_place(description, checkpoint, pick, wanted))
+    except (*Failures, RankFailed) as error:
+        troubles.append(str(error))
+        return None
+    if data is None:
+        troubles.append("no other node that can be asked has it")
+    return data
 
 
 def _from_storage(

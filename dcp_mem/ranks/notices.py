@@ -7,7 +7,9 @@ in a thread that waits for it, hear of it.
 from __future__ import annotations
 
 import hashlib
-from datetime import timedelta
+import threading
+import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -16,7 +18,10 @@ from dcp_mem.ranks.gloo import attempt, exchange_timeout, run_token
 from dcp_mem.ranks.prompt import Prompt, connection_of_its_own
 
 _STORE_SECONDS = 30.0
-_SLACK = 10.0
+_POLL_SECONDS = 0.02
+_IDLE_POLLS = 15
+"""Of how many polls a rank that awaits nothing leaves out all but one."""
+_LOOKS = 5
 
 
 class Notices:
@@ -26,7 +31,7 @@ class Notices:
     """
 
     def __init__(self, purpose: str) -> None:
-        self._rank = dist.get_rank()
+        self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         digest = hashlib.sha256(repr((purpose, attempt(), run_token())).encode()).hexdigest()[:16]
         store = dist.distributed_c10d._get_default_store()
@@ -38,20 +43,37 @@ class Notices:
             )
         except RuntimeError as error:
             raise self._failed(error) from None
-        self._saying, self._listening = Prompt(self._patience), Prompt(self._patience + _SLACK)
+        self._saying, self._listening = Prompt(self._patience), Prompt(self._patience)
+        self._guard = threading.Lock()  # whoever says something does so alone
         self._read = 0
 
     def count(self, what: str) -> int:
         """Count something; returns how often all ranks together have counted it by now."""
         try:
-            return self._saying.do(lambda: int(self._say.add(f"count/{what}", 1)))
+            with self._guard:
+                return self._saying.do(lambda: int(self._say.add(f"count/{what}", 1)))
         except RuntimeError as error:
             raise self._failed(error) from None
 
     def settle(self, what: str, proposal: str) -> str:
         """What the first rank to ask has proposed."""
         try:
-            return self._saying.do(lambda: bytes(self._say.compare_set(f"settled/{what}", "", proposal)).decode())
+            with self._guard:
+                return self._saying.do(lambda: bytes(self._say.compare_set(f"settled/{what}", "", proposal)).decode())
+        except RuntimeError as error:
+            raise self._failed(error) from None
+
+    def settled(self, what: str, seconds: float) -> str | None:
+        """What some rank has proposed first, or does within so many seconds; None where none does."""
+        key, deadline = f"settled/{what}", time.monotonic() + seconds
+        try:
+            while True:
+                with self._guard:
+                    if self._saying.do(lambda: bool(self._say.check([key]))):
+                        return self._saying.do(lambda: bytes(self._say.get(key)).decode())
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(_POLL_SECONDS)
         except RuntimeError as error:
             raise self._failed(error) from None
 
@@ -59,28 +81,30 @@ class Notices:
         """Give a notice to all ranks, this one too."""
         number = self.count("notices")
         try:
-            self._saying.do(lambda: self._say.set(f"notice/{number}", notice))
+            with self._guard:
+                self._saying.do(lambda: self._say.set(f"notice/{number}", notice))
         except RuntimeError as error:
             raise self._failed(error) from None
 
-    def next(self, seconds: float) -> str | None:
-        """The next notice; None where none comes within so many seconds."""
+    def next(self, is_awaited: Callable[[], bool]) -> str | None:
+        """The next notice; None where none has come after a while. is_awaited: whether somebody waits for one to come.
+
+        It asks now and then: the store itself prints a warning for each wait that ends with nothing.
+        """
         key = f"notice/{self._read + 1}"
         try:
-            if not self._listening.do(lambda: self._comes(key, seconds)):
-                return None
-            text = self._listening.do(lambda: bytes(self._listen.get(key)).decode())
+            for _ in range(_LOOKS):
+                if self._listening.do(lambda: bool(self._listen.check([key]))):
+                    text = self._listening.do(lambda: bytes(self._listen.get(key)).decode())
+                    self._read += 1
+                    return text
+                for _ in range(_IDLE_POLLS):
+                    time.sleep(_POLL_SECONDS)
+                    if is_awaited():
+                        break
         except RuntimeError as error:
             raise self._failed(error) from None
-        self._read += 1
-        return text
-
-    def _comes(self, key: str, seconds: float) -> bool:
-        try:
-            self._listen.wait([key], timedelta(seconds=seconds))
-        except RuntimeError:  # a time-out, unless the store doesn't answer any more
-            return bool(self._listen.check([key]))
-        return True
+        return None
 
     def _failed(self, error: RuntimeError) -> RankFailed:
-        return RankFailed("meeting the other ranks", [(self._rank, str(error).split("\n")[0][:300])])
+        return RankFailed("meeting the other ranks", [(self.rank, str(error).split("\n")[0][:300])])
