@@ -151,6 +151,9 @@ def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list
     """
     run = run_for(persist_path)
     chosen = run.settings_for(persist_path)
+    newest: dict[str, inventory.Checkpoint] = {}  # storage may still have an older save of a tag
+    for one in filter(_counts, inventory.inventory(chosen)):
+        newest.setdefault(one.name, one)
     return [
         {
             "tag": one.name,
@@ -161,8 +164,7 @@ def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list
             "path": f"{chosen.url}/{one.name}" if chosen.url is not None and one.is_durable else "",
             "problem": one.problem,
         }
-        for one in inventory.inventory(chosen)
-        if _counts(one)
+        for one in newest.values()
     ]
 
 
