@@ -99,4 +99,6 @@ def test_the_node_that_had_the_common_state_is_lost(cluster: Cluster, tmp_path: 
     killed.kill()
     cluster.add()
     loaded = cluster.launch(_load, patience=_SECONDS).results(_SECONDS)
-    assert loaded == [(2, 2, True, "memory and peers")] * 2
+    assert [results[:3] for results in loaded] == [(2, 2, True)] * 2
+    # The common state is read first; by when the tensors are, the new node may have been given its copies.
+    assert {source for *_, source in loaded} <= {"memory", "memory and peers"}
