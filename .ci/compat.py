@@ -74,8 +74,6 @@ def row(report: str, told: str) -> None:
         counts = {name: count + int(one.get(name, 0)) for name, count in counts.items()}
     bad = counts["failures"] + counts["errors"]
     failed = [f"{case.get('classname')}.{case.get('name')}" for case in suite.iter("testcase") if _has_failed(case)]
-    describe = ["/usr/bin/env", "git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, check=True, capture_output=True, text=True)
     cells = (
         importlib.metadata.version("torch"),
         platform.python_version(),
@@ -84,7 +82,7 @@ def row(report: str, told: str) -> None:
         str(counts["tests"] - bad - counts["skipped"]),
         f"{bad}: {', '.join(failed)}" if bad else "0",
         str(counts["skipped"]),
-        f"{dt.datetime.now(dt.timezone.utc):%Y-%m-%d}, {commit.stdout.strip()}",
+        f"{dt.datetime.now(dt.timezone.utc):%Y-%m-%d}, {_commit()}",
     )
     lines = TABLE.read_text().splitlines()
     start = lines.index(f"|{' --- |' * len(COLUMNS)}") + 1
@@ -92,6 +90,17 @@ def row(report: str, told: str) -> None:
     others = [line for line in lines[start:stop] if not line.startswith(f"| {cells[0]} |")]
     lines[start:stop] = sorted([*others, f"| {' | '.join(cells)} |"], key=_version)
     TABLE.write_text("\n".join(lines) + "\n")
+
+
+def _commit() -> str:
+    """The commit that was tested, and whether anything but the table differs from it."""
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{TABLE.relative_to(ROOT)}")
+    return _git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ["/usr/bin/env", "git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _has_failed(case: ET.Element) -> bool:
