@@ -54,14 +54,12 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._loaded: nebula.Checkpoint | None = None
 
     def tag_of(self, save_dir: str, tag: str) -> str:
-        """What a checkpoint is called that DeepSpeed has in this directory under this tag."""
+        """What a checkpoint is called that DeepSpeed has in this directory ("" where it doesn't say) under this tag."""
         return tag
 
     def create(self, info: Any) -> None:
-        tag = (
-            info if isinstance(info, str) else self.tag_of(info.save_dir, str(info.tag))
-        )  # a text before DeepSpeed 0.17
-        self._checkpoint = nebula.Checkpoint(tag, ON_COMMIT)
+        save_dir, tag = ("", info) if isinstance(info, str) else (info.save_dir, str(info.tag))  # before DeepSpeed 0.17
+        self._checkpoint = nebula.Checkpoint(self.tag_of(save_dir, tag), ON_COMMIT)
 
     def save(self, state_dict: Any, path: str) -> None:
         if self._checkpoint is None:
