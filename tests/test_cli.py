@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
+import dcp_mem.nebula
 from dcp_mem import FlushFailed
 from dcp_mem.cli.main import main
 from dcp_mem.config import settings
@@ -594,6 +596,41 @@ def test_export_to_safetensors(job: Job, tmp_path: Path) -> None:
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 42 + 5 + 4
     assert set(index["weight_map"].values()) == {"model-00001-of-00001.safetensors"}
+
+
+def _save_files(job: Job) -> None:
+    dcp_mem.nebula.init(job.url, persistent_time_interval=0, memory=job.memory, job=job.name)
+    rank = dist.get_rank()
+    checkpoint = dcp_mem.nebula.Checkpoint("step-1", -2)
+    checkpoint.save(f"zero/rank{rank}.pt", {"weights": torch.full((9,), float(rank))})
+    checkpoint.save("same", rank)
+    assert checkpoint.commit()
+    assert dcp_mem.nebula.flush_persistence()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("place", ["memory", "storage"])
+def test_export_to_the_files_that_were_saved(job: Job, tmp_path: Path, place: str) -> None:
+    forked_ranks(_save_files, 2, job)
+    shutil.rmtree(job.directory if place == "storage" else str(job.url))
+    target = tmp_path / "files"
+    answer = Shell(job).json("export", "step-1", str(target), "--format", "files")
+    assert {str(Path(file).relative_to(target)) for file in answer["files"]} == {
+        *("zero/rank0.pt", "zero/rank1.pt", "same@0", "same@1")
+    }
+    for rank in range(2):
+        assert torch.load(target / f"zero/rank{rank}.pt")["weights"].tolist() == [rank] * 9
+    assert (torch.load(target / "same@0"), torch.load(target / "same@1")) == (0, 1)
+    assert "already" in Shell(job).json("export", "step-1", str(target), "--format", "files", code=2)["error"]
+
+
+def test_files_are_exported_neither_elsewhere_nor_of_tensors(shell: Shell, job: Job, tmp_path: Path) -> None:
+    target = str(tmp_path / "files")
+    assert "tensors" in shell.json("export", "step-2", target, "--format", "files", code=2)["error"]
+    with job.writer(agent="thread") as writer:
+        dcp.save({"../../out": "of bounds"}, checkpoint_id="step-4", storage_writer=writer)
+    assert "isn't below" in shell.json("export", "step-4", target, "--format", "files", code=2)["error"]
+    assert not Path(target).exists()
 
 
 def test_safetensors_are_cut_into_files(job: Job, tmp_path: Path) -> None:

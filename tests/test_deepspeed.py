@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 
 import dcp_mem.nebula
+from dcp_mem.cli.main import main
 from tests.jobs import wait_until
 from tests.launch import run_ranks
 
@@ -19,6 +21,11 @@ pytest.importorskip("deepspeed")
 _STEPS = 5
 _KILLED_IN = 3
 _STAGES = (0, 1, 2, 3)
+_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+"""By default they take a GB."""
+_NONE_IS_SMALL = {"stage3_param_persistence_threshold": 0}
+"""Parameters of less than 100,000 elements aren't partitioned by default, and then ZeRO 3 of DeepSpeed 0.19.6 on CPUs sometimes
+trains on memory that it hasn't written."""
 
 
 def _deepspeed() -> Any:
@@ -26,9 +33,6 @@ def _deepspeed() -> Any:
     dcp_mem.nebula.install()
     import deepspeed
 
-    # ZeRO 3 of DeepSpeed 0.19.6 trains on memory that it hasn't written: with torch's fill_uninitialized_memory, to NaN.
-    empty = torch.empty
-    torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).zero_()
     # It would be compiled, for minutes; gloo alone does as well.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
@@ -39,7 +43,7 @@ def _engine(deepspeed: Any, stage: int, nebula: dict[str, Any] | None) -> Any:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **_BUCKETS, **(_NONE_IS_SMALL if stage == 3 else {})},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": stage > 0},
         **({} if nebula is None else {"nebula": nebula}),
@@ -99,9 +103,27 @@ def _train_all(place: str, is_killed: bool, with_nebula: bool) -> dict[str, tupl
     if is_killed:
         wait_until((Path(place) / "storage" / f"global_step{_KILLED_IN - 1}" / ".metadata").exists)
         _die_in_the_middle_of_a_save(engine, stage, save_dir)
+    else:
+        _check_files(engine, Path(place))
     found["ours"] = first, loss, _undisturbed(deepspeed, stage)
     _check_strategy(deepspeed, place)
     return found
+
+
+def _check_files(engine: Any, place: Path) -> None:
+    """DeepSpeed's own tool reads what `dcp-mem export` makes of a checkpoint."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    tag = f"global_step{_STEPS - 1}"
+    if dist.get_rank() > 0:
+        return
+    wait_until((place / "storage" / tag / ".metadata").exists)
+    target = place / "files" / tag
+    result = CliRunner().invoke(main, ["export", f"{place}/storage", tag, str(target), "--format", "files"])
+    assert result.exit_code == 0, result.output
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(target.parent), tag)
+    for name, parameter in engine.module.named_parameters():
+        assert torch.equal(weights[name].bfloat16(), parameter)
 
 
 def _check_strategy(deepspeed: Any, place: str) -> None:

@@ -128,10 +128,12 @@ class Checkpoints(RuleBasedStateMachine):
         """Whether the process has saved, or waited for a flush; only then does closing apply retention."""
 
     def teardown(self) -> None:
-        self.look()
-        self.stack.close()
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self.memory)
+        try:
+            self.look()
+        finally:
+            self.stack.close()
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self.memory)
 
     @property
     def memory(self) -> Path:
@@ -156,6 +158,8 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def save(self, name: str) -> None:
         self._save(name, persist=False)
+        if self.model.pending:  # what a killed flush has left: the flush thread is at it by now
+            self.flush()
 
     @rule(name=st.sampled_from(NAMES))
     def save_and_flush(self, name: str) -> None:

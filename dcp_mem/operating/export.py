@@ -1,4 +1,5 @@
-"""Checkpoints written out for other programs: as a DCP directory elsewhere, as one file of torch's, or as safetensors.
+"""Checkpoints written out for other programs: as a DCP directory elsewhere, as one file of torch's, as safetensors, or as the
+files that they were saved as.
 
 One process does it, without a process group. Tensors go from the checkpoint straight into the mapped pages of the new file, which
 the system writes back as it needs them: only what is on its way takes memory of the process.
@@ -12,7 +13,7 @@ import mmap
 import operator
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,8 +31,9 @@ from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.root import node_id
-from dcp_mem.operating.contents import held_of
+from dcp_mem.operating.contents import contents, held_of
 from dcp_mem.operating.inventory import STORAGE, Checkpoint
+from dcp_mem.operating.streams import open_stream
 from dcp_mem.operating.verify import Observer
 from dcp_mem.planning.whole import blank_tensors, nested, paths_of
 from dcp_mem.reader import MemoryStorageReader
@@ -233,6 +235,37 @@ def export_safetensors(
     with _new_file(os.path.join(target, "model.safetensors.index.json")) as path, open(path, "w") as stream:
         json.dump(listing, stream, indent=2)
     return Exported(target, (*files, os.path.join(target, "model.safetensors.index.json")), total)
+
+
+def export_files(settings: Settings, storage: Storage | None, checkpoint: Checkpoint, target: str) -> Exported:
+    """Write each file that was saved through Nebula's API, or by DeepSpeed, into a directory, as torch.save had written it.
+
+    storage: the job's. Of one name that several ranks have saved, each rank's is called name@rank. All are held against their
+    checksums. Raises ConfigError where the checkpoint has tensors, or a file is there already, SegmentCorrupt where it is damaged
+    wherever it lies.
+    """
+    storage = storage if STORAGE in checkpoint.places else None
+    found = contents(settings, storage, checkpoint)
+    if found.tensors or not found.items:
+        raise ConfigError(f"{checkpoint.name} has tensors, not files: choose --format dcp, torch or safetensors")
+    root, files, total = os.path.abspath(os.path.expanduser(target)), list[str](), 0
+    paths = {item.name: os.path.abspath(os.path.join(root, item.name)) for item in found.items}
+    for name, path in paths.items():
+        if os.path.commonpath([root, path]) != root or path == root:
+            raise ConfigError(f"{checkpoint.name} has a file {name!r}, which isn't below {target}")
+    for name, path in paths.items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        pick = functools.partial(_if_there, name)
+        with open_stream(settings, storage, checkpoint, pick, name) as data, _new_file(path) as part:
+            with open(part, "wb") as stream:
+                stream.write(data)
+            total += data.nbytes
+        files.append(path)
+    return Exported(target, tuple(files), total)
+
+
+def _if_there(name: str, there: Sequence[str]) -> str | None:
+    return name if name in there else None
 
 
 def _shards(tensors: Mapping[str, TensorStorageMetadata], most: int) -> Iterator[list[str]]:
