@@ -46,6 +46,7 @@ from dcp_mem.planning.columns import Kind, LocalPlan, NotDescribable, Row, local
 from dcp_mem.planning.describe import Written, describe
 from dcp_mem.planning.local import Described, Structure
 from dcp_mem.planning.merge import GlobalPlan, PlanInvalid, merge
+from tests.roundtrip import properties_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and extent."""
@@ -267,7 +268,7 @@ def _assert_same_content(ours: Metadata, theirs: Metadata) -> None:
             key = _sides
             assert sorted(map(key, found.chunks)) == sorted(map(key, expected.chunks)), name
             assert all(type(each.offsets) is type(each.sizes) is torch.Size for each in found.chunks), name
-            assert found.properties == expected.properties, name
+            assert properties_of(found) == properties_of(expected), name
     assert ours.planner_data == theirs.planner_data
 
 

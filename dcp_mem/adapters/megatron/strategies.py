@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from packaging.version import Version
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from dcp_mem.adapters.megatron.common import BACKEND, COMMON, VERSION, common_object
 from dcp_mem.errors import ConfigError
@@ -116,7 +116,12 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
     def load_tensors_metadata(self, checkpoint_dir: Directory, metadata: Metadata | None = None) -> dict[str, Any]:
         """Every tensor of the checkpoint by its key, whole and without data. Call it on all ranks."""
-        found: dict[str, Any] = super().load_tensors_metadata(checkpoint_dir, metadata or self.metadata(checkpoint_dir))
+        metadata = metadata or self.metadata(checkpoint_dir)
+        for entry in metadata.state_dict_metadata.values():
+            if isinstance(entry, TensorStorageMetadata):
+                # Megatron 0.16 hands all that is noted of a tensor to torch.empty, which takes none of torch 2.15's strides.
+                entry.properties.__dict__.pop("strides", None)
+        found: dict[str, Any] = super().load_tensors_metadata(checkpoint_dir, metadata)
         return found
 
     def load_sharded_metadata(self, checkpoint_dir: Directory) -> dict[str, Any]:
