@@ -138,6 +138,19 @@ def take(environment: Mapping[str, str]) -> None:
     faults.arm(environment.get("DCP_MEM_FAULTS", ""))
 
 
+def leave_group() -> None:
+    """destroy_process_group.
+
+    That of torch 2.6 holds the GIL while it waits for threads that want it to let go of their last work.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if torch.__version__ < "2.7":
+        time.sleep(0.2)
+    dist.destroy_process_group()
+
+
 def end_after(act: Callable[[Unpack[Ts]], object], *args: Unpack[Ts]) -> NoReturn:
     """Act, and end as an interpreter does."""
     code = 1
@@ -261,5 +274,5 @@ def _act(job: bytes, directory: Path, rank: int, world_size: int | None) -> obje
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()  # one that ended sooner, with little to do, would break off the others' connecting
     result = target(*args)
-    dist.destroy_process_group()
+    leave_group()
     return result

@@ -401,7 +401,7 @@ def slots_in(place: Place) -> int:
 def stock_load(directory: Path) -> int:
     """Step of a checkpoint directory, loaded whole with torch's own reader."""
     state = empty_state()
-    dcp.load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+    dcp.load(state, storage_reader=FileSystemReader(directory))
     return step_of(state)
 
 

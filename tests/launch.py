@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar, overload
 import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
-from tests.forks import become, end_after, forkserver
+from tests.forks import become, end_after, forkserver, leave_group
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -327,7 +327,7 @@ def _run(directory: Path, rank: int) -> None:
             dist.barrier()  # one that ended sooner, with little to do, would break off the others' connecting
         returned = pickle.dumps(target(*args))
         if dist.is_initialized():
-            dist.destroy_process_group()
+            leave_group()
     except Exception:
         (directory / f"{rank}.raised").write_text(traceback.format_exc())
         raise

@@ -1,11 +1,14 @@
 """What tests of saving and loading share: the places of a job, the four roads back, equality to the bit."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
+import fsspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -20,6 +23,7 @@ from dcp_mem.format.names import metadata_file
 from dcp_mem.memory.job import JobMemory
 from tests.jobs import wait_until
 
+T = TypeVar("T")
 State = dict[str, Any]
 
 ROADS = ("memory", "storage", "stock from memory", "stock from storage")
@@ -143,6 +147,14 @@ def properties_of(entry: TensorStorageMetadata) -> TensorProperties:
     """What is noted of a tensor, but for its strides: torch has noted them since 2.15, and reads them nowhere."""
     changes: dict[str, Any] = {"strides": None} if hasattr(entry.properties, "strides") else {}
     return replace(entry.properties, **changes)
+
+
+def through_fsspec(kind: Callable[..., T], url: str, options: Mapping[str, Any]) -> T:
+    """A reader or writer of torch's. Those of torch 2.6 take no options for fsspec, which then has them as defaults."""
+    if not options or "kwargs" in inspect.signature(kind).parameters:
+        return kind(url, **options)
+    with patch.dict(fsspec.config.conf, {url.partition("://")[0]: dict(options)}):
+        return kind(url)
 
 
 def other_bytes(tensor: torch.Tensor) -> torch.Tensor:

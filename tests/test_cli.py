@@ -204,7 +204,7 @@ def test_where_nothing_is_ls_says_so_and_exits_with_1(job: Job) -> None:
 
 
 def test_names_from_storage_cannot_steer_the_terminal(job: Job) -> None:
-    dcp.save(make_state(1), checkpoint_id=str(_stored(job, "evil\x1b[2J")), no_dist=True)
+    dcp.save(make_state(1), checkpoint_id=str(_stored(job, "evil\x1b[2J")))
     result = Shell(job).run("ls")
     assert "evil\N{REPLACEMENT CHARACTER}[2J" in result.stdout
     assert "\x1b" not in result.stdout
@@ -248,7 +248,7 @@ def test_show_counts_shards_and_finds_a_checkpoint_by_save_id(job: Job) -> None:
 
 
 def test_show_reads_what_torch_wrote(job: Job) -> None:
-    dcp.save(make_state(1), checkpoint_id=str(_stored(job, "theirs")), no_dist=True)
+    dcp.save(make_state(1), checkpoint_id=str(_stored(job, "theirs")))
     answer = Shell(job).json("show", "theirs")
     assert answer["is_foreign"]
     assert next(one for one in answer["tensors"] if one["name"] == "sharded")["bytes"] == 2400
@@ -319,7 +319,7 @@ def test_verify_finds_damaged_checksums_and_a_missing_manifest(shell: Shell) -> 
 
 
 def test_verify_has_only_lengths_to_check_of_what_torch_wrote(job: Job) -> None:
-    dcp.save(make_state(1), checkpoint_id=str(_stored(job, "theirs")), no_dist=True)
+    dcp.save(make_state(1), checkpoint_id=str(_stored(job, "theirs")))
     shell = Shell(job)
     (result,) = shell.json("verify")["results"]
     assert "no checksums" in result["why_unchecked"]
@@ -536,7 +536,7 @@ def test_export_makes_a_directory_that_torch_and_we_load(shell: Shell, tmp_path:
 def test_export_to_a_relative_path_of_what_torch_wrote(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dcp.save(make_state(4), checkpoint_id=str(_stored(job, "theirs")), no_dist=True)
+    dcp.save(make_state(4), checkpoint_id=str(_stored(job, "theirs")))
     monkeypatch.chdir(tmp_path)
     Shell(job).json("export", "theirs", "kept")
     assert _load(tmp_path / "kept") == 4

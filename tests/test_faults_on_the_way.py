@@ -16,6 +16,7 @@ from tests import ways
 from tests.forks import forked
 from tests.jobs import Job, wait_until
 from tests.proxy import Delay, Fault, Hang, LoseAnswer, Reset, ResetInBody, Truncate
+from tests.roundtrip import through_fsspec
 from tests.servers import S3Server
 from tests.ways import (
     LARGE,
@@ -128,7 +129,9 @@ def test_torchs_own_reader_loads_what_came_through_faults(way: Way, memory_root:
         way.proxy.fail(way.steps[step], ResetInBody(100))
     with writing(way.job(memory_root)) as writer:
         writer.wait(timeout=30)
-    load_state(FsspecReader(f"{way.root.url}/run/{NAME}", **way.root.storage_options), 1, LARGE, name=None)
+    load_state(
+        through_fsspec(FsspecReader, f"{way.root.url}/run/{NAME}", way.root.storage_options), 1, LARGE, name=None
+    )
 
 
 @pytest.mark.parametrize("step", ["look", "part", "completion", "commit"])
@@ -275,7 +278,9 @@ def test_while_a_fault_stays_readers_see_the_checkpoint_that_is_to_be_replaced(
         start(writer)
         wait_until(lambda: status_of(writer).flush_attempts >= 1)
         load_state(without_memory(way.job(memory_root, way.direct)), 1)
-        load_state(FsspecReader(f"{way.direct.url}/run/{NAME}", **way.direct.storage_options), 1, name=None)
+        load_state(
+            through_fsspec(FsspecReader, f"{way.direct.url}/run/{NAME}", way.direct.storage_options), 1, name=None
+        )
         way.proxy.reset()
         wait_until(lambda: status_of(writer).state is State.DURABLE)
     assert_whole(way, memory_root, 2)

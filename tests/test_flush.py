@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from tests.forks import forked, forked_ranks, forking, raised_by
 from tests.gates import install as install_gate
 from tests.jobs import Job, agents, load, load_anew, make_state, save, wait_until
 from tests.launch import TETHER
+from tests.roundtrip import through_fsspec
 from tests.servers import S3Server, StorageRoot
 
 pytestmark = pytest.mark.timeout(120)
@@ -58,11 +60,11 @@ def _save_and_wait(job: Job, *numbers: int, **options: Any) -> None:
 
 
 def _load_with_torch(url: str, options: Mapping[str, Any]) -> int:
-    return load(FsspecReader(url, **options))
+    return load(through_fsspec(FsspecReader, url, options))
 
 
 def _save_with_torch(url: str, options: Mapping[str, Any], number: int) -> None:
-    dcp.save(make_state(number), storage_writer=FsspecWriter(url, **options))
+    dcp.save(make_state(number), storage_writer=through_fsspec(partial(FsspecWriter, sync_files=False), url, options))
 
 
 def _job(root: StorageRoot, memory_root: Path) -> Job:

@@ -79,7 +79,7 @@ def test_a_file_on_storage_is_read_by_torch_alone(memory_root: Path, url: Path) 
     checkpoint.save("optimizer", _tensors(2))
     assert dcp_mem.nebula.flush_persistence()
     found: dict[str, Any] = {"model": None, "optimizer": None}
-    dcp.load(found, storage_reader=dcp.FileSystemReader(url / "step-1"), no_dist=True)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(url / "step-1"))
     assert _equal(found["model"], _tensors(1))
     assert _equal(found["optimizer"], _tensors(2))
     with dcp_mem.nebula.get_checkpoint("step-1").open("optimizer") as file:
@@ -222,7 +222,7 @@ def test_other_checkpoints_of_the_job_are_listed_too_and_have_no_files_of_that_n
     memory_root: Path, url: Path
 ) -> None:
     with MemoryStorageWriter(url, memory=memory_root, persist=every(1)) as writer:
-        dcp.save({"weights": torch.ones(3), "number": 7}, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
+        dcp.save({"weights": torch.ones(3), "number": 7}, checkpoint_id="step-1", storage_writer=writer)
     _init(memory_root, url)
     assert _tags() == ["step-1"]
     assert dcp_mem.nebula.get_latest_checkpoint().load("number") == 7

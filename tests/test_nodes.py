@@ -250,4 +250,4 @@ def test_what_comes_straight_into_a_tensor_is_sent_again_there_too(saved: Path) 
 
 def test_a_line_that_always_errs_is_given_up(saved: Path) -> None:
     for refusal in run_ranks(_load_over_a_line_that_always_errs, 2, saved, (0, 1)):
-        assert any("came otherwise than it was sent, 3 times" in text for text in refusal)
+        assert any("came otherwise than it was sent, 3 times" in text for text in refusal), refusal

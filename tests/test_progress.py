@@ -325,7 +325,7 @@ _SCRIPT = """
 import sys, torch, torch.distributed.checkpoint as dcp
 from dcp_mem import MemoryStorageWriter
 with MemoryStorageWriter(sys.argv[1], memory=sys.argv[2], job="job", upload_limit="32MiB") as writer:
-    dcp.save({"weights": torch.zeros(12 << 20)}, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
+    dcp.save({"weights": torch.zeros(12 << 20)}, checkpoint_id="step-1", storage_writer=writer)
     getattr(writer, sys.argv[3])(progress=True)
     assert writer.status()[0].state.value == "durable"
 """

@@ -31,6 +31,7 @@ from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.values import State
 from tests.forks import forked, forked_ranks
 from tests.jobs import Job, load, save
+from tests.roundtrip import through_fsspec
 from tests.servers import StorageRoot
 
 _ROUNDS = 6
@@ -303,7 +304,7 @@ def test_an_owner_and_all_holders_may_work_at_the_same_time(
 
 
 def _load_from(root: StorageRoot) -> int:
-    return load(FsspecReader(f"{root.url}/run/step-1", **root.storage_options))
+    return load(through_fsspec(FsspecReader, f"{root.url}/run/step-1", root.storage_options))
 
 
 def test_holders_get_along_on_every_kind_of_storage(

@@ -24,6 +24,7 @@ import psutil
 import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
+from tests.forks import leave_group
 from tests.inside import Program, torchrun
 
 T = TypeVar("T")
@@ -226,7 +227,7 @@ def _main(command: Sequence[str]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
     dist.barrier()  # one that ended sooner, with little to do, would break off the others' connecting
     returned = pickle.dumps((dist.get_rank(), target(*args)))
-    dist.destroy_process_group()
+    leave_group()
     temporary = answer.with_name(f".{answer.name}")
     temporary.write_bytes(returned)
     temporary.rename(answer)

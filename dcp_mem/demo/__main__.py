@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from types import FrameType
 
+import torch
 from rich.console import Console
 
 from dcp_mem.demo.account import Runs, costs, examine, recoveries
@@ -144,6 +145,10 @@ def parse_options() -> Options:
     parser.add_argument("--path", help="where to store checkpoints: a directory or a URL")
     parser.add_argument("--keep-work", action="store_true", help="keep journals, logs, checkpoints")
     given = parser.parse_args()
+    if torch.__version__ < "2.7":
+        parser.error(
+            f"the demo shards nested modules by FSDP2: on CPUs that takes torch 2.7, and this is {torch.__version__}"
+        )
     if given.ranks <= KILLED_RANK:
         parser.error(f"--ranks must be at least {KILLED_RANK + 1}: rank {KILLED_RANK} is killed")
     try:
