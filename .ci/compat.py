@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "compatibility.md"
 FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "megatron-core", "mlflow-skinny", "tensorboard", "transformers")
 IMPORTED = {"megatron-core": "megatron.core", "mlflow-skinny": "mlflow"}
+MOST_NAMED = 6
 COLUMNS = ("torch", "Python", "frameworks", "tests run", "passed", "failed", "skipped", "when, commit")
 
 
@@ -80,7 +81,7 @@ def row(report: str, told: str) -> None:
         _versions(),
         f"`{told}`" if told else "all",
         str(counts["tests"] - bad - counts["skipped"]),
-        f"{bad}: {', '.join(failed)}" if bad else "0",
+        f"{bad}: {', '.join(failed[:MOST_NAMED])}{', …' if len(failed) > MOST_NAMED else ''}" if bad else "0",
         str(counts["skipped"]),
         f"{dt.datetime.now(dt.timezone.utc):%Y-%m-%d}, {_commit()}",
     )
