@@ -120,7 +120,7 @@ def _lines_that_err(times: int) -> Iterator[None]:
     send, left = GlooLine.send, [times]
 
     def send_badly(line: GlooLine, data: Any) -> Any:
-        if len(data) > 1000 and left[0]:
+        if len(data) > 800 and left[0]:
             left[0] -= 1
             data = bytearray(data)
             data[500] ^= 1
