@@ -348,11 +348,15 @@ class CheckpointManager:
         return f"save {self._writer.settings.job}"
 
     def _troubles(self) -> tuple[str, ...]:
-        """What has failed behind training since this was last asked, on this node; one rank of it logs that."""
+        """What has failed behind training since this was last asked, on this node; one rank of it logs that.
+
+        Copies that were never begun, or are fewer than wanted because there are fewer nodes, have not failed.
+        """
         found = []
         session = open_session(self._writer.settings)
-        for one in map(status_of, session.memory.held() if session is not None else ()):
-            error = one.error if one.state is State.FAILED else one.replication_error
+        for held in session.memory.held() if session is not None else ():
+            one, copies = status_of(held), held.replication
+            error = one.error if one.state is State.FAILED else copies.error if copies.outcome == "failed" else ""
             if error and (one.save_id, error) not in self._said:
                 self._said.add((one.save_id, error))
                 found.append(f"{one.name}: {error}")

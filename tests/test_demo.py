@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.launch import TETHER
+from tests.training import needs_fsdp_on_cpu
 
 
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 doesn't run nested on CPUs")
+@needs_fsdp_on_cpu
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_is_killed_recovers_and_shows_identical_losses(tmp_path: Path) -> None:

@@ -175,6 +175,14 @@ def test_a_flush_that_fails_is_told_once_and_costs_no_save(
     assert {one.state for one in manager.list()} == {State.DURABLE}
 
 
+def test_copies_that_one_node_cannot_have_are_no_trouble(
+    memory_root: Path, url: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _manager(memory_root, url, replicas=1, on_error="raise") as manager:
+        assert [manager.save(step, {"n": step}).troubles for step in (1, 2, 3)] == [(), (), ()]
+    assert caplog.text.count("one node") == 1
+
+
 def test_memory_that_is_full_skips(memory_root: Path) -> None:
     with _manager(memory_root, None, on_full="skip", memory_limit="16MiB") as manager:
         assert manager.save(1, {"w": torch.ones(1 << 18)})

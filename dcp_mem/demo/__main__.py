@@ -146,9 +146,7 @@ def parse_options() -> Options:
     parser.add_argument("--keep-work", action="store_true", help="keep journals, logs, checkpoints")
     given = parser.parse_args()
     if torch.__version__ < "2.7":
-        parser.error(
-            f"the demo shards nested modules by FSDP2: on CPUs that takes torch 2.7, and this is {torch.__version__}"
-        )
+        parser.error(f"the demo shards by FSDP2, which on CPUs takes torch 2.7, and this is {torch.__version__}")
     if given.ranks <= KILLED_RANK:
         parser.error(f"--ranks must be at least {KILLED_RANK + 1}: rank {KILLED_RANK} is killed")
     try:
