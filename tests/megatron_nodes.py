@@ -10,6 +10,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from dcp_mem.adapters.megatron import MemoryCheckpointing
+from dcp_mem.memory.recoveries import recoveries_in
+from dcp_mem.operating.inventory import job_memory
 
 _ROOT = "/nowhere/ckpts"
 _DIRECTORY = f"{_ROOT}/iter_0000002"
@@ -30,10 +32,15 @@ def save(saved: Path) -> None:
     saved.touch()
 
 
-def load() -> tuple[int, int, bool, str]:
-    """(latest, iteration of the common state, whether the weight is that which was saved, where all of it came from)."""
+def load() -> tuple[int, int, bool, set[str]]:
+    """(latest, iteration of the common state, whether the weight is that which was saved, where any of it came from)."""
     checkpointing = MemoryCheckpointing(replicas=1, persist=False)
     latest = checkpointing.latest(_ROOT)
     loaded = checkpointing.load(_state(0), _DIRECTORY)
     is_same = torch.equal(loaded["weight"], _state(2)["weight"].data)
-    return latest, loaded["iteration"], is_same, checkpointing.report().source
+    memory = job_memory(checkpointing.writer(_ROOT).settings)
+    assert memory is not None
+    loads = recoveries_in(
+        memory
+    )  # the common state's and the tensors', where this rank is the one that writes them down
+    return latest, loaded["iteration"], is_same, {place for one in loads for place in one.sources}

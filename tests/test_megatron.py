@@ -85,7 +85,7 @@ def _save_and_idle(saved: Path) -> None:
     time.sleep(1000)
 
 
-def _load() -> tuple[int, int, bool, str]:
+def _load() -> tuple[int, int, bool, set[str]]:
     from tests import megatron_nodes
 
     return megatron_nodes.load()
@@ -100,5 +100,5 @@ def test_the_node_that_had_the_common_state_is_lost(cluster: Cluster, tmp_path: 
     cluster.add()
     loaded = cluster.launch(_load, patience=_SECONDS).results(_SECONDS)
     assert [results[:3] for results in loaded] == [(2, 2, True)] * 2
-    # The common state is read first; by when the tensors are, the new node may have been given its copies.
-    assert {source for *_, source in loaded} <= {"memory", "memory and peers"}
+    # By both loads together: when the tensors are read, the new node may already have been given its copies.
+    assert set().union(*(places for *_, places in loaded)) == {"memory", "peers"}

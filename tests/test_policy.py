@@ -211,6 +211,14 @@ def test_durable_checkpoints_leave_before_older_ones_that_wait_for_their_flush()
     assert admit([_node([*kept, newest])], 1).evict == {"durable", "new", "old"}
 
 
+def test_what_is_not_chosen_and_waits_for_its_flush_stays_while_there_is_room_and_leaves_first_without() -> None:
+    best = _kept("best", 1, persist=True, pending=True)
+    middle, last = (_kept(name, number, persist=True, pending=True) for name, number in (("middle", 2), ("last", 3)))
+    middle = replace(middle, chosen=False)
+    assert retire([best, middle, last], 2) == {"middle"}
+    assert retire([middle, last], 2) == frozenset()
+
+
 def test_a_checkpoint_whose_flush_nothing_newer_supersedes_is_waited_for() -> None:
     kept = [_kept("flushing", 1, persist=True, pending=True), _kept("newest", 2)]
     verdict = admit([_node(kept)], 1)

@@ -11,6 +11,7 @@ import json
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,34 +178,18 @@ class Peers:
         if self._notices.count(f"passes {request['what']}") == self._notices.size:
             self._notices.settle(request["what"], _NOBODY)
 
-    def _source(self, request: Mapping[str, Any]) -> _Open | None:
+    def _source(self, request: Mapping[str, Any]) -> closing[MemorySource] | None:
         memory = job_memory(self._settings)
         for held in memory.find(request["name"]) if memory is not None else ():
             if held.manifest.save_id == request["save_id"] and memory is not None:
-                return _Open(MemorySource(held, memory.node))
+                return closing(MemorySource(held, memory.node))
         return None
-
-
-class _Open:
-    """A source that is closed behind its use."""
-
-    def __init__(self, source: MemorySource) -> None:
-        self._source = source
-
-    def __enter__(self) -> MemorySource:
-        return self._source
-
-    def __exit__(self, *_: object) -> None:
-        self._source.close()
 
 
 def _files_of(memory: JobMemory, held: Held) -> list[str]:
     """The segments of a checkpoint that lie here whole."""
-    source = MemorySource(held, memory.node)
-    try:
+    with closing(MemorySource(held, memory.node)) as source:
         return [segment.file for segment in held.manifest.segments if source.has(segment.file)]
-    finally:
-        source.close()
 
 
 def _joined(answers: list[list[list[Any]]]) -> dict[str, Prior]:
