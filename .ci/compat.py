@@ -1,7 +1,8 @@
 """What .ci/compat asks of Python, in the environment that it has made.
 
-pins: constraints for everything but torch and what came with it. needs, frameworks: what the tests need, apart. missing:
-packages that can't be imported. row: the table's row of this torch, from pytest's report.
+pins: constraints for everything but torch and what came with it. needs, frameworks: what the tests
+need, apart. missing: packages that can't be imported. row: the table's row of this torch, from
+pytest's report.
 """
 
 import datetime as dt
@@ -17,10 +18,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "compatibility.md"
-FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "megatron-core", "mlflow-skinny", "tensorboard", "transformers")
+FRAMEWORKS = (
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "megatron-core",
+    "mlflow-skinny",
+    "tensorboard",
+    "transformers",
+)
 IMPORTED = {"megatron-core": "megatron.core", "mlflow-skinny": "mlflow"}
 MOST_NAMED = 6
-COLUMNS = ("torch", "Python", "frameworks", "tests run", "passed", "failed", "skipped", "when, commit")
+COLUMNS = (
+    "torch",
+    "Python",
+    "frameworks",
+    "tests run",
+    "passed",
+    "failed",
+    "skipped",
+    "when, commit",
+)
 
 
 def _key(name: str) -> str:
@@ -37,7 +55,9 @@ def pins() -> None:
     own = mark.read_text().splitlines()
     names = {_key(line.partition("==")[0]) for line in own}
     pinned = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
-    others = [line for line in pinned if "==" in line and _key(line.partition("==")[0]) not in names]
+    others = [
+        line for line in pinned if "==" in line and _key(line.partition("==")[0]) not in names
+    ]
     print("\n".join([*own, *others]))
 
 
@@ -54,7 +74,14 @@ def needs() -> None:
 
 
 def frameworks() -> None:
-    print("\n".join(name for line in _extra("test") if line.startswith("dcp_mem[") for name in line[8:-1].split(",")))
+    print(
+        "\n".join(
+            name
+            for line in _extra("test")
+            if line.startswith("dcp_mem[")
+            for name in line[8:-1].split(",")
+        )
+    )
 
 
 def missing() -> None:
@@ -74,14 +101,20 @@ def row(report: str, told: str) -> None:
     for one in suite.iter("testsuite"):
         counts = {name: count + int(one.get(name, 0)) for name, count in counts.items()}
     bad = counts["failures"] + counts["errors"]
-    failed = [f"{case.get('classname')}.{case.get('name')}" for case in suite.iter("testcase") if _has_failed(case)]
+    failed = [
+        f"{case.get('classname')}.{case.get('name')}"
+        for case in suite.iter("testcase")
+        if _has_failed(case)
+    ]
     cells = (
         importlib.metadata.version("torch"),
         platform.python_version(),
         _versions(),
         f"`{told}`" if told else "all",
         str(counts["tests"] - bad - counts["skipped"]),
-        f"{bad}: {', '.join(failed[:MOST_NAMED])}{', …' if len(failed) > MOST_NAMED else ''}" if bad else "0",
+        f"{bad}: {', '.join(failed[:MOST_NAMED])}{', …' if len(failed) > MOST_NAMED else ''}"
+        if bad
+        else "0",
         str(counts["skipped"]),
         f"{dt.datetime.now(dt.timezone.utc):%Y-%m-%d}, {_commit()}",
     )
@@ -95,7 +128,9 @@ def row(report: str, told: str) -> None:
 
 def _commit() -> str:
     """The commit that was tested, and whether anything but the table differs from it."""
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{TABLE.relative_to(ROOT)}")
+    changed = _git(
+        "status", "--porcelain", "--untracked-files=no", "--", ".", f":!{TABLE.relative_to(ROOT)}"
+    )
     return _git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
 
@@ -120,7 +155,8 @@ def _versions() -> str:
 def _account(name: str, version: str) -> str:
     if not version:
         return f"no {name}"
-    return f"{name} {version}{' (fails)' if name in os.environ.get('DCP_MEM_WITHOUT', '').split() else ''}"
+    fails = name in os.environ.get("DCP_MEM_WITHOUT", "").split()
+    return f"{name} {version}{' (fails)' if fails else ''}"
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

@@ -1,4 +1,4 @@
-"""Checkpoints of large training jobs, in node memory first: a storage layer for `torch.distributed.checkpoint`.
+"""Checkpoints in node memory first: a storage layer for `torch.distributed.checkpoint`.
 
 dcp.save(state, checkpoint_id="step-100", storage_writer=MemoryStorageWriter("abfs://ckpts/run-42"))
 dcp.load(state, storage_reader=MemoryStorageReader("abfs://ckpts/run-42"))
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dcp_mem.common.values import CheckpointStatus, State, Transfer
 from dcp_mem.config import Parity, parity
 from dcp_mem.errors import (
     CheckpointExists,
@@ -35,35 +36,35 @@ from dcp_mem.errors import (
     WaitTimeout,
 )
 from dcp_mem.policy.frequency import Advice, Auto, advice, auto
-from dcp_mem.policy.persistence import Persist, every, interval
+from dcp_mem.policy.persistence import Persist, every_n_saves, every_n_steps, every_seconds
 from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_every, keep_last
-from dcp_mem.values import CheckpointStatus, State, Transfer
 
 if TYPE_CHECKING:
-    from dcp_mem.api import load, save
-    from dcp_mem.app import TrainState
-    from dcp_mem.flushing.leftovers import Leftover
-    from dcp_mem.manager import CheckpointManager, Saved
-    from dcp_mem.operating.housekeeping import Reclaimed, collect_leftovers, delete, reclaim
+    from dcp_mem.flushing.orphans import Orphan
+    from dcp_mem.functional import load, save
+    from dcp_mem.manager.checkpoint_manager import CheckpointManager
+    from dcp_mem.manager.saved import Saved
+    from dcp_mem.operations.housekeeping import Reclaimed, collect_orphans, delete, reclaim
     from dcp_mem.reader import MemoryStorageReader
+    from dcp_mem.train_state import TrainState
     from dcp_mem.writer import MemoryStorageWriter
 
 __version__ = "0.1.0"
 
-# The agent imports this package too, and has no use for torch: what needs it is imported on first use.
+# What needs torch is imported on first use: the agent imports this package, and needs no torch.
 _LAZY = {
-    "CheckpointManager": "dcp_mem.manager",
-    "Saved": "dcp_mem.manager",
-    "Leftover": "dcp_mem.flushing.leftovers",
+    "CheckpointManager": "dcp_mem.manager.checkpoint_manager",
+    "Saved": "dcp_mem.manager.saved",
+    "Orphan": "dcp_mem.flushing.orphans",
     "MemoryStorageReader": "dcp_mem.reader",
     "MemoryStorageWriter": "dcp_mem.writer",
-    "Reclaimed": "dcp_mem.operating.housekeeping",
-    "TrainState": "dcp_mem.app",
-    "collect_leftovers": "dcp_mem.operating.housekeeping",
-    "delete": "dcp_mem.operating.housekeeping",
-    "load": "dcp_mem.api",
-    "reclaim": "dcp_mem.operating.housekeeping",
-    "save": "dcp_mem.api",
+    "Reclaimed": "dcp_mem.operations.housekeeping",
+    "TrainState": "dcp_mem.train_state",
+    "collect_orphans": "dcp_mem.operations.housekeeping",
+    "delete": "dcp_mem.operations.housekeeping",
+    "load": "dcp_mem.functional",
+    "reclaim": "dcp_mem.operations.housekeeping",
+    "save": "dcp_mem.functional",
 }
 
 __all__ = [
@@ -79,7 +80,6 @@ __all__ = [
     "DcpMemError",
     "FlushFailed",
     "JobInUse",
-    "Leftover",
     "ManifestInvalid",
     "MemoryBudgetExceeded",
     "MemoryRootRefused",
@@ -87,6 +87,7 @@ __all__ = [
     "MemoryStorageWriter",
     "MemoryUnavailable",
     "NoRecoverableCheckpoint",
+    "Orphan",
     "Parity",
     "Persist",
     "RankFailed",
@@ -107,10 +108,11 @@ __all__ = [
     "advice",
     "any_of",
     "auto",
-    "collect_leftovers",
+    "collect_orphans",
     "delete",
-    "every",
-    "interval",
+    "every_n_saves",
+    "every_n_steps",
+    "every_seconds",
     "keep_best",
     "keep_every",
     "keep_last",

@@ -1,4 +1,4 @@
-"""Arguments and environment, parsed once into values that the rest of the package can trust."""
+"""Arguments and environment variables, checked once and turned into `Settings`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dcp_mem.common.values import HISTORIES, RECOVERIES
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.persistence import Persist, persist_policy
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.policy.retention import KeepLast, Retention, retention, with_newest
-from dcp_mem.values import HISTORIES, RECOVERIES
 
 OnFull = Literal["wait", "skip", "raise"]
-OnReplication = Literal["wait", "skip", "overtake"]
+OnReplication = Literal["wait", "skip", "cancel"]
 AgentKind = Literal["process", "thread"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -29,26 +29,51 @@ _NAME = re.compile(r"[A-Za-z0-9_=+,@%~][A-Za-z0-9_.=+,@%~:-]*")
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Redundancy by parity over groups of k + 1 nodes; made by `dcp_mem.parity`."""
+    """Redundancy by parity over groups of k + 1 nodes; `dcp_mem.parity` makes it."""
 
     k: int
 
 
 def parity(k: int) -> Parity:
-    """Keep parity instead of copies: of each k + 1 nodes any one may be lost, at 1/k of the memory that copies take.
+    """Keep parity in place of copies: of each k + 1 nodes, any one may be lost.
 
-    k: at least 2 (parity over one other node is a copy: replicas=1). Raises ConfigError.
+    Parity takes 1/k of the memory that copies take.
+
+    Args:
+        k: At least 2; parity over one other node is a copy (`replicas=1`).
+
+    Raises:
+        ConfigError: k is no such number.
     """
     if type(k) is not int or k < 2:
-        raise ConfigError(f"parity({k!r}): give a whole number of nodes from 2 up; parity over one other is replicas=1")
+        raise ConfigError(
+            f"parity({k!r}): give a whole number of nodes from 2 up; parity over one other is "
+            "replicas=1"
+        )
     return Parity(k)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the user asked for. storage_options may hold secrets, so they stay out of repr.
+    """What the user asked for, checked and with defaults filled in.
 
-    keep_memory: which checkpoints stay in memory. keep_storage: which stay on storage; None: all.
+    Attributes:
+        url: The job's root on storage; None keeps checkpoints in memory only.
+        memory_root: The memory root, an absolute path.
+        job: Name of the job's memory directory.
+        persist: Which saves go to storage.
+        keep_memory: Which checkpoints stay in memory.
+        keep_storage: Which checkpoints stay on storage; None for all.
+        memory_limit: Bytes that the job may occupy on a node; None for `keep` + 1 checkpoints.
+        on_full: What a save does that finds no room.
+        storage_options: For fsspec; they may hold secrets, so they stay out of repr.
+        overwrite: Whether a save may replace a checkpoint of the same name.
+        agent: Where the flush runs.
+        upload_limit: Bytes per second that a node sends; None for no limit.
+        redundancy: Copies or parity on other nodes.
+        failure_domain: What fails together with this node; "" for the node alone.
+        on_replication: What a save does while an older checkpoint's copies are under way.
+        replication_timeout: Seconds without progress after which replication fails.
     """
 
     url: str | None
@@ -70,17 +95,17 @@ class Settings:
 
     @property
     def keep(self) -> int:
-        """How many checkpoints stay in memory at most."""
+        """The largest number of checkpoints that stay in memory."""
         return self.keep_memory.most or 1
 
 
 def settings(
     path: str | os.PathLike[str] | None,
     *,
-    memory: str | os.PathLike[str] | None = None,
+    memory_root: str | os.PathLike[str] | None = None,
     job: str | None = None,
     persist: bool | Persist = True,
-    keep: int | Retention = 2,
+    keep_memory: int | Retention = 2,
     keep_storage: int | Retention | None = None,
     memory_limit: int | str | None = None,
     on_full: str = "wait",
@@ -93,74 +118,108 @@ def settings(
     failure_domain: str | Callable[[], str] | None = None,
     on_replication: str = "wait",
 ) -> Settings:
-    """Check the arguments of `MemoryStorageWriter` and fill in the defaults. Raises ConfigError."""
+    """Check the arguments of `MemoryStorageWriter` and fill in the defaults.
+
+    Args:
+        path: The job's root on storage: an fsspec URL, or a plain path; None for memory only.
+        memory_root: The memory root; default $DCP_MEM_ROOT, else /dev/shm/dcp_mem-<uid>.
+        job: Name of the job's memory directory; default from path, else from TORCHELASTIC_RUN_ID or
+            SLURM_JOB_ID.
+        persist: Which saves go to storage: True, False or a policy.
+        keep_memory: Which checkpoints stay in memory: a number or a policy.
+        keep_storage: Which checkpoints stay on storage: a number or a policy; None for all.
+        memory_limit: Bytes, or a text such as "64GiB"; default $DCP_MEM_MEMORY_LIMIT, else None.
+        on_full: "wait", "skip" or "raise".
+        storage_options: Passed to fsspec.
+        overwrite: Whether a save may replace a checkpoint of the same name.
+        agent: "process" or "thread".
+        upload_limit: Bytes per second, or such a text; default $DCP_MEM_UPLOAD_LIMIT, else None.
+        replicas: Copies on other nodes; default $DCP_MEM_REPLICAS, else 0.
+        redundancy: Parity in place of copies.
+        failure_domain: A text, or a callable that returns one; default $DCP_MEM_FAILURE_DOMAIN,
+            else "".
+        on_replication: "wait", "skip" or "cancel".
+
+    Raises:
+        ConfigError: An argument or an environment variable can't be used.
+    """
     if on_full not in ("wait", "skip", "raise"):
         raise ConfigError(f"on_full={on_full!r}: choose 'wait', 'skip' or 'raise'")
-    if on_replication not in ("wait", "skip", "overtake"):
-        raise ConfigError(f"on_replication={on_replication!r}: choose 'wait', 'skip' or 'overtake'")
+    if on_replication not in ("wait", "skip", "cancel"):
+        raise ConfigError(f"on_replication={on_replication!r}: choose 'wait', 'skip' or 'cancel'")
     if agent not in ("process", "thread"):
         raise ConfigError(f"agent={agent!r}: choose 'process' or 'thread'")
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise ConfigError(f"storage_options is a {type(storage_options).__name__}: give a mapping, as fsspec takes it")
+        raise ConfigError(
+            f"storage_options is a {type(storage_options).__name__}: give a mapping, as fsspec "
+            "takes it"
+        )
     url = root_url(path)
     return Settings(
         url=url,
-        memory_root=memory_root(memory),
+        memory_root=memory_root_path(memory_root),
         job=job_name(job, url),
         persist=persist_policy(persist if url is not None else False),
-        keep_memory=_bounded(retention(keep, "keep")),
+        keep_memory=_bounded_in_number(retention(keep_memory, "keep_memory")),
         keep_storage=None if keep_storage is None else retention(keep_storage, "keep_storage"),
-        memory_limit=_limit("memory_limit", memory_limit),
+        memory_limit=_bytes_or_none("memory_limit", memory_limit),
         on_full=on_full,  # type: ignore[arg-type]
         storage_options=dict(storage_options or {}),
         overwrite=overwrite,
         agent=agent,  # type: ignore[arg-type]
-        upload_limit=_limit("upload_limit", upload_limit),
+        upload_limit=_bytes_or_none("upload_limit", upload_limit),
         redundancy=_redundancy(replicas, redundancy),
         failure_domain=_failure_domain(failure_domain),
         on_replication=on_replication,  # type: ignore[arg-type]
-        replication_timeout=_seconds("DCP_MEM_REPLICATION_TIMEOUT", 120.0),
+        replication_timeout=_seconds_from("DCP_MEM_REPLICATION_TIMEOUT", 120.0),
     )
 
 
-def _bounded(policy: Retention) -> Retention:
+def _bounded_in_number(policy: Retention) -> Retention:
+    """Refuse a policy that keeps ever more checkpoints; let others also keep the newest."""
     if policy.most is None:
         raise ConfigError(
-            f"keep={policy}: memory would fill up with every so many steps for ever; give that to keep_storage, and a number, "
+            f"keep_memory={policy}: memory would fill up with every so many steps for ever; give "
+            "that to keep_storage, and a number, "
             f"keep_last(n) or keep_best(metric, n) here"
         )
     return with_newest(policy)
 
 
 def _redundancy(replicas: int | None, redundancy: object) -> Redundancy:
-    """Parity where that is given, else the copies of the argument, else $DCP_MEM_REPLICAS, else none."""
+    """Return the parity, or the copies: of the argument, else of $DCP_MEM_REPLICAS, else none."""
     if redundancy is not None:
         if not isinstance(redundancy, Parity) or replicas:
-            raise ConfigError(f"redundancy={redundancy!r}: give dcp_mem.parity(k), and no replicas= beside it")
+            raise ConfigError(
+                f"redundancy={redundancy!r}: give dcp_mem.parity(k), and no replicas= beside it"
+            )
         return Redundancy(parity=parity(redundancy.k).k)
     if replicas is None:
         text = os.environ.get("DCP_MEM_REPLICAS") or "0"
         replicas = int(text) if text.isdecimal() else -1
     if type(replicas) is not int or replicas < 0:
         raise ConfigError(
-            f"replicas={replicas!r} (or DCP_MEM_REPLICAS): give a whole number of copies on other nodes, 0 for none"
+            f"replicas={replicas!r} (or DCP_MEM_REPLICAS): give a whole number of copies on other "
+            "nodes, 0 for none"
         )
     return Redundancy(copies=replicas)
 
 
 def _failure_domain(given: str | Callable[[], str] | None) -> str:
-    """What fails together with this node: the argument, else $DCP_MEM_FAILURE_DOMAIN, else "" (nothing but the node)."""
+    """Return the argument, else $DCP_MEM_FAILURE_DOMAIN, else "" (the node alone)."""
     domain = given() if callable(given) else given
     if domain is None:
         domain = os.environ.get("DCP_MEM_FAILURE_DOMAIN", "")
     if not isinstance(domain, str):
         raise ConfigError(
-            f"failure_domain={domain!r}: give a text, such as the name of the rack, or a callable that returns one"
+            f"failure_domain={domain!r}: give a text, such as the name of the rack, or a callable "
+            "that returns one"
         )
     return domain
 
 
-def _seconds(variable: str, default: float) -> float:
+def _seconds_from(variable: str, default: float) -> float:
+    """Return the seconds that an environment variable gives."""
     text = os.environ.get(variable) or str(default)
     try:
         seconds = float(text)
@@ -171,36 +230,69 @@ def _seconds(variable: str, default: float) -> float:
     return seconds
 
 
-def _limit(argument: str, given: int | str | None) -> int | None:
-    """Bytes that the argument says, else its variable; None where neither is given."""
+def _bytes_or_none(argument: str, given: int | str | None) -> int | None:
+    """Return the bytes of an argument, else of its environment variable, else None."""
     limit = given if given is not None else os.environ.get(f"DCP_MEM_{argument.upper()}") or None
     return None if limit is None else parse_bytes(limit, argument)
 
 
 def parse_bytes(size: int | str, argument: str) -> int:
-    """Bytes of a number or of a text like "64GiB" or "1.5 GB". Raises ConfigError."""
+    """Return the bytes of a number, or of a text such as "64GiB" or "1.5 GB".
+
+    Args:
+        size: The number or text.
+        argument: Its name, for the error.
+
+    Raises:
+        ConfigError: It is no such number or text.
+    """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    match = (
+        re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
+        if isinstance(size, str)
+        else None
+    )
     nbytes = int(float(match[1]) * _UNITS.get(match[2].lower(), 0)) if match is not None else 0
     if not nbytes:
         raise ConfigError(f"{argument}={size!r}: give bytes, or a text such as '64GiB' or '500MB'")
     return nbytes
 
 
-def memory_root(memory: str | os.PathLike[str] | None) -> str:
-    """The memory root: the argument, else $DCP_MEM_ROOT, else /dev/shm/dcp_mem-<uid>."""
-    root = _text("memory", memory) if memory is not None else os.environ.get("DCP_MEM_ROOT", "")
-    return os.path.abspath(root or f"/dev/shm/dcp_mem-{os.getuid()}")  # noqa: S108 (made private, or refused)
+def memory_root_path(memory_root: str | os.PathLike[str] | None) -> str:
+    """Return the memory root: the argument, else $DCP_MEM_ROOT, else /dev/shm/dcp_mem-<uid>.
+
+    Args:
+        memory_root: An absolute or relative path; None takes the environment's or the default.
+
+    Raises:
+        ConfigError: The argument is no path.
+    """
+    root = (
+        _text("memory_root", memory_root)
+        if memory_root is not None
+        else os.environ.get("DCP_MEM_ROOT", "")
+    )
+    return os.path.abspath(root or f"/dev/shm/dcp_mem-{os.getuid()}")  # noqa: S108 (private)
 
 
 def root_url(path: str | os.PathLike[str] | None) -> str | None:
-    """The job's root: a plain path made absolute, or a URL whose protocol can be used here. Raises ConfigError."""
+    """Return the job's root: a path made absolute, or a URL whose protocol can be used here.
+
+    Args:
+        path: A directory or an fsspec URL; None for a job without storage, and returned as it is.
+
+    Raises:
+        ConfigError: It is no path or URL, has a secret in it, or needs a package that is missing.
+    """
     if path is None:
         return None
     text = _text("path", path)
     if not text.strip():
-        raise ConfigError(f"path={path!r}: give a directory, an fsspec URL such as 'abfs://container/run', or None")
+        raise ConfigError(
+            f"path={path!r}: give a directory, an fsspec URL such as 'abfs://container/run', or "
+            "None"
+        )
     protocol, separator, rest = text.partition("://")
     if not separator:
         return os.path.abspath(os.path.expanduser(text))
@@ -208,26 +300,33 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
         return os.path.abspath(rest)
     if _SECRET_IN_URL.search(rest):
         raise ConfigError(
-            f"path={protocol}://… holds a password or a signature, which would end up in logs and file names: give it as "
+            f"path={protocol}://… holds a password or a signature, which would end up in logs and "
+            "file names: give it as "
             f"storage_options= or in the environment"
         )
     if not rest.strip("/"):
-        raise ConfigError(f"path={text!r}: a bucket, container or directory is missing after {protocol}://")
+        raise ConfigError(
+            f"path={text!r}: a bucket, container or directory is missing after {protocol}://"
+        )
     _check_protocol(protocol, text)
     return text.rstrip("/")
 
 
 def _text(argument: str, value: Any) -> str:
+    """Return the text of a string or path; raise ConfigError for anything else."""
     try:
         text = os.fspath(value)
     except TypeError:
         text = None
     if not isinstance(text, str):
-        raise ConfigError(f"{argument}={value!r}: give a text or a path, not a {type(value).__name__}")
+        raise ConfigError(
+            f"{argument}={value!r}: give a text or a path, not a {type(value).__name__}"
+        )
     return text
 
 
 def _check_protocol(protocol: str, text: str) -> None:
+    """Raise ConfigError unless fsspec can use this protocol here."""
     from fsspec.registry import get_filesystem_class, known_implementations, registry
 
     outermost = protocol.split("::")[-1]
@@ -235,35 +334,69 @@ def _check_protocol(protocol: str, text: str) -> None:
         return
     known = known_implementations.get(outermost)
     if known is None:
-        raise ConfigError(f"path={text!r}: fsspec knows no protocol {outermost!r} (is it a typing error?)")
+        raise ConfigError(
+            f"path={text!r}: fsspec knows no protocol {outermost!r} (is it a typing error?)"
+        )
     package = str(known["class"]).split(".")[0]
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"path={text!r}: {outermost}:// needs the Python package {package!r}: pip install {package}")
-    if package == "fsspec":  # cheap to import, and has needs of its own
+        raise ConfigError(
+            f"path={text!r}: {outermost}:// needs the Python package {package!r}: pip install "
+            f"{package}"
+        )
+    if package == "fsspec":  # its own file systems are cheap to import, and may need packages
         try:
             get_filesystem_class(outermost)
         except ImportError as error:
-            raise ConfigError(f"path={text!r}: {outermost}:// can't be used here: {error}") from None
+            raise ConfigError(
+                f"path={text!r}: {outermost}:// can't be used here: {error}"
+            ) from None
 
 
 def job_name(job: str | None, url: str | None) -> str:
-    """Name of the job's memory directory: as given, else from the URL, else from the launcher's run id. Raises ConfigError."""
+    """Return the name of the job's memory directory.
+
+    It is the argument, else made from the URL, else from the launcher's run id.
+
+    Args:
+        job: The job's name as given; None makes one from the URL or the launcher's run id.
+        url: The job's root as `root_url` returns it; None for a job without storage.
+
+    Raises:
+        ConfigError: The argument is no such name, or there is nothing to make one from.
+    """
     if job is not None:
         if not _NAME.fullmatch(_text("job", job)) or len(job) > 128:
-            raise ConfigError(f"job={job!r}: use up to 128 letters, digits and _.-=+,@%~: (no slash, no dot in front)")
+            raise ConfigError(
+                f"job={job!r}: use up to 128 letters, digits and _.-=+,@%~: (no slash, no dot in "
+                "front)"
+            )
         return job
     if url is not None:
-        readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", url.rstrip("/").rsplit("/", 1)[-1]).strip(".-")[:48] or "job"
+        readable = (
+            re.sub(r"[^A-Za-z0-9_.-]+", "-", url.rstrip("/").rsplit("/", 1)[-1]).strip(".-")[:48]
+            or "job"
+        )
         return f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
     for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         run = os.environ.get(variable, "")
         if run and run != "none":
             return "run-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", run)[:96]
-    raise ConfigError("memory-only checkpoints (path=None) need a name that a restart finds again: give job='my-run'")
+    raise ConfigError(
+        "memory-only checkpoints (path=None) need a name that a restart finds again: give "
+        "job='my-run'"
+    )
 
 
 def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> str:
-    """The checkpoint's name under the root, from a name, a full path or a full URL. Raises ConfigError."""
+    """Return the checkpoint's name under the root.
+
+    Args:
+        url: The job's root.
+        checkpoint_id: A name, or a full path or URL directly under the root.
+
+    Raises:
+        ConfigError: It is neither.
+    """
     text = _text("checkpoint_id", checkpoint_id)
     name = text
     if url is not None:
@@ -275,14 +408,18 @@ def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> s
     name = name.rstrip("/")
     if not _NAME.fullmatch(name) or len(name) > 200 or name in (HISTORIES, RECOVERIES):
         raise ConfigError(
-            f"checkpoint_id={text!r} is no name under {url or 'the job'}: give a plain name such as 'step-100', or a full "
+            f"checkpoint_id={text!r} is no name under {url or 'the job'}: give a plain name such "
+            "as 'step-100', or a full "
             f"path or URL directly under the root"
         )
     return name
 
 
 def run_identity() -> str:
-    """What the processes of one run have in common and those of another run don't ("" where a launcher tells nothing)."""
+    """Return a text that all processes of one run have in common, and no other run's have.
+
+    "" where the launcher sets none of the variables that it is made from.
+    """
     for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         run = os.environ.get(variable, "")
         if run and run != "none":
@@ -292,7 +429,14 @@ def run_identity() -> str:
 
 
 def checked_step(step: object) -> int | None:
-    """The number of a training step. Raises ConfigError."""
+    """Return the number of a training step, or None.
+
+    Args:
+        step: An integer from 0 up, of any integer type; None stands for no step.
+
+    Raises:
+        ConfigError: It is no number from 0 up.
+    """
     if step is None:
         return None
     try:
@@ -305,7 +449,14 @@ def checked_step(step: object) -> int | None:
 
 
 def checked_metrics(metrics: object) -> dict[str, float]:
-    """Figures by name, as plain numbers. Raises ConfigError."""
+    """Return figures by name, as plain numbers.
+
+    Args:
+        metrics: Names with anything that `float` takes; None stands for no metrics.
+
+    Raises:
+        ConfigError: It is no mapping of names to numbers.
+    """
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -314,7 +465,7 @@ def checked_metrics(metrics: object) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             found[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # a tensor of many says the last
+        except (TypeError, ValueError, RuntimeError):  # the last: of a tensor with several elements
             raise ConfigError(f"metrics: {name!r} is {value!r}, which is no number") from None
         if not isinstance(name, str):
             raise ConfigError(f"metrics: {name!r} is no name; give texts")

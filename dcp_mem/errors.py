@@ -1,7 +1,18 @@
 """Every error that dcp_mem raises, by what the caller can do about it.
 
-All of them derive from `DcpMemError`, carry their facts as plain values and survive pickling: DCP sends
-exceptions from rank to rank, and one that doesn't pickle would hang the others.
+All of them derive from `DcpMemError`, have their arguments as attributes, and survive pickling: DCP
+sends exceptions from rank to rank, and one that doesn't pickle would hang the others.
+
+- Change the arguments or the machine: `ConfigError`, `MemoryRootRefused`, `MemoryUnavailable`,
+  `JobInUse`, `CheckpointExists`.
+- Save less, or give it more room: `MemoryBudgetExceeded`.
+- Wait, or try again: `WaitTimeout`, `CheckpointInUse`, `StorageUnavailable`, `CredentialsExpired`.
+- Mend storage or the network; training can go on: `StorageRefused`, `FlushFailed`,
+  `ReplicationFailed`.
+- Load another checkpoint: `NoRecoverableCheckpoint`, `CheckpointNotFound`, `SegmentCorrupt`,
+  `ManifestInvalid`, `StorageKeyMissing`.
+- Decide whether to trust a checkpoint: `UntrustedMetadata`, `UntrustedObject`.
+- Look at another rank: `RankFailed`.
 """
 
 from __future__ import annotations
@@ -11,9 +22,14 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 class DcpMemError(Exception):
     """Base of everything that dcp_mem raises on purpose."""
+
+
+# -- change the arguments or the machine ----------------------------------------------------------
 
 
 class ConfigError(DcpMemError, ValueError):
@@ -21,7 +37,14 @@ class ConfigError(DcpMemError, ValueError):
 
 
 class MemoryRootRefused(DcpMemError, PermissionError):
-    """The memory root isn't safe to use (someone else's, a symlink, writable by others)."""
+    """The memory root isn't safe to use: it is someone else's, a symlink, or writable by others.
+
+    Give another `memory_root=`, on a tmpfs and reached without symlinks.
+
+    Args:
+        path: The memory root.
+        reason: Why it was refused.
+    """
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -29,13 +52,21 @@ class MemoryRootRefused(DcpMemError, PermissionError):
 
     def __str__(self) -> str:
         return (
-            f"memory root {self.path} refused: {self.reason}. Give memory= (or DCP_MEM_ROOT) a directory of your own, "
+            f"memory root {self.path} refused: {self.reason}. Give memory_root= (or DCP_MEM_ROOT) "
+            "a directory of your own, "
             f"reached without symlinks, on a tmpfs."
         )
 
 
 class MemoryUnavailable(DcpMemError, OSError):
-    """There is no usable tmpfs where the memory root should lie."""
+    """There is no usable tmpfs for the memory root.
+
+    Mount one there, or give another `memory_root=`.
+
+    Args:
+        path: The memory root.
+        reason: Why it can't be used.
+    """
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -44,14 +75,67 @@ class MemoryUnavailable(DcpMemError, OSError):
     def __str__(self) -> str:
         return (
             f"memory root {self.path} can't be used: {self.reason}. Mount a tmpfs there "
-            f"(mount -t tmpfs -o size=…,huge=within_size tmpfs DIR), or give memory= a directory on one."
+            "(mount -t tmpfs -o size=…,huge=within_size tmpfs DIR), or give memory_root= a "
+            "directory on one."
         )
 
 
-class MemoryBudgetExceeded(DcpMemError, MemoryError):
-    """A checkpoint doesn't fit into the memory budget; nothing older was harmed.
+class JobInUse(DcpMemError, BlockingIOError):
+    """Another running process group saves under this job's name on this node.
 
-    needed_bytes: what the save needs on this node; limit_bytes: what it may have.
+    End that run, or give this one another `job=` or path.
+
+    Args:
+        job: The job.
+        holder: The process that holds it.
+    """
+
+    def __init__(self, job: str, holder: str) -> None:
+        super().__init__(job, holder)
+        self.job, self.holder = job, holder
+
+    def __str__(self) -> str:
+        return (
+            f"job {self.job!r} is in use by {self.holder}. End that run, or give this one another "
+            "job= (or path)."
+        )
+
+
+class CheckpointExists(DcpMemError, FileExistsError):
+    """With `overwrite=False`, a checkpoint of this name exists already.
+
+    Choose another checkpoint id, delete the old checkpoint, or pass `overwrite=True`.
+
+    Args:
+        checkpoint: The checkpoint id.
+        where: "memory", or the storage's URL.
+    """
+
+    def __init__(self, checkpoint: str, where: str) -> None:
+        super().__init__(checkpoint, where)
+        self.checkpoint, self.where = checkpoint, where
+
+    def __str__(self) -> str:
+        return (
+            f"checkpoint {self.checkpoint!r} exists already in {self.where} and overwrite=False: "
+            "choose another "
+            f"checkpoint_id, delete the old one, or pass overwrite=True."
+        )
+
+
+# -- save less, or give it more room --------------------------------------------------------------
+
+
+class MemoryBudgetExceeded(DcpMemError, MemoryError):
+    """A checkpoint doesn't fit into the memory budget; no older one was harmed.
+
+    Raise the limit, keep fewer checkpoints, save less often, or choose another `on_full=`; the text
+    says which of these help.
+
+    Args:
+        needed_bytes: What the save needs on this node.
+        limit_bytes: What it may use.
+        what: What was to be stored.
     """
 
     def __init__(self, needed_bytes: int, limit_bytes: int, what: str) -> None:
@@ -61,28 +145,35 @@ class MemoryBudgetExceeded(DcpMemError, MemoryError):
     def __str__(self) -> str:
         if self.needed_bytes <= self.limit_bytes:
             return (
-                f"{self.what}. Storage takes them more slowly than they come: save or persist less often "
-                f"(persist=every(n)), raise keep=, or choose on_full='wait' or 'skip'."
+                f"{self.what}. Storage takes them more slowly than they come: save or persist less "
+                "often "
+                "(persist=every_n_saves(n)), raise keep_memory=, or choose on_full='wait' or "
+                "'skip'."
             )
         return (
-            f"{self.what}: {gib(self.needed_bytes)} needed, {gib(self.limit_bytes)} allowed. Raise memory_limit or the "
-            f"tmpfs size, lower keep=, or choose on_full='skip', or 'wait' where a flush will make room."
+            f"{self.what}: {gib(self.needed_bytes)} needed, {gib(self.limit_bytes)} allowed. Raise "
+            "memory_limit or the "
+            "tmpfs size, lower keep_memory=, or choose on_full='skip', or 'wait' where a flush "
+            "will make room."
         )
 
 
-class JobInUse(DcpMemError, BlockingIOError):
-    """Another live process group saves under this job's name on this node."""
+# -- wait, or try again ---------------------------------------------------------------------------
 
-    def __init__(self, job: str, holder: str) -> None:
-        super().__init__(job, holder)
-        self.job, self.holder = job, holder
 
-    def __str__(self) -> str:
-        return f"job {self.job!r} is in use by {self.holder}. End that run, or give this one another job= (or path)."
+class WaitTimeout(DcpMemError, TimeoutError):
+    """The awaited state wasn't reached in time; the work goes on, and can be waited for again."""
 
 
 class CheckpointInUse(DcpMemError, BlockingIOError):
-    """Somebody reads the checkpoint that was to be deleted."""
+    """A checkpoint that was to be deleted is being read.
+
+    Try again when the reader is done, or pass `force=True`.
+
+    Args:
+        checkpoint: The checkpoint id.
+        where: The storage's URL.
+    """
 
     def __init__(self, checkpoint: str, where: str) -> None:
         super().__init__(checkpoint, where)
@@ -90,15 +181,21 @@ class CheckpointInUse(DcpMemError, BlockingIOError):
 
     def __str__(self) -> str:
         return (
-            f"somebody is reading checkpoint {self.checkpoint!r} in {self.where}: try again when that is done, or pass "
+            f"somebody is reading checkpoint {self.checkpoint!r} in {self.where}: try again when "
+            "that is done, or pass "
             f"force=True (a reader that was killed counts for a day)"
         )
 
 
 class StorageUnavailable(DcpMemError, ConnectionError):
-    """Storage didn't answer, or answered that it can't just now; a retry may help.
+    """Storage didn't answer, or answered that it can't now; trying again later may help.
 
-    retry_after: seconds that storage asked to be left alone for, 0.0 where it didn't say.
+    The agent tries again by itself.
+
+    Args:
+        url: The storage.
+        reason: What happened.
+        retry_after: Seconds for which storage asked for no requests; 0.0 where it didn't say.
     """
 
     def __init__(self, url: str, reason: str, retry_after: float = 0.0) -> None:
@@ -111,11 +208,21 @@ class StorageUnavailable(DcpMemError, ConnectionError):
 
 
 class CredentialsExpired(StorageUnavailable):
-    """Storage takes these credentials no more; with new ones the same request may succeed."""
+    """Storage no longer accepts these credentials; the same request may succeed with new ones."""
+
+
+# -- mend storage or the network; training can go on ----------------------------------------------
 
 
 class StorageRefused(DcpMemError, PermissionError):
-    """Storage said no (credentials, missing bucket, read-only, already there); a retry won't help."""
+    """Storage said no: credentials, missing bucket, read-only, already there. Retrying won't help.
+
+    Change what storage objects to, then try again.
+
+    Args:
+        url: The storage.
+        reason: What it said.
+    """
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(url, reason)
@@ -125,19 +232,15 @@ class StorageRefused(DcpMemError, PermissionError):
         return f"storage {self.url} refused: {self.reason}"
 
 
-class StorageKeyMissing(DcpMemError, FileNotFoundError):
-    """Storage has no object of that name."""
-
-    def __init__(self, url: str, key: str) -> None:
-        super().__init__(url, key)
-        self.url, self.key = url, key
-
-    def __str__(self) -> str:
-        return f"{self.url.rstrip('/')}/{self.key} does not exist"
-
-
 class FlushFailed(DcpMemError):
-    """A checkpoint didn't become durable; it is still in memory unless the text says otherwise."""
+    """A checkpoint didn't become durable; it is still in memory unless the text says otherwise.
+
+    Training can go on; the text says what to mend.
+
+    Args:
+        checkpoint: The checkpoint id.
+        reason: What happened.
+    """
 
     def __init__(self, checkpoint: str, reason: str) -> None:
         super().__init__(checkpoint, reason)
@@ -148,7 +251,15 @@ class FlushFailed(DcpMemError):
 
 
 class ReplicationFailed(DcpMemError):
-    """A checkpoint didn't get its copies on other nodes; on its own nodes it is whole unless the text says otherwise."""
+    """A checkpoint didn't get its copies on other nodes.
+
+    Its own nodes hold all of it unless the text says otherwise. Training can go on; the next
+    checkpoint gets copies of its own.
+
+    Args:
+        checkpoint: The checkpoint id.
+        reason: What happened.
+    """
 
     def __init__(self, checkpoint: str, reason: str) -> None:
         super().__init__(checkpoint, reason)
@@ -158,28 +269,17 @@ class ReplicationFailed(DcpMemError):
         return f"checkpoint {self.checkpoint!r} was not replicated: {self.reason}"
 
 
-class WaitTimeout(DcpMemError, TimeoutError):
-    """The awaited state wasn't reached in time; the work goes on."""
-
-
-class CheckpointExists(DcpMemError, FileExistsError):
-    """overwrite=False and a checkpoint of that name is there already."""
-
-    def __init__(self, checkpoint: str, where: str) -> None:
-        super().__init__(checkpoint, where)
-        self.checkpoint, self.where = checkpoint, where
-
-    def __str__(self) -> str:
-        return (
-            f"checkpoint {self.checkpoint!r} exists already in {self.where} and overwrite=False: choose another "
-            f"checkpoint_id, delete the old one, or pass overwrite=True."
-        )
+# -- load another checkpoint ----------------------------------------------------------------------
 
 
 class NoRecoverableCheckpoint(DcpMemError, FileNotFoundError):
-    """No checkpoint could be proved whole.
+    """No checkpoint could be proved whole, so there is none to load.
 
-    reasons: a line for each candidate that was passed over, newest first.
+    Check that path, job and memory root are those of the writer, or start anew.
+
+    Args:
+        where: Where the checkpoints were looked for.
+        reasons: A line for each candidate that was passed over, newest first.
     """
 
     def __init__(self, where: str, reasons: Sequence[str]) -> None:
@@ -187,18 +287,27 @@ class NoRecoverableCheckpoint(DcpMemError, FileNotFoundError):
         self.where, self.reasons = where, tuple(reasons)
 
     def __str__(self) -> str:
-        nothing = "\n  - nothing was found at all: path=, job= and memory= must be those that the writer was given"
+        nothing = (
+            "\n  - nothing was found at all: path=, job= and memory_root= must be those that the "
+            "writer was given"
+        )
         passed = "".join(f"\n  - {reason}" for reason in self.reasons) or nothing
         return f"no recoverable checkpoint in {self.where}:{passed}"
 
 
 class CheckpointNotFound(NoRecoverableCheckpoint):
-    """The checkpoint that was asked for can't be loaded.
+    """The checkpoint that was asked for can't be loaded; choose one of `available`.
 
-    available: names of those that can.
+    Args:
+        checkpoint: The checkpoint id.
+        where: Where it was looked for.
+        available: Names of the checkpoints that can be loaded, newest first.
+        reasons: Why it can't be loaded.
     """
 
-    def __init__(self, checkpoint: str, where: str, available: Sequence[str], reasons: Sequence[str]) -> None:
+    def __init__(
+        self, checkpoint: str, where: str, available: Sequence[str], reasons: Sequence[str]
+    ) -> None:
         super().__init__(where, reasons)
         self.args = (checkpoint, where, tuple(available), tuple(reasons))
         self.checkpoint, self.available = checkpoint, tuple(available)
@@ -206,26 +315,69 @@ class CheckpointNotFound(NoRecoverableCheckpoint):
     def __str__(self) -> str:
         there = ", ".join(self.available) or "none"
         passed = "".join(f"\n  - {reason}" for reason in self.reasons)
-        return f"checkpoint {self.checkpoint!r} can't be loaded from {self.where} (loadable, newest first: {there}){passed}"
+        return (
+            f"checkpoint {self.checkpoint!r} can't be loaded from {self.where} (loadable, newest "
+            f"first: {there}){passed}"
+        )
 
 
 class SegmentCorrupt(DcpMemError):
-    """Bytes that were read aren't those that were saved."""
+    """Bytes that were read aren't those that were saved.
+
+    A load goes on with another source, or with an older checkpoint, where there is one.
+
+    Args:
+        checkpoint: The checkpoint id.
+        rank: The rank that saved the segment.
+        source: Where the bytes were read: "memory", a node, or the storage's URL.
+        detail: What is wrong.
+    """
 
     def __init__(self, checkpoint: str, rank: int, source: str, detail: str) -> None:
         super().__init__(checkpoint, rank, source, detail)
         self.checkpoint, self.rank, self.source, self.detail = checkpoint, rank, source, detail
 
     def __str__(self) -> str:
-        return f"checkpoint {self.checkpoint!r}, segment of rank {self.rank} in {self.source}: {self.detail}"
+        return (
+            f"checkpoint {self.checkpoint!r}, segment of rank {self.rank} in {self.source}: "
+            f"{self.detail}"
+        )
 
 
 class ManifestInvalid(DcpMemError, ValueError):
-    """A manifest is damaged, or of a format version that this release doesn't know."""
+    """A manifest or catalog is damaged, or of a format version that this release doesn't know.
+
+    Use a newer release if the text says so; otherwise load another checkpoint.
+    """
+
+
+class StorageKeyMissing(DcpMemError, FileNotFoundError):
+    """Storage has no object of this name.
+
+    Args:
+        url: The storage.
+        key: The object's name under it.
+    """
+
+    def __init__(self, url: str, key: str) -> None:
+        super().__init__(url, key)
+        self.url, self.key = url, key
+
+    def __str__(self) -> str:
+        return f"{self.url.rstrip('/')}/{self.key} does not exist"
+
+
+# -- decide whether to trust a checkpoint ---------------------------------------------------------
 
 
 class UntrustedMetadata(DcpMemError):
-    """A `.metadata` pickle names something that no DCP metadata is made of; nothing of it was run."""
+    """A `.metadata` pickle names something that isn't in DCP metadata; nothing of it was run.
+
+    If you trust the checkpoint, load it with torch's own readers and save it again.
+
+    Args:
+        what: What the pickle names.
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -233,15 +385,44 @@ class UntrustedMetadata(DcpMemError):
 
     def __str__(self) -> str:
         return (
-            f"refused to unpickle {self.what}: DCP metadata doesn't contain it. If you trust this checkpoint, load it "
+            f"refused to unpickle {self.what}: DCP metadata doesn't contain it. If you trust this "
+            "checkpoint, load it "
             f"with torch's own FileSystemReader or FsspecReader and save it again."
         )
 
 
-class RankFailed(DcpMemError):
-    """Another rank failed, so this one stopped too.
+class UntrustedObject(DcpMemError):
+    """A byte item holds more than loading with `weights_only=True` admits.
 
-    failures: (rank, text) of each that failed.
+    If you trust the checkpoint, pass `weights_only=False` or admit the item's classes.
+
+    Args:
+        fqn: The item's flattened name.
+        reason: What torch said.
+    """
+
+    def __init__(self, fqn: str, reason: str) -> None:
+        super().__init__(fqn, reason)
+        self.fqn, self.reason = fqn, reason
+
+    def __str__(self) -> str:
+        return (
+            f"{self.fqn} isn't loaded: unpickling it could run code ({self.reason}). If you trust "
+            "whoever wrote the checkpoint, "
+            "pass weights_only=False to dcp_mem.load, or admit its classes by "
+            "torch.serialization.add_safe_globals."
+        )
+
+
+# -- look at another rank -------------------------------------------------------------------------
+
+
+class RankFailed(DcpMemError):
+    """Another rank failed, so this one stopped too; the failed ranks' own logs say more.
+
+    Args:
+        what: What was being done.
+        failures: (rank, text) for each rank that failed.
     """
 
     def __init__(self, what: str, failures: Sequence[tuple[int, str]]) -> None:
@@ -249,11 +430,20 @@ class RankFailed(DcpMemError):
         self.what, self.failures = what, tuple(failures)
 
     def __str__(self) -> str:
-        return f"{self.what} failed: " + "; ".join(f"rank {rank}: {text}" for rank, text in self.failures)
+        return f"{self.what} failed: " + "; ".join(
+            f"rank {rank}: {text}" for rank, text in self.failures
+        )
+
+
+# -- helpers --------------------------------------------------------------------------------------
 
 
 def gib(nbytes: int) -> str:
-    """A size as people read it."""
+    """Return a size as people read it.
+
+    Args:
+        nbytes: The size in bytes; GiB is the largest unit.
+    """
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
@@ -262,25 +452,14 @@ def gib(nbytes: int) -> str:
     raise AssertionError("unreachable")
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class UntrustedObject(DcpMemError):
-    """A byte item holds more than weights_only loading admits."""
-
-    def __init__(self, fqn: str, reason: str) -> None:
-        super().__init__(fqn, reason)
-        self.fqn, self.reason = fqn, reason
-
-    def __str__(self) -> str:
-        return (
-            f"{self.fqn} isn't loaded: unpickling it could run code ({self.reason}). If you trust whoever wrote the checkpoint, "
-            f"pass weights_only=False to dcp_mem.load, or admit its classes by torch.serialization.add_safe_globals."
-        )
-
-
 def picklable(method: F) -> F:
-    """Let only exceptions out that survive pickling: DCP sends them to the other ranks, and another kind hangs those."""
+    """Return the method, such that it only raises exceptions that survive pickling.
+
+    DCP sends exceptions to the other ranks, which would hang on any other.
+
+    Args:
+        method: A method that DCP calls.
+    """
 
     @functools.wraps(method)
     def guarded(*args: Any, **kwargs: Any) -> Any:

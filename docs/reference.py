@@ -1,7 +1,8 @@
-"""Writes docs/api.md from the docstrings: `python docs/reference.py`. Nothing is imported, so no framework has to be there.
+"""Write docs/api.md from the docstrings: `python docs/reference.py`.
 
-What dcp_mem's `__init__` exports, and what the packages for frameworks and trackers do. (griffe2md made 22,000 lines of it, inner
-modules included; pdoc and Sphinx make HTML.)
+The page has what dcp_mem's `__init__` exports, and the integrations. Nothing is imported, so no
+framework has to be installed. (griffe2md made 22,000 lines of it, inner modules included; pdoc and
+Sphinx make HTML.)
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
-PACKAGES = ("adapters", "nebula", "trackers")
+PACKAGES = ("integrations",)
 HEAD = """# API reference
 
 Made from the docstrings by `python docs/reference.py`; a test fails when it is stale.
-Methods that DCP calls, and not you, are left out. How things are used together: [manager.md](manager.md),
-[training-state.md](training-state.md), [storage.md](storage.md), [replication.md](replication.md).
+Methods that DCP calls, and not you, are left out. How things are used together:
+[manager.md](manager.md), [training-state.md](training-state.md), [storage.md](storage.md),
+[replication.md](replication.md).
 """
 
-_ARGUMENT = re.compile(r"(?<=[^\n])\n([\w, ]+: )")
+_SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):")
+_HEADINGS = {"Args": "Arguments", "Attributes": "Attributes", "Returns": "Returns"}
+_HEADINGS |= {"Yields": "Yields", "Raises": "Raises"}
+_ENTRY = re.compile(r"    ([\w\\*`., ]+): (.*)")
+_CODE = re.compile(r"(`[^`]*`)")
 Definition = ast.ClassDef | ast.FunctionDef
 
 
@@ -46,7 +52,7 @@ def _exported(package: str) -> Iterator[str]:
 
 
 def _package(directory: Path) -> Iterator[str]:
-    """What a package lists; where it lists nothing, its modules are there for themselves, and so are its packages.
+    """Yield what a package lists; if it lists nothing, its modules and packages.
 
     Modules beside what is listed are for those who need their extra.
     """
@@ -63,7 +69,11 @@ def _package(directory: Path) -> Iterator[str]:
         elif path.suffix == ".py" and path not in listed and not path.name.startswith("_"):
             tree = _parsed(path)
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            names = [name for name, node in _definitions(tree).items() if not name.startswith("_") and _doc(node)]
+            names = [
+                name
+                for name, node in _definitions(tree).items()
+                if not name.startswith("_") and _doc(node)
+            ]
             if names:
                 yield from _section(module, tree, names, module)
 
@@ -83,7 +93,11 @@ def _section(module: str, tree: ast.Module, names: list[str], prefix: str) -> It
 
 def _members(node: ast.ClassDef) -> Iterator[str]:
     for member in node.body:
-        if isinstance(member, ast.FunctionDef) and not member.name.startswith("_") and ast.get_docstring(member):
+        if (
+            isinstance(member, ast.FunctionDef)
+            and not member.name.startswith("_")
+            and ast.get_docstring(member)
+        ):
             kind = "" if "property" not in _decorators(member) else "property "
             yield f"**{kind}`{_signature(member, member.name)}`**\n"
             yield f"{_prose(_doc(member))}\n"
@@ -93,10 +107,19 @@ def _signature(node: Definition, name: str) -> str:
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(map(ast.unparse, node.bases))
         head = f"class {name}({bases})" if bases else f"class {name}"
-        init = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+        init = next(
+            (
+                one
+                for one in node.body
+                if isinstance(one, ast.FunctionDef) and one.name == "__init__"
+            ),
+            None,
+        )
         if init is not None and "Error" not in bases:
             return f"{head}\n{_signature(init, name)}"
-        fields = [ast.unparse(one) for one in node.body if isinstance(one, (ast.AnnAssign, ast.Assign))]
+        fields = [
+            ast.unparse(one) for one in node.body if isinstance(one, (ast.AnnAssign, ast.Assign))
+        ]
         return "\n    ".join([head + (":" if fields else ""), *fields])
     arguments = ast.parse(ast.unparse(node)).body[0]
     assert isinstance(arguments, ast.FunctionDef)
@@ -126,13 +149,40 @@ def _split(arguments: str) -> Iterator[str]:
 
 
 def _prose(text: str) -> str:
-    """A docstring as Markdown: each argument that it explains begins a line."""
-    return _ARGUMENT.sub(r"  \n\1", text.replace("<", "&lt;").replace("*", "\\*"))
+    """Turn a docstring into Markdown: its sections (Args, Raises, ...) become lists."""
+    parts: list[str] = []
+    section = ""
+    for line in _escaped(text).split("\n"):
+        header, entry = _SECTION.fullmatch(line), _ENTRY.fullmatch(line)
+        if header:
+            section = header[1]
+            parts += [f"{_HEADINGS[section]}:", ""]
+        elif section and not line:
+            parts.append("")
+        elif section and entry and section not in ("Returns", "Yields"):
+            parts.append(f"- `{entry[1].replace(chr(92), '')}`: {entry[2]}")
+        elif section and line.startswith("    "):
+            parts.append(f"  {line.strip()}")
+        else:
+            section = ""
+            parts.append(line)
+    return "\n".join(parts)
+
+
+def _escaped(text: str) -> str:
+    """Escape what Markdown would take for markup, outside of code."""
+    pieces = _CODE.split(text)
+    pieces[::2] = [one.replace("<", "&lt;").replace("*", "\\*") for one in pieces[::2]]
+    return "".join(pieces)
 
 
 def _doc(node: Definition) -> str:
     return ast.get_docstring(node) or next(
-        (ast.get_docstring(one) or "" for one in getattr(node, "body", ()) if getattr(one, "name", "") == "__init__"),
+        (
+            ast.get_docstring(one) or ""
+            for one in getattr(node, "body", ())
+            if getattr(one, "name", "") == "__init__"
+        ),
         "",
     )
 
@@ -142,7 +192,9 @@ def _decorators(node: ast.FunctionDef) -> list[str]:
 
 
 def _definitions(tree: ast.Module) -> dict[str, Definition]:
-    return {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    return {
+        node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    }
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
@@ -152,21 +204,25 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
 
 
 def _listed(tree: ast.Module) -> list[str]:
-    lists = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    lists = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
     return [str(name) for name in ast.literal_eval(lists[0].value)] if lists else []
 
 
 def _rank(module: str) -> tuple[int, str]:
     first = (
         "manager",
-        "app",
+        "functional",
         "writer",
         "reader",
-        "api",
+        "train_state",
         "policy",
         "config",
-        "values",
-        "operating",
+        "common",
+        "operations",
         "flushing",
         "errors",
     )

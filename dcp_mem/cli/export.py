@@ -1,22 +1,40 @@
-"""`dcp-mem export`."""
+"""`dcp-mem export`: write a checkpoint out for other programs."""
 
 from __future__ import annotations
 
 import click
 
-from dcp_mem.cli.options import PATIENCE, Asked, parsed, places_of, subcommand
+from dcp_mem.cli.options import (
+    INTERACTIVE_RETRIES,
+    CommonOptions,
+    open_job_storage,
+    parse_storage_options,
+    searched_places,
+    subcommand,
+)
 from dcp_mem.cli.screen import size
 from dcp_mem.errors import ConfigError
-from dcp_mem.operating.export import Exported, export_dcp, export_files, export_safetensors, export_torch
-from dcp_mem.operating.inventory import find, inventory
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.operations.export import (
+    Exported,
+    export_dcp,
+    export_files,
+    export_safetensors,
+    export_torch,
+)
+from dcp_mem.operations.inventory import find, list_checkpoints
 
 FORMATS = ("dcp", "torch", "safetensors", "files")
-_HELP = """Write a checkpoint out for other programs. One process does it, in far less memory than the checkpoint takes.
+_HELP = """Write a checkpoint out for other programs. One process does it, and needs far less memory
+than the checkpoint takes.
 
-dcp: a DCP directory at TARGET, any path or URL; torch's readers load it. torch: one local file for torch.load, nested as the
-state dict was. safetensors: a local directory in Hugging Face's layout; tensors only. files: a local directory of what was saved
-through Nebula's API or by DeepSpeed, each file for torch.load. What is read from storage is verified.
+\b
+dcp          a DCP directory at TARGET, any path or URL; torch's readers load it
+torch        one local file for torch.load, nested as the state dict was
+safetensors  a local directory in Hugging Face's layout; tensors only
+files        a local directory of the files that were saved through Nebula's
+             API or by DeepSpeed, each for torch.load
+
+What is read from storage is verified.
 
 Examples:
   dcp-mem export s3://ckpts/run-42 step-100 /mnt/nfs/kept/step-100
@@ -30,12 +48,33 @@ Examples:
 @subcommand("export", _HELP)
 @click.argument("checkpoint_id", metavar="ID")
 @click.argument("target")
-@click.option("--format", "kind", type=click.Choice(FORMATS), default="dcp", show_default=True)
-@click.option("--prefix", default="", metavar="TEXT", help="safetensors: only names that begin so; it is taken off.")
-@click.option("--trust", is_flag=True, help="torch: unpickle byte items freely; that may run what they hold.")
-@click.option("--target-option", metavar="KEY=VALUE", multiple=True, help="As --storage-option, for TARGET (dcp).")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(FORMATS),
+    default="dcp",
+    show_default=True,
+    help="What to write; see above.",
+)
+@click.option(
+    "--prefix",
+    default="",
+    metavar="TEXT",
+    help="safetensors: only tensors whose names begin so; the names lose it.",
+)
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="torch: unpickle byte items without restrictions; that may run code in them.",
+)
+@click.option(
+    "--target-option",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="dcp: as --storage-option, for TARGET.",
+)
 def command(
-    asked: Asked,
+    common: CommonOptions,
     checkpoint_id: str,
     target: str,
     kind: str,
@@ -43,24 +82,55 @@ def command(
     trust: bool,
     target_option: tuple[str, ...],
 ) -> int:
+    """Write the checkpoint in the form that is asked for.
+
+    Args:
+        common: The options that all commands have.
+        checkpoint_id: A checkpoint's name or save id.
+        target: Where to write.
+        kind: One of FORMATS.
+        prefix: For safetensors: what the tensors' names begin with; the names lose it.
+        trust: For torch: whether byte items may be unpickled without restrictions.
+        target_option: For dcp: KEY=VALUE texts for the target's storage.
+
+    Raises:
+        ConfigError: The prefix goes with another format.
+    """
     if prefix and kind != "safetensors":
         raise ConfigError("--prefix is for --format safetensors")
-    settings = asked.settings()
-    checkpoint = find(inventory(settings, patience=PATIENCE), checkpoint_id, places_of(settings))
-    storage = None if settings.url is None else open_storage(settings.url, settings.storage_options, PATIENCE)
+    settings = common.settings()
+    checkpoint = find(
+        list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES),
+        checkpoint_id,
+        searched_places(settings),
+    )
+    storage = open_job_storage(settings)
     exported: Exported
     if kind == "dcp":
-        with asked.screen.progress("exporting") as progress:
-            exported = export_dcp(settings, storage, checkpoint, target, parsed(target_option), progress)
+        with common.screen.progress("exporting") as progress:
+            exported = export_dcp(
+                settings,
+                storage,
+                checkpoint,
+                target,
+                parse_storage_options(target_option),
+                progress,
+            )
     elif kind == "torch":
         exported = export_torch(settings, checkpoint, target, trust=trust)
     elif kind == "files":
         exported = export_files(settings, storage, checkpoint, target)
     else:
         exported = export_safetensors(settings, checkpoint, target, prefix=prefix)
-    asked.screen.answer(
-        name=checkpoint.name, format=kind, target=exported.target, files=list(exported.files), bytes=exported.nbytes
+    common.screen.answer(
+        name=checkpoint.name,
+        format=kind,
+        target=exported.target,
+        files=list(exported.files),
+        bytes=exported.nbytes,
     )
     count = f"{len(exported.files)} files" if len(exported.files) > 1 else "1 file"
-    asked.screen.line(f"{checkpoint.name} is in {exported.target}: {count}, {size(exported.nbytes)}")
+    common.screen.line(
+        f"{checkpoint.name} is in {exported.target}: {count}, {size(exported.nbytes)}"
+    )
     return 0

@@ -1,21 +1,24 @@
-"""`dcp-mem flush`."""
+"""`dcp-mem flush`: bring the checkpoints in this node's memory to storage."""
 
 from __future__ import annotations
 
 import click
 from rich.text import Text
 
-from dcp_mem.bar import progress_bar
-from dcp_mem.cli.options import Asked, subcommand
+from dcp_mem.cli.options import CommonOptions, subcommand
 from dcp_mem.cli.screen import shown, size
-from dcp_mem.operating.promote import flush_now, promote
+from dcp_mem.common.progress_bar import progress_bar
+from dcp_mem.operations.flush import flush_now, promote
 
-_HELP = """Bring to storage what is complete in this node's memory, and wait for it.
+_HELP = """Bring the complete checkpoints in this node's memory to storage, and wait until they are
+there.
 
-That is what the job meant for storage and its agent hasn't put there yet: after a crash, say, or before the node goes away. The
-agent does it, with the credentials of this shell. Checkpoints that were saved to stay in memory (persist=False, or between
-every(n)) are left alone unless --all. Where several nodes hold a checkpoint, run it on each of them: storage has it once all
-have put their part. Exits with 1 where something didn't get there.
+These are the checkpoints that the job meant for storage and that its agent hasn't put there yet:
+after a crash, or before the node goes away. The agent does it, with the credentials of this shell.
+Checkpoints that were saved to stay in memory (persist=False, or between every_n_saves(n)) are left
+alone unless --all is given. Where several nodes hold a checkpoint, run the command on each of them:
+storage has the checkpoint once all nodes have put their part. Exit code 1 if a checkpoint didn't
+get there.
 
 Examples:
   dcp-mem flush s3://ckpts/run-42
@@ -26,29 +29,52 @@ Examples:
 
 
 @subcommand("flush", _HELP)
-@click.option("--all", "is_all", is_flag=True, help="Also what was saved to stay in memory.")
-@click.option("--newest", metavar="N", type=click.IntRange(min=1), help="With --all: only the newest N of that.")
-@click.option("--timeout", metavar="SECONDS", type=float, help="Wait no longer; the agent goes on.")
-def command(asked: Asked, is_all: bool, newest: int | None, timeout: float | None) -> int:
-    settings = asked.settings()
+@click.option("--all", "is_all", is_flag=True, help="Also flush what was saved to stay in memory.")
+@click.option(
+    "--newest",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="With --all: only the newest N of these.",
+)
+@click.option(
+    "--timeout", metavar="SECONDS", type=float, help="Stop waiting then; the agent goes on."
+)
+def command(common: CommonOptions, is_all: bool, newest: int | None, timeout: float | None) -> int:
+    """Flush and print the outcome of each checkpoint; return 1 if one didn't get to storage.
+
+    Args:
+        common: The options that all commands have.
+        is_all: Whether to flush what was saved to stay in memory as well.
+        newest: How many of these, from the newest on; None for all.
+        timeout: Seconds to wait; None for as long as there is hope.
+
+    Raises:
+        UsageError: `newest` without `is_all`.
+    """
+    settings = common.settings()
     if newest is not None and not is_all:
         raise click.UsageError("--newest needs --all")
     promoted = promote(settings, newest) if is_all else []
-    with progress_bar(not asked.screen.is_json) as show:
+    with progress_bar(not common.screen.is_json) as show:
         flushed = flush_now(settings, is_promoted=bool(promoted), show=show, timeout=timeout)
-    asked.screen.answer(
+    common.screen.answer(
         promoted=promoted,
         flushed=[
-            {"name": one.name, "save_id": one.save_id, "bytes": one.nbytes, "error": one.error} for one in flushed
+            {"name": one.name, "save_id": one.save_id, "bytes": one.nbytes, "error": one.error}
+            for one in flushed
         ],
     )
-    asked.screen.table(
+    common.screen.table(
         ["NAME", ">SIZE", "OUTCOME"],
         [
-            [one.name, size(one.nbytes), Text(shown(one.error), "red") if one.error else Text("durable", "green")]
+            [
+                one.name,
+                size(one.nbytes),
+                Text(shown(one.error), "red") if one.error else Text("durable", "green"),
+            ]
             for one in flushed
         ],
     )
     if not flushed:
-        asked.screen.note("nothing in this node's memory awaits its flush")
+        common.screen.note("nothing in this node's memory awaits its flush")
     return 1 if any(one.error for one in flushed) else 0

@@ -1,20 +1,23 @@
-"""`dcp-mem gc`."""
+"""`dcp-mem gc`: free memory of dead jobs, and what interrupted saves have left on storage."""
 
 from __future__ import annotations
 
 import click
 from rich.text import Text
 
-from dcp_mem.cli.options import Asked, subcommand
+from dcp_mem.cli.options import CommonOptions, subcommand
 from dcp_mem.cli.screen import Screen, age, shown, size
-from dcp_mem.flushing.leftovers import Leftover
-from dcp_mem.operating.housekeeping import Reclaimed, collect_leftovers, reclaim
+from dcp_mem.flushing.orphans import Orphan
+from dcp_mem.operations.housekeeping import Reclaimed, collect_orphans, reclaim
 
-_HELP = """Give back what nobody needs any more: memory of dead jobs on this node, and what broken-off saves left on storage.
+_HELP = """Free what nobody needs any more: memory of dead jobs on this node, and what interrupted
+saves have left on storage.
 
-Storage is that of ROOT. Only shows what there is, unless --yes. Live jobs, committed checkpoints, and files that aren't
-dcp_mem's are never touched. With ROOT or --job, only that job's memory. Memory whose checkpoints never reached storage, though
-they should have, stays unless --force. A dead job may be one that is about to start again: it has to load from storage then.
+Only lists what there is, unless --yes is given. Live jobs, committed checkpoints and files of other
+programs are never touched. With ROOT or --job, only that job's memory is looked at; only with ROOT,
+its storage. Memory with checkpoints that were meant for storage and never got there stays unless
+--force is given. A dead job may be one that is about to start again: it then has to load from
+storage.
 
 Examples:
   dcp-mem gc                                # dead jobs in this node's memory: only shows them
@@ -25,11 +28,11 @@ _HOUR = 3600.0
 
 
 @subcommand("gc", _HELP, needs_root=False)
-@click.option("--yes", is_flag=True, help="Do it.")
+@click.option("--yes", is_flag=True, help="Free it; without this, only list it.")
 @click.option(
     "--force",
     is_flag=True,
-    help="Also checkpoints that never reached storage: they are lost then.",
+    help="Also free checkpoints that never reached storage; they are lost then.",
 )
 @click.option(
     "--older-than",
@@ -37,31 +40,46 @@ _HOUR = 3600.0
     type=click.FloatRange(min=0),
     default=24.0,
     show_default=True,
-    help="On storage: what nobody has touched for so long.",
+    help="On storage: only what hasn't been touched for so long.",
 )
-def command(asked: Asked, yes: bool, force: bool, older_than: float) -> int:
-    is_of_one = asked.root is not None or asked.job is not None
-    settings = asked.settings() if is_of_one else None
+def command(common: CommonOptions, yes: bool, force: bool, older_than: float) -> int:
+    """Print what can be freed, and free it if that is asked for.
+
+    Args:
+        common: The options that all commands have.
+        yes: Whether to free it; otherwise it is only listed.
+        force: Whether to free what never reached storage as well.
+        older_than: Hours for which files on storage haven't been touched.
+    """
+    is_of_one_job = common.root is not None or common.job is not None
+    settings = common.settings() if is_of_one_job else None
     job = None if settings is None else settings.job
-    memory = reclaim(asked.memory, job=job, force=force, dry_run=not yes)
-    stored: list[Leftover] = []
+    memory = reclaim(common.memory_root, job=job, force=force, dry_run=not yes)
+    stored: list[Orphan] = []
     if settings is not None and settings.url is not None:
-        stored = collect_leftovers(
-            settings.url, older_than=older_than * _HOUR, storage_options=settings.storage_options, dry_run=not yes
+        stored = collect_orphans(
+            settings.url,
+            older_than=older_than * _HOUR,
+            storage_options=settings.storage_options,
+            dry_run=not yes,
         )
-    asked.screen.answer(
+    common.screen.answer(
         done=yes,
         memory=[{"job": one.job, "bytes": one.nbytes, "kept": one.kept} for one in memory],
         storage=[{"key": one.key, "bytes": one.nbytes, "modified": one.modified} for one in stored],
     )
-    _show(asked.screen, memory, stored, yes)
+    _show(common.screen, memory, stored, yes)
     return 0
 
 
-def _show(screen: Screen, memory: list[Reclaimed], stored: list[Leftover], done: bool) -> None:
+def _show(screen: Screen, memory: list[Reclaimed], stored: list[Orphan], done: bool) -> None:
     outcome = "given back" if done else "would be given back"
     rows: list[list[str | Text]] = [
-        [one.job, size(one.nbytes), Text(f"stays: {shown(one.kept)}", "yellow") if one.kept else Text(outcome, "green")]
+        [
+            one.job,
+            size(one.nbytes),
+            Text(f"stays: {shown(one.kept)}", "yellow") if one.kept else Text(outcome, "green"),
+        ]
         for one in memory
     ]
     screen.table(["DEAD JOB", ">MEMORY", "OUTCOME"], rows)

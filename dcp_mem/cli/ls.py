@@ -1,4 +1,4 @@
-"""`dcp-mem ls`."""
+"""`dcp-mem ls`: list checkpoints or jobs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from dcp_mem.cli.options import PATIENCE, Asked, places_of, subcommand
-from dcp_mem.cli.screen import Screen, age, facts_of, figures, size, state, trouble
-from dcp_mem.config import memory_root
-from dcp_mem.operating.inventory import Checkpoint, Job, inventory, jobs
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_places, subcommand
+from dcp_mem.cli.screen import Screen, age, facts_of, figures, problem, size, state
+from dcp_mem.common.values import CheckpointStatus
+from dcp_mem.config import memory_root_path
+from dcp_mem.operations.inventory import Job, list_checkpoints, list_jobs
 
 _HELP = """List a job's checkpoints in this node's memory and on storage, newest first.
 
-Without ROOT and --job: the jobs in this node's memory, and what each has there. Exits with 1 where there is nothing.
+Without ROOT and --job: list the jobs in this node's memory, and what each has there. Exit code 1 if
+there is nothing.
 
 Examples:
   dcp-mem ls s3://ckpts/run-42
@@ -24,22 +26,32 @@ Examples:
 
 
 @subcommand("ls", _HELP, needs_root=False)
-def command(asked: Asked) -> int:
-    if asked.root is None and asked.job is None:
-        return _list_jobs(asked.screen, memory_root(asked.memory))
-    settings = asked.settings()
-    found = inventory(settings, patience=PATIENCE)
-    asked.screen.answer(job=settings.job, root=settings.url, checkpoints=[facts_of(one) for one in found])
-    _show(asked.screen, found)
+def command(common: CommonOptions) -> int:
+    """Print a table of checkpoints, or of all jobs in memory; return 1 if there is nothing.
+
+    Args:
+        common: The options that all commands have.
+    """
+    if common.root is None and common.job is None:
+        return _list_jobs(common.screen, memory_root_path(common.memory_root))
+    settings = common.settings()
+    found = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
+    common.screen.answer(
+        job=settings.job, root=settings.url, checkpoints=[facts_of(one) for one in found]
+    )
+    _show(common.screen, found)
     if not found:
-        asked.screen.note(f"no checkpoints in {places_of(settings)}")
+        common.screen.note(f"no checkpoints in {searched_places(settings)}")
     return 0 if found else 1
 
 
 def _list_jobs(screen: Screen, root: str) -> int:
-    found = jobs(root)
+    found = list_jobs(root)
     screen.answer(
-        memory=root, jobs=[{**_facts(job), "checkpoints": list(map(facts_of, job.checkpoints))} for job in found]
+        memory=root,
+        jobs=[
+            {**_facts(job), "checkpoints": list(map(facts_of, job.checkpoints))} for job in found
+        ],
     )
     for number, job in enumerate(found):
         if number:
@@ -57,7 +69,7 @@ def _facts(job: Job) -> dict[str, object]:
     return {"name": job.name, "is_live": job.is_live, "bytes": job.nbytes, "last_use": job.last_use}
 
 
-def _show(screen: Screen, checkpoints: Sequence[Checkpoint]) -> None:
+def _show(screen: Screen, checkpoints: Sequence[CheckpointStatus]) -> None:
     rows: list[list[str | Text]] = [
         [
             one.name + (f" (rank {one.scope[1:]} alone)" if one.scope else ""),
@@ -67,7 +79,7 @@ def _show(screen: Screen, checkpoints: Sequence[Checkpoint]) -> None:
             size(one.nbytes),
             age(one.created),
             figures(one.metrics),
-            trouble(one),
+            problem(one),
         ]
         for one in checkpoints
     ]

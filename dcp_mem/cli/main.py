@@ -1,4 +1,4 @@
-"""The entry point: finds the command, and makes of every error one sentence and an exit code."""
+"""The entry point: find the command, run it, turn errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -24,27 +24,42 @@ from dcp_mem.errors import (
 _COMMANDS = {
     "ls": "List checkpoints, or the jobs in this node's memory.",
     "show": "Show what a checkpoint consists of.",
-    "verify": "Read every byte of checkpoints and hold it against its checksums.",
+    "verify": "Read every byte of checkpoints and compare it with its checksums.",
     "rm": "Remove checkpoints from memory and storage.",
-    "gc": "Give back what nobody needs: memory of dead jobs, remains of broken-off saves.",
-    "watch": "Follow what lies in this node's memory, and what is on its way to storage.",
-    "report": "Write an HTML page of a job's saves, flushes and recoveries.",
-    "flush": "Bring to storage what is complete in memory, and wait for it.",
-    "doctor": "Check this machine and the storage for what training will need.",
+    "gc": "Free memory of dead jobs, and what interrupted saves have left on storage.",
+    "watch": "Follow a job's checkpoints in memory and on their way to storage.",
+    "report": "Write an HTML page about a job's saves, flushes and recoveries.",
+    "flush": "Bring complete checkpoints in memory to storage, and wait for that.",
+    "doctor": "Check this machine and the storage for what training needs.",
     "export": "Write a checkpoint out for other programs.",
 }
-"""In the order of the help. Here, since a module that is imported for its help alone may take seconds of torch."""
+"""Commands and their short help, in the order of the help.
+
+The texts stand here because to import all commands would import torch, which takes seconds.
+"""
 
 _WRONG, _USAGE, _STORAGE = 1, 2, 3
+"""Exit codes."""
 
 
 class Commands(click.Group):
-    """Imports a command when it is used."""
+    """The group of all commands; a command's module is imported when the command is used."""
 
     def list_commands(self, context: click.Context) -> list[str]:
+        """Return the names of all commands, in the order of the help.
+
+        Args:
+            context: Ignored.
+        """
         return list(_COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Import a command; return None for a name that is none.
+
+        Args:
+            context: Ignored.
+            name: As on the command line.
+        """
         if name not in _COMMANDS:
             return None
         command = importlib.import_module(f"dcp_mem.cli.{name}").command
@@ -52,33 +67,51 @@ class Commands(click.Group):
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands into the help.
+
+        Args:
+            context: Ignored.
+            formatter: Writes the help.
+        """
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> NoReturn:
-        """Run, and end the process: with 0, 1 (something is wrong), 2 (usage), or 3 (storage can't be used)."""
-        told = list(sys.argv[1:] if args is None else args) or ["--help"]
+        """Run a command, and end the process with its exit code.
+
+        The codes are 0, 1 (something is wrong), 2 (wrong usage) and 3 (storage can't be used).
+
+        Args:
+            args: The command line; by default this process's.
+            more: As in click.
+            options: As in click.
+        """
+        arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:
-            code = super().main(told, *more, **{**options, "standalone_mode": False})
+            code = super().main(arguments, *more, **{**options, "standalone_mode": False})
             sys.stdout.flush()
         except click.exceptions.Abort:
-            _complain(told, "aborted")
+            _print_error(arguments, "aborted")
             sys.exit(_WRONG)
         except click.ClickException as error:
-            _complain(told, error.format_message(), error if isinstance(error, click.UsageError) else None)
+            _print_error(
+                arguments,
+                error.format_message(),
+                error if isinstance(error, click.UsageError) else None,
+            )
             sys.exit(error.exit_code)
-        except BrokenPipeError:  # whoever read this has seen enough
+        except BrokenPipeError:  # the reader, such as head, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(_WRONG)
         except Exception as error:
-            if "--debug" in told:
+            if "--debug" in arguments:
                 raise
             text = (
                 str(error)
                 if isinstance(error, DcpMemError)
                 else f"{type(error).__name__}: {error} (--debug shows where)"
             )
-            _complain(told, text)
+            _print_error(arguments, text)
             sys.exit(_code(error))
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -86,30 +119,42 @@ class Commands(click.Group):
 def _code(error: Exception) -> int:
     if isinstance(error, (StorageUnavailable, StorageRefused)):
         return _STORAGE
-    return _USAGE if isinstance(error, (ConfigError, MemoryRootRefused, MemoryUnavailable)) else _WRONG
+    return (
+        _USAGE if isinstance(error, (ConfigError, MemoryRootRefused, MemoryUnavailable)) else _WRONG
+    )
 
 
-def _complain(told: Sequence[str], message: str, usage: click.UsageError | None = None) -> None:
-    if "--json" in told:
+def _print_error(
+    arguments: Sequence[str], message: str, usage: click.UsageError | None = None
+) -> None:
+    if "--json" in arguments:
         click.echo(json.dumps({"error": message}))
         return
     if usage is not None and usage.ctx is not None:
         click.echo(f"Try '{usage.ctx.command_path} --help'.", err=True)
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True, color=_wants_color(told))
+    click.echo(
+        f"{click.style('error:', fg='red', bold=True)} {message}",
+        err=True,
+        color=_wants_color(arguments),
+    )
 
 
-def _wants_color(told: Sequence[str]) -> bool | None:
-    return False if "--no-color" in told or os.environ.get("NO_COLOR") else None
+def _wants_color(arguments: Sequence[str]) -> bool | None:
+    return False if "--no-color" in arguments or os.environ.get("NO_COLOR") else None
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(__version__, prog_name="dcp-mem")
 def main() -> None:
-    """Look at the checkpoints of a job, and take care of them.
+    """Inspect a job's checkpoints, and take care of them.
 
-    ROOT is the job's URL or directory on storage, as its MemoryStorageWriter gets it. Memory is that of this node.
+    ROOT is the job's URL or directory on storage, as its MemoryStorageWriter gets it; "-"
+    stands for none. Memory is the memory of this node.
 
-    Exit codes: 0 fine, 1 something is wrong (damage, nothing there), 2 usage, 3 storage can't be used.
+    Exit codes: 0 all is well, 1 something is wrong (damage, or nothing found), 2 wrong usage,
+    3 storage can't be used.
     """
 
 

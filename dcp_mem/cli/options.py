@@ -1,4 +1,4 @@
-"""Arguments that all commands have in common, parsed once."""
+"""The arguments and options that all commands have in common."""
 
 from __future__ import annotations
 
@@ -13,74 +13,88 @@ from typing import Any
 import click
 
 from dcp_mem.cli.screen import Screen
+from dcp_mem.common.log import log
 from dcp_mem.config import Settings, settings
 from dcp_mem.errors import ConfigError
-from dcp_mem.events import log
-from dcp_mem.storage.patient import Patience
+from dcp_mem.storage import Storage
+from dcp_mem.storage.retry import RetryPolicy
+from dcp_mem.storage.routes import open_storage
 
-PATIENCE = Patience(tries=4, longest_pause=4.0, deadline=30.0)
-"""Somebody sits before it."""
+INTERACTIVE_RETRIES = RetryPolicy(tries=4, longest_pause_seconds=4.0, deadline_seconds=30.0)
+"""How long commands wait for storage: a person is waiting for the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What every command is given. storage_options may hold secrets, so they stay out of repr."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions:
+    """What every command is given.
+
+    Attributes:
+        screen: Where the answer goes.
+        root: The job's URL or directory; None where there is none.
+        memory_root: As given; None for the default.
+        job: As given; None for the name that is made from the root.
+        storage_options: For the storage; not in repr, because they may hold secrets.
+    """
 
     screen: Screen
     root: str | None
-    memory: str | None
+    memory_root: str | None
     job: str | None
     storage_options: dict[str, Any] = field(repr=False)
 
     def settings(self) -> Settings:
-        """The job that is meant. Raises ConfigError where nothing says which."""
+        """Return the settings of the job that is meant.
+
+        Raises:
+            ConfigError: Neither a root nor a job is given.
+        """
         if self.root is None and self.job is None:
             raise ConfigError(
-                "say which job: give its ROOT on storage, or --job and nothing else for one that is in memory only"
+                "say which job: give its ROOT on storage, or --job and nothing else for one that "
+                "is in memory only"
             )
-        return settings(self.root, memory=self.memory, job=self.job, storage_options=self.storage_options)
+        return settings(
+            self.root,
+            memory_root=self.memory_root,
+            job=self.job,
+            storage_options=self.storage_options,
+        )
 
 
-def places_of(chosen: Settings) -> str:
-    """Where a job's checkpoints are looked for, for error texts."""
+def open_job_storage(chosen: Settings) -> Storage | None:
+    """Open the job's storage; return None for a job without a URL.
+
+    Args:
+        chosen: The job's settings.
+    """
+    if chosen.url is None:
+        return None
+    return open_storage(chosen.url, chosen.storage_options, INTERACTIVE_RETRIES)
+
+
+def searched_places(chosen: Settings) -> str:
+    """Return where a job's checkpoints are looked for, for messages.
+
+    Args:
+        chosen: The job's settings.
+    """
     return f"memory (job {chosen.job})" + (f" and {chosen.url}" if chosen.url else "")
 
 
-def subcommand(name: str, help_text: str, *, needs_root: bool = True) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command whose function is given what was `Asked`, and its own options. needs_root: ROOT can't be left out."""
+def subcommand(
+    name: str, help_text: str, *, needs_root: bool = True
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a command of a function that takes `CommonOptions` and its own options.
+
+    Args:
+        name: The command.
+        help_text: Its help: a line, paragraphs, and examples behind "Examples:".
+        needs_root: Whether ROOT must be given.
+    """
 
     def decorate(act: Callable[..., Any]) -> click.Command:
-        @functools.wraps(act)
-        def run(
-            root: str | None = None,
-            memory: str | None = None,
-            job: str | None = None,
-            storage_option: tuple[str, ...] = (),
-            as_json: bool = False,
-            no_color: bool = False,
-            debug: bool = False,
-            **own: Any,
-        ) -> Any:
-            screen = Screen(is_json=as_json, no_color=no_color)
-            with _logging(debug):
-                return act(Asked(screen, None if root == "-" else root, memory, job, parsed(storage_option)), **own)
-
-        for option in (
-            click.option("--debug", is_flag=True, help="Log everything, and show tracebacks."),
-            click.option("--no-color", is_flag=True, help="No colours (as does $NO_COLOR)."),
-            click.option("--json", "as_json", is_flag=True, help="Answer with one JSON object."),
-            click.option(
-                "--storage-option",
-                metavar="KEY=VALUE",
-                multiple=True,
-                help="For fsspec, as in storage_options=; JSON is taken as such. Repeatable. Put secrets into the environment: "
-                "others on this machine see command lines.",
-            ),
-            click.option("--job", metavar="NAME", help="Name of the job in memory, where it isn't made from ROOT."),
-            click.option(
-                "--memory", metavar="DIR", help="The memory root [default: $DCP_MEM_ROOT or /dev/shm/dcp_mem-UID]."
-            ),
-        ):
+        run = functools.wraps(act)(functools.partial(_run, act))
+        for option in _OPTIONS:
             run = option(run)
         run = click.argument("root", required=needs_root)(run)
         first, _, examples = help_text.strip().partition("\n\nExamples:\n")
@@ -90,9 +104,62 @@ def subcommand(name: str, help_text: str, *, needs_root: bool = True) -> Callabl
     return decorate
 
 
+_OPTIONS = (
+    click.option("--debug", is_flag=True, help="Log everything, and show tracebacks of errors."),
+    click.option("--no-color", is_flag=True, help="No colours; the same as setting $NO_COLOR."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of text."),
+    click.option(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        multiple=True,
+        help="For the storage, as in storage_options=; may be JSON, and may be repeated. "
+        "Secrets belong in the environment: others on this machine see command lines.",
+    ),
+    click.option(
+        "--job",
+        metavar="NAME",
+        help="The job's name in memory [default: made from ROOT].",
+    ),
+    click.option(
+        "--memory-root",
+        metavar="DIR",
+        help="The directory in tmpfs [default: $DCP_MEM_ROOT or /dev/shm/dcp_mem-UID].",
+    ),
+)
+"""What every command takes; decorators apply from the last to the first."""
+
+
+def _run(
+    act: Callable[..., Any],
+    /,
+    *,
+    root: str | None = None,
+    memory_root: str | None = None,
+    job: str | None = None,
+    storage_option: tuple[str, ...] = (),
+    as_json: bool = False,
+    no_color: bool = False,
+    debug: bool = False,
+    **own: Any,
+) -> Any:
+    """Run a command with the common options in one value, and its own options as they are."""
+    common = CommonOptions(
+        screen=Screen(is_json=as_json, no_color=no_color),
+        root=None if root == "-" else root,
+        memory_root=memory_root,
+        job=job,
+        storage_options=parse_storage_options(storage_option),
+    )
+    with _logging(debug):
+        return act(common, **own)
+
+
 @contextmanager
 def _logging(is_all: bool) -> Iterator[None]:
-    """What a command has to say it says itself: warnings of the layers below are for training loops."""
+    """Log errors only, or everything.
+
+    Commands print what matters themselves; the warnings of the layers below are for training loops.
+    """
     before = log.level
     if is_all:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
@@ -103,13 +170,22 @@ def _logging(is_all: bool) -> Iterator[None]:
         log.setLevel(before)
 
 
-def parsed(given: tuple[str, ...]) -> dict[str, Any]:
-    """Options for fsspec. Raises ConfigError."""
+def parse_storage_options(given: tuple[str, ...]) -> dict[str, Any]:
+    """Return options for the storage from texts KEY=VALUE, where VALUE may be JSON.
+
+    Args:
+        given: As on the command line.
+
+    Raises:
+        ConfigError: A text isn't of that form.
+    """
     options: dict[str, Any] = {}
     for one in given:
         key, separator, text = one.partition("=")
         if not separator or not key:
-            raise ConfigError(f"option {key!r}: give KEY=VALUE, such as key=minio or client_kwargs='{{…}}'")
+            raise ConfigError(
+                f"option {key!r}: give KEY=VALUE, such as key=minio or client_kwargs='{{…}}'"
+            )
         try:
             options[key] = json.loads(text)
         except ValueError:

@@ -1,4 +1,4 @@
-"""`dcp-mem report`."""
+"""`dcp-mem report`: write an HTML page about a job's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 import click
 
-from dcp_mem.cli.options import PATIENCE, Asked, places_of, subcommand
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_places, subcommand
 from dcp_mem.cli.screen import shown, size
 from dcp_mem.errors import ConfigError
-from dcp_mem.operating.history import History, Totals, history, totals
-from dcp_mem.operating.report import counted, duration, page, troubles_of
+from dcp_mem.operations.history import History, Totals, read_history, totals
+from dcp_mem.operations.report import counted, duration, render_page, troubles_of
 
-_HELP = """Write an HTML page of what became of a job's checkpoints: saves, flushes and recoveries over time, sizes, throughput,
-what saves cost training, and what went wrong.
+_HELP = """Write an HTML page about a job's checkpoints: saves, flushes and recoveries over time,
+sizes, throughput, what saves cost training, and what went wrong.
 
-One file, without scripts, that needs no network. It goes by the histories on storage and in this node's memory; on another node
-than the job's it knows only what became durable. FILE is replaced. Exits with 1 where nothing is known of the job.
+The page is one file without scripts, and needs no network. It is made from the histories on storage
+and in this node's memory; on a node where the job never ran, only what became durable is known. An
+existing FILE is replaced. Exit code 1 if nothing is known of the job.
 
 Examples:
   dcp-mem report s3://ckpts/run-42
@@ -32,28 +33,44 @@ Examples:
 
 @subcommand("report", _HELP, needs_root=False)
 @click.option(
-    "-o", "--output", metavar="FILE", default="report.html", show_default=True, help="Where to; - for standard output."
+    "-o",
+    "--output",
+    metavar="FILE",
+    default="report.html",
+    show_default=True,
+    help="The file to write; - for standard output.",
 )
-def command(asked: Asked, output: str) -> int:
-    settings = asked.settings()
-    if output == "-" and asked.screen.is_json:
+def command(common: CommonOptions, output: str) -> int:
+    """Write the page and print the totals; return 1 if nothing is known of the job.
+
+    Args:
+        common: The options that all commands have.
+        output: The file to write; - for standard output.
+
+    Raises:
+        ConfigError: Both the page and JSON would go to standard output.
+    """
+    settings = common.settings()
+    if output == "-" and common.screen.is_json:
         raise ConfigError("--json answers on standard output too: give -o FILE")
-    found = history(settings, patience=PATIENCE)
-    sums, text = totals(found), page(found).encode()
+    found = read_history(settings, retry_policy=INTERACTIVE_RETRIES)
+    sums, text = totals(found), render_page(found).encode()
     path = _write(output, text)
-    asked.screen.answer(job=found.job, root=found.url, output=path, totals=asdict(sums), **_facts(found))
+    common.screen.answer(
+        job=found.job, root=found.url, output=path, totals=asdict(sums), **_facts(found)
+    )
     if path:
-        asked.screen.line(f"{path}: {_told(sums)} ({size(len(text))})")
+        common.screen.line(f"{path}: {_summary(sums)} ({size(len(text))})")
     is_empty = not found.checkpoints and not found.recoveries
     if is_empty:
-        asked.screen.note(f"nothing is known of checkpoints in {places_of(settings)}")
+        common.screen.note(f"nothing is known of checkpoints in {searched_places(settings)}")
     for trouble in found.troubles:
-        asked.screen.note(shown(trouble))
+        common.screen.note(shown(trouble))
     return 1 if is_empty else 0
 
 
 def _write(output: str, text: bytes) -> str:
-    """Returns the path; "" for standard output."""
+    """Write the page and return its path; "" for standard output."""
     if output == "-":
         sys.stdout.buffer.write(text)
         return ""
@@ -70,16 +87,27 @@ def _write(output: str, text: bytes) -> str:
     return output
 
 
-def _told(sums: Totals) -> str:
-    saves, recoveries = counted(sums.saves, "save", "saves"), counted(sums.recoveries, "recovery", "recoveries")
-    told = f"{saves}, {sums.durable:,} durable, {recoveries}, {sums.failed:,} failed"
-    return told + (f", training blocked for {duration(sums.blocked_seconds)}" if sums.blocked_seconds else "")
+def _summary(sums: Totals) -> str:
+    saves, recoveries = (
+        counted(sums.saves, "save", "saves"),
+        counted(sums.recoveries, "recovery", "recoveries"),
+    )
+    text = f"{saves}, {sums.durable:,} durable, {recoveries}, {sums.failed:,} failed"
+    return text + (
+        f", training blocked for {duration(sums.blocked_seconds)}" if sums.blocked_seconds else ""
+    )
 
 
 def _facts(found: History) -> dict[str, Any]:
     return {
         "recoveries": [
-            {"time": one.time, "name": one.name, "step": one.step, "seconds": one.seconds, "sources": dict(one.sources)}
+            {
+                "time": one.time,
+                "name": one.name,
+                "step": one.step,
+                "seconds": one.seconds,
+                "sources": dict(one.sources),
+            }
             | {"passed_over": list(one.passed_over), "world_size": one.world_size}
             for one in found.recoveries
         ],

@@ -1,4 +1,4 @@
-"""`dcp-mem rm`."""
+"""`dcp-mem rm`: remove checkpoints from memory and from storage."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from dataclasses import dataclass
 import click
 from rich.text import Text
 
-from dcp_mem.cli.options import PATIENCE, Asked, places_of, subcommand
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_places, subcommand
 from dcp_mem.cli.screen import age, shown, size
+from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointInUse, ConfigError
-from dcp_mem.operating.housekeeping import delete, evict
-from dcp_mem.operating.inventory import MEMORY, STORAGE, Checkpoint, find, inventory
+from dcp_mem.operations.housekeeping import delete, evict
+from dcp_mem.operations.inventory import find, list_checkpoints
 
 _HELP = """Remove checkpoints from this node's memory and from storage.
 
-ID: a name, or a save id; all that lies under the name goes. Asks first on a terminal; elsewhere it needs --yes. The newest
-checkpoint that is durable and whole stays unless --force: a restart would have nothing to load. What somebody reads or flushes
-at the moment stays (exit code 1; on storage, --force removes it). On storage, what makes it a checkpoint goes first: broken off,
-the command can be repeated.
+ID is a name or a save id; all that lies under the name is removed. On a terminal the command asks
+first; elsewhere it needs --yes. The newest checkpoint that is durable and whole stays unless
+--force is given: a restart would have nothing to load. A checkpoint that is being read or flushed
+stays (exit code 1); on storage, --force removes it all the same. An interrupted command can be
+repeated: no reader sees what it has left on storage as a checkpoint.
 
 Examples:
   dcp-mem rm s3://ckpts/run-42 step-100 step-200
@@ -31,7 +33,11 @@ Examples:
 
 @dataclass(frozen=True, slots=True)
 class _Removed:
-    """What became of a name. kept: why it is still there ("" if it isn't)."""
+    """What became of a name.
+
+    Attributes:
+        kept: Why it is still there; "" if it is gone.
+    """
 
     name: str
     freed_nbytes: int
@@ -41,53 +47,80 @@ class _Removed:
 @subcommand("rm", _HELP)
 @click.argument("ids", metavar="ID...", nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Don't ask.")
-@click.option("--force", is_flag=True, help="Also the newest durable checkpoint, and what is being read from storage.")
-def command(asked: Asked, ids: tuple[str, ...], yes: bool, force: bool) -> int:
-    settings = asked.settings()
-    there = inventory(settings, patience=PATIENCE)
-    wanted = {find(there, one, places_of(settings)).name for one in ids}
-    chosen = [one for one in there if one.name in wanted]
-    _refuse_the_newest(there, chosen, force)
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also remove the newest durable checkpoint, and what is being read from storage.",
+)
+def command(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool) -> int:
+    """Remove the checkpoints; return 1 if one stays.
+
+    Args:
+        common: The options that all commands have.
+        ids: The checkpoints' names or save ids.
+        yes: Whether to go ahead without asking.
+        force: Whether to remove the newest durable one, and one that is being read, as well.
+    """
+    settings = common.settings()
+    known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
+    wanted = {find(known, one, searched_places(settings)).name for one in ids}
+    chosen = [one for one in known if one.name in wanted]
+    _refuse_the_newest(known, chosen, force)
     if not yes:
-        _ask(asked, chosen)
-    removed = [_remove(settings, name, [one for one in chosen if one.name == name], force) for name in sorted(wanted)]
-    asked.screen.answer(
-        removed=[{"name": one.name, "freed_bytes": one.freed_nbytes, "kept": one.kept} for one in removed]
+        _ask(common, chosen)
+    removed = [
+        _remove(settings, name, [one for one in chosen if one.name == name], force)
+        for name in sorted(wanted)
+    ]
+    common.screen.answer(
+        removed=[
+            {"name": one.name, "freed_bytes": one.freed_nbytes, "kept": one.kept} for one in removed
+        ]
     )
     for one in removed:
         if one.kept:
-            asked.screen.line(Text(shown(f"{one.name} stays: {one.kept}"), "red"))
+            common.screen.line(Text(shown(f"{one.name} stays: {one.kept}"), "red"))
         else:
-            asked.screen.line(f"{one.name} is gone; {size(one.freed_nbytes)} freed")
+            common.screen.line(f"{one.name} is gone; {size(one.freed_nbytes)} freed")
     return 1 if any(one.kept for one in removed) else 0
 
 
-def _refuse_the_newest(there: list[Checkpoint], chosen: list[Checkpoint], force: bool) -> None:
-    newest = next((one for one in there if one.is_durable), None)
+def _refuse_the_newest(
+    known: list[CheckpointStatus], chosen: list[CheckpointStatus], force: bool
+) -> None:
+    newest = next((one for one in known if one.is_durable), None)
     if newest in chosen and not force:
         assert newest is not None
         raise ConfigError(
-            f"{newest.name} is the newest durable checkpoint of the job: give --force to remove it all the same"
+            f"{newest.name} is the newest durable checkpoint of the job: give --force to remove "
+            f"it all the same"
         )
 
 
-def _ask(asked: Asked, chosen: list[Checkpoint]) -> None:
-    if asked.screen.is_json or not sys.stdin.isatty():
+def _ask(common: CommonOptions, chosen: list[CheckpointStatus]) -> None:
+    if common.screen.is_json or not sys.stdin.isatty():
         raise ConfigError("nobody can be asked here: give --yes to remove them")
     for one in chosen:
-        asked.screen.line(f"{one.name}: {size(one.nbytes)} ({' + '.join(one.places)}), {age(one.created)} old")
+        common.screen.line(
+            f"{one.name}: {size(one.nbytes)} ({' + '.join(one.places)}), {age(one.created)} old"
+        )
     click.confirm("Remove them?" if len(chosen) > 1 else "Remove it?", abort=True)
 
 
-def _remove(settings: Settings, name: str, chosen: list[Checkpoint], force: bool) -> _Removed:
-    """Memory first: what is pending there would be flushed again."""
+def _remove(settings: Settings, name: str, chosen: list[CheckpointStatus], force: bool) -> _Removed:
+    """Remove a name from memory and then from storage.
+
+    Memory comes first: a pending checkpoint in it would be flushed again.
+    """
     freed, kept = 0, ""
     if any(MEMORY in one.places for one in chosen):
         freed, kept = evict(settings, name)
     if not kept and any(STORAGE in one.places for one in chosen):
         assert settings.url is not None
         try:
-            freed += delete(settings.url, name, storage_options=settings.storage_options, force=force)
+            freed += delete(
+                settings.url, name, storage_options=settings.storage_options, force=force
+            )
         except CheckpointInUse as error:
             kept = str(error)
     return _Removed(name, freed, kept)

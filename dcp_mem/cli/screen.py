@@ -1,4 +1,4 @@
-"""What commands print: tables and lines for people, one JSON object for programs."""
+"""Print what commands answer: tables and lines for people, or one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from dcp_mem.bar import moving
+from dcp_mem.common.progress_bar import transfer_text
+from dcp_mem.common.values import CheckpointStatus, State
 from dcp_mem.errors import gib
-from dcp_mem.operating.inventory import Checkpoint
-from dcp_mem.values import State
 
-_WITHOUT_TERMINAL = 1000
-"""Columns: whoever reads a file or a pipe wants lines whole."""
+_WIDTH_OF_FILES = 1000
+"""Columns where the output is no terminal: lines in a file or pipe aren't wrapped."""
 _COLORS = {
     State.DURABLE: "green",
     State.REPLICATED: "cyan",
@@ -34,7 +33,14 @@ _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 class Screen:
-    """Where a command's answer goes. is_json: as one object, which `answer` prints; then `table` and `line` say nothing."""
+    """Where a command's answer goes.
+
+    With `is_json`, only `answer` prints; else all methods but `answer` do.
+
+    Args:
+        is_json: Whether the answer is one JSON object, and nothing else is printed.
+        no_color: Whether to do without colours.
+    """
 
     def __init__(self, *, is_json: bool, no_color: bool) -> None:
         self.is_json = is_json
@@ -42,26 +48,51 @@ class Screen:
         self._errors = _console(sys.stderr, no_color)
 
     def answer(self, **facts: Any) -> None:
+        """Print the facts as one JSON object.
+
+        Args:
+            facts: The object's fields.
+        """
         if self.is_json:
             print(json.dumps(facts, default=_plain, allow_nan=False))
 
     def line(self, text: str | Text = "", style: str = "") -> None:
+        """Print a line.
+
+        Args:
+            text: What to print.
+            style: As in rich; ignored for a `Text`, which has its own.
+        """
         if not self.is_json:
-            self._console.print(text if isinstance(text, Text) else Text(shown(text), style), soft_wrap=True)
+            self._console.print(
+                text if isinstance(text, Text) else Text(shown(text), style), soft_wrap=True
+            )
 
     def note(self, text: str) -> None:
-        """Something beside the answer, on stderr."""
+        """Print a remark that isn't part of the answer on stderr.
+
+        Args:
+            text: The remark.
+        """
         if not self.is_json:
             self._errors.print(Text(shown(text), "dim"), soft_wrap=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-        """Rows below their headings; columns that are empty are left out. A heading that begins with ">" aligns to the right."""
+        """Print rows below their headings, without the columns that are empty.
+
+        Args:
+            columns: Headings; one that begins with ">" aligns its column to the right.
+            rows: A cell for each column.
+        """
         if not self.is_json and rows:
             self._console.print(table_of(columns, rows))
 
     @contextmanager
     def live(self) -> Iterator[Callable[[Sequence[RenderableType]], None]]:
-        """What shows parts below each other, in the place of those that it showed before; off a terminal, behind them."""
+        """Yield a function that shows parts below each other, in place of what it showed before.
+
+        Where standard output is no terminal, each call prints behind the one before.
+        """
         if self.is_json or not self._console.is_terminal:
             yield lambda parts: None if self.is_json else self._console.print(*parts, "", sep="\n")
             return
@@ -70,7 +101,11 @@ class Screen:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Bytes]:
-        """A bar of bytes on stderr, if that is a terminal."""
+        """Show a bar of bytes on stderr, if that is a terminal.
+
+        Args:
+            what: What is under way, for people.
+        """
         progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -85,48 +120,91 @@ class Screen:
 
 
 class Bytes:
-    """A bar: how many of how many bytes."""
+    """A progress bar of bytes.
+
+    Args:
+        progress: The display that the bar belongs to.
+        what: What is under way, for people.
+    """
 
     def __init__(self, progress: Progress, what: str) -> None:
         self._progress = progress
         self._task = progress.add_task(shown(what), total=None, moved="")
 
     def expect(self, what: str, nbytes: int) -> None:
-        """Begin anew, with so many bytes to come."""
+        """Start the bar again.
+
+        Args:
+            what: What stands before the bar.
+            nbytes: The bytes to come.
+        """
         self._progress.reset(self._task, description=shown(what), total=nbytes, moved="")
 
     def add(self, nbytes: int) -> None:
+        """Move the bar on by so many bytes.
+
+        Args:
+            nbytes: Bytes since the last call.
+        """
         self._progress.advance(self._task, nbytes)
         task = self._progress.tasks[0]
-        self._progress.update(self._task, moved=moving(task.completed, task.total, None))
+        self._progress.update(self._task, moved=transfer_text(task.completed, task.total, None))
 
 
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
-    """Rows below their headings, as `Screen.table` has them."""
+    """Return the table that `Screen.table` prints.
+
+    Args:
+        columns: Headings; one that begins with ">" aligns its column to the right.
+        rows: A cell for each column.
+    """
     used = [number for number in range(len(columns)) if any(len(row[number]) for row in rows)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number in used:
         name = columns[number]
         is_last = number == used[-1]
         table.add_column(
-            name.lstrip(">"), justify="right" if name[0] == ">" else "left", no_wrap=not is_last, overflow="fold"
+            name.lstrip(">"),
+            justify="right" if name[0] == ">" else "left",
+            no_wrap=not is_last,
+            overflow="fold",
         )
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(shown(cell)) for cell in map(row.__getitem__, used)))
+        table.add_row(
+            *(
+                cell if isinstance(cell, Text) else Text(shown(cell))
+                for cell in map(row.__getitem__, used)
+            )
+        )
     return table
 
 
 def shown(text: str) -> str:
-    """Text as a terminal may be given it: names come from storage, and could steer it."""
-    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
+    """Return text that is safe to print: names come from storage, and could steer a terminal.
+
+    Args:
+        text: Any text.
+    """
+    return "".join(
+        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text
+    )
 
 
 def size(nbytes: int) -> str:
+    """Return a size for people.
+
+    Args:
+        nbytes: The size in bytes.
+    """
     return gib(nbytes)
 
 
 def age(moment: float) -> str:
-    """How long ago that was, as people say it; "" where nobody knows."""
+    """Return how long ago a moment was, for people; "" where it isn't known.
+
+    Args:
+        moment: Seconds since the epoch; 0 where it isn't known.
+    """
     if not moment:
         return ""
     seconds = time.time() - moment
@@ -137,35 +215,67 @@ def age(moment: float) -> str:
 
 
 def moment(seconds: float) -> str:
+    """Return a moment in local time, for people.
+
+    Args:
+        seconds: Seconds since the epoch; 0 where it isn't known.
+    """
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "unknown"
 
 
 def figures(metrics: Mapping[str, float]) -> str:
+    """Return metrics for people.
+
+    Args:
+        metrics: Numbers by name.
+    """
     return ", ".join(f"{name}={value:.4g}" for name, value in metrics.items())
 
 
-def state(checkpoint: Checkpoint) -> Text:
+def state(checkpoint: CheckpointStatus) -> Text:
+    """Return a checkpoint's state for people, coloured.
+
+    Args:
+        checkpoint: What is known of the checkpoint.
+    """
     if checkpoint.problem:
         return Text("damaged", "bold red")
     return colored(checkpoint.state, " (torch's)" if checkpoint.is_foreign else "")
 
 
 def colored(state: State, more: str = "") -> Text:
+    """Return a state in its colour.
+
+    Args:
+        state: The state.
+        more: Text to put behind it.
+    """
     return Text(state.value + more, _COLORS.get(state, ""))
 
 
-def trouble(checkpoint: Checkpoint) -> Text:
-    """What is wrong with it."""
+def problem(checkpoint: CheckpointStatus) -> Text:
+    """Return what is wrong with a checkpoint; "" if nothing.
+
+    Args:
+        checkpoint: What is known of the checkpoint.
+    """
     return Text(shown(checkpoint.problem or checkpoint.error), "red")
 
 
-def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A checkpoint as JSON has it."""
+def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
+    """Return a checkpoint as it is in JSON.
+
+    Args:
+        checkpoint: What is known of the checkpoint.
+    """
     return {
         "name": checkpoint.name,
         "save_id": checkpoint.save_id,
         "step": checkpoint.step,
-        "metrics": {name: value if abs(value) < float("inf") else None for name, value in checkpoint.metrics.items()},
+        "metrics": {
+            name: value if abs(value) < float("inf") else None
+            for name, value in checkpoint.metrics.items()
+        },
         "created": checkpoint.created,
         "bytes": checkpoint.nbytes,
         "world_size": checkpoint.world_size,
@@ -191,5 +301,5 @@ def _console(stream: Any, no_color: bool) -> Console:
         highlight=False,
         markup=False,
         emoji=False,
-        width=None if is_terminal else _WITHOUT_TERMINAL,
+        width=None if is_terminal else _WIDTH_OF_FILES,
     )

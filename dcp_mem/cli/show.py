@@ -1,4 +1,4 @@
-"""`dcp-mem show`."""
+"""`dcp-mem show`: show what a checkpoint consists of."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from dataclasses import asdict
 import click
 from rich.text import Text
 
-from dcp_mem.cli.options import PATIENCE, Asked, places_of, subcommand
+from dcp_mem.cli.options import (
+    INTERACTIVE_RETRIES,
+    CommonOptions,
+    open_job_storage,
+    searched_places,
+    subcommand,
+)
 from dcp_mem.cli.screen import Screen, age, facts_of, figures, moment, size, state
-from dcp_mem.operating.contents import Contents, contents
-from dcp_mem.operating.inventory import Checkpoint, find, inventory
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.common.values import CheckpointStatus
+from dcp_mem.operations.contents import Contents, contents_of
+from dcp_mem.operations.inventory import find, list_checkpoints
 
-_HELP = """Show what a checkpoint consists of: tensors, byte items, segments and the files that describe it.
+_HELP = """Show what a checkpoint consists of: tensors, byte items, segments and the files that
+describe it.
 
-ID is its name, or its save id. No tensor is read.
+ID is the checkpoint's name or its save id. Tensors themselves aren't read.
 
 Examples:
   dcp-mem show s3://ckpts/run-42 step-100
@@ -28,14 +35,35 @@ _MOST = 40
 
 @subcommand("show", _HELP)
 @click.argument("checkpoint_id", metavar="ID")
-@click.option("--all", "is_all", is_flag=True, help=f"All tensors and items, not only the first {_MOST}.")
-def command(asked: Asked, checkpoint_id: str, is_all: bool) -> int:
-    settings = asked.settings()
-    checkpoint = find(inventory(settings, patience=PATIENCE), checkpoint_id, places_of(settings))
-    storage = None if settings.url is None else open_storage(settings.url, settings.storage_options, PATIENCE)
-    inside = contents(settings, storage, checkpoint)
-    asked.screen.answer(**facts_of(checkpoint), **_facts(inside))
-    _show(asked.screen, checkpoint, inside, _MOST if not is_all else max(len(inside.tensors), len(inside.items)))
+@click.option(
+    "--all",
+    "is_all",
+    is_flag=True,
+    help=f"List everything, not only the first {_MOST} of each kind.",
+)
+def command(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
+    """Print what the checkpoint consists of.
+
+    Args:
+        common: The options that all commands have.
+        checkpoint_id: A checkpoint's name or save id.
+        is_all: Whether to list everything, not only the first of each kind.
+    """
+    settings = common.settings()
+    checkpoint = find(
+        list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES),
+        checkpoint_id,
+        searched_places(settings),
+    )
+    storage = open_job_storage(settings)
+    inside = contents_of(settings, storage, checkpoint)
+    common.screen.answer(**facts_of(checkpoint), **_facts(inside))
+    _show(
+        common.screen,
+        checkpoint,
+        inside,
+        _MOST if not is_all else max(len(inside.tensors), len(inside.items)),
+    )
     return 0
 
 
@@ -43,12 +71,13 @@ def _facts(inside: Contents) -> dict[str, object]:
     facts = asdict(inside)
     for kind in ("tensors", "items", "segments"):
         facts[kind] = [
-            {("bytes" if name == "nbytes" else name): value for name, value in one.items()} for one in facts[kind]
+            {("bytes" if name == "nbytes" else name): value for name, value in one.items()}
+            for one in facts[kind]
         ]
     return facts
 
 
-def _show(screen: Screen, checkpoint: Checkpoint, inside: Contents, most: int) -> None:
+def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: int) -> None:
     rows: list[list[str | Text]] = [
         ["name", Text(checkpoint.name, "bold")],
         ["save id", checkpoint.save_id or "none: written by torch"],
@@ -65,36 +94,60 @@ def _show(screen: Screen, checkpoint: Checkpoint, inside: Contents, most: int) -
     for name, value in rows:
         if value:
             screen.line(Text.assemble((f"{name:<10}", "dim"), value))
-    _list(screen, "tensors", len(inside.tensors), most, sum(one.nbytes for one in inside.tensors))
+    _show_items(screen, inside, most)
+    _show_files(screen, inside, most)
+
+
+def _show_items(screen: Screen, inside: Contents, most: int) -> None:
+    _heading(
+        screen, "tensors", len(inside.tensors), most, sum(one.nbytes for one in inside.tensors)
+    )
     screen.table(
         ["NAME", "DTYPE", "SHAPE", ">SHARDS", ">SIZE"],
         [
-            [one.name, one.dtype, " x ".join(map(str, one.shape)) or "scalar", str(one.shards), size(one.nbytes)]
+            [
+                one.name,
+                one.dtype,
+                " x ".join(map(str, one.shape)) or "scalar",
+                str(one.shards),
+                size(one.nbytes),
+            ]
             for one in inside.tensors[:most]
         ],
     )
-    _list(screen, "byte items", len(inside.items), most, sum(one.nbytes for one in inside.items))
+    _heading(screen, "byte items", len(inside.items), most, sum(one.nbytes for one in inside.items))
     screen.table(["NAME", ">SIZE"], [[one.name, size(one.nbytes)] for one in inside.items[:most]])
-    _list(screen, "segments", len(inside.segments), most, sum(one.nbytes for one in inside.segments))
+
+
+def _show_files(screen: Screen, inside: Contents, most: int) -> None:
+    _heading(
+        screen, "segments", len(inside.segments), most, sum(one.nbytes for one in inside.segments)
+    )
     screen.table(
         [">RANK", "NODE", ">SIZE", "WHERE", "FILE"],
         [
-            [str(one.rank), one.node, size(one.nbytes), " + ".join(one.places) or Text("nowhere", "red"), one.file]
+            [
+                str(one.rank),
+                one.node,
+                size(one.nbytes),
+                " + ".join(one.places) or Text("nowhere", "red"),
+                one.file,
+            ]
             for one in inside.segments[:most]
         ],
     )
-    _list(screen, "manifests on storage", len(inside.manifests), most, 0)
+    _heading(screen, "manifests on storage", len(inside.manifests), most, 0)
     for file in inside.manifests[:most]:
         screen.line(file)
 
 
-def _savers(checkpoint: Checkpoint, inside: Contents) -> str:
+def _savers(checkpoint: CheckpointStatus, inside: Contents) -> str:
     if not checkpoint.world_size:
         return ""
     return f"{_count(checkpoint.world_size, 'rank')} on {_count(len(inside.nodes), 'node')}"
 
 
-def _list(screen: Screen, what: str, count: int, most: int, nbytes: int) -> None:
+def _heading(screen: Screen, what: str, count: int, most: int, nbytes: int) -> None:
     if not count:
         return
     total = f", {size(nbytes)}" if nbytes else ""

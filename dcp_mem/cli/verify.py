@@ -1,4 +1,4 @@
-"""`dcp-mem verify`."""
+"""`dcp-mem verify`: compare every byte of checkpoints with its checksums."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from dataclasses import asdict
 import click
 from rich.text import Text
 
-from dcp_mem.cli.options import PATIENCE, Asked, places_of, subcommand
+from dcp_mem.cli.options import (
+    INTERACTIVE_RETRIES,
+    CommonOptions,
+    open_job_storage,
+    searched_places,
+    subcommand,
+)
 from dcp_mem.cli.screen import Screen, shown, size
-from dcp_mem.operating.inventory import find, inventory
-from dcp_mem.operating.verify import Damage, Verified, verify
-from dcp_mem.storage.routes import open_storage
+from dcp_mem.operations.inventory import find, list_checkpoints
+from dcp_mem.operations.verify import Damage, Verified, verify
 
-_HELP = """Read every byte of checkpoints, in this node's memory and on storage, and hold it against its CRC32Cs.
+_HELP = """Read every byte of checkpoints, in this node's memory and on storage, and compare it with
+its CRC32C checksums.
 
-ID: one checkpoint, by name or save id; by default all. Exits with 1 where anything is damaged, and says which MiB of which
-tensor. What lies in memory only has no checksums yet, unless it was copied between nodes: the flush computes them.
+ID is the name or save id of one checkpoint; without it, all are read. Exit code 1 if anything is
+damaged; the command says which MiB of which tensor. A checkpoint that is in memory only has no
+checksums yet, unless it was copied between nodes: the flush computes them.
 
 Examples:
   dcp-mem verify s3://ckpts/run-42
@@ -28,32 +35,49 @@ _MOST = 20
 
 @subcommand("verify", _HELP)
 @click.argument("checkpoint_id", metavar="[ID]", required=False)
-def command(asked: Asked, checkpoint_id: str | None) -> int:
-    settings = asked.settings()
-    there = inventory(settings, patience=PATIENCE)
-    chosen = there if checkpoint_id is None else [find(there, checkpoint_id, places_of(settings))]
-    storage = None if settings.url is None else open_storage(settings.url, settings.storage_options, PATIENCE)
+def command(common: CommonOptions, checkpoint_id: str | None) -> int:
+    """Print a verdict for each checkpoint and place, and all damages; return 1 if there are any.
+
+    Args:
+        common: The options that all commands have.
+        checkpoint_id: A checkpoint's name or save id; None for all checkpoints.
+    """
+    settings = common.settings()
+    known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
+    chosen = (
+        known if checkpoint_id is None else [find(known, checkpoint_id, searched_places(settings))]
+    )
+    storage = open_job_storage(settings)
     results: list[Verified] = []
-    with asked.screen.progress("verifying") as progress:
+    with common.screen.progress("verifying") as progress:
         for checkpoint in chosen:
             results += verify(settings, storage, checkpoint, progress)
     is_damaged = any(result.damages for result in results)
-    asked.screen.answer(is_damaged=is_damaged, results=[_facts(result) for result in results])
-    _show(asked.screen, results)
+    common.screen.answer(is_damaged=is_damaged, results=[_facts(result) for result in results])
+    _show(common.screen, results)
     if not chosen:
-        asked.screen.note(f"no checkpoints in {places_of(settings)}")
+        common.screen.note(f"no checkpoints in {searched_places(settings)}")
     return 1 if is_damaged or not chosen else 0
 
 
 def _facts(result: Verified) -> dict[str, object]:
     facts = asdict(result)
-    facts["checked_bytes"], facts["unchecked_bytes"] = facts.pop("checked_nbytes"), facts.pop("unchecked_nbytes")
+    facts["checked_bytes"], facts["unchecked_bytes"] = (
+        facts.pop("checked_nbytes"),
+        facts.pop("unchecked_nbytes"),
+    )
     return facts
 
 
 def _show(screen: Screen, results: list[Verified]) -> None:
     rows: list[list[str | Text]] = [
-        [result.name, result.place, _verdict(result), size(result.checked_nbytes), result.why_unchecked]
+        [
+            result.name,
+            result.place,
+            _verdict(result),
+            size(result.checked_nbytes),
+            result.why_unchecked,
+        ]
         for result in results
     ]
     screen.table(["NAME", "WHERE", "VERDICT", ">CHECKED", "NOT CHECKED, SINCE"], rows)
@@ -63,7 +87,7 @@ def _show(screen: Screen, results: list[Verified]) -> None:
             where = f"on {result.place}" if result.place == "storage" else f"in {result.place}"
             screen.line(Text(shown(f"{result.name} {where}:"), "bold"))
         for damage in result.damages[:_MOST]:
-            screen.line(f"  {_said(damage)}")
+            screen.line(f"  {_damage_text(damage)}")
         if len(result.damages) > _MOST:
             screen.line(f"  … and {len(result.damages) - _MOST} more (--json has all)")
 
@@ -74,7 +98,7 @@ def _verdict(result: Verified) -> Text:
     return Text("whole", "green") if result.checked_nbytes else Text("not checked", "yellow")
 
 
-def _said(damage: Damage) -> str:
+def _damage_text(damage: Damage) -> str:
     if not damage.file:
         return damage.what
     segment = f"segment of rank {damage.rank} ({damage.file})"

@@ -22,7 +22,7 @@ from dcp_mem.demo.show import detail, heading, show_claims, show_costs, show_rec
 from dcp_mem.demo.workplace import Workplace, forget, workplace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What the command line asked for."""
 
@@ -43,7 +43,7 @@ class Demo:
         self._console = console
 
     def play(self) -> Runs:
-        """All three runs, in order."""
+        """Run all three runs, in order."""
         reference = self._train_undisturbed()
         interrupted = self._train_and_be_killed()
         self._lose_memory()
@@ -81,7 +81,7 @@ class Demo:
         return (
             f"--save-every={self._schedule.save_every}",
             f"--path={self._place.storage}",
-            f"--memory={self._place.memory}",
+            f"--memory-root={self._place.memory}",
         )
 
     def _run(self, name: str, *arguments: str, max_restarts: int = 0) -> Outcome:
@@ -92,7 +92,7 @@ class Demo:
 
 
 def main() -> int:
-    """Play the demo and account for it; returns the exit code."""
+    """Play the demo and account for it; return the exit code."""
     options = parse_options()
     console = Console()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -119,7 +119,7 @@ def introduce(console: Console, options: Options, place: Workplace) -> None:
 
 
 def account(console: Console, runs: Runs, options: Options, seconds: float) -> int:
-    """Show what happened; returns 0 if all of it happened as claimed."""
+    """Show what happened; return 0 if all of it happened as claimed."""
     claims = examine(runs, options.schedule)
     show_costs(console, costs(runs))
     show_recoveries(console, recoveries(runs))
@@ -136,7 +136,7 @@ def leave(signum: int, _frame: FrameType | None) -> None:
 
 
 def parse_options() -> Options:
-    """The command line, as values; leaves with a usage message where they don't fit."""
+    """Parse the command line; exit with a usage message if it doesn't fit."""
     parser = argparse.ArgumentParser(prog="python -m dcp_mem.demo", description=__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--save-every", type=int, default=4)
@@ -146,14 +146,23 @@ def parse_options() -> Options:
     parser.add_argument("--keep-work", action="store_true", help="keep journals, logs, checkpoints")
     given = parser.parse_args()
     if torch.__version__ < "2.7":
-        parser.error(f"the demo shards by FSDP2, which on CPUs takes torch 2.7, and this is {torch.__version__}")
+        parser.error(
+            f"the demo shards by FSDP2, which on CPUs takes torch 2.7, and this is "
+            f"{torch.__version__}"
+        )
     if given.ranks <= KILLED_RANK:
         parser.error(f"--ranks must be at least {KILLED_RANK + 1}: rank {KILLED_RANK} is killed")
     try:
         schedule = Schedule(given.steps, given.save_every)
     except ValueError as error:
         parser.error(str(error))
-    return Options(schedule, given.ranks, given.size, given.path, given.keep_work)
+    return Options(
+        schedule=schedule,
+        ranks=given.ranks,
+        size=given.size,
+        path=given.path,
+        keep_work=given.keep_work,
+    )
 
 
 if __name__ == "__main__":

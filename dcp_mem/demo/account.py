@@ -52,7 +52,7 @@ class Recovery:
     back_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """What the training is, and what checkpointing costs it."""
 
@@ -67,7 +67,12 @@ class Costs:
 
 
 def examine(runs: Runs, schedule: Schedule) -> list[Claim]:
-    """Every claim of the demo; it has succeeded if all of them hold."""
+    """Examine every claim of the demo; it has succeeded if all of them hold.
+
+    Args:
+        runs: The outcomes of the three runs.
+        schedule: Which step is saved, killed and lost.
+    """
     killed, survivor = checkpoint_id(schedule.killed), checkpoint_id(schedule.survivor)
     stored = checkpoint_id(schedule.stored)
     losses = losses_by_step(runs.reference, attempt=0)
@@ -108,7 +113,11 @@ def examine(runs: Runs, schedule: Schedule) -> list[Claim]:
 
 
 def recoveries(runs: Runs) -> list[Recovery]:
-    """The recoveries that took place, in order."""
+    """List the recoveries that took place, in order.
+
+    Args:
+        runs: The outcomes of the three runs.
+    """
     killed_in_save = runs.interrupted.journals[KILLED_RANK]
     killed_at = max(entry.at for entry in killed_in_save if entry.attempt == 0)
     return [
@@ -127,7 +136,11 @@ def _recoveries(outcome: Outcome, cause: str, lost_at: float) -> Iterator[Recove
 
 
 def costs(runs: Runs) -> Costs:
-    """Medians over what rank 0 measured."""
+    """Compute medians of what rank 0 measured.
+
+    Args:
+        runs: The outcomes of the three runs.
+    """
     started = of_kind(runs.reference.journals[0], Started)[0]
     steps = [step.seconds for step in of_kind(runs.reference.journals[0], StepTaken)]
     saved = (runs.interrupted.journals[0], runs.resumed.journals[0])
@@ -146,38 +159,75 @@ def costs(runs: Runs) -> Costs:
 
 
 def ended_in_save(outcome: Outcome, killed: str) -> bool:
-    """Whether the killed rank's first attempt broke off, without a word, in that save."""
+    """Tell whether the killed rank's first attempt ended without a word in that save.
+
+    Args:
+        outcome: What the run recorded.
+        killed: Id of the checkpoint whose save was killed.
+    """
     first = of_attempt(outcome.journals[KILLED_RANK], 0)
     return bool(first) and first[-1].event == SaveBegun(killed)
 
 
 def all_recovered(outcome: Outcome, attempt: int, wanted: str, source: str) -> bool:
-    """Whether every rank loaded that checkpoint, from that source, in that attempt."""
+    """Tell whether every rank loaded that checkpoint, from that source, in that attempt.
+
+    Args:
+        outcome: What the run recorded.
+        attempt: How often torchrun had restarted the ranks by then.
+        wanted: The checkpoint's id.
+        source: Where its bytes came from.
+    """
     found = [of_kind(of_attempt(journal, attempt), Recovered) for journal in outcome.journals]
     return all([(f.checkpoint_id, f.source) for f in rank] == [(wanted, source)] for rank in found)
 
 
 def losses_by_step(outcome: Outcome, attempt: int) -> dict[int, str]:
-    """The bits of the losses that rank 0 recorded in one attempt."""
+    """Return the bits of the losses that rank 0 recorded in one attempt.
+
+    Args:
+        outcome: What the run recorded.
+        attempt: How often torchrun had restarted the ranks by then.
+    """
     steps = of_kind(of_attempt(outcome.journals[0], attempt), StepTaken)
     return {step.step: step.loss for step in steps}
 
 
 def part(losses: dict[int, str], first: int, last: int) -> dict[int, str]:
-    """The losses of steps first to last, both included."""
+    """Return the losses of steps first to last, both included.
+
+    Args:
+        losses: Losses by step.
+        first: First step.
+        last: Last step.
+    """
     return {step: loss for step, loss in losses.items() if first <= step <= last}
 
 
 def final_digests(outcome: Outcome) -> list[str]:
-    """The digests of the state in which a run ended, by rank."""
+    """Return the digests of the state in which a run ended, by rank.
+
+    Args:
+        outcome: What the run recorded.
+    """
     return [of_kind(journal, Finished)[-1].digest for journal in outcome.journals]
 
 
 def of_attempt(entries: Iterable[Entry], attempt: int) -> list[Entry]:
-    """The entries of one attempt."""
+    """Return the entries of one attempt.
+
+    Args:
+        entries: A rank's journal.
+        attempt: How often torchrun had restarted the rank by then.
+    """
     return [entry for entry in entries if entry.attempt == attempt]
 
 
 def of_kind(entries: Iterable[Entry], kind: type[AnyEvent]) -> list[AnyEvent]:
-    """The events of one kind."""
+    """Return the events of one kind.
+
+    Args:
+        entries: A rank's journal, or a part of it.
+        kind: The events' class.
+    """
     return [entry.event for entry in entries if isinstance(entry.event, kind)]

@@ -57,8 +57,8 @@ class SaveReturned:
 class Stored:
     """A checkpoint is on storage; what dcp_mem says of the time it took.
 
-    `stage_seconds` is its part of the time for which the save blocked; `flush_seconds` passed behind
-    the training.
+    `stage_seconds` is its part of the time for which the save blocked; `flush_seconds` passed
+    behind the training.
     """
 
     checkpoint_id: str
@@ -98,19 +98,28 @@ class Entry:
 
 
 def current_attempt() -> int:
-    """How often torchrun has restarted this worker."""
+    """Return how often torchrun has restarted this worker."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class Journal:
-    """Appends events to a file of its own, each whole before the next thing happens."""
+    """Appends events to a file of its own, each whole before the next thing happens.
+
+    Args:
+        directory: Where the run's journals are.
+        rank: The rank's number.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._file = journal_path(directory, rank).open("a", encoding="utf-8")
         self._attempt = current_attempt()
 
     def record(self, event: Event) -> None:
-        """Append an event; a process that is killed right after has still recorded it."""
+        """Append an event; a process that is killed right after has still recorded it.
+
+        Args:
+            event: What has happened.
+        """
         stamp = {"event": type(event).__name__, "attempt": self._attempt, "at": time.time()}
         self._file.write(json.dumps(stamp | asdict(event)) + "\n")
         self._file.flush()
@@ -121,13 +130,23 @@ class Journal:
 
 
 def read_journal(directory: Path, rank: int) -> list[Entry]:
-    """Everything that a rank recorded, in order."""
+    """Read everything that a rank recorded, in order.
+
+    Args:
+        directory: Where the run's journals are.
+        rank: The rank's number.
+    """
     lines = journal_path(directory, rank).read_text(encoding="utf-8").splitlines()
     return [_parse(json.loads(line)) for line in lines]
 
 
 def journal_path(directory: Path, rank: int) -> Path:
-    """Where a rank's journal of one run lies."""
+    """Return the path of a rank's journal of one run.
+
+    Args:
+        directory: Where the run's journals are.
+        rank: The rank's number.
+    """
     return directory / f"rank-{rank}.jsonl"
 
 

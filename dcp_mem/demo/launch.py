@@ -34,7 +34,12 @@ class Outcome:
 
 
 class RunFailedError(Exception):
-    """A run ended in an error that no restart cured."""
+    """A run ended in an error that no restart cured.
+
+    Args:
+        returncode: Of torchrun.
+        log: The file that torchrun's stderr went to.
+    """
 
     def __init__(self, returncode: int, log: Path) -> None:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -43,7 +48,15 @@ class RunFailedError(Exception):
 
 
 def run(launch: Launch, on_line: Callable[[str], None]) -> Outcome:
-    """Run the script to its end, handing on each line that it prints; raises RunFailedError."""
+    """Run the script to its end, passing on each line that it prints; or raise RunFailedError.
+
+    Args:
+        launch: What to run.
+        on_line: Called with each line, without its end.
+
+    Raises:
+        RunFailedError: The run ended in an error that no restart cured.
+    """
     log = launch.records / "torchrun.log"
     begun = time.time()
     with log.open("w", encoding="utf-8") as errors:
@@ -55,7 +68,11 @@ def run(launch: Launch, on_line: Callable[[str], None]) -> Outcome:
 
 
 def command(launch: Launch) -> list[str]:
-    """The command line of torchrun."""
+    """Return the command line of torchrun.
+
+    Args:
+        launch: What to run.
+    """
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"),
         *(f"--nproc-per-node={launch.ranks}", f"--max-restarts={launch.max_restarts}"),
@@ -64,7 +81,11 @@ def command(launch: Launch) -> list[str]:
 
 
 def environment(ranks: int) -> dict[str, str]:
-    """The environment of this process, and what several ranks on one machine need."""
+    """Return this process's environment, and what several ranks on one machine need.
+
+    Args:
+        ranks: How many ranks share this machine.
+    """
     threads = max(1, (os.cpu_count() or 1) // ranks)
     added = {
         "OMP_NUM_THREADS": str(threads),
@@ -83,11 +104,19 @@ def follow(
     errors: int,
     on_line: Callable[[str], None],
 ) -> int:
-    """Run a command, handing on its output line by line; returns its exit code.
+    """Run a command, handing on its output line by line; return its exit code.
 
     The command doesn't outlive the caller: it is terminated when an exception passes through.
+
+    Args:
+        arguments: The command line.
+        variables: The command's environment.
+        errors: File descriptor for its stderr.
+        on_line: Called with each line, without its end.
     """
-    with subprocess.Popen(arguments, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+    with subprocess.Popen(
+        arguments, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:

@@ -10,7 +10,7 @@ from torch.nn import functional
 VOCABULARY: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
     """Shape of the model and of one rank's batch."""
 
@@ -28,7 +28,11 @@ SIZES: Final = {
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each with a residual."""
+    """Causal self-attention and a feed-forward layer, each with a residual.
+
+    Args:
+        size: Shape of the model.
+    """
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -41,6 +45,11 @@ class Block(nn.Module):
         self.feed_out = nn.Linear(4 * size.width, size.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return the block's output, of the same shape as its input.
+
+        Args:
+            hidden: Of shape (rows, context, width).
+        """
         hidden = hidden + self._attend(self.attention_norm(hidden))
         feed: Tensor = self.feed_out(functional.gelu(self.feed_in(self.feed_norm(hidden))))
         return hidden + feed
@@ -55,7 +64,11 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Predicts the next byte of a text."""
+    """Predicts the next byte of a text.
+
+    Args:
+        size: Shape of the model.
+    """
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -66,7 +79,12 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(size.width, VOCABULARY)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of predicting `targets`; byte values of shape (rows, context)."""
+        """Mean cross-entropy of predicting `targets`; byte values of shape (rows, context).
+
+        Args:
+            inputs: Byte values of shape (rows, context).
+            targets: The byte behind each of them, of the same shape.
+        """
         positions = torch.arange(inputs.shape[1])
         hidden = self.byte_embedding(inputs) + self.position_embedding(positions)
         for block in self.blocks:
@@ -76,12 +94,20 @@ class ByteModel(nn.Module):
 
 
 def measure(model: nn.Module) -> tuple[int, int]:
-    """Number of parameters, and bytes of the training state: AdamW keeps two moments of each."""
+    """Count parameters, and bytes of the training state: AdamW keeps two moments each.
+
+    Args:
+        model: Its parameters may be on the meta device.
+    """
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters), 3 * sum(p.nbytes for p in parameters)
 
 
 def state_bytes(size: Size) -> int:
-    """Bytes of the training state of a model of that size, without building one."""
+    """Compute the bytes of the training state of a model of that size, without building one.
+
+    Args:
+        size: Shape of the model.
+    """
     with torch.device("meta"):
         return measure(ByteModel(size))[1]

@@ -17,7 +17,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.save_every < 1 or self.steps < 5 * self.save_every:
             raise ValueError(
-                f"the demo needs at least 5 saves: --steps {self.steps} is less than 5 x --save-every {self.save_every}"
+                f"the demo needs at least 5 saves: --steps {self.steps} is less than "
+                f"5 x --save-every {self.save_every}"
             )
 
     @property
@@ -42,5 +43,9 @@ class Schedule:
 
 
 def checkpoint_id(step: int) -> str:
-    """The id of the checkpoint taken after a step."""
+    """Return the id of the checkpoint taken after a step.
+
+    Args:
+        step: The training step.
+    """
     return f"step-{step}"

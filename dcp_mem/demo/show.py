@@ -12,34 +12,60 @@ MB: Final = 1_000_000
 
 
 def heading(console: Console, text: str) -> None:
-    """A line that opens a part of the story."""
+    """Print a line that opens a part of the story.
+
+    Args:
+        console: Where to print.
+        text: The line.
+    """
     console.print(f"\n{text}", style="bold", markup=False, highlight=False, soft_wrap=True)
 
 
 def detail(console: Console, text: str) -> None:
-    """A line, or several, within a part; taken literally."""
+    """Print a line, or several, within a part; taken literally.
+
+    Args:
+        console: Where to print.
+        text: One or more lines.
+    """
     console.print(indent(text, "  "), markup=False, highlight=False, soft_wrap=True)
 
 
 def milliseconds(seconds: float) -> str:
-    """A duration in milliseconds."""
+    """Format a duration in milliseconds.
+
+    Args:
+        seconds: The duration.
+    """
     return f"{seconds * 1000:.0f} ms"
 
 
 def show_costs(console: Console, costs: Costs) -> None:
-    """What checkpointing cost the training."""
+    """Print what checkpointing cost the training.
+
+    Args:
+        console: Where to print.
+        costs: What the journals say.
+    """
     heading(console, "What it cost")
     state = f"{costs.parameters / 1e6:.1f} M parameters, {costs.state_bytes / MB:.0f} MB of state"
     detail(console, f"model and optimizer   {state}")
     detail(console, f"a training step       {costs.step_seconds:.2f} s (median)")
     saves = f"median of {costs.saves}; the first {milliseconds(costs.first_save_seconds)}"
     detail(console, f"a save held it up     {milliseconds(costs.save_seconds)} ({saves})")
-    detail(console, f"  dcp_mem's part      {milliseconds(costs.stage_seconds)}; torch plans the rest")
+    detail(
+        console, f"  dcp_mem's part      {milliseconds(costs.stage_seconds)}; torch plans the rest"
+    )
     detail(console, f"  flush to storage    {costs.flush_seconds:.2f} s, behind the training")
 
 
 def show_recoveries(console: Console, recoveries: Iterable[Recovery]) -> None:
-    """Where each recovery came from, and how long it took."""
+    """Print where each recovery came from, and how long it took.
+
+    Args:
+        console: Where to print.
+        recoveries: In the order in which they took place.
+    """
     heading(console, "What came back (training again: new processes included)")
     for recovery in recoveries:
         found = recovery.found
@@ -51,7 +77,12 @@ def show_recoveries(console: Console, recoveries: Iterable[Recovery]) -> None:
 
 
 def show_claims(console: Console, claims: Iterable[Claim]) -> None:
-    """What the records bear out, and what they don't."""
+    """Print which claims the records confirm, and which they don't.
+
+    Args:
+        console: Where to print.
+        claims: All of them, true or not.
+    """
     heading(console, "What the records show")
     for claim in claims:
         verdict = "[green]yes[/green]" if claim.holds else "[bold red]NO [/bold red]"

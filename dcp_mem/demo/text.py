@@ -6,7 +6,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-FILE: Final = "as_you_like_it.txt"  # Shakespeare, about 1599: public domain; its source is told in README.md
+FILE: Final = (
+    "as_you_like_it.txt"  # Shakespeare, about 1599: public domain; its source is told in README.md
+)
 RANK_STRIDE: Final = 1_000_003
 
 
@@ -18,10 +20,16 @@ class Text:
         self._bytes = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
 
     def batch(self, step: int, rank: int, rows: int, context: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of one rank at one step, each of shape (rows, context).
+        """Return inputs and targets of one rank at one step, each of shape (rows, context).
 
         A pure function of step and rank, so that a resumed run sees the batches that the
         interrupted one would have seen.
+
+        Args:
+            step: The training step.
+            rank: The rank that gets the batch.
+            rows: Sequences in the batch.
+            context: Bytes in a sequence.
         """
         generator = torch.Generator().manual_seed(step * RANK_STRIDE + rank)
         starts = torch.randint(len(self._bytes) - context, (rows, 1), generator=generator)

@@ -25,13 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dcp_mem import (
-    MemoryStorageReader,
-    MemoryStorageWriter,
-    NoRecoverableCheckpoint,
-    State,
-    faults,
-)
+from dcp_mem import MemoryStorageReader, MemoryStorageWriter, NoRecoverableCheckpoint, State
+from dcp_mem.common import faults
 from dcp_mem.demo import journal
 from dcp_mem.demo.journal import Journal
 from dcp_mem.demo.model import SIZES, ByteModel, Size, measure
@@ -42,7 +37,7 @@ SEED: Final = 1599
 LEARNING_RATE: Final = 3e-4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What one run of the script was asked to do; `save_every` 0 means no checkpoints at all."""
 
@@ -51,13 +46,18 @@ class Options:
     save_every: int
     size: Size
     path: str
-    memory: str
+    memory_root: str
     journal: Path
     kill_in_save: int
 
 
 class TrainingState(Stateful):
-    """Everything that a checkpoint holds: the model, the optimizer and the steps taken."""
+    """Everything that a checkpoint holds: the model, the optimizer and the steps taken.
+
+    Args:
+        model: The model, sharded over all ranks.
+        optimizer: The model's optimizer.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model = model
@@ -65,12 +65,16 @@ class TrainingState(Stateful):
         self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The sharded state, as DCP saves it."""
+        """Return the sharded state, as DCP saves it."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a loaded state."""
+        """Take over a loaded state.
+
+        Args:
+            state_dict: As `state_dict` returns it.
+        """
         set_state_dict(
             self.model,
             self.optimizer,
@@ -95,9 +99,15 @@ def main() -> None:
 
 
 def train_with_checkpoints(training: TrainingState, options: Options, record: Journal) -> None:
-    """Resume where the last run was, train and save; on return all checkpoints are on storage."""
+    """Resume where the last run was, train and save; on return all checkpoints are on storage.
+
+    Args:
+        training: The training's state.
+        options: What the run was asked to do.
+        record: This rank's journal.
+    """
     resume(training, options, record)
-    writer = MemoryStorageWriter(options.path, memory=options.memory)
+    writer = MemoryStorageWriter(options.path, memory_root=options.memory_root)
     train(training, options, record, writer)
     writer.close(flush=True)
     record_stored(writer, record)
@@ -105,10 +115,16 @@ def train_with_checkpoints(training: TrainingState, options: Options, record: Jo
 
 
 def resume(training: TrainingState, options: Options, record: Journal) -> None:
-    """Load the newest checkpoint that is whole, if there is one."""
+    """Load the newest checkpoint that is whole, if there is one.
+
+    Args:
+        training: The training's state.
+        options: What the run was asked to do.
+        record: This rank's journal.
+    """
     if journal.current_attempt() > 0:
         say("torchrun has restarted all ranks")
-    reader = MemoryStorageReader(options.path, memory=options.memory)
+    reader = MemoryStorageReader(options.path, memory_root=options.memory_root)
     begun = time.perf_counter()
     try:
         dcp.load({"training": training}, storage_reader=reader)
@@ -127,7 +143,11 @@ def resume(training: TrainingState, options: Options, record: Journal) -> None:
 
 
 def nothing_to_recover(error: CheckpointException) -> bool:
-    """Whether a load failed on every rank because there is no checkpoint."""
+    """Tell whether a load failed on every rank because there is no checkpoint.
+
+    Args:
+        error: What `dcp.load` raised.
+    """
     return all(isinstance(cause, NoRecoverableCheckpoint) for cause, _ in error.failures.values())
 
 
@@ -137,7 +157,14 @@ def train(
     record: Journal,
     writer: MemoryStorageWriter | None = None,
 ) -> None:
-    """Take the steps that are left, saving every `save_every` of them through the writer."""
+    """Take the steps that are left, saving every `save_every` of them through the writer.
+
+    Args:
+        training: The state to go on from.
+        options: What the run was asked to do.
+        record: This rank's journal.
+        writer: Saves the checkpoints; None for a run without.
+    """
     text = Text()
     for step in range(training.step + 1, options.stop_after + 1):
         begun = time.perf_counter()
@@ -151,7 +178,14 @@ def train(
 
 
 def take_step(training: TrainingState, text: Text, step: int, size: Size) -> float:
-    """One optimizer step; returns the loss averaged over all ranks."""
+    """Take one optimizer step; return the loss averaged over all ranks.
+
+    Args:
+        training: The training's state.
+        text: What the batches are taken from.
+        step: The step's number.
+        size: Shape of the model and of the batch.
+    """
     inputs, targets = text.batch(step, dist.get_rank(), size.rows, size.context)
     loss = training.model(inputs, targets)
     loss.backward()
@@ -162,7 +196,13 @@ def take_step(training: TrainingState, text: Text, step: int, size: Size) -> flo
 
 
 def save(training: TrainingState, writer: MemoryStorageWriter, record: Journal) -> float:
-    """Save a checkpoint; returns the seconds for which training was blocked."""
+    """Save a checkpoint; return the seconds for which training was blocked.
+
+    Args:
+        training: The training's state.
+        writer: The writer of this run.
+        record: This rank's journal.
+    """
     name = checkpoint_id(training.step)
     record.record(journal.SaveBegun(name))
     begun = time.perf_counter()
@@ -173,19 +213,33 @@ def save(training: TrainingState, writer: MemoryStorageWriter, record: Journal) 
 
 
 def record_stored(writer: MemoryStorageWriter, record: Journal) -> None:
-    """Record what became of the saves."""
+    """Record what became of the saves.
+
+    Args:
+        writer: The writer of this run.
+        record: This rank's journal.
+    """
     for found in writer.status():
         if found.state is State.DURABLE:
             record.record(journal.Stored(found.name, found.stage_seconds, found.flush_seconds))
 
 
 def finish(training: TrainingState, record: Journal) -> None:
-    """Record where the run ended and what its state was, bit for bit."""
+    """Record where the run ended and what its state was, bit for bit.
+
+    Args:
+        training: The training's state.
+        record: This rank's journal.
+    """
     record.record(journal.Finished(training.step, digest(training)))
 
 
 def build(size: Size) -> TrainingState:
-    """The model, sharded over all ranks, and its optimizer; the same in every run."""
+    """Make the model, sharded over all ranks, and its optimizer; the same in every run.
+
+    Args:
+        size: Shape of the model.
+    """
     torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -197,14 +251,22 @@ def build(size: Size) -> TrainingState:
 
 
 def average(loss: Tensor) -> float:
-    """The mean of a value over all ranks."""
+    """Compute the mean of a value over all ranks.
+
+    Args:
+        loss: A scalar of this rank.
+    """
     total = loss.double()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def digest(training: TrainingState) -> str:
-    """SHA-256 of this rank's part of the parameters and the optimizer state."""
+    """Compute the SHA-256 of this rank's part of the parameters and the optimizer state.
+
+    Args:
+        training: The training's state.
+    """
     own = hashlib.sha256()
     for parameter in training.model.parameters():
         own.update(local_bytes(parameter))
@@ -214,13 +276,21 @@ def digest(training: TrainingState) -> str:
 
 
 def local_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of this rank's part of a tensor."""
+    """Return the bytes of this rank's part of a tensor.
+
+    Args:
+        tensor: A tensor, or a DTensor.
+    """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def arm_fault(options: Options) -> None:
-    """Have one rank of the first attempt killed in the middle of a save, where that is asked."""
+    """Have one rank of the first attempt killed in the middle of a save, where that is asked.
+
+    Args:
+        options: What the run was asked to do.
+    """
     armed = options.kill_in_save and journal.current_attempt() == 0
     if armed and dist.get_rank() == KILLED_RANK:
         faults.arm(f"stage.copied:kill:{options.kill_in_save}")
@@ -228,7 +298,7 @@ def arm_fault(options: Options) -> None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The process group of all ranks."""
+    """Make the process group of all ranks."""
     dist.init_process_group("gloo")
     try:
         yield
@@ -238,7 +308,11 @@ def process_group() -> Iterator[None]:
 
 @contextmanager
 def recording(options: Options) -> Iterator[Journal]:
-    """The journal of this rank, which also learns of an exception that ends the run."""
+    """Open the journal of this rank, which also learns of an exception that ends the run.
+
+    Args:
+        options: What the run was asked to do.
+    """
     record = Journal(options.journal, dist.get_rank())
     try:
         yield record
@@ -250,20 +324,26 @@ def recording(options: Options) -> Iterator[Journal]:
 
 
 def say(line: str) -> None:
-    """Print a line on rank 0."""
+    """Print a line on rank 0.
+
+    Args:
+        line: Without its end.
+    """
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
 def parse_options() -> Options:
-    """The command line, as values."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="dcp_mem.demo.train", description=__doc__)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--stop-after", type=int, help="end the run early, after this step")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--size", choices=SIZES, default="default")
-    parser.add_argument("--path", default="", help="where checkpoints are stored: a directory or URL")
-    parser.add_argument("--memory", default="", help="memory root")
+    parser.add_argument(
+        "--path", default="", help="where checkpoints are stored: a directory or URL"
+    )
+    parser.add_argument("--memory-root", default="", help="memory root")
     parser.add_argument("--journal", type=Path, required=True, help="directory of the journals")
     parser.add_argument("--kill-in-save", type=int, default=0, help="kill rank 1 in its n-th save")
     given = vars(parser.parse_args())

@@ -23,7 +23,11 @@ class Workplace:
     in_tmpfs: bool
 
     def run_directory(self, run: str) -> Path:
-        """The directory for the journals of a run, made if need be."""
+        """Return the directory for the journals of a run, made if need be.
+
+        Args:
+            run: The run's name.
+        """
         directory = self.records / run
         directory.mkdir(exist_ok=True)
         return directory
@@ -31,9 +35,14 @@ class Workplace:
 
 @contextmanager
 def workplace(storage: str | None, state_bytes: int, keep: bool) -> Iterator[Workplace]:
-    """A fresh workplace; without `storage`, checkpoints are stored in it too, and go with it.
+    """Make a fresh workplace; without `storage`, checkpoints are stored in it and go with it.
 
     Under a given `storage`, the demo adds a directory of its own and leaves it there.
+
+    Args:
+        storage: Directory or URL for stored checkpoints; None for the workplace's own.
+        state_bytes: Bytes of a checkpoint: they decide whether memory is in tmpfs.
+        keep: Whether the workplace stays after the demo.
     """
     with ExitStack() as owned:
         work = Path(tempfile.mkdtemp(prefix=f"dcp_mem-demo-{os.getpid()}-")).resolve()
@@ -50,12 +59,20 @@ def workplace(storage: str | None, state_bytes: int, keep: bool) -> Iterator[Wor
 
 
 def fits_shared_memory(needed_bytes: int) -> bool:
-    """Whether this machine has a tmpfs with that much room; containers often have 64 MiB."""
+    """Tell whether this machine has a tmpfs with that much room; containers often have 64 MiB.
+
+    Args:
+        needed_bytes: The room in bytes.
+    """
     return SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed_bytes
 
 
 def forget(memory: Path) -> None:
-    """Remove a memory root and everything in it, as the loss of the node would."""
+    """Remove a memory root and everything in it, as the loss of the node would.
+
+    Args:
+        memory: The root's path; it need not exist.
+    """
     if memory.exists():
         # Out of the way first: whoever still works in it can't put new files where old ones go.
         shutil.rmtree(memory.rename(memory.with_name(f"{memory.name}.gone")))

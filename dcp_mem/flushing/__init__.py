@@ -1,6 +1,9 @@
-"""From memory to storage: what is next (`flusher`), in which order (`flush`), the nodes' `parts`, the bytes (`uploading`).
+"""The flush: from node memory to storage.
 
-What lost nodes leave undone is done by those that hold copies (`standing_in`).
-
-What it costs is counted and capped in `metering`, and told in `telling`; what attempts leave behind goes in `leftovers`.
+This room may import memory, storage and what lies below them. Read its modules in
+this order: `agent` (the process) and `thread` (the same in the trainer), `loop` (runs the
+scheduler), `registration` (what a job asks for), `scheduler` (which checkpoint is next, retries),
+`commit` (the order that makes a checkpoint durable), `parts` (what each node puts), `takeover` (the
+parts of lost nodes), `upload` (the bytes), `orphans` (what attempts leave behind), `metering`
+(counts and limits), `progress` (what is written down), `retention` (what leaves storage).
 """

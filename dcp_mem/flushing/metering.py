@@ -1,4 +1,4 @@
-"""What a flush is counted and slowed down by."""
+"""What counts a flush, and what slows it down."""
 
 from __future__ import annotations
 
@@ -9,51 +9,75 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
-from dcp_mem.values import Transfer
+from dcp_mem.common.values import Transfer
 
 Stage = Literal["segments", "commit"]
 
-_TELL_EVERY = 0.5
+_REPORT_EVERY = 0.5
+"""Seconds between two reports."""
 _LOOK = 0.2
+"""Longest time, in seconds, until a waiting part notices that it is to stop."""
 
 
 class Meter:
-    """Counts what an attempt at a flush moves, on top of what came of earlier ones. Thread-safe.
-
-    retries: how many requests were repeats, so far, of this attempt and others.
-    tell: told stage and figures once in half a second at most, by whoever counts: it must be quick, and not raise.
-    """
+    """Counts what an attempt at a flush moves, beside what earlier attempts moved. Thread-safe."""
 
     def __init__(
         self,
         before: Transfer | None = None,
         *,
         retries: Callable[[], int] = lambda: 0,
-        tell: Callable[[str, Transfer], None] = lambda stage, transfer: None,
+        report: Callable[[str, Transfer], None] = lambda stage, transfer: None,
     ) -> None:
+        """Begin an attempt.
+
+        Args:
+            before: What came of earlier attempts.
+            retries: Returns how many requests were repeats so far, of this attempt and others.
+            report: Called with stage and figures, every half second at most, by the thread that
+                counts: it must be quick, and not raise.
+        """
         self._lock = threading.Lock()
         self._so_far = before or Transfer()
         self._retries, self._retries_before = retries, retries()
-        self._tell, self._told = tell, time.monotonic()
+        self._report, self._reported = report, time.monotonic()
         self._stage: Stage | None = None
         self._since = 0.0
         self._has_begun = False
 
     def expect(self, nbytes: int, parts: int) -> None:
-        """Note that there is this to move, beside what this attempt knew of, and that storage has none of it yet."""
+        """Add to what this attempt has to move, none of which storage is known to have.
+
+        Args:
+            nbytes: Bytes to move.
+            parts: Parts that they are sent in.
+        """
         with self._lock:
-            known = self._so_far if self._has_begun else replace(self._so_far, nbytes=0, parts=0, stored_nbytes=0)
+            known = (
+                self._so_far
+                if self._has_begun
+                else replace(self._so_far, nbytes=0, parts=0, stored_nbytes=0)
+            )
             self._so_far = replace(known, nbytes=known.nbytes + nbytes, parts=known.parts + parts)
             self._has_begun = True
 
     def find_stored(self, nbytes: int) -> None:
-        """Note that storage has all of this node's bytes since an earlier attempt."""
+        """Note that storage has all of this node's bytes since an earlier attempt.
+
+        Args:
+            nbytes: Bytes of this node's part.
+        """
         with self._lock:
             self._so_far = replace(self._so_far, nbytes=nbytes, stored_nbytes=nbytes)
             self._has_begun = True
 
     def count(self, nbytes: int, *, is_sent: bool) -> None:
-        """Note a part that storage has now, sent by us or known from an earlier attempt."""
+        """Count a part that storage has now, sent by this attempt or by an earlier one.
+
+        Args:
+            nbytes: Bytes of the part.
+            is_sent: Whether this attempt has sent it.
+        """
         with self._lock:
             known = self._so_far
             self._so_far = replace(
@@ -63,16 +87,20 @@ class Meter:
                 sent_parts=known.sent_parts + is_sent,
             )
             now = time.monotonic()
-            is_due = now - self._told >= _TELL_EVERY
+            is_due = now - self._reported >= _REPORT_EVERY
             if is_due:
-                self._told = now
+                self._reported = now
             stage, transfer = self._stage or "", self._at(now)
         if is_due:
-            self._tell(stage, transfer)
+            self._report(stage, transfer)
 
     @contextmanager
     def stage(self, stage: Stage) -> Iterator[None]:
-        """Time what runs meanwhile."""
+        """Time what runs meanwhile, as this stage.
+
+        Args:
+            stage: The stage of the flush.
+        """
         with self._lock:
             self._stage, self._since = stage, time.monotonic()
         try:
@@ -83,7 +111,7 @@ class Meter:
                 self._stage = None
 
     def transfer(self) -> Transfer:
-        """The figures up to now."""
+        """Return the figures up to now, of all attempts."""
         with self._lock:
             return self._at(time.monotonic())
 
@@ -101,7 +129,11 @@ class Meter:
 
 
 class Throttle:
-    """Lets through so many bytes per second, None for as many as come. Thread-safe."""
+    """Lets through so many bytes per second. Thread-safe.
+
+    Args:
+        bytes_per_second: The most to send per second; None for no limit.
+    """
 
     def __init__(self, bytes_per_second: float | None) -> None:
         self._rate = bytes_per_second
@@ -109,7 +141,12 @@ class Throttle:
         self._free_at = 0.0
 
     def wait(self, nbytes: int, stop: threading.Event) -> None:
-        """Wait for this part's turn, or until `stop` is set."""
+        """Wait until a part of so many bytes may be sent, or until `stop` is set.
+
+        Args:
+            nbytes: Bytes of the part.
+            stop: Ends the wait early.
+        """
         if self._rate is None:
             return
         with self._changed:
@@ -121,7 +158,11 @@ class Throttle:
                 self._changed.wait(min(self._free_at - now, _LOOK))
 
     def give_back(self, nbytes: int) -> None:
-        """Have others take the turn of a part that storage turned out to have."""
+        """Return the time of a part that need not be sent: storage turned out to have it.
+
+        Args:
+            nbytes: Bytes of the part.
+        """
         if self._rate is not None:
             with self._changed:
                 self._free_at -= nbytes / self._rate

@@ -1,35 +1,45 @@
-"""What the nodes put of a checkpoint before its commit: each its segments, and then what it knows of them."""
+"""What each node puts of a checkpoint before its commit: its segments, then its node manifest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
-from dcp_mem import faults
+from dcp_mem.common import faults
+from dcp_mem.common.values import Segment
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, StorageKeyMissing
 from dcp_mem.flushing.metering import Meter, Throttle
-from dcp_mem.flushing.uploading import Outgoing, upload_all
+from dcp_mem.flushing.upload import SegmentUpload, upload_all
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest, items_of
 from dcp_mem.memory.catalogs import read_catalog
-from dcp_mem.memory.job import Held
+from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.storage import Storage
-from dcp_mem.values import Segment
 
 
 @dataclass(frozen=True, slots=True)
 class FlushJob:
-    """What a flush works on.
+    """One attempt at flushing one checkpoint.
 
-    lost: nodes that won't do their part any more, so that others do it. damaged: segments whose copies here have turned out
-    damaged; it is added to, and kept from one attempt to the next. was_put: this node's part was there already, and a newer
-    checkpoint is durable.
+    Attributes:
+        checkpoint: In this node's memory.
+        node: Id of this node.
+        storage: The job's root.
+        overwrite: Whether another checkpoint of the name may be replaced.
+        meter: Counts what the attempt moves.
+        throttle: Limits how fast bytes are sent.
+        lost: Ids of nodes that won't put their parts any more, so that others do it.
+        damaged: Segments whose copies here have turned out damaged. The attempt adds to it; it is
+            kept from one attempt to the next.
+        was_put: This node's part was stored by an earlier attempt, and a newer checkpoint is
+            durable.
     """
 
-    held: Held
+    checkpoint: LocalCheckpoint
     node: str
     storage: Storage
+    _: KW_ONLY
     overwrite: bool
     meter: Meter = field(default_factory=Meter)
     throttle: Throttle = field(default_factory=lambda: Throttle(None))
@@ -38,38 +48,52 @@ class FlushJob:
     was_put: bool = False
 
     @property
-    def commits(self) -> bool:
-        """Whether the commit is this node's to make, or anybody's."""
-        return self.held.manifest.committer in {self.node, *self.lost}
+    def may_commit(self) -> bool:
+        """Whether this node is the committer, or the committer is lost."""
+        return self.checkpoint.manifest.committer in {self.node, *self.lost}
 
     def key(self, file: str) -> str:
-        return f"{self.held.name}/{file}"
+        """Return a file's key on storage.
+
+        Args:
+            file: The file's name, without the checkpoint's.
+        """
+        return f"{self.checkpoint.name}/{file}"
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What storage listed of a checkpoint beside its segments: it comes after them."""
+    """What storage has listed under a checkpoint's `.dcp_mem`: which parts are stored."""
 
     manifest: Manifest
     listed: frozenset[str]
 
     def has_node(self, node: str) -> bool:
-        """Whether all segments of the node are there."""
+        """Return whether all segments of the node are stored.
+
+        Args:
+            node: The node's name.
+        """
         return self._has(names.stored_node_manifest(self.manifest.save_id, node))
 
     def has_segment(self, rank: int) -> bool:
-        """Whether the segment was put there in place of its node."""
+        """Return whether another node has put the rank's segment, in a takeover.
+
+        Args:
+            rank: The rank whose segment it is.
+        """
         return self._has(names.stored_segment_table(self.manifest.save_id, rank))
 
     def missing(self) -> list[str]:
-        """Nodes whose part isn't there yet."""
+        """Return the nodes whose part isn't stored yet."""
         return [node for node in self.manifest.nodes if not self.has_node(node)]
 
     def other_attempts(self) -> Iterator[str]:
-        """Save ids of other attempts under the same name that have come to their commit."""
+        """Yield save ids of other attempts under the same name that have come to their commit."""
         for file in self.listed:
             save_id = file.removeprefix("manifest-").removesuffix(".json")
-            if file == names.stored_manifest(save_id).rpartition("/")[2] and save_id != self.manifest.save_id:
+            is_manifest = file == names.stored_manifest(save_id).rpartition("/")[2]
+            if is_manifest and save_id != self.manifest.save_id:
                 yield save_id
 
     def _has(self, key: str) -> bool:
@@ -77,12 +101,25 @@ class Parts:
 
 
 def parts_of(job: FlushJob) -> Parts:
-    return Parts(job.held.manifest, frozenset(entry.name for entry in job.storage.ls(job.key(names.OWN))))
+    """List on storage which parts of the checkpoint are there.
+
+    Args:
+        job: The flush.
+    """
+    listed = job.storage.ls(job.key(names.OWN))
+    return Parts(job.checkpoint.manifest, frozenset(entry.name for entry in listed))
 
 
 def put_part(job: FlushJob) -> None:
-    """Upload this node's segments, and then what it knows of them."""
-    manifest = job.held.manifest
+    """Upload this node's segments, and then its node manifest: it says that all of them are stored.
+
+    Args:
+        job: The flush.
+
+    Raises:
+        StorageUnavailable, StorageRefused, SegmentCorrupt: As `upload_all` does.
+    """
+    manifest = job.checkpoint.manifest
     with job.meter.stage("segments"):
         tables = put_segments(job, manifest.of_node(job.node))
     faults.point("flush.segments")
@@ -94,10 +131,18 @@ def put_part(job: FlushJob) -> None:
 
 
 def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTable]:
-    """Upload segments that lie here; those that storage has whole already are only read for their checksums."""
-    stored, catalog = stored_sizes(job), catalog_of(job.held)
+    """Upload segments that lie here; read those that storage has already for their checksums.
+
+    Args:
+        job: The flush.
+        segments: Segments whose files are in this node's memory.
+
+    Returns:
+        The segments' items with checksums, by file.
+    """
+    stored, catalog = stored_sizes(job), catalog_of(job.checkpoint)
     outgoing = [
-        Outgoing(
+        SegmentUpload(
             segment,
             items_of(catalog.layout(segment.rank), segment.tail),
             job.key(segment.file),
@@ -105,43 +150,73 @@ def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTa
         )
         for segment in segments
     ]
-    return upload_all(job.held.directory, outgoing, job.storage, job.meter, job.throttle)
+    return upload_all(job.checkpoint.directory, outgoing, job.storage, job.meter, job.throttle)
 
 
 def stored_sizes(job: FlushJob) -> dict[str, int]:
-    """By segment, how many bytes storage has of it."""
-    return {entry.name: entry.nbytes for entry in job.storage.ls(job.held.name)}
+    """Return how many bytes storage has of each segment, by file.
+
+    Args:
+        job: The flush.
+    """
+    return {entry.name: entry.nbytes for entry in job.storage.ls(job.checkpoint.name)}
 
 
 def drop_part(job: FlushJob) -> None:
-    """Take away what this node has put of a checkpoint that it can't finish, unless that is done, by whomever."""
-    parts = parts_of(job)
-    if parts.has_node(job.node) or committed_save_id(job.storage, job.held.manifest) == job.held.manifest.save_id:
+    """Remove what this node has put of a checkpoint that it can't finish.
+
+    What is stored whole stays: this node's finished part, a segment that another node has put, and
+    everything once the checkpoint is committed.
+
+    Args:
+        job: The flush that failed for good.
+    """
+    parts, manifest = parts_of(job), job.checkpoint.manifest
+    is_committed = committed_save_id(job.storage, manifest) == manifest.save_id
+    if parts.has_node(job.node) or is_committed:
         return
-    for segment in job.held.manifest.of_node(job.node):
+    for segment in manifest.of_node(job.node):
         if not parts.has_segment(segment.rank):
             job.storage.drop_unfinished(job.key(segment.file))
             job.storage.delete(job.key(segment.file))
 
 
 def committed_save_id(storage: Storage, manifest: Manifest) -> str:
-    """Save id of the attempt that storage holds committed under this name ("" where there is none of ours)."""
-    return manifest.save_id if manifest.save_id.encode() in committed_metadata(storage, manifest) else ""
+    """Return the manifest's save id where `.metadata` on storage is that of its save, else "".
+
+    Args:
+        storage: The job's.
+        manifest: The checkpoint's.
+    """
+    is_committed = manifest.save_id.encode() in committed_metadata(storage, manifest)
+    return manifest.save_id if is_committed else ""
 
 
 def committed_metadata(storage: Storage, manifest: Manifest) -> bytes:
-    """The `.metadata` that storage has under this name; empty where there is none."""
+    """Return the `.metadata` that storage has under the name; empty where there is none.
+
+    Args:
+        storage: The job's.
+        manifest: The checkpoint's; its name and scope count.
+    """
     try:
         return storage.get(f"{manifest.name}/{names.metadata_file(manifest.scope)}")
     except StorageKeyMissing:
         return b""
 
 
-def catalog_of(held: Held) -> Catalog:
-    """What the checkpoint consists of. Raises SegmentCorrupt where memory has lost that."""
+def catalog_of(checkpoint: LocalCheckpoint) -> Catalog:
+    """Return the catalog that lies beside a checkpoint in memory.
+
+    Args:
+        checkpoint: What this node has of the checkpoint.
+
+    Raises:
+        SegmentCorrupt: It is missing or damaged.
+    """
     try:
-        return read_catalog(held.directory, held.manifest.catalog)
+        return read_catalog(checkpoint.directory, checkpoint.manifest.catalog)
     except FileNotFoundError:
-        raise SegmentCorrupt(held.name, 0, "memory", "its catalog is gone") from None
+        raise SegmentCorrupt(checkpoint.name, 0, "memory", "its catalog is gone") from None
     except ManifestInvalid as error:
-        raise SegmentCorrupt(held.name, 0, "memory", str(error)) from None
+        raise SegmentCorrupt(checkpoint.name, 0, "memory", str(error)) from None

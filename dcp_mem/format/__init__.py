@@ -1,5 +1,17 @@
-"""What the bytes mean: frames and layouts of segments, catalogs, manifests, DCP metadata, checksums, names.
+"""What our bytes mean: layouts, catalogs, manifests, DCP metadata, checksums, file names.
 
-`catalog.py` is what a checkpoint consists of: written down by `packed.py` and `texts.py`, made from and into DCP's objects
-by `described.py`, and emitted as DCP's `.metadata` by `pickled.py` (with `opcodes.py`, `shapes.py` and `places.py`).
+The room imports `common`, `errors` and values of `policy`. It reads and writes no files.
+
+Read it in this order:
+
+- `names`: names of files and directories, in memory and on storage.
+- `layout`, `frames`: where the items of a segment lie, and what `torch.save` puts around each.
+- `checksums`: CRC32C of blocks of a segment.
+- `segments`, `manifest`: which segments a checkpoint consists of, and the other JSON records.
+- `catalog`: what a checkpoint consists of, item by item. A catalog is written as a `column_file`;
+  its names and paths are stored as `name_columns`. `locations` finds its items in the segments.
+- `torch_names`, `metadata`, `catalog_conversion`: between catalogs and DCP's own objects.
+- `pickle_opcodes`, `distinct_shapes`, `metadata_template`: DCP's `.metadata` as bytes, written
+  from a catalog without making the objects that it is a pickle of.
+- `history`, `recoveries`: files for people, with a line for each checkpoint or load.
 """

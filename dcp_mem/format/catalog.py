@@ -1,7 +1,8 @@
-"""The catalog: everything that DCP's `Metadata` says of a checkpoint, as columns, but for what differs from save to save.
+"""The catalog: everything that DCP's `Metadata` says of a checkpoint, as columns.
 
-One catalog describes all saves of one plan: it is written once, under a name made of its content, and linked beside every
-checkpoint. What differs (the save id, and where the items behind the layouts lie) stands in the manifest.
+One catalog describes all saves of one plan. It is written once, under a name made from its content,
+and linked beside every checkpoint. What differs from save to save (the save id, and where the items
+in the tails lie) stands in the manifest.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ from mmap import mmap
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format.column_file import Ints as Ints
+from dcp_mem.format.column_file import Packed, pack, unpack
 from dcp_mem.format.layout import Layout, layout_of
-from dcp_mem.format.packed import Ints as Ints
-from dcp_mem.format.packed import Packed, pack, unpack
-from dcp_mem.format.texts import Path as Path
-from dcp_mem.format.texts import pack_texts, unpack_texts
+from dcp_mem.format.name_columns import Path as Path
+from dcp_mem.format.name_columns import pack_texts, unpack_texts
 
 VERSION = 1
 Extent = tuple[int, int]
 """(offset, length) of an item in its segment."""
 BYTES = -1
-"""In place of a tensor's properties: the entry is a byte item."""
+"""In `Catalog.properties`, in place of a number: the entry is a byte item."""
 LOOSE_CHUNKS, LOOSE_BYTES = -2, -3
-"""In place of properties: an entry that isn't in DCP's metadata, though its items were written: chunks, or a byte item.
+"""In place of a number: an entry that isn't in DCP's metadata, though its items were written.
 
-Only planners of somebody's own make such. `dimensions` of the entry counts; its size and its rows' extents say nothing.
+Its items are chunks, or a byte item. Only custom planners make such entries. The entry's
+`dimensions` counts; its size and its rows' extents mean nothing.
 """
 _COLUMNS = (
     "name",
@@ -52,11 +55,11 @@ _MOST = (1 << 62) - 1
 """The largest size or offset: the sum of two of them doesn't overflow."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Properties:
-    """What DCP writes down of a tensor besides its shape; torch's things by the names that it prints ("torch.float32").
+    """What DCP records of a tensor besides its shape; torch's values as text ("torch.float32").
 
-    So the agent reads catalogs without torch, and any torch those of a newer one.
+    So the agent reads catalogs without torch, and an older torch can read those of a newer one.
     """
 
     dtype: str
@@ -66,22 +69,34 @@ class Properties:
     memory_format: str = "torch.contiguous_format"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Catalog:
-    """One row an item; the items of one entry (a name of the metadata) together, by their offsets, in lexicographic order.
+    """What a checkpoint consists of, as columns of entries and rows.
 
-    names: all flattened names. paths: DCP's planner data: the path of each name, None where a name has none; or None where
-    there is no planner data that could be said like this (see planner_pickle).
-    table: the different properties of tensors.
+    An entry is a name of DCP's metadata; each of its rows is one item. The rows of an entry are
+    adjacent, in the lexicographic order of their offsets. `width` is the largest number of
+    dimensions.
 
-    Of each entry, in the order of DCP's metadata: name, properties (by number in `table`, or BYTES, LOOSE_CHUNKS,
-    LOOSE_BYTES), dimensions, size[entries, width] (padded with 1); first[entries + 1]: its rows are first[i] to first[i + 1].
-    Of each row: offset and extent[rows, width] (padded with 0 and 1); writer: which of `ranks` has written it (-1: none has);
-    number: which item of that rank's segment it is, counted in the order of the layout, and then on in its tail.
-    Of each writer: ranks: its rank; layout_of: its segment's layout, by number, in `layouts`.
-
-    planner_pickle: planner data of a planner of somebody's own, pickled (with protocol 3 or later); b"" where `paths` says
-    it all, or there is none.
+    Attributes:
+        names: All flattened names.
+        paths: The path of each name, as in DCP's planner data, None where a name has none. None as
+            a whole where there is no planner data, or none of this form (see `planner_pickle`).
+        table: The distinct properties of tensors.
+        name: Of each entry, in the order of DCP's metadata: index in `names`.
+        properties: Of each entry: index in `table`, or BYTES, LOOSE_CHUNKS or LOOSE_BYTES.
+        dimensions: Of each entry: the number of dimensions.
+        size: Of each entry: int64[entries, width], padded with 1.
+        first: int64[entries + 1]; the rows of entry i are first[i] to first[i + 1].
+        offset: Of each row: int64[rows, width], padded with 0.
+        extent: Of each row: int64[rows, width], padded with 1.
+        writer: Of each row: index in `ranks` of the rank that wrote it; -1 where none has.
+        number: Of each row: which item of the writer's segment it is, counted in the order of the
+            layout, and then on through the tail.
+        ranks: Of each writer: its rank.
+        layout_of: Of each writer: index in `layouts` of its segment's layout.
+        layouts: The distinct layouts of segments.
+        planner_pickle: Planner data of a custom planner, pickled with protocol 3 or later; b""
+            where `paths` holds all of it, or there is none.
     """
 
     names: Sequence[str]
@@ -102,30 +117,65 @@ class Catalog:
     planner_pickle: bytes = b""
 
     def entry_names(self) -> list[str]:
-        """The names that DCP's metadata has an entry for."""
+        """Return the names that DCP's metadata has an entry for."""
         return list(map(self.names.__getitem__, self.name[self.properties >= BYTES].tolist()))
 
+    def entry_of_row(self) -> Ints:
+        """Return, for each row, the number of its entry."""
+        return np.repeat(np.arange(len(self.name)), np.diff(self.first))
+
+    def has_offset(self) -> npt.NDArray[np.bool_]:
+        """Return, for each row, whether its index in DCP has an offset; byte items' don't."""
+        has_chunks: npt.NDArray[np.bool_] = (self.properties >= 0) | (
+            self.properties == LOOSE_CHUNKS
+        )
+        return has_chunks[self.entry_of_row()]
+
     def to_bytes(self) -> bytes:
-        """The catalog as a file, the same for the same content. Raises ManifestInvalid where it contradicts itself."""
+        """Return the catalog as a file, the same for the same content.
+
+        Raises:
+            ManifestInvalid: The catalog contradicts itself.
+        """
         _refuse_contradictions(self)
         texts = pack_texts(self.names, self.paths)
         columns = {name: getattr(self, name) for name in _COLUMNS}
-        layouts = {row: _joined([getattr(layout, row) for layout in self.layouts]) for row in _LAYOUT_ROWS}
+        layouts = {
+            row: _joined([getattr(layout, row) for layout in self.layouts]) for row in _LAYOUT_ROWS
+        }
         lengths = np.fromiter(map(len, self.layouts), np.int64, len(self.layouts))
         facts = {"table": [_written(one) for one in self.table]}
         blobs = {**texts.blobs, "planner_pickle": self.planner_pickle}
-        return pack(Packed(facts, {**columns, **layouts, "layouts": lengths, **texts.columns}, blobs), VERSION)
+        return pack(
+            Packed(facts, {**columns, **layouts, "layouts": lengths, **texts.columns}, blobs),
+            VERSION,
+        )
 
     def layout(self, rank: int) -> Layout:
-        """The layout of a rank's segment; an empty one where the catalog knows none."""
+        """Return the layout of a rank's segment; an empty one where the catalog has none.
+
+        Args:
+            rank: Of the world that saved.
+        """
         writer = np.flatnonzero(self.ranks == rank)
-        return self.layouts[self.layout_of[writer[0]]] if len(writer) else layout_of(np.zeros((4, 0), np.int64))
+        return (
+            self.layouts[self.layout_of[writer[0]]]
+            if len(writer)
+            else layout_of(np.zeros((4, 0), np.int64))
+        )
 
     @staticmethod
     def from_bytes(data: bytes | memoryview | mmap) -> Catalog:
-        """Read what `to_bytes` wrote; nothing of `data` is kept. Raises ManifestInvalid for anything else.
+        """Read what `to_bytes` wrote; nothing of `data` is kept.
 
-        What it returns fits together: no number in it points outside of what it counts in.
+        Args:
+            data: The content of a catalog's file.
+
+        Returns:
+            A catalog without contradictions: no index in it is out of range.
+
+        Raises:
+            ManifestInvalid: The data isn't a catalog, or it is damaged.
         """
         packed = unpack(data, VERSION)
         try:
@@ -139,28 +189,46 @@ class Catalog:
                 **{name: packed.columns[name] for name in _COLUMNS},
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ManifestInvalid(f"a catalog can't be read: {type(error).__name__}: {error}") from None
+            raise ManifestInvalid(
+                f"a catalog can't be read: {type(error).__name__}: {error}"
+            ) from None
         _refuse_contradictions(catalog)
         return catalog
 
 
 def catalog_key(data: bytes | memoryview | mmap) -> str:
-    """Names a catalog by its content: 16 hex digits."""
+    """Return the name of a catalog, made from its content: 16 hex digits.
+
+    Args:
+        data: What `Catalog.to_bytes` returned.
+    """
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def catalog_named(key: str, data: bytes | mmap) -> Catalog:
-    """The catalog of this key. Raises ManifestInvalid where the bytes are another's, or damaged."""
+    """Return the catalog with this key.
+
+    Args:
+        key: As `catalog_key` returned it.
+        data: The catalog's file.
+
+    Raises:
+        ManifestInvalid: The bytes aren't those of this catalog.
+    """
     if catalog_key(data) != key:
         raise ManifestInvalid(f"catalog {key} is damaged")
     return Catalog.from_bytes(data)
 
 
-# -- properties and layouts, written down --------------------------------------------------------------------------------
+# -- properties and layouts as JSON and columns ---------------------------------------------------
 
 
-MEMORY_FORMATS = {"torch.contiguous_format": 0, "torch.channels_last": 1, "torch.preserve_format": 2}
-"""Values of DCP's `_MEM_FORMAT_ENCODING`, which has no others."""
+MEMORY_FORMATS = {
+    "torch.contiguous_format": 0,
+    "torch.channels_last": 1,
+    "torch.preserve_format": 2,
+}
+"""Values of DCP's `_MEM_FORMAT_ENCODING`; it has no others."""
 _NAME = re.compile(r"torch\.[A-Za-z0-9_]+")
 
 
@@ -175,7 +243,13 @@ def _read(written: Sequence[Any]) -> Properties:
     for name in (dtype, layout):
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of torch's")
-    return Properties(dtype, layout, bool(requires_grad), bool(pin_memory), memory_format)
+    return Properties(
+        dtype=dtype,
+        layout=layout,
+        requires_grad=bool(requires_grad),
+        pin_memory=bool(pin_memory),
+        memory_format=memory_format,
+    )
 
 
 def _joined(columns: Sequence[Ints]) -> Ints:
@@ -186,7 +260,12 @@ def _layouts(columns: Mapping[str, Ints]) -> list[Layout]:
     rows = np.stack([columns[row] for row in _LAYOUT_ROWS])
     offsets, lengths, payload_offsets, payload_nbytes = rows
     counts = columns["layouts"]
-    if rows.ndim != 2 or counts.ndim != 1 or not _within(counts, 0, rows.shape[1]) or counts.sum() != rows.shape[1]:
+    if (
+        rows.ndim != 2
+        or counts.ndim != 1
+        or not _within(counts, 0, rows.shape[1])
+        or counts.sum() != rows.shape[1]
+    ):
         raise ValueError("layouts of other lengths")
     if not _within(rows, -1, _MOST) or not _within(np.delete(rows, 2, axis=0), 0, _MOST):
         raise ValueError("layouts reach out of their segments")
@@ -198,7 +277,7 @@ def _layouts(columns: Mapping[str, Ints]) -> list[Layout]:
     return [layout_of(rows[:, start:stop].copy()) for start, stop in pairwise([0, *stops])]
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------
+# -- what is refused ------------------------------------------------------------------------------
 
 
 def _refuse_contradictions(catalog: Catalog) -> None:
@@ -208,12 +287,16 @@ def _refuse_contradictions(catalog: Catalog) -> None:
 
 
 def _contradictions(catalog: Catalog) -> Iterator[str]:
-    """What doesn't fit together, where later questions only make sense when earlier ones have found nothing."""
+    """Yield what doesn't fit together; later checks assume that earlier ones found nothing."""
     if not _have_shapes(catalog):
         yield "its columns don't fit together"
-    if catalog.paths is not None and (len(catalog.paths) != len(catalog.names) or catalog.planner_pickle):
+    if catalog.paths is not None and (
+        len(catalog.paths) != len(catalog.names) or catalog.planner_pickle
+    ):
         yield "its planner data don't fit"
-    if not _within(catalog.name, 0, len(catalog.names) - 1) or len(set(catalog.names)) != len(catalog.names):
+    if not _within(catalog.name, 0, len(catalog.names) - 1) or len(set(catalog.names)) != len(
+        catalog.names
+    ):
         yield "names"
     if not _within(catalog.properties, LOOSE_BYTES, len(catalog.table) - 1):
         yield "properties"
@@ -227,11 +310,15 @@ def _contradictions(catalog: Catalog) -> Iterator[str]:
     is_bytes = (catalog.properties == BYTES) | (catalog.properties == LOOSE_BYTES)
     if (counts < 0).any() or (counts[is_bytes] > 1).any() or catalog.dimensions[is_bytes].any():
         yield "rows of its entries"
-    if not all(_within(column, 0, _MOST) for column in (catalog.size, catalog.offset, catalog.extent)):
+    if not all(
+        _within(column, 0, _MOST) for column in (catalog.size, catalog.offset, catalog.extent)
+    ):
         yield "sizes"
     if not _are_in_order(catalog):
         yield "order of its rows"
-    if not _within(catalog.writer, -1, len(catalog.ranks) - 1) or not _within(catalog.number, -1, _MOST):
+    if not _within(catalog.writer, -1, len(catalog.ranks) - 1) or not _within(
+        catalog.number, -1, _MOST
+    ):
         yield "writers"
     if ((catalog.number < 0) & (catalog.writer >= 0)).any():
         yield "items without a number"
@@ -242,7 +329,7 @@ def _contradictions(catalog: Catalog) -> Iterator[str]:
 
 
 def _are_in_order(catalog: Catalog) -> bool:
-    """Whether the rows of each entry ascend by their offsets (rows of one offset may be several)."""
+    """Return whether the rows of each entry ascend by offset; several may have the same."""
     before, after = catalog.offset[:-1], catalog.offset[1:]
     if not after.size:
         return True
@@ -254,7 +341,11 @@ def _are_in_order(catalog: Catalog) -> bool:
 
 
 def _have_shapes(catalog: Catalog) -> bool:
-    entries, rows, writers = catalog.name.shape[:1], catalog.writer.shape[:1], catalog.ranks.shape[:1]
+    entries, rows, writers = (
+        catalog.name.shape[:1],
+        catalog.writer.shape[:1],
+        catalog.ranks.shape[:1],
+    )
     if catalog.size.ndim != 2 or catalog.first.ndim != 1 or not (entries and rows and writers):
         return False
     width = catalog.size.shape[1:]
@@ -271,7 +362,8 @@ def _have_shapes(catalog: Catalog) -> bool:
 
 
 def _are_distinct(column: Ints) -> bool:
-    return not (np.diff(np.sort(column)) == 0).any()  # np.unique imports 10 ms of NumPy when it is first called
+    # Not np.unique: it imports 10 ms of NumPy when it is first called.
+    return not (np.diff(np.sort(column)) == 0).any()
 
 
 def _within(column: Ints, least: int, most: int) -> bool:

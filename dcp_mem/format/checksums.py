@@ -1,6 +1,6 @@
-"""CRC32C of a segment's blocks, computed while its bytes pass by in parts.
+"""CRC32C of a segment's blocks, computed while its bytes pass by in pieces.
 
-Items are cut into blocks so that a reader who needs little of a large one can check what he reads.
+Items are cut into blocks so that a reader that needs little of a large item can check just that.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from fastcrc.crc32 import iscsi
 Crcs = npt.NDArray[np.uint32]
 Extents = npt.NDArray[np.int64]
 BLOCK = 1 << 20
+"""Bytes of a block."""
 _POLYNOMIAL = 0x82F63B78
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """What has a checksum of its own: items, cut every BLOCK bytes, in their order; an empty item is one empty block.
+    """The pieces of a segment that have a checksum each: items, cut every `BLOCK` bytes, in order.
 
-    first: of each item, the number of its first block, and at the end how many blocks there are.
+    An empty item is one empty block.
+
+    Attributes:
+        offsets: Where each block begins in the segment, in bytes.
+        lengths: Bytes of each block.
+        first: For each item the index of its first block; at the end, the number of blocks.
     """
 
     offsets: Extents
@@ -31,7 +37,12 @@ class Blocks:
 
 
 def blocks_of(offsets: Extents, lengths: Extents) -> Blocks:
-    """The blocks of items that lie at these places of a segment."""
+    """Return the blocks of items.
+
+    Args:
+        offsets: Where each item begins in the segment, in bytes.
+        lengths: Bytes of each item.
+    """
     counts = np.maximum(-(-lengths // BLOCK), 1)
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     number = np.arange(first[-1]) - np.repeat(first[:-1], counts)
@@ -41,17 +52,35 @@ def blocks_of(offsets: Extents, lengths: Extents) -> Blocks:
 
 
 class BlockChecksums:
-    """CRC32C of each block of a segment, fed with the segment's parts in any order and from several threads."""
+    """Computes CRC32C of each block of a segment.
+
+    The segment's bytes may come in any order and from several threads.
+
+    Args:
+        blocks: Where the segment's blocks lie.
+    """
 
     def __init__(self, blocks: Blocks) -> None:
-        self._offsets, self._lengths, self._ends = blocks.offsets, blocks.lengths, blocks.offsets + blocks.lengths
+        self._offsets, self._lengths, self._ends = (
+            blocks.offsets,
+            blocks.lengths,
+            blocks.offsets + blocks.lengths,
+        )
         self._crcs = np.zeros(len(blocks.offsets), dtype="<u4")
         self._pieces: dict[int, dict[int, tuple[int, int]]] = {}
 
     def add(self, start: int, data: memoryview) -> int:
-        """Take the segment's bytes from `start` on; returns their own CRC32C."""
+        """Take a piece of the segment and return the CRC32C of that piece.
+
+        Args:
+            start: Where the piece begins in the segment.
+            data: The piece.
+        """
         stop, whole, done = start + len(data), 0, start
-        first, end = np.searchsorted(self._ends, start, "right"), np.searchsorted(self._offsets, stop, "left")
+        first, end = (
+            np.searchsorted(self._ends, start, "right"),
+            np.searchsorted(self._offsets, stop, "left"),
+        )
         for block in range(int(first), int(end)):
             low, high = max(int(self._offsets[block]), start), min(int(self._ends[block]), stop)
             if low == high:
@@ -61,15 +90,16 @@ class BlockChecksums:
                 self._crcs[block] = crc
             else:
                 self._pieces.setdefault(block, {})[low] = crc, high - low
-            if high - low == BLOCK:  # joining costs less than reading it again, for a length that occurs often
+            # Joining costs less than reading the bytes again, for a length that occurs often.
+            if high - low == BLOCK:
                 whole = _moved_on(checksum(data[done - start : low - start], whole), BLOCK) ^ crc
-            else:  # now, while the processor's cache has it
+            else:  # now, while the processor's cache has the bytes
                 whole = checksum(data[done - start : high - start], whole)
             done = high
         return checksum(data[done - start :], whole)
 
     def result(self) -> Crcs:
-        """What was asked for, once all parts were given."""
+        """Return the CRC32C of each block; all bytes must have been added."""
         for block, pieces in self._pieces.items():
             joined = 0
             for _, (crc, nbytes) in sorted(pieces.items()):
@@ -79,30 +109,41 @@ class BlockChecksums:
 
 
 def checksum(data: bytes | memoryview, before: int = 0) -> int:
-    """CRC32C of data held whole, or of what has the checksum `before` and data behind it."""
-    return iscsi(data, before)  # the name by which catalogues of checksums know this one
+    """Return the CRC32C of data.
+
+    Args:
+        data: The bytes.
+        before: CRC32C of what lies before them, if the checksum is to cover that, too.
+    """
+    return iscsi(data, before)  # CRC32C is listed as CRC-32/ISCSI in catalogues of checksums
 
 
 def combined(first: int, second: int, nbytes: int) -> int:
-    """CRC32C of two pieces behind each other, from theirs and the length of the second."""
+    """Return the CRC32C of two adjacent pieces.
+
+    Args:
+        first: CRC32C of the first piece.
+        second: CRC32C of the second piece.
+        nbytes: Bytes of the second piece.
+    """
     return _times(_power_of_x(8 * nbytes), first) ^ second
 
 
 def _moved_on(crc: int, nbytes: int) -> int:
-    """The same as `combined` with zeros behind, by look-up: for one length that is asked for again and again."""
+    """Return the CRC32C after `nbytes` zero bytes, by tables: for lengths that occur often."""
     a, b, c, d = _tables(nbytes)
     return a[crc & 0xFF] ^ b[crc >> 8 & 0xFF] ^ c[crc >> 16 & 0xFF] ^ d[crc >> 24]
 
 
 @lru_cache(maxsize=4)
 def _tables(nbytes: int) -> tuple[list[int], ...]:
-    """What becomes of each byte of a CRC32C by zeros behind."""
+    """Return, for each of the four bytes of a CRC32C, what appending zeros makes of each value."""
     power = _power_of_x(8 * nbytes)
     return tuple([_times(power, byte << shift) for byte in range(256)] for shift in (0, 8, 16, 24))
 
 
 def _times(a: int, b: int) -> int:
-    """Product of two polynomials over GF(2) modulo CRC32C's, bits reflected as in a CRC."""
+    """Return the product of two polynomials over GF(2) modulo CRC32C's, with reflected bits."""
     product = 0
     while a:
         if a & 1 << 31:

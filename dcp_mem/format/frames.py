@@ -1,8 +1,8 @@
 """The bytes that `torch.save` puts around a tensor's payload.
 
-An item of a `.distcp` file is a `torch.save` stream: head, payload at a 64-byte aligned offset, tail. Head and tail
-depend on dtype and shape alone, so they are made once, from a tensor whose data is never allocated nor written
-(`torch.serialization.skip_data`), and reused for every save.
+An item of a `.distcp` file is a `torch.save` stream: head, payload at a 64-byte aligned offset,
+tail. Head and tail depend on dtype and shape alone. So they are made once, from a tensor whose data
+is neither allocated nor written (`torch.serialization.skip_data`), and reused for every save.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ import torch
 from dcp_mem.format.layout import Layout, align, layout_of
 
 Spec = tuple[torch.dtype, torch.Size]
+"""Dtype and shape of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Specs:
-    """Dtypes and shapes of tensors, as columns: two plans of twenty thousand are compared in half a millisecond."""
+    """Dtypes and shapes of tensors, as columns.
+
+    Two plans of twenty thousand tensors are compared in half a millisecond.
+    """
 
     dtypes: Sequence[torch.dtype]
     shapes: Sequence[torch.Size]
@@ -44,7 +48,7 @@ _NORESERVE = 0x4000  # MAP_NORESERVE, which older Pythons have no name for
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Head and tail of one item; the payload of payload_nbytes lies between them."""
+    """Head and tail of one item; `payload_nbytes` bytes of payload lie between them."""
 
     head: bytes
     payload_nbytes: int
@@ -52,11 +56,12 @@ class Frame:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the item: head, payload and tail."""
         return len(self.head) + self.payload_nbytes + len(self.tail)
 
 
 class _SparseSink(io.RawIOBase):
-    """Keeps what is written and where; what is skipped by seeking costs nothing."""
+    """Keeps what is written, with its offset; bytes skipped by seeking take no memory."""
 
     def __init__(self) -> None:
         self._position = 0
@@ -87,7 +92,14 @@ class _SparseSink(io.RawIOBase):
 
 @lru_cache(maxsize=8192)
 def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
-    """The frame of a contiguous CPU tensor. About 0.3 ms the first time, nothing afterwards."""
+    """Return the frame of a contiguous CPU tensor.
+
+    Takes about 0.3 ms the first time, and nothing afterwards.
+
+    Args:
+        dtype: A dtype that has a frame, so none of `QUANTISED`.
+        shape: Of the tensor.
+    """
     tensor = _without_memory(dtype, shape)
     sink = _SparseSink()
     with torch.serialization.skip_data():
@@ -96,7 +108,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 
 
 def _without_memory(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor whose data is only an address range, which may be larger than the machine's memory."""
+    """Return a tensor whose data is only an address range; it may exceed the machine's memory."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -109,24 +121,33 @@ def _split(sink: _SparseSink, payload_nbytes: int) -> Frame:
     for offset, piece in sorted(sink.parts):
         if offset < position:
             raise RuntimeError(
-                "torch.save rewrote part of its stream: this torch version needs a look at format/frames.py"
+                "torch.save rewrote part of its stream: "
+                "this torch version needs a look at format/frames.py"
             )
         if offset > position:
             if tail or offset - position != payload_nbytes:
                 raise RuntimeError(
-                    "torch.save left an unexpected hole: this torch version needs a look at format/frames.py"
+                    "torch.save left an unexpected hole: "
+                    "this torch version needs a look at format/frames.py"
                 )
             tail += piece
         else:
             (tail or head).extend(piece)
         position = offset + len(piece)
     if payload_nbytes and not tail:
-        raise RuntimeError("torch.save wrote data under skip_data: this torch version needs a look at format/frames.py")
+        raise RuntimeError(
+            "torch.save wrote data under skip_data: "
+            "this torch version needs a look at format/frames.py"
+        )
     return Frame(bytes(head), payload_nbytes, bytes(tail))
 
 
 def lay_out(specs: Sequence[Spec]) -> Layout:
-    """The layout of dense tensors with these dtypes and shapes, in this order."""
+    """Return the layout of dense tensors with these dtypes and shapes, in this order.
+
+    Args:
+        specs: Dtype and shape of each tensor.
+    """
     columns = np.zeros((4, len(specs)), dtype="<i8")
     offset = 0
     for index, (dtype, shape) in enumerate(specs):
@@ -137,12 +158,21 @@ def lay_out(specs: Sequence[Spec]) -> Layout:
 
 
 def frames_key(specs: Sequence[Spec]) -> str:
-    """A name for the heads and tails of these tensors, the same only for the same ones; "" where there are none."""
+    """Return a name for these tensors' heads and tails, made from the specs; "" for none.
+
+    Args:
+        specs: Dtype and shape of each tensor, in the order of the segment.
+    """
     return hashlib.sha256(repr(specs).encode()).hexdigest()[:16] if specs else ""
 
 
 def frame_pieces(layout: Layout, specs: Sequence[Spec]) -> Iterator[tuple[int, bytes]]:
-    """(offset, bytes) of every head and tail: what a slot must hold besides payloads."""
+    """Yield (offset, bytes) of every head and tail: what a slot must hold besides payloads.
+
+    Args:
+        layout: Of the segment; only its offsets are used.
+        specs: Dtype and shape of each item of the layout.
+    """
     for offset, (dtype, shape) in zip(layout.offsets.tolist(), specs, strict=True):
         item = frame(dtype, tuple(shape))
         yield offset, item.head

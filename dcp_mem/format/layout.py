@@ -1,7 +1,8 @@
 """Where each item of a segment lies: one layout for each plan, reused for every save of that plan.
 
-Items with a plain dense payload come first, at offsets that depend on dtypes and shapes alone; whatever varies in
-length (byte items, tensors on the slow road) is appended behind them, save by save.
+Items with a plain dense payload come first, at offsets that depend on dtypes and shapes alone.
+Items of varying length (byte items, tensors without such a payload) follow in the tail, save by
+save.
 """
 
 from __future__ import annotations
@@ -18,15 +19,26 @@ Columns = npt.NDArray[np.int64]
 
 
 def align(offset: int) -> int:
+    """Return the offset, rounded up to a multiple of `ALIGNMENT`.
+
+    Args:
+        offset: In bytes.
+    """
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
     """Columns of the dense items, in the order of the plan.
 
-    offsets, lengths: bytes of the item in the segment. payload_offsets, payload_nbytes: its raw data in the segment.
-    nbytes: where the dense items end. key: names the layout by its content.
+    Attributes:
+        offsets: Where each item begins in the segment, in bytes.
+        lengths: Bytes of each item.
+        payload_offsets: Where each item's raw data begins in the segment; -1 where readers can't go
+            by the plan's dtype and shape.
+        payload_nbytes: Bytes of each item's raw data.
+        nbytes: Where the dense items end, aligned.
+        key: Name of the layout, made from its content; "" for an empty one.
     """
 
     offsets: Columns
@@ -39,17 +51,38 @@ class Layout:
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def describing(self, plain: Sequence[bool]) -> Layout:
-        """The same layout with a payload offset of -1 where a reader can't go by the plan's dtype and shape, but must
-        ask the item's own head (a planner transformed the tensor).
+    def with_payloads_where(self, plain: Sequence[bool]) -> Layout:
+        """Return the same layout with a payload offset of -1 for the items that aren't plain.
+
+        Args:
+            plain: For each item, whether readers can go by the plan's dtype and shape. Where a
+                planner has transformed the tensor, they must read the head of the item itself.
         """
         return layout_of(
-            np.stack([self.offsets, self.lengths, np.where(plain, self.payload_offsets, -1), self.payload_nbytes])
+            np.stack(
+                [
+                    self.offsets,
+                    self.lengths,
+                    np.where(plain, self.payload_offsets, -1),
+                    self.payload_nbytes,
+                ]
+            )
         )
 
 
 def layout_of(columns: Columns) -> Layout:
-    """The layout with these four rows."""
+    """Return the layout with these four rows: offsets, lengths, payload offsets, payload bytes.
+
+    Args:
+        columns: int64[4, items], in bytes.
+    """
     end = int(columns[0, -1] + columns[1, -1]) if columns.shape[1] else 0
     key = hashlib.sha256(columns.tobytes()).hexdigest()[:16] if columns.shape[1] else ""
-    return Layout(columns[0], columns[1], columns[2], columns[3], align(end), key)
+    return Layout(
+        offsets=columns[0],
+        lengths=columns[1],
+        payload_offsets=columns[2],
+        payload_nbytes=columns[3],
+        nbytes=align(end),
+        key=key,
+    )

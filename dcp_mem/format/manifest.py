@@ -1,7 +1,8 @@
-"""Our own description of a checkpoint: JSON, versioned, free of pickle and of secrets.
+"""Our own records of a checkpoint: JSON, versioned, checked, free of pickle and of secrets.
 
-In memory each node holds one (`Manifest`): its presence is what COMPLETE means. On storage the committing node puts
-the same manifest, and every node puts a `NodeManifest` with the checksums of its own segments.
+In memory each node holds a `Manifest`: its presence is what COMPLETE means. On storage the
+committing node puts the same manifest, and every node puts a `NodeManifest` with the checksums of
+its segments.
 """
 
 from __future__ import annotations
@@ -15,24 +16,32 @@ from typing import Any
 
 import numpy as np
 
+from dcp_mem.common.values import Segment, Transfer
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import Crcs
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.policy.parity import Share, Stripe
-from dcp_mem.values import Segment, Transfer
 
 VERSION = 3
 _BODY = ', "body": '
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """One complete checkpoint.
 
-    created: seconds since the epoch on the coordinator's clock, but never earlier than an older checkpoint's: it
-    orders checkpoints. scope: "" or the rank that saved alone. committer: the node that publishes `.metadata`.
-    catalog: key of the catalog that describes it. step, metrics: what the training loop said of it, if anything.
+    Attributes:
+        scope: "" where all ranks saved together; else the scope of the rank that saved alone.
+        created: Seconds since the epoch on the coordinator's clock, but later than any older
+            checkpoint's: it orders checkpoints.
+        persist: Whether the checkpoint is meant to reach storage.
+        committer: The node that puts `.metadata`.
+        segments: Of all ranks.
+        catalog: Key of the catalog that describes the checkpoint.
+        stage_seconds: From the start of the save to this manifest.
+        step: As the training loop gave it; None if it didn't.
+        metrics: As the training loop gave them.
     """
 
     name: str
@@ -51,39 +60,67 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all segments."""
         return sum(self.segments.nbytes)
 
     @property
     def nodes(self) -> tuple[str, ...]:
+        """The nodes whose ranks saved, each once."""
         return tuple(dict.fromkeys(self.segments.node))
 
     @property
     def tails(self) -> dict[int, Tail]:
-        """By rank, where the items behind the layout of its segment lie."""
+        """By rank, offset and length of each item of its segment's tail."""
         return dict(zip(self.segments.rank, self.segments.tail, strict=True))
 
     def of_node(self, node: str) -> tuple[Segment, ...]:
-        return tuple(self.segments[number] for number, other in enumerate(self.segments.node) if other == node)
+        """Return the segments that a node's ranks saved.
+
+        Args:
+            node: The node's name.
+        """
+        return tuple(
+            self.segments[number]
+            for number, other in enumerate(self.segments.node)
+            if other == node
+        )
 
     def to_json(self) -> bytes:
-        scalars = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "segments"}
+        """Return the record as a file."""
+        scalars = {
+            one.name: getattr(self, one.name) for one in fields(self) if one.name != "segments"
+        }
         return _dump("manifest", {**scalars, "segments": self.segments.to_fields()})
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
-        """Read what `to_json` wrote. Raises ManifestInvalid."""
+        """Read what `to_json` returned.
+
+        Args:
+            data: The content of a manifest's file.
+
+        Raises:
+            ManifestInvalid: The data is damaged, or of another kind or version.
+        """
         body = _parse("manifest", data)
         try:
-            return Manifest(**{**body, "segments": Segments.from_fields(body["save_id"], **body["segments"])})
+            return Manifest(
+                **{**body, "segments": Segments.from_fields(body["save_id"], **body["segments"])}
+            )
         except (TypeError, LookupError, ValueError) as error:
             raise ManifestInvalid(f"a manifest lacks or misnames a field: {error}") from None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ItemTable:
-    """The items of one stored segment; payload_offsets are -1 where there is no plain payload.
+    """The items of one stored segment.
 
-    crc32c: of each block of each item (see `checksums.Blocks`); none where nothing was computed.
+    Attributes:
+        offsets: Where each item begins in the segment, in bytes.
+        lengths: Bytes of each item.
+        payload_offsets: Where its raw data begins; -1 where it has no plain payload.
+        payload_nbytes: Bytes of its raw data.
+        crc32c: Of each block of each item (see `checksums.Blocks`); empty if none were computed.
     """
 
     offsets: Columns
@@ -94,18 +131,37 @@ class ItemTable:
 
 
 def items_of(layout: Layout, tail: Tail) -> ItemTable:
-    """A segment's items, dense ones and tail, in the order of their offsets, without checksums."""
+    """Return the items of a segment, in the order of their offsets, without checksums.
+
+    Args:
+        layout: Its dense items.
+        tail: The items behind these.
+    """
     columns = (layout.offsets, layout.lengths, layout.payload_offsets, layout.payload_nbytes)
-    rest = np.array([(offset, nbytes, -1, 0) for offset, nbytes in tail], dtype="<i8").reshape(-1, 4)
+    rest = np.array([(offset, nbytes, -1, 0) for offset, nbytes in tail], dtype="<i8").reshape(
+        -1, 4
+    )
     joined: list[Columns] = [np.concatenate([dense, rest[:, i]]) for i, dense in enumerate(columns)]
-    return ItemTable(joined[0], joined[1], joined[2], joined[3], np.zeros(0, dtype="<u4"))
+    return ItemTable(
+        offsets=joined[0],
+        lengths=joined[1],
+        payload_offsets=joined[2],
+        payload_nbytes=joined[3],
+        crc32c=np.zeros(0, dtype="<u4"),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeManifest:
-    """What one node put on storage for one checkpoint: items by segment file. transfer: what that took.
+    """What one node put on storage for one checkpoint.
 
-    In memory, where segments are copied to other nodes, there is one for each segment.
+    In memory there is one for each segment that is copied to another node.
+
+    Attributes:
+        save_id: The save attempt.
+        node: The node.
+        tables: Items by segment file.
+        transfer: What the upload took.
     """
 
     save_id: str
@@ -114,31 +170,56 @@ class NodeManifest:
     transfer: Transfer = field(default_factory=Transfer)
 
     def to_json(self) -> bytes:
-        tables = {file: {name: _pack(getattr(table, name)) for name in _DTYPES} for file, table in self.tables.items()}
+        """Return the record as a file."""
+        tables = {
+            file: {name: _pack(getattr(table, name)) for name in _DTYPES}
+            for file, table in self.tables.items()
+        }
         facts = {"save_id": self.save_id, "node": self.node, "transfer": asdict(self.transfer)}
         return _dump("node", {**facts, "tables": tables})
 
     @staticmethod
     def from_json(data: bytes) -> NodeManifest:
-        """Read what `to_json` wrote. Raises ManifestInvalid."""
+        """Read what `to_json` returned.
+
+        Args:
+            data: The content of a node manifest's file.
+
+        Raises:
+            ManifestInvalid: The data is damaged, or of another kind or version.
+        """
         body = _parse("node", data)
         try:
             tables = {
-                file: ItemTable(**{name: _unpack(packed[name], dtype) for name, dtype in _DTYPES.items()})
+                file: ItemTable(
+                    **{name: _unpack(packed[name], dtype) for name, dtype in _DTYPES.items()}
+                )
                 for file, packed in body["tables"].items()
             }
-            return NodeManifest(body["save_id"], body["node"], tables, Transfer(**body.get("transfer", {})))
+            return NodeManifest(
+                body["save_id"], body["node"], tables, Transfer(**body.get("transfer", {}))
+            )
         except (TypeError, KeyError, ValueError, AttributeError, zlib.error) as error:
             raise ManifestInvalid(f"a node manifest is damaged: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlushRecord:
-    """What the agent wrote down about one checkpoint's way to storage.
+    """How far the flush of one checkpoint is.
 
-    outcome: "" (none yet), "durable", "failed" (tried again later), "refused" (tried again, but rarely), "skipped".
-    While it is tried again, what came of the last attempt stays. attempts: those that have ended.
-    stage, seconds, again: as in `CheckpointStatus`. Rewritten now and then while a flush runs.
+    The agent rewrites the record now and then while a flush runs.
+
+    Attributes:
+        save_id: The save attempt.
+        outcome: "" (none yet), "durable", "failed" (tried again later), "refused" (tried again, but
+            rarely) or "skipped". It stays while the next attempt runs.
+        error: Why the last attempt failed.
+        attempts: How many attempts have ended.
+        durable: When the checkpoint became durable, in seconds since the epoch; 0.0 if it hasn't.
+        seconds: As `CheckpointStatus.flush_seconds`.
+        stage: As `CheckpointStatus.flush_stage`.
+        again: As `CheckpointStatus.flush_again`.
+        transfer: What this node has moved.
     """
 
     save_id: str
@@ -152,11 +233,19 @@ class FlushRecord:
     transfer: Transfer = field(default_factory=Transfer)
 
     def to_json(self) -> bytes:
+        """Return the record as a file."""
         return _dump("flush", asdict(self))
 
     @staticmethod
     def from_json(data: bytes) -> FlushRecord:
-        """Read what `to_json` wrote. Raises ManifestInvalid."""
+        """Read what `to_json` returned.
+
+        Args:
+            data: The content of a flush record's file.
+
+        Raises:
+            ManifestInvalid: The data is damaged, or of another kind or version.
+        """
         body = _parse("flush", data)
         try:
             return FlushRecord(**{**body, "transfer": Transfer(**body.get("transfer", {}))})
@@ -164,12 +253,18 @@ class FlushRecord:
             raise ManifestInvalid(f"a flush record is damaged: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationRecord:
-    """What a node wrote down about one checkpoint's copies on other nodes, once that had ended.
+    """How the replication of one checkpoint ended, as one node recorded it.
 
-    outcome: "" (not yet), "replicated", "failed", "skipped". copies: of each segment, verified, on nodes of their own. parity:
-    over how many other nodes there is verified parity of each node's segments, where there are no copies.
+    Attributes:
+        save_id: The save attempt.
+        outcome: "" (it hasn't ended), "replicated", "failed" or "skipped".
+        copies: Verified copies of each segment, each on another node.
+        parity: Over how many other nodes there is verified parity of each node's segments, where
+            there are no copies.
+        seconds: How long it took.
+        error: Why there is neither, or less than wanted.
     """
 
     save_id: str
@@ -180,11 +275,19 @@ class ReplicationRecord:
     error: str = ""
 
     def to_json(self) -> bytes:
+        """Return the record as a file."""
         return _dump("replication", asdict(self))
 
     @staticmethod
     def from_json(data: bytes) -> ReplicationRecord:
-        """Read what `to_json` wrote. Raises ManifestInvalid."""
+        """Read what `to_json` returned.
+
+        Args:
+            data: The content of a replication record's file.
+
+        Raises:
+            ManifestInvalid: The data is damaged, or of another kind or version.
+        """
         body = _parse("replication", data)
         try:
             return ReplicationRecord(**body)
@@ -194,24 +297,46 @@ class ReplicationRecord:
 
 @dataclass(frozen=True, slots=True)
 class StripeRecord:
-    """What parity in memory is the parity of. crc32c: of each BLOCK of it."""
+    """What a parity file in memory is the parity of.
+
+    Attributes:
+        save_id: The save attempt.
+        stripe: Bytes of which ranks' segments, and where in the file.
+        crc32c: Of each `checksums.BLOCK` bytes of the file.
+    """
 
     save_id: str
     stripe: Stripe
     crc32c: tuple[int, ...]
 
     def to_json(self) -> bytes:
+        """Return the record as a file."""
         shares = [[one.rank, one.start, one.stop, one.place] for one in self.stripe.shares]
-        facts = {"save_id": self.save_id, "keeper": self.stripe.keeper, "nbytes": self.stripe.nbytes}
+        facts = {
+            "save_id": self.save_id,
+            "keeper": self.stripe.keeper,
+            "nbytes": self.stripe.nbytes,
+        }
         return _dump("parity", {**facts, "shares": shares, "crc32c": self.crc32c})
 
     @staticmethod
     def from_json(data: bytes) -> StripeRecord:
-        """Read what `to_json` wrote. Raises ManifestInvalid."""
+        """Read what `to_json` returned.
+
+        Args:
+            data: The content of a stripe record's file.
+
+        Raises:
+            ManifestInvalid: The data is damaged, or of another kind or version.
+        """
         body = _parse("parity", data)
         try:
             shares = tuple(Share(*one) for one in body["shares"])
-            return StripeRecord(body["save_id"], Stripe(body["keeper"], body["nbytes"], shares), tuple(body["crc32c"]))
+            return StripeRecord(
+                body["save_id"],
+                Stripe(body["keeper"], body["nbytes"], shares),
+                tuple(body["crc32c"]),
+            )
         except (TypeError, KeyError) as error:
             raise ManifestInvalid(f"what parity is of is damaged: {error}") from None
 
@@ -239,7 +364,9 @@ def _parse(kind: str, data: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ManifestInvalid(f"not a {kind} manifest of dcp_mem: {error}") from None
     if form != f"dcp_mem/{kind}" or version != VERSION:
-        raise ManifestInvalid(f"{form} version {version} is not {kind} version {VERSION}: use a newer dcp_mem")
+        raise ManifestInvalid(
+            f"{form} version {version} is not {kind} version {VERSION}: use a newer dcp_mem"
+        )
     if body[-1:] != b"}" or zlib.crc32(body[:-1]) != crc:
         raise ManifestInvalid(f"a {kind} manifest is damaged (checksum)")
     found = json.loads(body[:-1])

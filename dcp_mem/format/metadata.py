@@ -1,4 +1,4 @@
-"""DCP's own `Metadata`: read without free unpickling, and made when it is first looked at."""
+"""DCP's own `Metadata`: read without free unpickling, and made when it is first needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from dcp_mem.format.names import DCP_VERSION
 
 
 def with_storage(metadata: Metadata, storage_data: Any, save_id: str) -> Metadata:
-    """A new `Metadata` of the same content, with this storage data. (Torch 2.6 has no `version` field.)"""
+    """Return a new `Metadata` of the same content with other storage data.
+
+    Torch 2.6 has no `version` field.
+
+    Args:
+        metadata: Where the entries and the planner data come from.
+        storage_data: As DCP has it: where each item lies, by its index.
+        save_id: The save attempt.
+    """
     result = Metadata(
         state_dict_metadata=metadata.state_dict_metadata,
         planner_data=metadata.planner_data,
@@ -34,10 +42,15 @@ def with_storage(metadata: Metadata, storage_data: Any, save_id: str) -> Metadat
 
 
 class LazyMetadata(Metadata):
-    """Metadata that is made when it is first looked at, as few callers of a save ever do."""
+    """Metadata that is made when it is first needed; few callers of a save ever look at it.
+
+    Args:
+        make: Returns the metadata; called at most once.
+    """
 
     def __new__(cls, make: Callable[[], Metadata] | None = None, **changed: Any) -> Any:
-        return super().__new__(cls) if make is not None else Metadata(**changed)  # dataclasses.replace asks for one
+        # dataclasses.replace calls this with fields, and gets a plain Metadata.
+        return super().__new__(cls) if make is not None else Metadata(**changed)
 
     def __init__(self, make: Callable[[], Metadata]) -> None:
         self.__dict__["_make"] = make
@@ -81,7 +94,11 @@ for _one in fields(Metadata):
 def read_metadata(data: bytes) -> Metadata:
     """Unpickle a `.metadata`, admitting only what DCP metadata is made of.
 
-    Raises UntrustedMetadata, naming what was refused, before anything of it was called.
+    Args:
+        data: The content of a `.metadata` file.
+
+    Raises:
+        UntrustedMetadata: It names anything else. Nothing of that was called.
     """
     before = [(thing, dict(vars(thing))) for thing in _mutable()]
     try:
@@ -89,7 +106,9 @@ def read_metadata(data: bytes) -> Metadata:
     except UntrustedMetadata:
         raise
     except Exception as error:
-        raise UntrustedMetadata(f"a damaged or foreign .metadata ({type(error).__name__}: {error})") from None
+        raise UntrustedMetadata(
+            f"a damaged or foreign .metadata ({type(error).__name__}: {error})"
+        ) from None
     finally:
         changed = [thing for thing, attributes in before if _restore(thing, attributes)]
     if changed:
@@ -100,17 +119,22 @@ def read_metadata(data: bytes) -> Metadata:
 
 
 def _mutable() -> list[Any]:
-    """What a pickle could change besides what it makes: it may set attributes of everything that it can name."""
+    """Return what a pickle could change besides the objects that it makes.
+
+    A pickle may set attributes of everything that it can name.
+    """
     classes = [thing for thing in _MetadataUnpickler.ADMITTED.values() if isinstance(thing, type)]
     ours = [kind for kind in classes if kind.__module__.startswith("torch.distributed.")]
     return [*ours, *dcp_metadata._MEM_FORMAT_ENCODING]
 
 
 def _restore(thing: Any, attributes: Mapping[str, Any]) -> bool:
-    """Give a class or an object its attributes back; whether they were others."""
+    """Restore the attributes of a class or an object; return whether any had changed."""
     if dict(vars(thing)) == attributes:
         return False
-    set_attribute, delete = (type.__setattr__, type.__delattr__) if isinstance(thing, type) else (setattr, delattr)
+    set_attribute, delete = (
+        (type.__setattr__, type.__delattr__) if isinstance(thing, type) else (setattr, delattr)
+    )
     for name in set(vars(thing)) - set(attributes):
         delete(thing, name)
     for name, value in attributes.items():
@@ -120,9 +144,9 @@ def _restore(thing: Any, attributes: Mapping[str, Any]) -> bool:
 
 
 class _MemberOfEnum:
-    """Stands in for the `getattr` by which some Python versions pickle enum members."""
+    """Replaces the `getattr` by which some Python versions pickle enum members."""
 
-    __slots__ = ()  # like its siblings, without attributes that a pickle could set
+    __slots__ = ()  # as in the next two classes: no attributes that a pickle could set
 
     def __call__(self, kind: Any, name: str) -> enum.Enum:
         if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
@@ -141,7 +165,7 @@ class _LayoutNamed:
 
 
 class _PathOf:
-    """A path of any system is only a label here, and WindowsPath can't be made on POSIX."""
+    """Replaces paths of any system: they are only labels, and POSIX can't make a WindowsPath."""
 
     __slots__ = ()
 
@@ -161,7 +185,9 @@ def _admitted() -> Mapping[tuple[str, str], Any]:
         "StorageMeta",
         "_MEM_FORMAT_ENCODING",
     ]
-    admitted: dict[tuple[str, str], Any] = {(module, name): getattr(dcp_metadata, name) for name in names}
+    admitted: dict[tuple[str, str], Any] = {
+        (module, name): getattr(dcp_metadata, name) for name in names
+    }
     admitted |= {
         ("torch", "Size"): torch.Size,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,

@@ -8,93 +8,174 @@ import uuid
 SEGMENT = re.compile(r"__(\d+)_(\d+)-([0-9a-f]{8})\.distcp")
 PARITY = re.compile(r"__parity_(\d+)_([0-9a-f]{8})-([0-9a-f]{8})\.xor")
 OWN = ".dcp_mem"
+"""Directory of our own files, beside the segments."""
 DCP_VERSION = "1.0.0"
-"""What DCP calls the format of its metadata."""
+"""The version that DCP gives its metadata format."""
 COLLECTIVE = ""
-"""Scope of a checkpoint that all ranks saved together; a rank that saved alone has the scope `r<rank>`."""
+"""Scope of a checkpoint that all ranks saved together; `r<rank>` where a rank saved alone."""
 
 
 def new_save_id() -> str:
-    """An id for one save attempt; it is part of every file name of that attempt."""
+    """Return an id for one save attempt, which is part of every file name of that attempt."""
     return uuid.uuid4().hex[:8]
 
 
 def segment_file(rank: int, save_id: str) -> str:
+    """Return the name of a rank's segment.
+
+    Args:
+        rank: The rank that saves it.
+        save_id: Of the attempt.
+    """
     return f"__{rank}_0-{save_id}.distcp"
 
 
 def rank_of(file: str) -> int:
-    """The rank that a segment's file is of, 0 for a file that is named otherwise."""
+    """Return the rank that wrote a segment's file; 0 for any other file.
+
+    Args:
+        file: Its name, without a directory.
+    """
     match = SEGMENT.fullmatch(file)
     return int(match[1]) if match else 0
 
 
 def parity_file(rank: int, key: str, save_id: str) -> str:
-    """Parity that a rank keeps. key: of what; there may be other parity of that save in the same place."""
+    """Return the name of parity that a rank keeps.
+
+    Args:
+        rank: The rank that keeps it.
+        key: Digest of what it is the parity of; a directory may hold several of one save.
+        save_id: The save attempt.
+    """
     return f"__parity_{rank}_{key}-{save_id}.xor"
 
 
 def save_id_of(file: str) -> str:
-    """The save that a segment, or parity, belongs to; "" for any other file."""
+    """Return the save id of a segment or of parity; "" for any other file.
+
+    Args:
+        file: Its name, without a directory.
+    """
     match = SEGMENT.fullmatch(file) or PARITY.fullmatch(file)
     return match[3] if match else ""
 
 
 def rank_scope(rank: int) -> str:
+    """Return the scope of a checkpoint that this rank saved alone.
+
+    Args:
+        rank: The rank that saved.
+    """
     return f"r{rank}"
 
 
 def metadata_file(scope: str) -> str:
-    """`.metadata`, or what torch calls it for a rank that saved without collectives."""
+    """Return `.metadata`, or torch's name for it where a rank saved without collectives.
+
+    Args:
+        scope: Of the checkpoint.
+    """
     return ".metadata" if scope == COLLECTIVE else f"__{scope[1:]}.metadata"
 
 
 def manifest_file(scope: str) -> str:
+    """Return the name of the manifest in memory.
+
+    Args:
+        scope: Of the checkpoint.
+    """
     return f"{OWN}/manifest{scope and '-' + scope}.json"
 
 
 def own_metadata_file(save_id: str, catalog: str) -> str:
-    """The metadata of one attempt, made from this catalog, under a name that nothing else replaces."""
+    """Return a name for one attempt's metadata that nothing else replaces.
+
+    Args:
+        save_id: The save attempt.
+        catalog: Key of the catalog that the metadata is made from.
+    """
     return f"{OWN}/metadata-{save_id}-{catalog}"
 
 
 def catalog_file(key: str) -> str:
+    """Return the name of the catalog with this key.
+
+    Args:
+        key: As `catalog_key` returns it.
+    """
     return f"{OWN}/catalog-{key}"
 
 
 def flushing_file(save_id: str) -> str:
-    """Whoever flushes this attempt holds it."""
+    """Return the name of the file on which the process that flushes this attempt holds a lease.
+
+    Args:
+        save_id: Of the attempt.
+    """
     return f"{OWN}/flushing-{save_id}"
 
 
 def flush_file(scope: str) -> str:
+    """Return the name of the flush record.
+
+    Args:
+        scope: Of the checkpoint.
+    """
     return f"{OWN}/flush{scope and '-' + scope}.json"
 
 
 def replication_file(scope: str) -> str:
+    """Return the name of the replication record.
+
+    Args:
+        scope: Of the checkpoint.
+    """
     return f"{OWN}/replication{scope and '-' + scope}.json"
 
 
 def checksums_file(file: str) -> str:
-    """What a segment in memory is verified by; it has the save id in its name, as the segment has."""
+    """Return the name of the checksums of a segment in memory; it has the segment's save id.
+
+    Args:
+        file: The segment's name.
+    """
     return f"{OWN}/checksums-{file.rpartition('.')[0]}.json"
 
 
 def stripe_file(file: str) -> str:
-    """What parity in memory is the parity of, and is verified by."""
+    """Return the name of the record that says what parity in memory is the parity of.
+
+    Args:
+        file: The parity file's name.
+    """
     return f"{OWN}/{file[2:].rpartition('.')[0]}.json"
 
 
 def stored_manifest(save_id: str) -> str:
-    """Key of the whole checkpoint's manifest on storage."""
+    """Return the key of the whole checkpoint's manifest on storage.
+
+    Args:
+        save_id: Of the attempt.
+    """
     return f"{OWN}/manifest-{save_id}.json"
 
 
 def stored_node_manifest(save_id: str, node: str) -> str:
-    """Key of one node's manifest on storage: its segments with their checksums."""
+    """Return the key of one node's manifest on storage: its segments with their checksums.
+
+    Args:
+        save_id: Of the attempt.
+        node: The node that saved the segments.
+    """
     return f"{OWN}/node-{save_id}-{node}.json"
 
 
 def stored_segment_table(save_id: str, rank: int) -> str:
-    """Key of the manifest of one segment on storage, which somebody has put there in place of its node."""
+    """Return the key of one segment's manifest on storage, put by a node that holds a copy.
+
+    Args:
+        save_id: Of the attempt.
+        rank: The rank that saved the segment.
+    """
     return f"{OWN}/segment-{save_id}-{rank}.json"

@@ -1,4 +1,4 @@
-"""`recoveries.jsonl`: a line for each load, as JSON, with what it took from where."""
+"""`recoveries.jsonl`: a line of JSON for each load, with what it took from where."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ _LONGEST_REASON = 500
 _MOST_REASONS = 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryRecord:
     """One load of a checkpoint, on all ranks together.
 
-    token: tells it from all others. time: when it was done, in seconds since the epoch. step: of the checkpoint, None where
-    nobody said. sources: bytes that ranks took, by "memory" (of their own node), "peers", "storage". passed_over: candidates
-    that weren't taken, and why.
+    Attributes:
+        token: Unique per load.
+        time: When the load was done, in seconds since the epoch.
+        name: The checkpoint.
+        save_id: The checkpoint's save attempt.
+        step: The checkpoint's step; None where it isn't known.
+        seconds: How long the load took.
+        sources: Bytes that the ranks took, by "memory" (of their own node), "peers", "storage".
+        passed_over: Candidates that weren't taken, and why.
+        world_size: Ranks that loaded.
     """
 
     token: str
@@ -34,17 +41,30 @@ class RecoveryRecord:
 
 
 def to_lines(recoveries: Sequence[RecoveryRecord]) -> bytes:
-    """The file that has these."""
+    """Return a file with these records.
+
+    Args:
+        recoveries: In the order of the file.
+    """
     return b"".join(json.dumps(_facts(one)).encode() + b"\n" for one in recoveries)
 
 
 def from_lines(data: bytes) -> list[RecoveryRecord]:
-    """What a file has, in its order, without lines that are damaged."""
+    """Return the records of a file, in order, without lines that are damaged.
+
+    Args:
+        data: The content of the file.
+    """
     return [one for line in data.splitlines() if (one := _recovery(line)) is not None]
 
 
-def joined(*sets: Sequence[RecoveryRecord], most: int) -> list[RecoveryRecord]:
-    """All of them, each once, in the order of time; of too many the last `most`."""
+def merge_recoveries(*sets: Sequence[RecoveryRecord], most: int) -> list[RecoveryRecord]:
+    """Return all records, each once, in order of time.
+
+    Args:
+        sets: Records of one file each.
+        most: How many to keep; the oldest leave.
+    """
     found = {one.token: one for recoveries in sets for one in recoveries}
     return sorted(found.values(), key=lambda one: one.time)[-most:]
 
@@ -70,17 +90,25 @@ def _recovery(line: bytes) -> RecoveryRecord | None:
         facts = json.loads(line)
         when = datetime.fromisoformat(facts["time"])
         found = RecoveryRecord(
-            str(facts["token"]),
-            when.timestamp(),
-            str(facts["name"]),
-            str(facts.get("save_id", "")),
-            None if facts.get("step") is None else int(facts["step"]),
-            float(facts.get("seconds", 0.0)),
-            {str(source): int(nbytes) for source, nbytes in dict(facts.get("sources", {})).items()},
-            tuple(map(str, facts.get("passed_over", ()))),
-            int(facts.get("world_size", 0)),
+            token=str(facts["token"]),
+            time=when.timestamp(),
+            name=str(facts["name"]),
+            save_id=str(facts.get("save_id", "")),
+            step=None if facts.get("step") is None else int(facts["step"]),
+            seconds=float(facts.get("seconds", 0.0)),
+            sources={
+                str(source): int(nbytes)
+                for source, nbytes in dict(facts.get("sources", {})).items()
+            },
+            passed_over=tuple(map(str, facts.get("passed_over", ()))),
+            world_size=int(facts.get("world_size", 0)),
         )
     except (ValueError, TypeError, KeyError, OverflowError, AttributeError, RecursionError):
         return None
-    is_sound = when.tzinfo is not None and math.isfinite(found.seconds) and found.seconds >= 0 and bool(found.token)
+    is_sound = (
+        when.tzinfo is not None
+        and math.isfinite(found.seconds)
+        and found.seconds >= 0
+        and bool(found.token)
+    )
     return found if is_sound and all(nbytes >= 0 for nbytes in found.sources.values()) else None

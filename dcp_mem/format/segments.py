@@ -1,4 +1,4 @@
-"""The segments of a checkpoint, field by field: there may be thousands, and every save writes them down."""
+"""The segments of a checkpoint as columns: they may be thousands, and every save writes them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+from dcp_mem.common.values import Segment
 from dcp_mem.format.names import segment_file
-from dcp_mem.values import Segment
 
 Tail = tuple[tuple[int, int], ...]
+"""(offset, bytes) of each item behind a segment's layout."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Segments(Sequence[Segment]):
-    """Segments of one save. A Segment is made when it is asked for; its file follows from its rank and the save id."""
+    """Segments of one save, as columns; each `Segment` is made when it is asked for.
+
+    A segment's file name follows from its rank and the save id.
+    """
 
     save_id: str
     rank: Sequence[int]
@@ -25,23 +29,40 @@ class Segments(Sequence[Segment]):
 
     @staticmethod
     def of(save_id: str, segments: Iterable[Segment]) -> Segments:
-        """These segments, by field."""
+        """Return these segments as columns.
+
+        Args:
+            save_id: Of the attempt that wrote all of them.
+            segments: In the order of the columns.
+        """
         found = list(segments)
         return Segments(
-            save_id,
-            [one.rank for one in found],
-            [one.node for one in found],
-            [one.nbytes for one in found],
-            [one.layout for one in found],
-            [one.tail for one in found],
+            save_id=save_id,
+            rank=[one.rank for one in found],
+            node=[one.node for one in found],
+            nbytes=[one.nbytes for one in found],
+            layout=[one.layout for one in found],
+            tail=[one.tail for one in found],
         )
 
-    def moved_on(self, save_id: str, tails: Mapping[int, Tail]) -> Segments:
-        """What the next save of the same plan makes of them. tails: that differ, by number."""
+    def for_next_save(self, save_id: str, tails: Mapping[int, Tail]) -> Segments:
+        """Return the segments of the next save of the same plan.
+
+        Args:
+            save_id: Of the next save.
+            tails: The tails that differ, by index of the segment.
+        """
         nbytes, tail = list(self.nbytes), list(self.tail)
         for number, new in tails.items():
             nbytes[number], tail[number] = sum(new[-1]), new
-        return Segments(save_id, self.rank, self.node, nbytes, self.layout, tail)
+        return Segments(
+            save_id=save_id,
+            rank=self.rank,
+            node=self.node,
+            nbytes=nbytes,
+            layout=self.layout,
+            tail=tail,
+        )
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -57,7 +78,14 @@ class Segments(Sequence[Segment]):
             return [self[one] for one in range(*number.indices(len(self)))]
         rank = self.rank[number]
         file = segment_file(rank, self.save_id)
-        return Segment(rank, self.node[number], file, self.nbytes[number], self.layout[number], self.tail[number])
+        return Segment(
+            rank=rank,
+            node=self.node[number],
+            file=file,
+            nbytes=self.nbytes[number],
+            layout=self.layout[number],
+            tail=self.tail[number],
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -65,7 +93,7 @@ class Segments(Sequence[Segment]):
     __hash__ = None  # type: ignore[assignment]
 
     def to_fields(self) -> dict[str, Any]:
-        """The fields as JSON has them; nodes and layouts, of which there are few, once."""
+        """Return the fields for JSON; each node and layout is listed once, as there are few."""
         nodes, layouts = _numbered(self.node), _numbered(self.layout)
         return {
             "nodes": list(nodes),
@@ -88,11 +116,32 @@ class Segments(Sequence[Segment]):
         layout: Sequence[int],
         tail: Sequence[Sequence[Sequence[int]]],
     ) -> Segments:
-        """Read what `to_fields` made. Raises TypeError, ValueError or LookupError for anything else."""
+        """Read what `to_fields` returned; the arguments after the save id are its keys.
+
+        Args:
+            save_id: Of the attempt that wrote the segments.
+            nodes: Names of nodes, each once.
+            layouts: Keys of layouts, each once.
+            rank: Of each segment.
+            node: Of each segment: index into `nodes`.
+            nbytes: Of each segment.
+            layout: Of each segment: index into `layouts`.
+            tail: Of each segment: (offset, bytes) of each item of its tail.
+
+        Raises:
+            TypeError, ValueError, LookupError: The fields aren't what `to_fields` returns.
+        """
         tails = [tuple((int(offset), int(length)) for offset, length in one) for one in tail]
         if {len(column) for column in (rank, node, nbytes, layout)} - {len(tails)}:
             raise ValueError("columns of segments differ in length")
-        return Segments(save_id, rank, [nodes[one] for one in node], nbytes, [layouts[one] for one in layout], tails)
+        return Segments(
+            save_id=save_id,
+            rank=rank,
+            node=[nodes[one] for one in node],
+            nbytes=nbytes,
+            layout=[layouts[one] for one in layout],
+            tail=tails,
+        )
 
 
 def _numbered(texts: Sequence[str]) -> dict[str, int]:

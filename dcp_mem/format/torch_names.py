@@ -1,4 +1,4 @@
-"""Torch's dtypes, layouts and memory formats, by the names that catalogs know them by: those that torch prints."""
+"""Torch's dtypes, layouts and memory formats by the names that torch prints and catalogs hold."""
 
 from __future__ import annotations
 
@@ -30,26 +30,63 @@ def properties(
     pin_memory: bool,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Properties:
-    """What DCP writes down of a tensor besides its shape."""
-    return Properties(str(dtype), str(layout), requires_grad, pin_memory, str(memory_format))
+    """Return what DCP records of a tensor besides its shape; equal properties are one object.
+
+    Args:
+        dtype: Of the tensor.
+        layout: Dense (`torch.strided`) or a sparse one.
+        requires_grad: Whether autograd tracks it.
+        pin_memory: Whether it lies in pinned memory.
+        memory_format: As in DCP's `TensorProperties`.
+    """
+    return Properties(
+        dtype=str(dtype),
+        layout=str(layout),
+        requires_grad=requires_grad,
+        pin_memory=pin_memory,
+        memory_format=str(memory_format),
+    )
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Raises ManifestInvalid where this torch has none of that name."""
+    """Return the dtype of this name.
+
+    Args:
+        name: As `str(dtype)`, such as "torch.float32".
+
+    Raises:
+        ManifestInvalid: This torch has none.
+    """
     return _known(_DTYPES, name)
 
 
 def layout_named(name: str) -> torch.layout:
-    """Raises ManifestInvalid where this torch has none of that name."""
+    """Return the layout of this name.
+
+    Args:
+        name: As `str(layout)`, such as "torch.strided".
+
+    Raises:
+        ManifestInvalid: This torch has none.
+    """
     return _known(_LAYOUTS, name)
 
 
 def memory_format_named(name: str) -> torch.memory_format:
-    """Raises ManifestInvalid where this torch has none of that name."""
+    """Return the memory format of this name.
+
+    Args:
+        name: As `str(memory_format)`, such as "torch.contiguous_format".
+
+    Raises:
+        ManifestInvalid: This torch has none.
+    """
     return _known(_MEMORY_FORMATS, name)
 
 
 def _known(things: Mapping[str, T], name: str) -> T:
     if name not in things:
-        raise ManifestInvalid(f"a catalog that has {name}, which this torch doesn't: use a newer one")
+        raise ManifestInvalid(
+            f"a catalog that has {name}, which this torch doesn't: use a newer one"
+        )
     return things[name]

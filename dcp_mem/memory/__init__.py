@@ -1,1 +1,10 @@
-"""A node's memory: the job's directory on tmpfs, catalogs and slots in it, and the copies into and out of them."""
+"""A node's memory: the job's directory on tmpfs, what lies in it, and copies into and out of it.
+
+This room may import format, policy and what lies below them. Read its modules in this order: `root`
+(the memory root and its checks), `job` (one job's directory: what completes, what leaves),
+`checkpoint` (one complete checkpoint as this node has it), `records` and `recoveries` (what is
+written down of checkpoints and loads), `recycling` (segments become free slots),
+`stock_metadata` and `stock_metadata_thread` (`.metadata` for torch's own readers), `catalogs`,
+`locks` (leases and the job's lock), `slots`, `mapping`, `views` (files as memory), `copying`
+(payload bytes), `pinning` (CUDA), `window` (memory that ranks share while they load).
+"""

@@ -1,5 +1,6 @@
-"""Catalogs in a node's memory: each is written once, mapped by whoever reads it, and linked beside every checkpoint that
-it describes.
+"""Catalogs in a node's memory.
+
+Each is written once, mapped by its readers, and linked beside every checkpoint that it describes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from dcp_mem import files
+from dcp_mem.common import files
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, catalog_key, catalog_named
@@ -17,14 +18,25 @@ from dcp_mem.memory.root import private_directory
 
 
 class Catalogs:
-    """The catalogs of one job. Those that this process has put here, or asked for, stay mapped."""
+    """The catalogs of one job. Those that this process has put or asked for stay mapped.
+
+    Args:
+        directory: The job's.
+    """
 
     def __init__(self, directory: str) -> None:
         self._directory = private_directory(os.path.join(directory, ".catalogs"))
         self._mapped: dict[str, mmap.mmap] = {}
 
     def put(self, data: Any) -> str:
-        """Write a catalog down, and return its key. Raises MemoryBudgetExceeded."""
+        """Write a catalog, and return its key.
+
+        Args:
+            data: What `Catalog.to_bytes` returned.
+
+        Raises:
+            MemoryBudgetExceeded: Memory is full.
+        """
         key = catalog_key(data)
         if not os.path.exists(self._path(key)):
             files.write_atomically(self._path(key), data)
@@ -32,17 +44,26 @@ class Catalogs:
         return key
 
     def link(self, key: str, checkpoint_directory: str) -> None:
-        """Put a catalog beside a checkpoint's segments."""
+        """Put a catalog beside a checkpoint's segments.
+
+        Args:
+            key: As `put` returned it.
+            checkpoint_directory: Where the checkpoint's segments lie.
+        """
         path = os.path.join(checkpoint_directory, names.catalog_file(key))
         try:
             os.link(self._path(key), path)
         except FileExistsError:
             return
-        except FileNotFoundError:  # another process of the job has closed its writer, and tidied up
+        except FileNotFoundError:  # another process has closed its writer, and removed it
             files.write_atomically(path, self._mapped[key])
 
     def find(self, key: str) -> mmap.mmap | None:
-        """The bytes of a catalog, which stay mapped; None where the job's last writer has been closed."""
+        """Return a catalog's bytes, mapped; None where the job's last writer has been closed.
+
+        Args:
+            key: As a manifest names it.
+        """
         data = self._mapped.get(key)
         if data is None:
             try:
@@ -52,20 +73,31 @@ class Catalogs:
         return data
 
     def get(self, key: str) -> Catalog:
-        """Raises ManifestInvalid where it isn't there, or is damaged."""
+        """Return a catalog.
+
+        Args:
+            key: As a manifest names it.
+
+        Raises:
+            ManifestInvalid: It is missing or damaged.
+        """
         data = self.find(key)
         if data is None:
             raise ManifestInvalid(f"the catalog {key} has left memory")
         return Catalog.from_bytes(data)
 
     def keep_only(self, keys: Collection[str]) -> None:
-        """Unmap and remove the others: no plan of this process needs them any more."""
+        """Unmap and remove all others: no plan of this process needs them any more.
+
+        Args:
+            keys: Of the catalogs that stay; others go only if this process has them mapped.
+        """
         for key in [key for key in self._mapped if key not in keys]:
             del self._mapped[key]
             files.remove(self._path(key))
 
     def clear(self) -> None:
-        """Remove all of them from here; those that a checkpoint needs are linked beside it."""
+        """Remove all catalogs from here; a checkpoint's own are linked beside it."""
         for entry in os.listdir(self._directory):
             files.remove(os.path.join(self._directory, entry))
 
@@ -74,7 +106,16 @@ class Catalogs:
 
 
 def read_catalog(checkpoint_directory: str, key: str) -> Catalog:
-    """The catalog beside a checkpoint. Raises ManifestInvalid where it is damaged, and FileNotFoundError."""
+    """Return the catalog that lies beside a checkpoint.
+
+    Args:
+        checkpoint_directory: Where the checkpoint's segments lie.
+        key: As the checkpoint's manifest names it.
+
+    Raises:
+        FileNotFoundError: It is missing.
+        ManifestInvalid: It is damaged.
+    """
     return catalog_named(key, _mapped(os.path.join(checkpoint_directory, names.catalog_file(key))))
 
 

@@ -1,7 +1,7 @@
-"""Moving payload bytes between tensors and slots, with all the threads that torch would use.
+"""Copies of payload bytes between tensors and slots, with all the threads that torch would use.
 
-The work is a list of plain moves (address, address, length). It is cut into shares of equal bytes, several for each
-thread, and each move runs outside the interpreter lock.
+The work is a list of plain moves (address, address, length). It is cut into shares of equal bytes,
+several for each thread; each move runs outside the interpreter lock.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ import torch
 T = TypeVar("T")
 Columns = npt.NDArray[np.int64]
 Move = tuple[int, int, int]
-"""(destination address, source address, bytes) of a copy, or (destination address, file offset, bytes) of a read."""
+"""A copy: (destination address, source address, bytes).
+
+Or a read: (destination address, file offset, bytes).
+"""
 
 _CHUNK = 32 << 20
 _GAP = 16 << 10
-"""Bytes between two ranges that are better read along than left out."""
+"""So many bytes between two ranges are better read along than left out."""
 _MOST_RANGES, _MOST_BYTES = 128, 4 << 20
 _NBYTES = operator.itemgetter(2)
 _SHARES_EACH = 8
-_ALONE = 4 << 20  # below this the hand-over to threads costs more than it gains
+_ONE_THREAD_NBYTES = 4 << 20
+"""Below this, handing over to threads costs more than it gains."""
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
@@ -43,39 +47,62 @@ _pread.restype = ctypes.c_ssize_t
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
 _preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _preadv.restype = ctypes.c_ssize_t
-_between_ranges = np.zeros(_GAP, np.uint8)  # whatever is read into it, by all threads, is of no use to anybody
+_discarded = np.zeros(_GAP, np.uint8)
+"""Takes the bytes between ranges, of all threads at once: nobody reads it."""
 
 
 def copy(moves: Sequence[Move]) -> None:
-    """Copy memory to memory. Sources and destinations must stay alive and not overlap."""
+    """Copy memory to memory; sources and destinations must stay alive, and not overlap.
+
+    Args:
+        moves: In any order; each destination is written once.
+    """
     _in_shares(moves, copy_here)
 
 
 def read(descriptor: int, moves: Sequence[Move]) -> None:
-    """Read file ranges straight into memory. Raises EOFError where the file is shorter, OSError as the system does."""
+    """Read file ranges straight into memory.
+
+    Args:
+        descriptor: Of the file.
+        moves: The reads; their destinations must stay alive, and not overlap.
+
+    Raises:
+        EOFError: The file is shorter.
+        OSError: As the system does.
+    """
     _in_shares(moves, lambda share: _read_share(descriptor, share))
 
 
 def read_many(descriptor: int, address: Columns, offset: Columns, nbytes: Columns) -> None:
-    """Read many small ranges, given by ascending offsets, straight into memory; neighbours with one call of the system.
+    """Read many small file ranges straight into memory, neighbours with one system call.
 
-    Raises what `read` raises.
+    Args:
+        descriptor: Of the file.
+        address: Where each range goes.
+        offset: Where each range begins in the file, ascending.
+        nbytes: Length of each range.
+
+    Raises:
+        EOFError, OSError: As `read` does.
     """
     if not len(offset):
         return
     ends = offset + nbytes
     gaps = np.append(offset[1:] - ends[:-1], 0)
     cuts = _batches(gaps, nbytes)
-    buffers = np.empty(
-        (2 * len(offset), 2), np.int64
-    )  # struct iovec: each range, and what lies between it and the next
+    # An array of struct iovec: each range, and then what lies between it and the next one.
+    buffers = np.empty((2 * len(offset), 2), np.int64)
     buffers[0::2] = np.stack([address, nbytes], axis=1)
-    buffers[1::2, 0], buffers[1::2, 1] = _between_ranges.ctypes.data, np.clip(gaps, 0, _GAP)
+    buffers[1::2, 0], buffers[1::2, 1] = _discarded.ctypes.data, np.clip(gaps, 0, _GAP)
 
     def read_batch(batch: tuple[int, int]) -> None:
         start, stop = batch
-        count = _preadv(descriptor, buffers[2 * start :].ctypes.data, 2 * (stop - start) - 1, int(offset[start]))
-        if count != ends[stop - 1] - offset[start]:  # cut short, or failed: what is missing, and why?
+        count = _preadv(
+            descriptor, buffers[2 * start :].ctypes.data, 2 * (stop - start) - 1, int(offset[start])
+        )
+        # Cut short, or failed: read the ranges one by one, which says what is wrong.
+        if count != ends[stop - 1] - offset[start]:
             columns = (column[start:stop].tolist() for column in (address, offset, nbytes))
             _read_share(descriptor, list(zip(*columns, strict=True)))
 
@@ -83,7 +110,7 @@ def read_many(descriptor: int, address: Columns, offset: Columns, nbytes: Column
 
 
 def _batches(gaps: Columns, nbytes: Columns) -> list[int]:
-    """Where ranges are cut into batches: at long gaps, and so that there are enough of them for all threads."""
+    """Return where to cut ranges into batches: at long gaps, and into enough for all threads."""
     many = np.arange(len(nbytes)) // _MOST_RANGES
     much = np.cumsum(nbytes) // _MOST_BYTES
     is_cut = (np.diff(many) > 0) | (np.diff(much) > 0) | (gaps[:-1] > _GAP) | (gaps[:-1] < 0)
@@ -91,7 +118,11 @@ def _batches(gaps: Columns, nbytes: Columns) -> list[int]:
 
 
 def copy_here(moves: Sequence[Move]) -> None:
-    """Copy memory to memory in this thread alone."""
+    """Copy memory to memory in this thread alone.
+
+    Args:
+        moves: As `copy` takes them.
+    """
     memmove = _memmove
     for destination, source, nbytes in moves:
         memmove(destination, source, nbytes)
@@ -113,24 +144,35 @@ def _read_share(descriptor: int, moves: Sequence[Move]) -> None:
 
 def _in_shares(moves: Sequence[Move], act: Callable[[Sequence[Move]], None]) -> None:
     threads = torch.get_num_threads()
-    if threads == 1 or sum(map(_NBYTES, moves)) < _ALONE:
+    if threads == 1 or sum(map(_NBYTES, moves)) < _ONE_THREAD_NBYTES:
         act(moves)
         return
     work_off(shares(moves, threads * _SHARES_EACH), act)
 
 
 def work_off(work: Sequence[T], act: Callable[[T], object]) -> None:
-    """Do all of the work with as many threads as torch uses; raises the first error.
+    """Call `act` for each piece of work, with as many threads as torch uses.
 
-    Each takes piece after piece until none is left: a thread that the machine holds up holds up only one.
+    Each thread takes piece after piece until none is left: a thread that the machine holds up
+    delays one piece only. On return, also after an error, no thread is at work any more.
+
+    Args:
+        work: The pieces; taken in order.
+        act: Called in several threads at once.
+
+    Raises:
+        Exception: What `act` raised first.
     """
     threads = torch.get_num_threads()
     waiting = deque(work)
-    helpers = [_pool(threads).submit(_take, waiting, act) for _ in range(min(threads, len(work)) - 1)]
+    helpers = [
+        _pool(threads).submit(_take, waiting, act) for _ in range(min(threads, len(work)) - 1)
+    ]
     try:
         _take(waiting, act)
     finally:
-        wait(helpers)  # after an error too: nobody may touch the caller's memory once this has returned
+        # After an error too: no thread may touch the caller's memory once this has returned.
+        wait(helpers)
     for helper in helpers:
         helper.result()
 
@@ -149,7 +191,12 @@ def _take(waiting: deque[T], act: Callable[[T], object]) -> None:
 
 
 def shares(moves: Sequence[Move], count: int) -> list[list[Move]]:
-    """Cut moves into at most `count` shares of nearly equal bytes, splitting moves; nothing is lost or doubled."""
+    """Cut moves into at most `count` shares of nearly equal bytes; moves may be split.
+
+    Args:
+        moves: In the order that the shares keep.
+        count: At least 1.
+    """
     ends = list(accumulate(map(_NBYTES, moves)))
     total = ends[-1] if ends else 0
     cuts = [total * share // count for share in range(count + 1)]
@@ -157,7 +204,7 @@ def shares(moves: Sequence[Move], count: int) -> list[list[Move]]:
 
 
 def _between(moves: Sequence[Move], ends: Sequence[int], start: int, stop: int) -> list[Move]:
-    """The part of the moves that covers bytes [start, stop) of them all, laid end to end."""
+    """Return the moves of bytes [start, stop), counted as if all moves lay end to end."""
     first, last = bisect_right(ends, start), bisect_left(ends, stop)
     part = list(moves[first : last + 1])
     destination, source, nbytes = part[-1]

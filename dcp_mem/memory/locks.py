@@ -1,8 +1,8 @@
 """Advisory locks: they vanish with the process that holds them, however it ends.
 
-Leases (flock) go by open file, so a checkpoint that is being read or flushed, and a slot that is being staged, are
-protected in whatever directory they lie at the moment. The job's lock (POSIX) goes by process, so that a forked
-data-loader worker that outlives its killed trainer doesn't hold the job.
+Leases (flock) belong to an open file: a checkpoint that is read or flushed, and a slot that is
+staged, are protected in whatever directory they lie. The job's lock (POSIX) belongs to a process: a
+forked data-loader worker that outlives its killed trainer doesn't hold the job.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from dcp_mem.common.files import read_bytes, write_atomically
 from dcp_mem.errors import JobInUse
-from dcp_mem.files import read_bytes, write_atomically
 
-_PROBES_LAST = 0.2
+_PROBE_SECONDS = 0.2
+"""How long a lease may be held only to find out whether there is another one."""
 
 
 def try_lease(descriptor: int, *, exclusive: bool) -> bool:
-    """Take or convert this descriptor's lease without waiting; False where another's lease is in the way."""
+    """Take or convert a descriptor's lease, without waiting; False where another one forbids it.
+
+    Args:
+        descriptor: Of the file.
+        exclusive: Whether nobody else may hold a lease; otherwise the lease is a shared one.
+    """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -34,8 +40,14 @@ def try_lease(descriptor: int, *, exclusive: bool) -> bool:
 
 
 def share(descriptor: int) -> bool:
-    """Take a shared lease, sitting out those that only ask whether there is one; False where it is taken for good."""
-    deadline = time.monotonic() + _PROBES_LAST
+    """Take a shared lease; False where another process holds an exclusive one for good.
+
+    Leases that are held only to find out whether there is another one are waited for.
+
+    Args:
+        descriptor: Of the file; an exclusive lease of its own becomes a shared one.
+    """
+    deadline = time.monotonic() + _PROBE_SECONDS
     while not try_lease(descriptor, exclusive=False):
         if time.monotonic() > deadline:
             return False
@@ -44,9 +56,14 @@ def share(descriptor: int) -> bool:
 
 
 def open_leased(path: str) -> int:
-    """A descriptor, with a shared lease, of the file that lies there. Raises FileNotFoundError where none lies there.
+    """Open a file, take a shared lease on it, and return its descriptor.
 
-    One that was taken away to be recycled before its lease was ours counts as gone: its bytes are another save's by now.
+    Args:
+        path: Of the file.
+
+    Raises:
+        FileNotFoundError: There is no such file. A file that was recycled before the lease was
+            taken counts as gone, by its inode: its bytes are another save's by now.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -60,12 +77,20 @@ def open_leased(path: str) -> int:
 
 
 def end_lease(descriptor: int) -> None:
-    """Give the lease back explicitly: closing isn't enough while a forked child holds a copy of the descriptor."""
+    """End a lease; closing isn't enough while a forked child has a copy of the descriptor.
+
+    Args:
+        descriptor: Stays open.
+    """
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def is_leased(path: str) -> bool:
-    """Whether somebody reads, flushes or stages this file right now."""
+    """Return whether a process reads, flushes or stages this file right now.
+
+    Args:
+        path: Of an existing file.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if try_lease(descriptor, exclusive=True):
@@ -78,14 +103,17 @@ def is_leased(path: str) -> bool:
 
 @contextmanager
 def in_turn(directory: str) -> Iterator[None]:
-    """Run while no other process asks about leases in this directory: who asks holds each for a moment.
+    """Run while no other process asks about leases in a directory, and so holds them for a moment.
 
-    Who takes longer than `_PROBES_LAST` (a stopped process, say) isn't waited for: its claims are safe all the same, and
-    only the number of slots may grow by one.
+    A process that takes longer than `_PROBE_SECONDS` (a stopped one, say) isn't waited for: its
+    claims are safe all the same, and only the number of slots may grow by one.
+
+    Args:
+        directory: An existing one, which is locked meanwhile.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + _PROBES_LAST
+        deadline = time.monotonic() + _PROBE_SECONDS
         while not try_lease(descriptor, exclusive=True) and time.monotonic() < deadline:
             time.sleep(0.0005)
         yield
@@ -96,12 +124,22 @@ def in_turn(directory: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """Who may share a job's memory: processes of one run (its launcher's id), or those that pickled the same token."""
+    """Which processes may share a job's memory: those of one run, or with the same token.
+
+    Attributes:
+        run: The launcher's id of the run; "" where there is none.
+        token: Goes along when a writer is pickled into another process.
+    """
 
     run: str
     token: str
 
     def admits(self, other: RunIdentity) -> bool:
+        """Return whether a process of the other identity may share the job.
+
+        Args:
+            other: Of a process that wants to join.
+        """
         return bool(self.run and self.run == other.run) or self.token == other.token
 
 
@@ -109,15 +147,26 @@ _held_here: set[str] = set()
 
 
 class JobLock:
-    """This process's hold on a job directory; shared within a run, closed to other runs.
+    """This process's lock on a job's directory: shared within a run, closed to other runs.
 
-    One file carries the lock and is never opened for anything else: closing any descriptor of it would drop the lock.
+    One file carries the lock, and is opened for nothing else: closing any descriptor of it would
+    drop the lock.
+
+    Args:
+        directory: The job's.
+        job: Its name.
+        identity: Of this process.
+
+    Raises:
+        JobInUse: A process of another run has it.
     """
 
     def __init__(self, directory: str, job: str, identity: RunIdentity) -> None:
         self._directory = directory
         self._owner_path = os.path.join(directory, ".owner.json")
-        self._descriptor = os.open(os.path.join(directory, ".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(
+            os.path.join(directory, ".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
+        )
         try:
             self._take(job, identity)
         except BaseException:
@@ -125,16 +174,17 @@ class JobLock:
             raise
 
     def _take(self, job: str, identity: RunIdentity) -> None:
-        if not self._alone(identity):
-            # Someone else is there. Whoever holds it exclusively is only writing down who he is.
+        if not self._is_first(identity):
+            # Another process has the lock. One that holds it exclusively is only writing its
+            # identity.
             fcntl.lockf(self._descriptor, fcntl.LOCK_SH)
             held_by, text = _read_owner(self._owner_path)
-            if not identity.admits(held_by) and not self._alone(identity):
+            if not identity.admits(held_by) and not self._is_first(identity):
                 raise JobInUse(job, text)
         _held_here.add(self._directory)
 
-    def _alone(self, identity: RunIdentity) -> bool:
-        """Take the job over if nobody holds it, and let the others of this run in."""
+    def _is_first(self, identity: RunIdentity) -> bool:
+        """Take the job if no process has it, and let the others of this run in."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -144,6 +194,7 @@ class JobLock:
         return True
 
     def close(self) -> None:
+        """Give the lock back."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -151,7 +202,11 @@ class JobLock:
 
 
 def job_is_live(directory: str) -> bool:
-    """Whether a live process holds the job."""
+    """Return whether a live process holds the job.
+
+    Args:
+        directory: The job's.
+    """
     if directory in _held_here:
         return True  # and opening its lock file here would lose the lock
     try:
@@ -165,25 +220,33 @@ def job_is_live(directory: str) -> bool:
 
 
 def _holder(descriptor: int) -> int | None:
-    """Process id of one that holds a POSIX lock on the file, asked without taking it."""
+    """Return the id of a process with a POSIX lock on the file; None where there is none."""
     query = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     answer = struct.unpack("hhqqi", fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
     return None if answer[0] == fcntl.F_UNLCK else int(answer[4])
 
 
 def new_token() -> str:
+    """Return a token that no other run has."""
     return uuid.uuid4().hex
 
 
 def _owner(identity: RunIdentity) -> bytes:
-    facts = {"run": identity.run, "token": identity.token, "pid": os.getpid(), "host": os.uname().nodename}
+    facts = {
+        "run": identity.run,
+        "token": identity.token,
+        "pid": os.getpid(),
+        "host": os.uname().nodename,
+    }
     return json.dumps(facts).encode()
 
 
 def _read_owner(path: str) -> tuple[RunIdentity, str]:
     try:
         facts = json.loads(read_bytes(path))
-        text = f"process {facts['pid']} on {facts['host']}" + (f" ({facts['run']})" if facts["run"] else "")
+        text = f"process {facts['pid']} on {facts['host']}" + (
+            f" ({facts['run']})" if facts["run"] else ""
+        )
         return RunIdentity(str(facts["run"]), str(facts["token"])), text
     except (OSError, ValueError, KeyError, TypeError):
         return RunIdentity("", ""), "another process"

@@ -1,10 +1,10 @@
-"""CUDA: a slot's mapping registered as pinned memory, so that device-to-host DMA lands in tmpfs without a bounce buffer."""
+"""Slots as pinned memory: CUDA copies from a device straight into tmpfs, without a buffer."""
 
 from __future__ import annotations
 
 import torch
 
-from dcp_mem.events import log
+from dcp_mem.common.log import log
 from dcp_mem.memory.slots import Slot
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -12,7 +12,11 @@ _pinned: set[tuple[int, int]] = set()
 
 
 def pin(slot: Slot) -> None:
-    """Register the slot's mapping with CUDA, once; where that fails copies still work, only slower."""
+    """Register a slot's mapping with CUDA, once; where that fails, copies work too, but slower.
+
+    Args:
+        slot: One that isn't mapped is left as it is.
+    """
     if slot.mapping is None or not torch.cuda.is_initialized():
         return
     key = (slot.mapping.address, slot.mapping.nbytes)
@@ -25,7 +29,9 @@ def pin(slot: Slot) -> None:
         error = int(torch.cuda.cudart().cudaHostRegister(*key, _PORTABLE))
     if error:
         log.warning(
-            "cudaHostRegister of %d bytes failed (error %d): copies go through CUDA's own buffer", key[1], error
+            "cudaHostRegister of %d bytes failed (error %d): copies go through CUDA's own buffer",
+            key[1],
+            error,
         )
         return
     _pinned.add(key)
@@ -33,9 +39,14 @@ def pin(slot: Slot) -> None:
 
 
 def _device_in_use() -> int | None:
-    """A device that this process has a context on. A thread starts at device 0, and would make one there for every rank."""
+    """Return a device on which this process has a context.
+
+    A thread starts at device 0, and would make a context there for every rank.
+    """
     has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
-    return next((device for device in range(torch.cuda.device_count()) if has_context(device)), None)
+    return next(
+        (device for device in range(torch.cuda.device_count()) if has_context(device)), None
+    )
 
 
 def _unpin(key: tuple[int, int], device: int) -> None:
@@ -45,7 +56,11 @@ def _unpin(key: tuple[int, int], device: int) -> None:
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for device-to-host copies that sees everything launched so far on the current one."""
+    """Return a stream for copies to the host, ordered after all launched on the current stream.
+
+    Args:
+        device: A CUDA device.
+    """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream

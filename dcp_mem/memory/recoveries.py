@@ -1,31 +1,46 @@
-"""The loads of a job, as its directory in a node's memory knows them."""
+"""The records of a job's loads, as its directory in a node's memory has them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 
-from dcp_mem import files
-from dcp_mem.format.recoveries import RecoveryRecord, from_lines, joined, to_lines
+from dcp_mem.common import files
+from dcp_mem.common.values import RECOVERIES
+from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveries, to_lines
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import in_turn
-from dcp_mem.values import RECOVERIES
 
-_LINES = 1_000
+_MOST_RECORDS = 1_000
 
 
 def recoveries_in(memory: JobMemory) -> list[RecoveryRecord]:
-    """What is written down there, in the order of time."""
+    """Return the records, in the order of time.
+
+    Args:
+        memory: The job's.
+    """
     try:
-        return joined(from_lines(files.read_bytes(_path(memory))), most=_LINES)
+        return merge_recoveries(from_lines(files.read_bytes(_path(memory))), most=_MOST_RECORDS)
     except FileNotFoundError:
         return []
 
 
 def add_recovery(memory: JobMemory, recovery: RecoveryRecord) -> Sequence[RecoveryRecord]:
-    """Write one more down; returns all of them. Raises OSError, MemoryBudgetExceeded."""
+    """Add a record.
+
+    Args:
+        memory: The job's.
+        recovery: The oldest records make room for it.
+
+    Returns:
+        All records, this one included.
+
+    Raises:
+        OSError, MemoryBudgetExceeded: It can't be written.
+    """
     with in_turn(memory.directory):
-        after = joined(recoveries_in(memory), [recovery], most=_LINES)
+        after = merge_recoveries(recoveries_in(memory), [recovery], most=_MOST_RECORDS)
         files.write_atomically(_path(memory), to_lines(after))
     return after
 

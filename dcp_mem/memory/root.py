@@ -1,4 +1,4 @@
-"""The memory root of a node: made private, or refused."""
+"""The memory root of a node: it is private to this user, or refused."""
 
 from __future__ import annotations
 
@@ -6,33 +6,51 @@ import os
 import stat
 import uuid
 
+from dcp_mem.common.files import read_bytes, remove
+from dcp_mem.common.log import log
 from dcp_mem.errors import MemoryRootRefused, MemoryUnavailable
-from dcp_mem.events import log
-from dcp_mem.files import read_bytes, remove
 
 
 def open_root(path: str) -> str:
-    """Make the memory root where it is missing (0700), check that it is ours alone, and return its path.
+    """Make the memory root (0700) where it is missing; check that it is this user's alone.
 
-    Raises MemoryRootRefused where it belongs to someone else, others may write to it, or a symlink leads to it;
-    MemoryUnavailable where it can't be made.
+    Args:
+        path: Its parent must exist.
+
+    Raises:
+        MemoryRootRefused: It belongs to another user, others may write to it, or a symlink leads to
+            it.
+        MemoryUnavailable: It can't be made.
+
+    Returns:
+        Its path.
     """
     existed = os.path.lexists(path)
     if not existed:
         _make(path)
     facts = os.lstat(path)
     if stat.S_ISLNK(facts.st_mode) or os.path.realpath(path) != path:
-        raise MemoryRootRefused(path, f"a symlink leads there (it is really {os.path.realpath(path)})")
+        raise MemoryRootRefused(
+            path, f"a symlink leads there (it is really {os.path.realpath(path)})"
+        )
     if not stat.S_ISDIR(facts.st_mode):
         raise MemoryRootRefused(path, "it is not a directory")
     if facts.st_uid != os.geteuid():
-        raise MemoryRootRefused(path, f"it belongs to uid {facts.st_uid}, not to you (uid {os.geteuid()})")
+        raise MemoryRootRefused(
+            path, f"it belongs to uid {facts.st_uid}, not to you (uid {os.geteuid()})"
+        )
     if facts.st_mode & 0o022:
-        raise MemoryRootRefused(path, f"others may write to it (mode {stat.S_IMODE(facts.st_mode):04o})")
+        raise MemoryRootRefused(
+            path, f"others may write to it (mode {stat.S_IMODE(facts.st_mode):04o})"
+        )
     if not os.access(path, os.W_OK | os.X_OK):
         raise MemoryUnavailable(path, "it is not writable")
     if not existed and file_system(path) not in ("tmpfs", "ramfs", "hugetlbfs"):
-        log.warning("memory root %s lies on %s, not on a tmpfs: saves will be as slow as that", path, file_system(path))
+        log.warning(
+            "memory root %s lies on %s, not on a tmpfs: saves will be as slow as that",
+            path,
+            file_system(path),
+        )
     return path
 
 
@@ -41,7 +59,9 @@ def _make(path: str) -> None:
     if not os.path.isdir(parent):
         raise MemoryUnavailable(path, f"{parent} does not exist")
     if os.path.realpath(parent) != parent:
-        raise MemoryRootRefused(path, f"a symlink leads there (it is really {os.path.realpath(path)})")
+        raise MemoryRootRefused(
+            path, f"a symlink leads there (it is really {os.path.realpath(path)})"
+        )
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -51,7 +71,14 @@ def _make(path: str) -> None:
 
 
 def private_directory(path: str) -> str:
-    """Make a directory (0700) under the root; that it is there already is fine."""
+    """Make a directory (0700) under the root, if it is missing, and return its path.
+
+    Args:
+        path: Of the directory; its parent must exist.
+
+    Raises:
+        MemoryRootRefused: Something else lies there, or it belongs to another user.
+    """
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -62,17 +89,21 @@ def private_directory(path: str) -> str:
 
 
 def node_id(root: str) -> str:
-    """The id of the node that this root is the memory of: ranks that read the same id share a tmpfs."""
+    """Return the id of the root's node: ranks that read the same id share a tmpfs.
+
+    Args:
+        root: The memory root.
+    """
     path = os.path.join(root, ".node")
     try:
         return read_bytes(path).decode()
     except FileNotFoundError:
-        pass
+        pass  # this process may be the first one
     temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
     with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as stream:
         stream.write(uuid.uuid4().hex[:12].encode())
     try:
-        os.link(temporary, path)  # first one wins, and is never seen half written
+        os.link(temporary, path)  # the first one wins, and is never seen half written
     except FileExistsError:
         pass
     finally:
@@ -81,7 +112,11 @@ def node_id(root: str) -> str:
 
 
 def file_system(path: str) -> str:
-    """Type of the file system that holds `path` ("" where the system doesn't tell)."""
+    """Return the type of the file system that holds a path; "" where the system doesn't tell.
+
+    Args:
+        path: An absolute one; symlinks in it aren't followed.
+    """
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
             mounts = [line.split() for line in stream]

@@ -1,8 +1,9 @@
-"""Slots: tmpfs files that are kept and recycled, so that their pages stay faulted in and their mappings valid.
+"""Slots: tmpfs files that are recycled, so that pages stay faulted in and mappings valid.
 
-First touch of tmpfs pages costs several times the copy, and so does a new mapping over pages that exist. A slot is
-claimed from the free ones, staged into, and becomes a segment by rename; retention renames it back. The process that
-mapped it recognises it by its inode and goes on using the mapping.
+First touch of tmpfs pages costs several times the copy, and so does a new mapping over pages that
+exist. A slot is claimed from the free ones, staged into, and becomes a segment by rename; retention
+renames it back. The process that has mapped it recognises it by its inode, and goes on using the
+mapping.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from dcp_mem import files
+from dcp_mem.common import files
 from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory.locks import end_lease, in_turn, share, try_lease
 from dcp_mem.memory.mapping import Mapping
@@ -26,16 +27,29 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def capacity_for(nbytes: int) -> int:
-    """What a slot for so many bytes really takes."""
+    """Return the memory that a slot for so many bytes takes.
+
+    Args:
+        nbytes: Length of the segment.
+    """
     return -(-nbytes // HUGE) * HUGE
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Slot:
-    """One slot that this process has open. capacity: size of its file. frames: key of the heads and tails that it holds.
+    """One slot that this process has open.
 
-    Its descriptor carries a lease for as long as it is open: exclusive while staging, shared afterwards. The mapping,
-    where there is one, has all its pages; room beyond it may still have to be found.
+    Attributes:
+        path: Where it lies: among the free slots, or as a segment.
+        descriptor: Carries a lease for as long as it is open: exclusive while staging, shared
+            afterwards. -1: closed.
+        capacity: Size of its file.
+        inode: By which it is recognised wherever it lies.
+        frames: Key of the heads and tails that it holds; "": of none.
+        mapping: Has all its pages present; None where nothing is mapped.
+        on_unmap: Called before the mapping goes.
+        busy: Whether a thread of this process has claimed it or prefaults it; the process's own
+            lease doesn't tell.
     """
 
     path: str
@@ -45,19 +59,24 @@ class Slot:
     frames: str = ""
     mapping: Mapping | None = None
     on_unmap: list[Callable[[], None]] = field(default_factory=list)
-    busy: bool = True  # claimed or being prefaulted by a thread of this process; its own lease can't tell
+    busy: bool = True
 
     @property
     def address(self) -> int:
-        """Of the first byte, in the mapping."""
+        """Address of the first byte, in the mapping."""
         assert self.mapping is not None
         return self.mapping.address
 
     def map(self, nbytes: int, room: int, wanted: Callable[[], bool] | None = None) -> None:
-        """Map at least `nbytes`, every page present: where they aren't yet, all of a capacity of `room` or more.
+        """Map at least `nbytes` with every page present, unless they are mapped already.
 
-        wanted: asked now and then whether to go on; the slot stays unmapped where it wasn't.
-        Raises MemoryBudgetExceeded; a slot that was mapped before keeps what it had.
+        Args:
+            nbytes: At least so many are mapped.
+            room: A new mapping is of this capacity, or of the slot's own if that is more.
+            wanted: Asked now and then whether to go on; where it says no, the slot stays unmapped.
+
+        Raises:
+            MemoryBudgetExceeded: A slot that was mapped before keeps the capacity that it had.
         """
         had = 0 if self.mapping is None else self.mapping.nbytes
         if had and had >= nbytes:
@@ -70,14 +89,21 @@ class Slot:
             mapping = Mapping(self.descriptor, room)
             is_whole = mapping.populate(wanted)
         except OSError as error:
-            if not had:  # nobody knows which of its pages are there
+            if not had:  # it isn't known which of its pages are present
                 self.capacity, self.frames = 0, ""
             os.ftruncate(self.descriptor, self.capacity)
             self._raise_full(error, room)
         self.mapping, self.capacity = mapping if is_whole else None, room
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for `nbytes` in all, beyond the mapping. Raises MemoryBudgetExceeded."""
+        """Make room for `nbytes` in all, of which the mapping may be a part.
+
+        Args:
+            nbytes: From the beginning of the slot.
+
+        Raises:
+            MemoryBudgetExceeded: There is no room.
+        """
         if nbytes > self.capacity:
             wanted = capacity_for(nbytes)
             try:
@@ -87,7 +113,15 @@ class Slot:
             self.capacity = wanted
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
-        """Write bytes that don't belong to the mapped part. Raises MemoryBudgetExceeded."""
+        """Write bytes outside the mapped part, for which there is room.
+
+        Args:
+            offset: In the slot, in bytes.
+            data: The bytes.
+
+        Raises:
+            MemoryBudgetExceeded: There was none after all.
+        """
         view = memoryview(data)
         while view:
             try:
@@ -97,18 +131,34 @@ class Slot:
             view, offset = view[written:], offset + written
 
     def write_on(self, offset: int, data: bytes | memoryview) -> None:
-        """The same, where the slot may have to grow for it."""
+        """Write bytes outside the mapped part, and let the slot grow for them.
+
+        Args:
+            offset: In the slot, in bytes.
+            data: The bytes.
+
+        Raises:
+            MemoryBudgetExceeded: There is no room.
+        """
         self.write_at(offset, data)
         self.capacity = max(self.capacity, offset + len(data))
 
     def _raise_full(self, error: OSError, nbytes: int) -> NoReturn:
         if error.errno not in _FULL:
             raise error
-        free = files.free_bytes(os.path.dirname(self.path)) + os.fstat(self.descriptor).st_blocks * 512
-        raise MemoryBudgetExceeded(nbytes, free, f"the memory root of {self.path} is full") from None
+        free = (
+            files.free_bytes(os.path.dirname(self.path)) + os.fstat(self.descriptor).st_blocks * 512
+        )
+        raise MemoryBudgetExceeded(
+            nbytes, free, f"the memory root of {self.path} is full"
+        ) from None
 
     def shrink(self, nbytes: int) -> None:
-        """Give back what is far beyond `nbytes`: the plan has become much smaller."""
+        """Give back memory far beyond `nbytes`, where the plan has become much smaller.
+
+        Args:
+            nbytes: Length of the segment to come.
+        """
         if self.capacity > 2 * nbytes + (64 << 20):
             self.unmap()
             self.frames = ""
@@ -116,19 +166,21 @@ class Slot:
             os.ftruncate(self.descriptor, self.capacity)
 
     def see_truncation(self) -> None:
-        """Forget pages that somebody has cut off meanwhile: a store into them would be SIGBUS."""
+        """Forget pages that were cut off meanwhile: a store into them would be SIGBUS."""
         nbytes = os.fstat(self.descriptor).st_size
         if nbytes < self.capacity:
             self.unmap()
             self.capacity, self.frames = nbytes, ""
 
     def unmap(self) -> None:
+        """Drop the mapping."""
         for callback in self.on_unmap:
             callback()
         self.on_unmap.clear()
         self.mapping = None
 
     def close(self) -> None:
+        """Drop mapping, lease and descriptor."""
         self.unmap()
         if self.descriptor >= 0:
             end_lease(self.descriptor)
@@ -137,20 +189,30 @@ class Slot:
 
 
 class SlotPool:
-    """The slots of one process in one job's directory; its threads may share it."""
+    """The slots of one process in one job's directory; its threads may share it.
+
+    Args:
+        directory: The job's directory of free slots.
+    """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._open: dict[int, Slot] = {}
-        self._guard = threading.RLock()  # nobody populates a slot under it, which takes long
+        self._guard = threading.RLock()  # not held while pages are populated, which takes long
 
     def claim(self, nbytes: int, frames: str, mapped: int | None = None) -> Slot:
-        """A slot that nobody else uses, with room for `nbytes`: a free one where there is one, else a new one.
+        """Return a slot that is this caller's alone: a free one where there is one, else a new one.
 
-        At least `mapped` bytes of it (by default all) are mapped, with every page present.
+        Preferred is a slot that holds these frames already, then one that is mapped, then the one
+        of nearest size.
 
-        Prefers one that holds these frames already, then one that is mapped, then the one of nearest size.
-        Raises MemoryBudgetExceeded.
+        Args:
+            nbytes: It has room for so many.
+            frames: Key of heads and tails.
+            mapped: At least so many are mapped, with every page present; None: all.
+
+        Raises:
+            MemoryBudgetExceeded: There is no room.
         """
         slot = self.take(nbytes, frames)
         try:
@@ -163,34 +225,52 @@ class SlotPool:
         return slot
 
     def take(self, nbytes: int, frames: str) -> Slot:
-        """What `claim` would take, with room for nothing yet."""
+        """Return the slot that `claim` would take, without making room in it.
+
+        Args:
+            nbytes: A slot of about this size is preferred.
+            frames: Key of heads and tails; a slot that holds them is preferred.
+        """
         with self._guard, in_turn(self._directory):
             return self._claim_free(nbytes, frames) or self._create()
 
     def spare_sizes(self) -> list[int]:
-        """Bytes that are there of each free slot that this process could claim, the largest first."""
+        """Return the bytes present in each free slot that could be claimed here, largest first."""
         with self._guard, in_turn(self._directory):
             return sorted((size for _, _, size in self._free()), reverse=True)
 
     def free_count(self) -> int:
-        """How many free slots this process could claim, going by leases alone."""
+        """Return how many free slots this process could claim, by their leases alone."""
         with self._guard, in_turn(self._directory):
             return len(self._free())
 
     def seal(self, slot: Slot, path: str) -> None:
-        """Give the slot its name as a segment. From here on it is never written again until it is claimed anew."""
+        """Give a slot its name as a segment: it isn't written again until it is claimed again.
+
+        Args:
+            slot: The caller's own.
+            path: Of the segment, in the same file system.
+        """
         os.rename(slot.path, path)
         slot.path = path
 
     def share(self, slot: Slot) -> None:
-        """Let readers and the agent in; nobody else may claim it while this process lives."""
+        """Let readers and the agent in; no other process claims the slot meanwhile.
+
+        Args:
+            slot: The caller's own.
+        """
         with self._guard:
             slot.busy = False
             if slot.descriptor >= 0 and not share(slot.descriptor):
                 self._forget(slot)
 
     def abandon(self, slot: Slot) -> None:
-        """Return a slot whose staging failed, wherever it lies by now."""
+        """Make a free slot of one whose staging has failed, wherever it lies by now.
+
+        Args:
+            slot: The caller's own.
+        """
         free = os.path.join(self._directory, f"{uuid.uuid4().hex[:12]}.slot")
         if os.path.dirname(slot.path) != self._directory and os.path.exists(slot.path):
             os.rename(slot.path, free)
@@ -198,15 +278,30 @@ class SlotPool:
         self.share(slot)
 
     def take_back(self, is_listed: Callable[[str], bool]) -> None:
-        """Make free slots of this process's segments that never became part of a complete checkpoint."""
+        """Make free slots of this process's segments that no complete checkpoint lists.
+
+        Args:
+            is_listed: Returns whether the segment at a path is listed.
+        """
         with self._guard:
             for slot in list(self._open.values()):
                 sealed = not slot.busy and os.path.dirname(slot.path) != self._directory
                 if sealed and _lies_at(slot, slot.path) and not is_listed(slot.path):
                     self.abandon(slot)
 
-    def prefault(self, count: int, nbytes: int, prepare: Callable[[Slot], None], wanted: Callable[[], bool]) -> None:
-        """Make free slots of this size until there are `count`, ready to be copied into; stops when not `wanted` any more."""
+    def prefault(
+        self, count: int, nbytes: int, prepare: Callable[[Slot], None], wanted: Callable[[], bool]
+    ) -> None:
+        """Make free slots, ready to be copied into, until there are `count`.
+
+        Ends silently where memory is full.
+
+        Args:
+            count: Of free slots that this process could claim.
+            nbytes: Mapped in each new slot.
+            prepare: Called with each new slot once it is mapped.
+            wanted: Asked now and then whether to go on.
+        """
         while wanted() and self.free_count() < count:
             with self._guard:
                 slot = self._create()
@@ -221,7 +316,11 @@ class SlotPool:
             self.share(slot)
 
     def close(self, *, keep_free: bool = False) -> None:
-        """Unmap everything; free slots are deleted unless they are to be kept."""
+        """Unmap everything; delete this process's free slots unless they are to be kept.
+
+        Args:
+            keep_free: Leave the free slots to a later process.
+        """
         with self._guard:
             for slot in list(self._open.values()):
                 name = self._name_of(slot.inode)
@@ -241,8 +340,8 @@ class SlotPool:
             if slot is None:
                 continue
             path = os.path.join(self._directory, name)
-            # A lease that can't be converted is lost, and another process may write to the slot. And one that has done
-            # so, and ended since the slot was listed, has made a segment of it.
+            # A lease that can't be converted is lost: another process may write to the slot. A
+            # process that has ended since the slot was listed may have made a segment of it.
             if not try_lease(slot.descriptor, exclusive=True) or not _lies_at(slot, path):
                 self._forget(slot)
                 continue
@@ -261,21 +360,29 @@ class SlotPool:
             os.close(descriptor)
             return None
         facts = os.fstat(descriptor)
-        slot = self._open[facts.st_ino] = Slot(path, descriptor, facts.st_size, facts.st_ino)
+        slot = self._open[facts.st_ino] = Slot(
+            path=path, descriptor=descriptor, capacity=facts.st_size, inode=facts.st_ino
+        )
         return slot
 
     def _create(self) -> Slot:
         path = os.path.join(self._directory, f"{uuid.uuid4().hex[:12]}{_SUFFIX}")
-        # Under a name that nobody takes for a free slot, until it is leased.
-        descriptor = os.open(path + ".new", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        # Until it is leased, its name isn't that of a free slot.
+        descriptor = os.open(
+            path + ".new", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600
+        )
         try_lease(descriptor, exclusive=True)
         os.rename(path + ".new", path)
-        slot = Slot(path, descriptor, 0, os.fstat(descriptor).st_ino)
+        inode = os.fstat(descriptor).st_ino
+        slot = Slot(path=path, descriptor=descriptor, capacity=0, inode=inode)
         self._open[slot.inode] = slot
         return slot
 
     def _free(self) -> Sequence[tuple[str, int, int]]:
-        """(name, inode, bytes present) of the free slots that this process holds, and of those that nobody holds."""
+        """Return (name, inode, bytes present) of free slots that this process could claim.
+
+        These are its own, and those that no process holds.
+        """
         self._drop_deleted()
         found = []
         with os.scandir(self._directory) as entries:
@@ -286,9 +393,11 @@ class SlotPool:
                     continue
                 if not entry.name.endswith(_SUFFIX):
                     continue
-                mine = self._open.get(facts.st_ino)
-                if not mine.busy if mine is not None else _is_unheld(entry.path):
-                    found.append((entry.name, facts.st_ino, min(facts.st_size, facts.st_blocks * 512)))
+                own = self._open.get(facts.st_ino)
+                if not own.busy if own is not None else _is_unleased(entry.path):
+                    found.append(
+                        (entry.name, facts.st_ino, min(facts.st_size, facts.st_blocks * 512))
+                    )
         return found
 
     def _drop_deleted(self) -> None:
@@ -313,7 +422,7 @@ def _lies_at(slot: Slot, path: str) -> bool:
         return False
 
 
-def _is_unheld(path: str) -> bool:
+def _is_unleased(path: str) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

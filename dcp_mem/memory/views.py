@@ -11,27 +11,53 @@ HUGE = 2 << 20
 _PROT_NONE, _MAP_FIXED, _MAP_FAILED = 0, 0x10, ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def mapped(descriptor: int, start: int, nbytes: int) -> memoryview:
-    """Bytes [start, start + nbytes) of a file, to be read; they stay mapped until the last view of them is gone.
+    """Map bytes [start, start + nbytes) of a file for reading, until their last view is gone.
 
-    start: at a page boundary. Huge pages are mapped as such, which costs next to nothing; 4 KiB ones cost as much as hashing.
+    Huge pages are mapped as such, which costs next to nothing; pages of 4 KiB cost as much as
+    hashing.
+
+    Args:
+        descriptor: Of the file, which may be closed afterwards.
+        start: At a page boundary.
+        nbytes: More than 0.
     """
     return lent(descriptor, start, nbytes).toreadonly()
 
 
 def lent(descriptor: int, start: int, nbytes: int) -> memoryview:
-    """The same for those who take no read-only buffer, though they only read: whoever writes to it dies of SIGSEGV."""
+    """Map as `mapped` does, as a buffer that claims to be writable.
+
+    For functions that take no read-only buffer although they only read: a write is SIGSEGV.
+
+    Args:
+        descriptor: Of the file, which may be closed afterwards.
+        start: At a page boundary.
+        nbytes: More than 0.
+    """
     address = map_aligned(descriptor, nbytes, start, mmap.PROT_READ)
     return memoryview(kept_while_seen(address, nbytes)).cast("B")
 
 
 def kept_while_seen(address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """A mapping's bytes; it ends with the last view of them."""
+    """Return a mapping's bytes; it is unmapped with the last view of them.
+
+    Args:
+        address: Of the first byte, as `map_aligned` returned it.
+        nbytes: Length of the mapping.
+    """
     buffer = (ctypes.c_ubyte * nbytes).from_address(address)
     end = weakref.finalize(buffer, _libc.munmap, address, nbytes)
     end.atexit = False  # views may still be in use then
@@ -39,12 +65,29 @@ def kept_while_seen(address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
 
 
 def view_of(address: int, nbytes: int) -> memoryview:
-    """Memory at an address, as bytes. It must outlive the view."""
+    """Return memory at an address as bytes; it must outlive the view.
+
+    Args:
+        address: Of the first byte.
+        nbytes: Length of the view.
+    """
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def map_aligned(descriptor: int, nbytes: int, start: int, protection: int) -> int:
-    """Map a file so that its huge pages lie at multiples of their size, without which none can be mapped as a huge one."""
+    """Map a file so that its huge pages lie at multiples of their size, and return the address.
+
+    Elsewhere the kernel can't map them as huge pages.
+
+    Args:
+        descriptor: Of the file.
+        nbytes: Length of the mapping.
+        start: Offset in the file.
+        protection: As mmap takes it.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     room_nbytes = nbytes + 2 * HUGE
     room = _mmap(0, room_nbytes, _PROT_NONE, anonymous, -1)
@@ -61,7 +104,9 @@ def map_aligned(descriptor: int, nbytes: int, start: int, protection: int) -> in
     return address
 
 
-def _mmap(address: int, nbytes: int, protection: int, flags: int, descriptor: int, start: int = 0) -> int:
+def _mmap(
+    address: int, nbytes: int, protection: int, flags: int, descriptor: int, start: int = 0
+) -> int:
     result: int = _libc.mmap(address, nbytes, protection, flags, descriptor, start)
     if result == _MAP_FAILED:
         number = ctypes.get_errno()

@@ -1,6 +1,22 @@
 """Collective planning, in columns.
 
-Of a save: `flatten.py` takes a rank's state dict apart, `local.py` describes it and recognises it again, `merge.py` settles
-who writes what of all ranks' descriptions, `describe.py` makes the catalog of what they have written.
-Of a load: `load.py` is DCP's planner, `join.py` finds what a rank needs in a catalog, `overlap.py` which chunks share elements.
+The room imports `format` and what lies below it; it exchanges nothing between ranks, and reads and
+writes no files.
+
+Read it in this order. Of a save:
+
+- `plan_columns`: one rank's plan: names once, everything else as numbers.
+- `flatten`: a rank's state dict taken apart into leaves.
+- `plain_tensors`, `dtensors`, `sharded_tensors`: how tensors of each kind become items of the plan.
+- `state_structure`: a state dict, described once and recognised from then on.
+- `global_plan`: all ranks' plans merged: which rank writes what.
+- `plan_catalog`: the catalog of what the ranks have written.
+
+Of a load:
+
+- `load_planner`: DCP's planner.
+- `chunk_index`: which saved chunks share elements with what a rank needs.
+- `reads`: what a rank reads.
+- `find_reads`: what a rank has to read, found in a catalog.
+- `whole_checkpoint`: a load of everything, without a state dict to load into.
 """

@@ -1,4 +1,4 @@
-"""State dicts taken apart into leaves, by the rules of torch.distributed.checkpoint._nested_dict."""
+"""State dicts taken apart into leaves, as torch.distributed.checkpoint._nested_dict does it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.format.catalog import Path
-from dcp_mem.planning.plain import PLAIN
+from dcp_mem.planning.plain_tensors import PLAIN
 
-_NO_CONTAINERS = frozenset({*PLAIN, DTensor, ShardedTensor, type(None), bool, int, float, str, bytes, tuple})
+_NO_CONTAINERS = frozenset(
+    {*PLAIN, DTensor, ShardedTensor, type(None), bool, int, float, str, bytes, tuple}
+)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """What a mapping or list looked like. keys: of a mapping. inner: its values that are containers themselves."""
+    """The structure of a mapping or list.
+
+    Attributes:
+        kind: Its type.
+        length: The number of its values.
+        keys: Of a mapping; None for a list.
+        key_types: The type of each key.
+        inner: Those of its values that are containers, by position.
+    """
 
     kind: type[Any]
     length: int
@@ -38,17 +48,29 @@ class Leaves:
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[Container, Leaves]:
-    """Take a state dict apart. Raises ValueError where two leaves get the same name."""
+    """Take a state dict apart.
+
+    Args:
+        state: The state dict; its leaves aren't copied.
+
+    Returns:
+        Its structure, and its leaves.
+
+    Raises:
+        ValueError: Two leaves get the same flattened name.
+    """
     leaves = Leaves([], [], [])
     root = _flatten(state, (), "", leaves)
     if len(set(leaves.names)) < len(leaves.names):
-        doubled = next(name for index, name in enumerate(leaves.names) if name in leaves.names[:index])
+        doubled = next(
+            name for index, name in enumerate(leaves.names) if name in leaves.names[:index]
+        )
         raise ValueError(f"two entries of the state dict have the same flattened name: {doubled}")
     return root, leaves
 
 
 def _flatten(value: Any, path: Path, prefix: str, leaves: Leaves) -> Container:
-    """Append the leaves of a container. prefix: of their names."""
+    """Append the leaves of a container, whose names begin with `prefix`; return its structure."""
     keys = list(value) if isinstance(value, Mapping) else None
     parts: Sequence[str | int] = range(len(value)) if keys is None else list(map(str, keys))
     names = list(map(prefix.__add__, map(str, parts)))
@@ -57,10 +79,18 @@ def _flatten(value: Any, path: Path, prefix: str, leaves: Leaves) -> Container:
     done = 0
     for position in _containers(values):
         _append(leaves, values, names, parts, path, done, position)
-        inner[position] = _flatten(values[position], (*path, parts[position]), f"{names[position]}.", leaves)
+        inner[position] = _flatten(
+            values[position], (*path, parts[position]), f"{names[position]}.", leaves
+        )
         done = position + 1
     _append(leaves, values, names, parts, path, done, len(values))
-    return Container(type(value), len(value), keys, list(map(type, keys or ())), inner)
+    return Container(
+        kind=type(value),
+        length=len(value),
+        keys=keys,
+        key_types=list(map(type, keys or ())),
+        inner=inner,
+    )
 
 
 def _append(
@@ -77,16 +107,22 @@ def _append(
     leaves.paths.extend([(*path, part) for part in parts[start:stop]])
 
 
-def collect(value: Any, known: Container, leaves: list[Any]) -> bool:
-    """Append the leaves of a container that has the same keys as the known one, and so within; whether it has.
+def collect_leaves(value: Any, known: Container, leaves: list[Any]) -> bool:
+    """Append the leaves of a container that has the same structure as a known one.
 
-    A leaf that has become a container is appended as it is.
+    Args:
+        value: The container. A container in place of a leaf is appended as a leaf.
+        known: The structure to compare it with.
+        leaves: Where its leaves are appended.
+
+    Returns:
+        Whether it has the same keys, and so have all containers in it. If not, `leaves` is partial.
     """
     if type(value) is not known.kind or len(value) != known.length:
         return False
     if known.keys is not None:
         keys = list(value)
-        # Most often they are the very same: equal ones may have other names, as 1 and True have.
+        # Mostly the same objects. Equal keys may have different names, as 1 and True have.
         if not all(map(operator.is_, keys, known.keys)) and (
             keys != known.keys or list(map(type, keys)) != known.key_types
         ):
@@ -95,7 +131,7 @@ def collect(value: Any, known: Container, leaves: list[Any]) -> bool:
     done = 0
     for position, container in known.inner.items():
         leaves.extend(values[done:position])
-        if not collect(values[position], container, leaves):
+        if not collect_leaves(values[position], container, leaves):
             return False
         done = position + 1
     leaves.extend(values[done:])
@@ -103,17 +139,27 @@ def collect(value: Any, known: Container, leaves: list[Any]) -> bool:
 
 
 def may_be_container(kind: type) -> bool:
-    """Whether a value of this type may be one that DCP goes into."""
+    """Return whether a value of this type may be a container to DCP.
+
+    Args:
+        kind: The value's exact type.
+    """
     return kind not in _NO_CONTAINERS
 
 
 def is_container(value: Any) -> bool:
-    """Whether DCP goes into it: any mapping, and lists that hold a tensor or a mapping somewhere."""
+    """Return whether DCP takes it apart: a mapping, or a list with a tensor or mapping inside.
+
+    Args:
+        value: Any value of a state dict.
+    """
     if type(value) in _NO_CONTAINERS:
         return False
     if isinstance(value, Mapping):
         return True
-    return isinstance(value, list) and any(isinstance(entry, torch.Tensor) or is_container(entry) for entry in value)
+    return isinstance(value, list) and any(
+        isinstance(entry, torch.Tensor) or is_container(entry) for entry in value
+    )
 
 
 def _containers(values: Sequence[Any]) -> list[int]:

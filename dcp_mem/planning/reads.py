@@ -1,4 +1,4 @@
-"""What a rank reads to load its part: by columns where that will do, and item by item where it won't."""
+"""What a rank reads: direct reads as columns, and the other items one by one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ Saved = tuple[torch.dtype, torch.Size]
 """Dtype and shape of a chunk as it was saved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One item to read: where its stream lies in which segment, and what is known of the chunk in it (None: no tensor's)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemRead:
+    """One item to read.
+
+    Attributes:
+        request: DCP's read item.
+        file: Its segment.
+        offset: Where its stream begins in the segment, in bytes.
+        length: Bytes of its stream.
+        saved: Dtype and shape of the saved chunk; None for a byte item.
+        transforms: What DCP recorded of the stream's transforms.
+    """
 
     request: ReadItem
     file: str
@@ -29,12 +38,20 @@ class Wanted:
 
     @property
     def stop(self) -> int:
+        """Where its stream ends."""
         return self.offset + self.length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Straight:
-    """Payloads that go as they are into memory of the caller's, one a row. file: number in `Reads.files`."""
+class DirectRead:
+    """Payloads that are read as they are into the caller's tensors, one row each.
+
+    Attributes:
+        file: Index in `Reads.files` of the segment.
+        address: Where the payload goes in this process's memory.
+        offset: Where it begins in the segment, in bytes.
+        nbytes: Its bytes.
+    """
 
     file: Ints
     address: Ints
@@ -44,19 +61,31 @@ class Straight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """All that one rank reads. rest, everything: make the items that aren't in `payloads`, and all items."""
+    """All that one rank reads.
+
+    Attributes:
+        files: Names of the segments.
+        payloads: The direct reads.
+        rest: Returns the items that aren't in `payloads`.
+        everything: Returns all items.
+    """
 
     files: Sequence[str]
-    payloads: Straight
-    rest: Callable[[], Sequence[Wanted]]
-    everything: Callable[[], Sequence[Wanted]]
+    payloads: DirectRead
+    rest: Callable[[], Sequence[ItemRead]]
+    everything: Callable[[], Sequence[ItemRead]]
 
-    def straight(self) -> Iterator[tuple[str, Straight]]:
-        """The payloads, segment by segment, in the order in which they lie there."""
+    def direct_reads(self) -> Iterator[tuple[str, DirectRead]]:
+        """Yield the name of each segment and its direct reads, in the order of their offsets."""
         payloads = self.payloads
         order = np.lexsort((payloads.offset, payloads.file))
-        columns = (payloads.file[order], payloads.address[order], payloads.offset[order], payloads.nbytes[order])
+        columns = (
+            payloads.file[order],
+            payloads.address[order],
+            payloads.offset[order],
+            payloads.nbytes[order],
+        )
         starts = np.flatnonzero(np.diff(columns[0], prepend=-1)).tolist()
         for start, stop in pairwise([*starts, len(order)]):
-            part = Straight(*(column[start:stop] for column in columns))
+            part = DirectRead(*(column[start:stop] for column in columns))
             yield self.files[part.file[0]], part

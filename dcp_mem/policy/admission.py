@@ -1,40 +1,40 @@
-"""Which checkpoints memory keeps, and whether a new one may be staged."""
+"""Decide whether memory takes one more checkpoint, and which ones leave memory for it.
+
+Decided from what each node has in memory, its budget and what the save needs there; for all nodes
+alike. The rules:
+
+1. The newest checkpoint that all nodes hold stays, and so does the newest that has copies
+   elsewhere.
+2. A busy checkpoint stays, and so does a pending one until a newer one is meant for storage.
+3. Of the others, these leave first: what a kill has left on some nodes only; then what the
+   retention policy doesn't keep; then what isn't pending; among equals the oldest.
+4. Only as many leave as it takes. Where all that may leave isn't enough, the save isn't staged, and
+   nothing leaves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from enum import Enum
+
+from dcp_mem.policy.facts import CheckpointFacts
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A complete checkpoint in a node's memory, as the policy sees it.
-
-    key: its save id. busy: being read, flushed or replicated at this moment. pending: meant for storage and not there yet.
-    replicated: other nodes have copies of it, and newer ones are to get copies too. chosen: the retention policy keeps it, as
-    long as there is room.
-    """
-
-    key: str
-    created: float
-    nbytes: int
-    persist: bool
-    pending: bool
-    busy: bool
-    replicated: bool = False
-    chosen: bool = True
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
-    """One node's memory before a save. All figures in bytes.
+    """One node's memory before a save; all figures in bytes.
 
-    used: what the job occupies now, free slots included. spare: what of that can be reused for this save as it is.
-    free: what the file system still has. limit: the budget, or None. needed: what this save needs on the node.
+    Attributes:
+        kept: The complete checkpoints in it.
+        used: What the job occupies, free slots included.
+        spare: What of `used` this save can use again as it is.
+        free: What the file system still has.
+        limit: The memory budget; None for none.
+        needed: What this save needs on the node.
     """
 
-    kept: tuple[Kept, ...]
+    kept: tuple[CheckpointFacts, ...]
     used: int
     spare: int
     free: int
@@ -42,15 +42,27 @@ class NodeMemory:
     needed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What all ranks do: evict these checkpoints (save ids), and then stage or not.
+class Admission(str, Enum):
+    """Whether a checkpoint is staged."""
 
-    needed, limit: the figures of the node that decided it, in bytes, where the verdict is not "stage". lasting: no flush
-    will make room either, so that it is of no use to wait.
+    STAGE = "stage"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What all ranks do: evict some checkpoints, and then stage the new one or not.
+
+    Attributes:
+        action: Whether the new checkpoint is staged.
+        evict: Save ids of the checkpoints that leave.
+        needed: If FULL: bytes that the node which lacks room would need.
+        limit: If FULL: bytes that this node may use.
+        why: If FULL: what that node lacks, for people.
+        lasting: If FULL: no flush will make room either, so it is of no use to wait.
     """
 
-    action: Literal["stage", "full"]
+    action: Admission
     evict: frozenset[str] = frozenset()
     needed: int = 0
     limit: int = 0
@@ -59,69 +71,110 @@ class Verdict:
 
 
 def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
-    """Decide for all nodes together whether one more checkpoint is staged, and what leaves memory for it.
+    """Decide for all nodes together whether one more checkpoint is staged, and what leaves for it.
 
-    The newest checkpoint that all nodes hold never leaves, nor does the newest that has copies elsewhere, nor one that is
-    busy or awaits its flush with no newer one to take its place. What a kill has left on some nodes only leaves first.
+    Args:
+        nodes: Every node's memory.
+        keep: How many checkpoints stay at most beside the one that is staged.
     """
-    nodes = _of_one_mind(nodes)
+    nodes = _with_known_copies(nodes)
     evict: set[str] = set()
-    whole = frozenset.intersection(*(frozenset(kept.key for kept in node.kept) for node in nodes))
-    groups = [[kept for node in nodes for kept in node.kept if kept.key in whole]] if whole else [n.kept for n in nodes]
-    staying = frozenset().union(*map(_wanted, groups), *(_busy(node.kept) for node in nodes))
+    whole = frozenset.intersection(*(frozenset(one.key for one in node.kept) for node in nodes))
+    groups = (
+        [[one for node in nodes for one in node.kept if one.key in whole]]
+        if whole
+        else [node.kept for node in nodes]
+    )
+    staying = frozenset().union(*map(_needed, groups), *(_busy(node.kept) for node in nodes))
     for node in nodes:
         full = _make_room(node, keep, evict, _evictable(node.kept, staying, whole))
         if full is not None:
             return replace(full, lasting=not _will_have_room(nodes, keep))
-    return Verdict("stage", frozenset(evict))
+    return Verdict(action=Admission.STAGE, evict=frozenset(evict))
 
 
-def _of_one_mind(nodes: Sequence[NodeMemory]) -> list[NodeMemory]:
-    """The nodes, where one that has written down that a checkpoint is replicated speaks for all: others are just about to."""
-    replicated = {one.key for node in nodes for one in node.kept if one.replicated}
-    return [
-        replace(node, kept=tuple(replace(one, replicated=one.key in replicated) for one in node.kept)) for node in nodes
-    ]
+def retire(kept: Sequence[CheckpointFacts], keep: int) -> frozenset[str]:
+    """Return the save ids of what leaves memory once a new checkpoint is complete.
 
+    What isn't chosen leaves, unless it is pending; then the oldest leave until `keep` are left.
 
-def _will_have_room(nodes: Sequence[NodeMemory], keep: int) -> bool:
-    """Whether there is room once everything is durable, and nobody reads or flushes any more."""
-    if not any(one.busy or one.pending for node in nodes for one in node.kept):
-        return False
-    done = [replace(node, kept=tuple(replace(one, busy=False, pending=False) for one in node.kept)) for node in nodes]
-    return admit(done, keep).action == "stage"
-
-
-def retire(kept: Sequence[Kept], keep: int) -> frozenset[str]:
-    """What leaves memory once a new checkpoint is complete: at most `keep` stay, chosen ones and such as await their flush."""
+    Args:
+        kept: A node's checkpoints, the new one included.
+        keep: How many stay at most, if they may leave.
+    """
     leaving: set[str] = set()
-    for candidate in _evictable(kept, _wanted(kept) | _busy(kept), frozenset(one.key for one in kept)):
-        if (candidate.chosen or candidate.pending) and len(kept) - len(leaving) <= keep:
+    staying = _needed(kept) | _busy(kept)
+    for one in _evictable(kept, staying, frozenset(each.key for each in kept)):
+        if (one.chosen or one.pending) and len(kept) - len(leaving) <= keep:
             break
-        leaving.add(candidate.key)
+        leaving.add(one.key)
     return frozenset(leaving)
 
 
-def allowance(kept: Sequence[Kept], keep: int) -> int:
-    """How many checkpoints may stay while another is staged: one more than a `keep` of 1 where only an older one has copies."""
+def allowance(kept: Sequence[CheckpointFacts], keep: int) -> int:
+    """Return how many checkpoints may stay while another one is staged.
+
+    That is `keep`, or 2 where `keep` is 1 and only an older checkpoint than the newest has copies.
+
+    Args:
+        kept: A node's checkpoints.
+        keep: How many stay.
+    """
     return max(keep, len(_newest(kept) | _newest([one for one in kept if one.replicated])))
 
 
 def most_at_once(keep: int, gets_copies: bool) -> int:
-    """How many checkpoints a node's memory holds at most, with the one that is being staged."""
+    """Return how many checkpoints a node's memory holds at most, the one being staged included.
+
+    Args:
+        keep: How many stay.
+        gets_copies: Whether checkpoints are replicated.
+    """
     return max(keep, 2 if gets_copies else 1) + 1
 
 
-def _make_room(node: NodeMemory, keep: int, evict: set[str], evictable: Sequence[Kept]) -> Verdict | None:
-    staying = [kept for kept in node.kept if kept.key not in evict]
-    freed = sum(kept.nbytes for kept in node.kept if kept.key in evict)
-    for candidate in [*(kept for kept in evictable if kept.key not in evict), None]:
+def _with_known_copies(nodes: Sequence[NodeMemory]) -> list[NodeMemory]:
+    """Return the nodes with a checkpoint replicated on all if one of them has noted it so.
+
+    The other nodes are just about to note it too.
+    """
+    replicated = {one.key for node in nodes for one in node.kept if one.replicated}
+    return [
+        replace(
+            node, kept=tuple(replace(one, replicated=one.key in replicated) for one in node.kept)
+        )
+        for node in nodes
+    ]
+
+
+def _will_have_room(nodes: Sequence[NodeMemory], keep: int) -> bool:
+    """Tell whether there is room once all is durable and nothing is read or flushed any more."""
+    if not any(one.busy or one.pending for node in nodes for one in node.kept):
+        return False
+    done = [
+        replace(node, kept=tuple(replace(one, busy=False, pending=False) for one in node.kept))
+        for node in nodes
+    ]
+    return admit(done, keep).action is Admission.STAGE
+
+
+def _make_room(
+    node: NodeMemory, keep: int, evict: set[str], evictable: Sequence[CheckpointFacts]
+) -> Verdict | None:
+    """Add to `evict` until the node has room; return a verdict if it never has."""
+    staying = [one for one in node.kept if one.key not in evict]
+    freed = sum(one.nbytes for one in node.kept if one.key in evict)
+    for candidate in [*(one for one in evictable if one.key not in evict), None]:
         lacking = _lacking(node, len(staying), allowance(staying, keep), freed)
         if not lacking:
             return None
         if candidate is None:
-            limit = node.limit if node.limit is not None else node.used + node.free
-            return Verdict("full", needed=node.used - freed - node.spare + node.needed, limit=limit, why=lacking)
+            return Verdict(
+                action=Admission.FULL,
+                needed=node.used - freed - node.spare + node.needed,
+                limit=node.limit if node.limit is not None else node.used + node.free,
+                why=lacking,
+            )
         evict.add(candidate.key)
         staying.remove(candidate)
         freed += candidate.nbytes
@@ -129,6 +182,7 @@ def _make_room(node: NodeMemory, keep: int, evict: set[str], evictable: Sequence
 
 
 def _lacking(node: NodeMemory, staying: int, keep: int, freed: int) -> str:
+    """Return what the node lacks for the save once `freed` bytes are free; "" if nothing."""
     growth = max(0, node.needed - node.spare - freed)
     if staying > keep:
         return f"{staying} checkpoints are in memory, which may keep {keep} while another is staged"
@@ -139,26 +193,30 @@ def _lacking(node: NodeMemory, staying: int, keep: int, freed: int) -> str:
     return ""
 
 
-def _evictable(kept: Sequence[Kept], staying: frozenset[str], whole: frozenset[str]) -> list[Kept]:
-    """Parts of checkpoints first, then those that aren't chosen, then those that nobody waits for, then those whose flush a newer
-    one supersedes.
+def _evictable(
+    kept: Sequence[CheckpointFacts], staying: frozenset[str], whole: frozenset[str]
+) -> list[CheckpointFacts]:
+    """Return what may leave, in the order of rule 3.
 
-    Among equals, the oldest first. staying: save ids that don't leave. whole: those that all nodes hold.
+    Args:
+        kept: A node's checkpoints.
+        staying: Save ids that don't leave.
+        whole: Save ids of checkpoints that all nodes hold.
     """
-    free = [checkpoint for checkpoint in kept if checkpoint.key not in staying]
+    free = [one for one in kept if one.key not in staying]
     return sorted(free, key=lambda one: (one.key in whole, one.chosen, one.pending, one.created))
 
 
-def _wanted(kept: Sequence[Kept]) -> frozenset[str]:
-    """The newest checkpoint, the newest with copies, and the newest that is meant for storage while it isn't there."""
-    pending = {checkpoint.key for checkpoint in kept if checkpoint.pending}
+def _needed(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
+    """Return the newest, the newest with copies, and the newest meant for storage if pending."""
+    pending = {one.key for one in kept if one.pending}
     replicated = _newest([one for one in kept if one.replicated])
     return _newest(kept) | replicated | (_newest([one for one in kept if one.persist]) & pending)
 
 
-def _newest(kept: Sequence[Kept]) -> frozenset[str]:
-    return frozenset({max(kept, key=lambda checkpoint: checkpoint.created).key} if kept else ())
+def _newest(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
+    return frozenset({max(kept, key=lambda one: one.created).key} if kept else ())
 
 
-def _busy(kept: Sequence[Kept]) -> frozenset[str]:
-    return frozenset(checkpoint.key for checkpoint in kept if checkpoint.busy)
+def _busy(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
+    return frozenset(one.key for one in kept if one.busy)

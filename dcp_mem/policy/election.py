@@ -1,23 +1,41 @@
-"""Which checkpoint a load takes, from what the ranks and the storage report."""
+"""Decide which checkpoint a load takes.
+
+Decided from what each rank's node has in memory and what storage has. The rules:
+
+1. A checkpoint can be loaded if storage has it whole, or if the nodes' memory together has every
+   segment, where parity may stand in for lost ones.
+2. Name and save id tell checkpoints apart: memory and storage of one save are one choice.
+3. Newest first, by the time of the save. Where one can't be opened after all, the next is tried.
+4. What can't be loaded is named, with the reason.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dcp_mem.policy.parity import Stripe, Term, rebuilding
 from dcp_mem.policy.redundancy import Redundancy
 
+_MOST_NAMED = 8
+"""Missing segments that a reason lists by number."""
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A checkpoint that a rank's node, or the storage, has.
 
-    save_id: "" for one that torch's own writer made. problem: why it can't be loaded from there ("" if it can).
-    count: how many segments it has in all (0: not told). segments: the ranks whose segments lie there, None: all of them;
-    lacking: why others don't. stripes: parity that lies there, with its file. sizes: bytes of the segments that it is of, and of
-    empty ones.
-    redundancy: what had been made of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCheckpoint:
+    """What a rank's node, or storage, has of a checkpoint.
+
+    Attributes:
+        name: Its checkpoint id.
+        save_id: "" for a checkpoint that torch's own writer made.
+        created: Seconds since the epoch.
+        problem: Why it can't be loaded from there; "" if it can.
+        count: How many segments the whole checkpoint has; 0 where that isn't known.
+        segments: Ranks whose segments lie there; None for all of them.
+        lacking: Why other segments don't lie there.
+        stripes: Parity that lies there, each with its file.
+        sizes: Bytes of the segments that this parity is of, and of empty segments, by rank.
+        redundancy: What copies or parity had been made of the checkpoint.
     """
 
     name: str
@@ -32,14 +50,23 @@ class Finding:
     redundancy: Redundancy = field(default_factory=Redundancy)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A checkpoint that can be loaded: from the memory of all nodes together (memory), from storage, or both.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElectedCheckpoint:
+    """A checkpoint that can be loaded, and from where.
 
-    holders: for each segment, the ranks of this load whose node has it in memory; None: every rank's node has them all.
-    teller: the rank that tells all others what the checkpoint consists of; None: each sees it by itself.
-    lost: segments that no node has, and what each is the XOR of. parity: what the stripes among these are called, and the ranks
-    whose nodes have them. redundancy: what had been made of it.
+    Attributes:
+        name: Its checkpoint id.
+        save_id: "" for a checkpoint that torch's own writer made.
+        created: Seconds since the epoch.
+        memory: The memory of all nodes together has it.
+        storage: Storage has it.
+        holders: For each segment, the ranks of this load whose node has it in memory; None where
+            every rank's node has all segments.
+        teller: The rank that describes the checkpoint to all others; None where each rank reads the
+            description by itself.
+        lost: For each segment that no node has, the terms whose XOR it is.
+        parity: The files of the stripes among these terms, each with the ranks whose nodes have it.
+        redundancy: What copies or parity had been made of the checkpoint.
     """
 
     name: str
@@ -56,57 +83,126 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
-    """What to try, newest first, and why other checkpoints were passed over."""
+    """What a load tries.
 
-    choices: tuple[Choice, ...]
+    Attributes:
+        choices: Checkpoints that can be loaded, newest first.
+        reasons: Why each other checkpoint can't be, newest first.
+    """
+
+    choices: tuple[ElectedCheckpoint, ...]
     reasons: tuple[str, ...]
 
 
-def elect(inventories: Sequence[Sequence[Finding]], stored: Sequence[Finding]) -> RecoveryPlan:
+def elect(
+    inventories: Sequence[Sequence[FoundCheckpoint]], stored: Sequence[FoundCheckpoint]
+) -> RecoveryPlan:
     """Rank the checkpoints for whose every segment there is a source, newest first.
 
-    inventories: what each rank finds in its node's memory. stored: what storage has.
+    Args:
+        inventories: For each rank, what its node has in memory.
+        stored: What storage has.
     """
     in_memory = [{(one.name, one.save_id): one for one in inventory} for inventory in inventories]
     on_storage = {(one.name, one.save_id): one for one in stored}
-    keys = set(on_storage).union(*in_memory)
     choices, reasons = [], []
-    for key in keys:
-        found = {rank: inventory[key] for rank, inventory in enumerate(in_memory) if key in inventory}
-        there = on_storage.get(key)
-        created = max(one.created for one in [*found.values(), *([there] if there is not None else [])])
-        choice = _choice(key, created, found, len(in_memory), storage=there is not None and not there.problem)
+    for key in set(on_storage).union(*in_memory):
+        found = {
+            rank: inventory[key] for rank, inventory in enumerate(in_memory) if key in inventory
+        }
+        of_storage = on_storage.get(key)
+        known = [*found.values(), *([of_storage] if of_storage is not None else [])]
+        created = max(one.created for one in known)
+        is_stored = of_storage is not None and not of_storage.problem
+        choice = _choice(key, created, found, len(in_memory), storage=is_stored)
         if choice.memory or choice.storage:
             choices.append(choice)
         else:
             save = f" (save {key[1]})" if key[1] else ""
-            reasons.append((created, f"{key[0]}{save}: {_why(choice, found, len(in_memory), there)}"))
+            why = _why(choice, found, len(in_memory), of_storage)
+            reasons.append((created, f"{key[0]}{save}: {why}"))
     choices.sort(key=lambda choice: (choice.created, choice.name, choice.save_id), reverse=True)
     return RecoveryPlan(tuple(choices), tuple(text for _, text in sorted(reasons, reverse=True)))
 
 
-def _choice(key: tuple[str, str], created: float, found: Mapping[int, Finding], ranks: int, *, storage: bool) -> Choice:
+def in_common(plans: Sequence[RecoveryPlan]) -> RecoveryPlan:
+    """Return what every rank can load, where each rank has saved its own part alone.
+
+    The save ids of such parts differ, so checkpoints are matched by name.
+
+    Args:
+        plans: For each rank, what it can load.
+    """
+    everywhere = set.intersection(*({choice.name for choice in plan.choices} for plan in plans))
+    newest: dict[str, ElectedCheckpoint] = {}
+    for choice in plans[0].choices:
+        newest.setdefault(choice.name, choice)
+    missing = [f"{name}: not every rank has its part" for name in newest if name not in everywhere]
+    choices = [choice for name, choice in newest.items() if name in everywhere]
+    return RecoveryPlan(tuple(choices), (*plans[0].reasons, *missing))
+
+
+def _choice(
+    key: tuple[str, str],
+    created: float,
+    found: Mapping[int, FoundCheckpoint],
+    ranks: int,
+    *,
+    storage: bool,
+) -> ElectedCheckpoint:
+    """Put together what the ranks have found of one checkpoint.
+
+    Args:
+        key: Its name and save id.
+        created: Seconds since the epoch.
+        found: What ranks have found in memory, by rank.
+        ranks: How many ranks load.
+        storage: Whether storage has it whole.
+    """
     usable = {rank: one for rank, one in found.items() if not one.problem}
     known = {one.redundancy for one in usable.values()}
     redundancy = max(known, key=lambda one: (one.copies, one.parity), default=Redundancy())
+    name, save_id = key
+    choice = ElectedCheckpoint(
+        name=name,
+        save_id=save_id,
+        created=created,
+        memory=True,
+        storage=storage,
+        redundancy=redundancy,
+    )
     if len(usable) == ranks and all(one.segments is None for one in usable.values()):
-        return Choice(*key, created, memory=True, storage=storage, redundancy=redundancy)
+        return choice
     count = max((one.count for one in usable.values()), default=0)
-    lists: list[list[int]] = [[] for _ in range(count)]
-    for rank, one in usable.items():
-        for segment in range(count) if one.segments is None else one.segments:
-            lists[segment].append(rank)
-    holders = {segment: tuple(of_segment) for segment, of_segment in enumerate(lists) if of_segment}
-    teller = min(usable) if holders and len(usable) < ranks else None
-    lost, parity = _coming_back(usable, [segment for segment in range(count) if segment not in holders], holders)
+    holders = _holders(usable, count)
+    missing = [segment for segment in range(count) if segment not in holders]
+    lost, parity = _rebuilt(usable, missing, holders)
     is_whole = bool(count) and len(holders) + len(lost) == count
-    return Choice(*key, created, is_whole, storage, holders, teller, lost if is_whole else {}, parity, redundancy)
+    return replace(
+        choice,
+        memory=is_whole,
+        holders=holders,
+        teller=min(usable) if holders and len(usable) < ranks else None,
+        lost=lost if is_whole else {},
+        parity=parity,
+    )
 
 
-def _coming_back(
-    found: Mapping[int, Finding], missing: Sequence[int], holders: Mapping[int, tuple[int, ...]]
+def _holders(found: Mapping[int, FoundCheckpoint], count: int) -> dict[int, tuple[int, ...]]:
+    """Return the ranks whose nodes have it, for each segment that any node has."""
+    ranks: list[list[int]] = [[] for _ in range(count)]
+    for rank, one in found.items():
+        for segment in range(count) if one.segments is None else one.segments:
+            ranks[segment].append(rank)
+    return {segment: tuple(of_segment) for segment, of_segment in enumerate(ranks) if of_segment}
+
+
+def _rebuilt(
+    found: Mapping[int, FoundCheckpoint],
+    missing: Sequence[int],
+    holders: Mapping[int, tuple[int, ...]],
 ) -> tuple[dict[int, tuple[Term, ...]], tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Missing segments that parity brings back, and the parity that somebody has."""
+    """Return the missing segments that parity brings back, and the parity that any node has."""
     if not missing:
         return {}, ()
     stripes: dict[str, Stripe] = {}
@@ -118,39 +214,37 @@ def _coming_back(
             stripes[file] = stripe
             keepers.setdefault(file, []).append(rank)
     lost = {}
-    for segment in missing:
+    for segment in (segment for segment in missing if segment in sizes):
         known = list(stripes.values())
-        terms = rebuilding(segment, sizes[segment], known, holders.keys()) if segment in sizes else None
+        terms = rebuilding(segment, sizes[segment], known, holders.keys())
         if terms is not None:
             lost[segment] = tuple(terms)
     return lost, tuple((file, tuple(ranks)) for file, ranks in keepers.items())
 
 
-def in_common(plans: Sequence[RecoveryPlan]) -> RecoveryPlan:
-    """What every rank can load, where each rank saved its own part alone (so save ids differ): matched by name."""
-    everywhere = set.intersection(*({choice.name for choice in plan.choices} for plan in plans))
-    newest: dict[str, Choice] = {}
-    for choice in plans[0].choices:
-        newest.setdefault(choice.name, choice)
-    missing = [f"{name}: not every rank has its part" for name in newest if name not in everywhere]
-    choices = [choice for name, choice in newest.items() if name in everywhere]
-    return RecoveryPlan(tuple(choices), (*plans[0].reasons, *missing))
-
-
-def _why(choice: Choice, found: Mapping[int, Finding], ranks: int, stored: Finding | None) -> str:
+def _why(
+    choice: ElectedCheckpoint,
+    found: Mapping[int, FoundCheckpoint],
+    ranks: int,
+    stored: FoundCheckpoint | None,
+) -> str:
+    """Say why a checkpoint can't be loaded from memory, and why not from storage."""
     problems = sorted({one.problem for one in found.values() if one.problem})
     lacking = sorted({one.lacking for one in found.values() if one.lacking})
     count = max((one.count for one in found.values()), default=0)
-    there = {**(choice.holders or {}), **choice.lost}
-    missing = [str(segment) for segment in range(count) if segment not in there]
+    known = {**(choice.holders or {}), **choice.lost}
+    missing = [str(segment) for segment in range(count) if segment not in known]
     if problems:
         memory = f"memory: {problems[0]}"
     elif missing:
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         why = f" ({lacking[0]})" if lacking else ""
-        memory = f"memory: no node has the segments of ranks {', '.join(missing[:8])}{more}{why}"
+        listed = ", ".join(missing[:_MOST_NAMED])
+        memory = f"memory: no node has the segments of ranks {listed}{more}{why}"
     elif found:
         memory = f"memory: only {len(found)} of {ranks} ranks' nodes hold it"
     else:
         memory = "not in memory"
-    return f"{memory}; " + (f"storage: {stored.problem}" if stored is not None else "not committed on storage")
+    return f"{memory}; " + (
+        f"storage: {stored.problem}" if stored is not None else "not committed on storage"
+    )

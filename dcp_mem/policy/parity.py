@@ -1,4 +1,15 @@
-"""Which nodes keep parity of each other's bytes, of which bytes, and what brings a lost node's back."""
+"""Decide which nodes keep parity of which bytes, and what brings a lost segment back.
+
+Decided from the nodes' failure domains and the sizes of their segments. The rules:
+
+1. Nodes form groups of at most k + 1; nodes of one failure domain are spread over the groups.
+2. A node's segments, laid behind each other, are cut into as many pieces as its group has other
+   nodes, of equal size to within a byte; each piece goes into the parity of one of these nodes.
+3. A node's parity is the XOR of the pieces for it, filled up with zeros to the longest. Its ranks
+   share it out among themselves as stripes.
+4. A lost segment is the XOR of stripes and of the other nodes' pieces in them, as long as only one
+   node of the group is lost.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +18,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Group = Mapping[int, int]
-"""The nodes of a group, with the bytes that each makes: its segments, laid behind each other."""
+"""The nodes of a group, with the bytes of each: its segments, laid behind each other."""
 Segments = Mapping[int, int]
 """Bytes of segments, by their ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [start, stop) of what a node makes."""
+    """Bytes [start, stop) of a node's segments, laid behind each other."""
 
     node: int
     start: int
@@ -22,12 +33,17 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
+        """Length of the piece."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Bytes [start, stop) of a rank's segment, and where in a stripe they begin."""
+    """Bytes [start, stop) of a rank's segment that are part of a stripe.
+
+    Attributes:
+        place: Where in the stripe they begin.
+    """
 
     rank: int
     start: int
@@ -37,18 +53,27 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """Parity that one rank keeps: the XOR of these shares, zero where none of them reaches."""
+    """The parity that one rank keeps: the XOR of its shares; bytes that no share covers are zero.
+
+    Attributes:
+        keeper: The rank that keeps it.
+    """
 
     keeper: int
     nbytes: int
     shares: tuple[Share, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """Bytes [start, stop) of what lies somewhere, one of those whose XOR is a lost segment from `place` on.
+    """Bytes whose XOR with those of the other terms is a lost segment.
 
-    of: the number of a stripe, or the rank of a segment.
+    Attributes:
+        is_stripe: They are bytes of a stripe, not of a segment.
+        of: The number of the stripe, or the rank of the segment.
+        start: Where they begin there.
+        stop: Where they end there.
+        place: Where in the lost segment they begin.
     """
 
     is_stripe: bool
@@ -59,10 +84,15 @@ class Term:
 
 
 def groups(domains: Sequence[str], k: int) -> list[tuple[int, ...]]:
-    """The nodes in groups of at most k + 1, and of equal sizes as far as can be. k: at least 1.
+    """Return the nodes in groups of at most k + 1, of sizes as equal as can be.
 
-    domains: the failure domain of each node. A domain's nodes are spread over all groups alike: a domain with no more nodes than
-    there are groups has no two in one. No node is left alone, so for k = 1 an odd one makes a group of three.
+    A domain's nodes are spread over all groups: a domain with no more nodes than there are groups
+    has no two of them in one. No node is left alone, so for k = 1 an odd node makes a group of
+    three.
+
+    Args:
+        domains: The failure domain of each node.
+        k: Over how many other nodes a node's bytes have parity; at least 1.
     """
     members = defaultdict[str, list[int]](list)
     for node, domain in enumerate(domains):
@@ -73,27 +103,48 @@ def groups(domains: Sequence[str], k: int) -> list[tuple[int, ...]]:
 
 
 def piece(group: Group, node: int, holder: int) -> Piece:
-    """The part of the node's bytes that goes into the parity of another: one for each, of the same size to within a byte."""
-    others = sorted(group.keys() - {node})
-    index = others.index(holder)
-    return Piece(node, group[node] * index // len(others), group[node] * (index + 1) // len(others))
+    """Return the piece of a node's bytes that goes into the parity that `holder` keeps.
+
+    Args:
+        group: The nodes of the group, with their bytes.
+        node: The node whose bytes they are.
+        holder: Another node of the group.
+    """
+    holders = sorted(group.keys() - {node})
+    index, count = holders.index(holder), len(holders)
+    return Piece(node, group[node] * index // count, group[node] * (index + 1) // count)
 
 
 def pieces_for(group: Group, holder: int) -> tuple[Piece, ...]:
-    """What the parity that a node keeps is the XOR of, zero-padded to the longest: a piece of each other node."""
+    """Return the pieces, one of each other node, whose XOR is a node's parity.
+
+    Args:
+        group: The nodes of the group, with their bytes.
+        holder: The node that keeps the parity.
+    """
     return tuple(piece(group, node, holder) for node in sorted(group.keys() - {holder}))
 
 
 def parity_nbytes(group: Group, holder: int) -> int:
-    """The bytes of the parity that a node keeps."""
+    """Return the bytes of the parity that a node keeps.
+
+    Args:
+        group: The nodes of the group, with their bytes.
+        holder: The node.
+    """
     return max((one.nbytes for one in pieces_for(group, holder)), default=0)
 
 
-def stripes(group: Group, segments: Mapping[int, Segments], keepers: Mapping[int, Sequence[int]]) -> list[Stripe]:
-    """The parity of a group, shared out among the ranks of the nodes that keep it.
+def stripes(
+    group: Group, segments: Mapping[int, Segments], keepers: Mapping[int, Sequence[int]]
+) -> list[Stripe]:
+    """Return the parity of a group, shared out among the ranks of the nodes that keep it.
 
-    segments: of each node, what it has: the bytes of each rank's segment, in their order; they come to the group's. keepers: its
-    ranks.
+    Args:
+        group: The nodes of the group, with their bytes.
+        segments: For each node, the bytes of its ranks' segments, in their order; their sum is the
+            group's figure.
+        keepers: For each node, its ranks.
     """
     found = []
     for holder in sorted(group):
@@ -104,7 +155,10 @@ def stripes(group: Group, segments: Mapping[int, Segments], keepers: Mapping[int
                 share
                 for one in pieces_for(group, holder)
                 for share in _shares(
-                    segments[one.node], one.start + low, min(one.start + high, one.stop), one.start + low
+                    segments[one.node],
+                    one.start + low,
+                    min(one.start + high, one.stop),
+                    one.start + low,
                 )
             ]
             if high > low:
@@ -113,7 +167,14 @@ def stripes(group: Group, segments: Mapping[int, Segments], keepers: Mapping[int
 
 
 def _shares(segments: Segments, start: int, stop: int, origin: int) -> Iterator[Share]:
-    """Bytes [start, stop) of segments that are laid behind each other, of a stripe that begins at `origin`."""
+    """Yield a stripe's shares in bytes [start, stop) of segments laid behind each other.
+
+    Args:
+        segments: Bytes of the segments, by rank.
+        start: First byte.
+        stop: Byte behind the last.
+        origin: The byte with which the stripe begins.
+    """
     end = 0
     for rank, nbytes in segments.items():
         begin, end = end, end + nbytes
@@ -122,26 +183,45 @@ def _shares(segments: Segments, start: int, stop: int, origin: int) -> Iterator[
             yield Share(rank, low - begin, high - begin, low - origin)
 
 
-def rebuilding(lost: int, nbytes: int, known: Sequence[Stripe], held: Collection[int]) -> list[Term] | None:
-    """What a lost segment is the XOR of; None where some of it can't be had.
+def rebuilding(
+    lost: int, nbytes: int, known: Sequence[Stripe], held: Collection[int]
+) -> list[Term] | None:
+    """Return the terms whose XOR is a lost segment; None where some of its bytes can't be had.
 
-    known: stripes that somebody has. held: ranks whose segments somebody has.
+    Args:
+        lost: The segment's rank.
+        nbytes: Its length.
+        known: Stripes that some node has.
+        held: Ranks whose segments some node has.
     """
     terms: list[Term] = []
     reached = 0
-    mine = ((share, number) for number, stripe in enumerate(known) for share in stripe.shares if share.rank == lost)
-    for share, number in sorted(mine, key=lambda one: (one[0].start, one[0].stop)):
+    of_lost = (
+        (share, number)
+        for number, stripe in enumerate(known)
+        for share in stripe.shares
+        if share.rank == lost
+    )
+    for share, number in sorted(of_lost, key=lambda one: (one[0].start, one[0].stop)):
         if share.start > reached:
             return None
         if share.stop <= reached:
             continue
         low, high = share.place + reached - share.start, share.place + share.stop - share.start
-        found = [Term(True, number, low, high, reached)]
+        found = [Term(is_stripe=True, of=number, start=low, stop=high, place=reached)]
         for other in known[number].shares:
             first, last = max(low, other.place), min(high, other.place + other.stop - other.start)
             if other is not share and first < last:
                 start = other.start + first - other.place
-                found.append(Term(False, other.rank, start, start + last - first, reached + first - low))
+                found.append(
+                    Term(
+                        is_stripe=False,
+                        of=other.rank,
+                        start=start,
+                        stop=start + last - first,
+                        place=reached + first - low,
+                    )
+                )
         if all(term.is_stripe or term.of in held for term in found):
             terms += found
             reached = share.stop

@@ -1,4 +1,11 @@
-"""How the bytes that are needed of a segment are cut into requests."""
+"""Decide into which requests the bytes that are needed of a segment are cut.
+
+Decided from the needed ranges. The rules:
+
+1. Ranges that lie close together are read as one: reading the gap costs less than another request.
+2. Large ranges stay apart where the receiver can read each of them to where it belongs.
+3. No request is much larger than `PIECE`; where checksums cover blocks, cuts fall between blocks.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +14,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 PIECE = 32 << 20
-"""Bytes of a request: enough to pay for it (at 16 MiB requests were a quarter of the CPU), few enough for many at once."""
+"""Bytes of a request.
+
+Enough to be worth it: with 16 MiB, a quarter of the CPU time went to requests. Few enough to have
+many requests at once.
+"""
 _GAP = 1 << 20
-"""Bytes between two ranges that are better read along than asked for apart."""
+"""Ranges with fewer bytes than this between them are read in one request."""
 _LARGE = 2 << 20
 _MOST_APART = 128
 Extent = tuple[int, int]
 
 
 def merged(extents: Iterable[Extent], gap: int = _GAP) -> list[Extent]:
-    """Ranges that cover the given ones, in order, with at least `gap` bytes between them."""
+    """Return ranges that cover the given ones, in order.
+
+    Args:
+        extents: The ranges, in any order; they may overlap.
+        gap: Ranges with fewer bytes than this between them become one.
+    """
     found: list[Extent] = []
     for start, stop in sorted(extents):
         if found and start - found[-1][1] < gap:
@@ -27,9 +43,13 @@ def merged(extents: Iterable[Extent], gap: int = _GAP) -> list[Extent]:
 
 
 def with_large_apart(extents: Iterable[Extent]) -> list[Extent]:
-    """The same, but that large ranges stay as they are: who receives one by itself has it where it belongs at once.
+    """Return the ranges merged, except large ones, each of which stays a range of its own.
 
-    Of much, only what is large beside it all, so that there aren't many more of them.
+    A range of its own is received where it belongs, without a copy. A range counts as large by its
+    share of all bytes as well, so that there are never many of them.
+
+    Args:
+        extents: (start, stop) of each range, in any order; they may overlap.
     """
     distinct = merged(extents, 0)
     large = max(_LARGE, sum(stop - start for start, stop in distinct) // _MOST_APART)
@@ -41,14 +61,25 @@ def with_large_apart(extents: Iterable[Extent]) -> list[Extent]:
 
 
 def cut(extent: Extent, edges: Sequence[int] | None) -> Iterator[Extent]:
-    """The range in pieces. edges: where it may be cut, ascending; None: anywhere."""
+    """Yield the range in pieces of about `PIECE` bytes.
+
+    Args:
+        extent: The range.
+        edges: Where it may be cut, ascending; None for anywhere.
+    """
     start, stop = extent
     while stop - start > PIECE:
         middle = start + PIECE
         if edges is not None:
             before = edges[bisect_right(edges, middle) - 1] if edges else start
             after = bisect_left(edges, middle)
-            middle = before if before > start else min(edges[after], stop) if after < len(edges) else stop
+            middle = (
+                before
+                if before > start
+                else min(edges[after], stop)
+                if after < len(edges)
+                else stop
+            )
         yield start, middle
         start = middle
     if start < stop:

@@ -1,4 +1,4 @@
-"""What a checkpoint in memory survives."""
+"""What a checkpoint in memory survives, as a value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """So many copies of each segment on other nodes; or parity over groups of nodes, of each over so many others."""
+    """Copies of each segment on other nodes, or parity over groups of nodes.
+
+    Attributes:
+        copies: How many other nodes have a copy of each segment.
+        parity: Over how many other nodes a node's bytes have parity; 0 for none.
+    """
 
     copies: int = 0
     parity: int = 0
@@ -16,7 +21,11 @@ class Redundancy:
         return bool(self.copies or self.parity)
 
     def on(self, nodes: int) -> Redundancy:
-        """The same, as far as so many nodes allow."""
+        """Return the redundancy that so many nodes allow: never more than all other nodes.
+
+        Args:
+            nodes: Number of nodes, at least 1.
+        """
         return Redundancy(min(self.copies, nodes - 1), min(self.parity, nodes - 1))
 
     def __str__(self) -> str:

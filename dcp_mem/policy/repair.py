@@ -1,4 +1,10 @@
-"""What is missing after a loss of nodes: where lost segments come back, and who gets copies again, from whom."""
+"""Decide what is made again after a loss of nodes: lost segments and missing copies.
+
+Decided from what each node has, and its failure domain. The rules:
+
+1. Large segments first; each goes to the node that has the fewest bytes by then.
+2. A copy goes to a failure domain that has none yet, if there is such a domain.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +12,39 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 class Loads:
-    """Hands work to whoever has least by then; of several, to the first one."""
+    """The bytes that each taker has got; more goes to the one that has least, or to the first."""
 
     def __init__(self) -> None:
         self._taken: dict[int, int] = {}
 
     def add(self, one: int, nbytes: int) -> None:
+        """Count bytes that a taker has got.
+
+        Args:
+            one: The taker.
+            nbytes: The bytes, besides those counted before.
+        """
         self._taken[one] = self._taken.get(one, 0) + nbytes
 
     def give(self, among: Collection[int], nbytes: int) -> int:
-        """Who takes so many bytes more."""
+        """Return the taker that takes so many bytes more.
+
+        Args:
+            among: The takers to choose from.
+            nbytes: The bytes.
+        """
         one = min(among, key=lambda one: (self._taken.get(one, 0), one))
         self.add(one, nbytes)
         return one
 
 
 def homes(lost: Mapping[int, int], held: Sequence[int]) -> dict[int, int]:
-    """The node on which each lost segment comes back, the largest first. lost: their bytes. held: of each node."""
+    """Return the node on which each lost segment comes back.
+
+    Args:
+        lost: Bytes of the lost segments, by rank.
+        held: Bytes that each node has.
+    """
     loads = Loads()
     for node, nbytes in enumerate(held):
         loads.add(node, nbytes)
@@ -35,10 +57,13 @@ def homes(lost: Mapping[int, int], held: Sequence[int]) -> dict[int, int]:
 def missing_copies(
     having: Sequence[Collection[int]], nbytes: Sequence[int], domains: Sequence[str], copies: int
 ) -> list[tuple[int, int]]:
-    """The segments that are to be copied, each with the node that gets it, so that there are `copies` beside one of each.
+    """Choose which segments are copied to which nodes, as (segment, node).
 
-    having: of each segment, the nodes that have it. domains: of each node. A node in a domain that has none yet comes first, and
-    among those the one that has least.
+    Args:
+        having: For each segment, the nodes that have it.
+        nbytes: Bytes of each segment.
+        domains: The failure domain of each node.
+        copies: How many copies each segment has in the end, beside one original.
     """
     loads, found = Loads(), []
     for nodes, size in zip(having, nbytes, strict=True):
@@ -47,10 +72,10 @@ def missing_copies(
     for segment in sorted(range(len(having)), key=lambda segment: (-nbytes[segment], segment)):
         nodes = set(having[segment])
         while len(nodes) < min(copies + 1, len(domains)):
-            others = [node for node in range(len(domains)) if node not in nodes]
-            there = {domains[node] for node in nodes}
-            elsewhere = [node for node in others if domains[node] not in there]
-            node = loads.give(elsewhere or others, nbytes[segment])
+            free = [node for node in range(len(domains)) if node not in nodes]
+            used = {domains[node] for node in nodes}
+            in_new_domains = [node for node in free if domains[node] not in used]
+            node = loads.give(in_new_domains or free, nbytes[segment])
             nodes.add(node)
             found.append((segment, node))
     return found

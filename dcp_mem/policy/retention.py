@@ -1,81 +1,103 @@
-"""Which checkpoints stay, in memory or on storage: policies that compose, and decide from plain values."""
+"""Decide which checkpoints stay, in memory or on storage, by policies that compose.
+
+Decided from what is known of each checkpoint: age, step and metrics. The rules:
+
+1. `keep_last`, `keep_every` and `keep_best` each choose some; `any_of` keeps what one of its
+   policies chooses.
+2. The newest checkpoint always stays, and so does what the caller still needs.
+3. The rest leaves, oldest first.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from dcp_mem.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A checkpoint as a policy sees it. key: tells it from others. created: orders them. step: None where nobody has said it."""
-
-    key: str
-    created: float
-    step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+from dcp_mem.policy.facts import CheckpointFacts
 
 
 class Retention(Protocol):
-    """Chooses checkpoints that stay. It can be pickled: storage's is applied by the agent."""
+    """A policy that chooses the checkpoints that stay.
+
+    It can be pickled: the agent applies the one for storage.
+    """
 
     @property
     def most(self) -> int | None:
-        """How many stay at most; None where there is no telling."""
+        """How many checkpoints stay at most; None where there is no such number."""
 
-    def chosen(self, there: Sequence[Candidate]) -> frozenset[str]:
-        """Keys of those that stay, of all that are there."""
+    def chosen(self, known: Sequence[CheckpointFacts]) -> frozenset[str]:
+        """Return the keys of those that stay, of all that are known.
+
+        Args:
+            known: All checkpoints, in any order.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class KeepLast:
+    """The policy of `keep_last`."""
+
     count: int
 
     @property
     def most(self) -> int | None:
         return self.count
 
-    def chosen(self, there: Sequence[Candidate]) -> frozenset[str]:
-        return frozenset(one.key for one in sorted(there, key=_age, reverse=True)[: self.count])
+    def chosen(self, known: Sequence[CheckpointFacts]) -> frozenset[str]:
+        return frozenset(one.key for one in sorted(known, key=_age, reverse=True)[: self.count])
 
 
 @dataclass(frozen=True, slots=True)
 class KeepEvery:
+    """The policy of `keep_every`."""
+
     steps: int
 
     @property
     def most(self) -> int | None:
         return None
 
-    def chosen(self, there: Sequence[Candidate]) -> frozenset[str]:
-        return frozenset(one.key for one in there if one.step is not None and one.step % self.steps == 0)
+    def chosen(self, known: Sequence[CheckpointFacts]) -> frozenset[str]:
+        return frozenset(
+            one.key for one in known if one.step is not None and one.step % self.steps == 0
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
+    """The policy of `keep_best`.
+
+    Attributes:
+        sign: 1 where small figures are good, -1 where large ones are.
+    """
+
     metric: str
     count: int
     sign: int
-    """1: small figures are good; -1: large ones."""
 
     @property
     def most(self) -> int | None:
         return self.count
 
-    def chosen(self, there: Sequence[Candidate]) -> frozenset[str]:
-        rated = [one for one in there if not math.isnan(one.metrics.get(self.metric, math.nan))]
+    def chosen(self, known: Sequence[CheckpointFacts]) -> frozenset[str]:
+        rated = [one for one in known if not math.isnan(one.metrics.get(self.metric, math.nan))]
         newest_first = sorted(rated, key=_age, reverse=True)
         return frozenset(
-            one.key for one in sorted(newest_first, key=lambda one: self.sign * one.metrics[self.metric])[: self.count]
+            one.key
+            for one in sorted(newest_first, key=lambda one: self.sign * one.metrics[self.metric])[
+                : self.count
+            ]
         )
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
+    """The policy of `any_of`."""
+
     policies: tuple[Retention, ...]
 
     @property
@@ -87,24 +109,46 @@ class AnyOf:
             total += policy.most
         return total
 
-    def chosen(self, there: Sequence[Candidate]) -> frozenset[str]:
-        return frozenset().union(*(policy.chosen(there) for policy in self.policies))
+    def chosen(self, known: Sequence[CheckpointFacts]) -> frozenset[str]:
+        return frozenset().union(*(policy.chosen(known) for policy in self.policies))
 
 
 def keep_last(n: int) -> Retention:
-    """Keep the newest n. Raises ConfigError unless n is at least 1."""
+    """Keep the newest n checkpoints.
+
+    Args:
+        n: At least 1.
+
+    Raises:
+        ConfigError: n is no whole number of at least 1.
+    """
     return KeepLast(_count(f"keep_last({n!r})", n))
 
 
 def keep_every(steps: int) -> Retention:
-    """Keep those whose step is a multiple of this; those without a step aren't. Raises ConfigError unless it is at least 1."""
+    """Keep the checkpoints whose step is a multiple of `steps`, and none without a step.
+
+    Args:
+        steps: At least 1.
+
+    Raises:
+        ConfigError: steps is no whole number of at least 1.
+    """
     return KeepEvery(_count(f"keep_every({steps!r})", steps))
 
 
 def keep_best(metric: str, n: int = 1, *, mode: str = "min") -> Retention:
-    """Keep the n with the best figure under that name; those without one, or with NaN, aren't. Of equal ones the newer is better.
+    """Keep the n checkpoints with the best figure; of equal ones the newer is better.
 
-    mode: "min" where small is good (a loss), "max" where large is. Raises ConfigError.
+    Those without that figure, or with NaN, aren't kept.
+
+    Args:
+        metric: Name of the figure, as it is passed to `save`.
+        n: How many are kept.
+        mode: "min" where small figures are good (a loss), "max" where large ones are.
+
+    Raises:
+        ConfigError: An argument doesn't fit.
     """
     what = f"keep_best({metric!r}, {n!r}, mode={mode!r})"
     if type(metric) is not str or not metric:
@@ -115,38 +159,69 @@ def keep_best(metric: str, n: int = 1, *, mode: str = "min") -> Retention:
 
 
 def any_of(*policies: Retention) -> Retention:
-    """Keep what at least one of the policies keeps. Raises ConfigError where there is none."""
+    """Keep what at least one of the policies keeps.
+
+    Args:
+        policies: At least one.
+
+    Raises:
+        ConfigError: There is no policy among the arguments, or something that is none.
+    """
     if not policies:
         raise ConfigError("any_of(): give at least one policy, such as keep_last(2)")
     return AnyOf(tuple(retention(policy, "any_of(…)") for policy in policies))
 
 
 def retention(given: object, argument: str) -> Retention:
-    """The policy that an argument stands for; a number n for keep_last(n). Raises ConfigError."""
+    """Return the policy that an argument stands for: itself, or `keep_last(n)` for a number n.
+
+    Args:
+        given: What the user has given.
+        argument: Name of the argument, for the error.
+
+    Raises:
+        ConfigError: It is neither a policy nor a number of at least 1.
+    """
     if isinstance(given, (KeepLast, KeepEvery, KeepBest, AnyOf)):
         return given
     if type(given) is int:
         return KeepLast(_count(f"{argument}={given!r}", given))
     raise ConfigError(
-        f"{argument}={given!r}: give a number of checkpoints, keep_last(n), keep_every(steps), keep_best(metric, n), or any_of "
-        f"several of them"
+        f"{argument}={given!r}: give a number of checkpoints, keep_last(n), keep_every(steps), "
+        f"keep_best(metric, n), or any_of several of them"
     )
 
 
 def with_newest(policy: Retention) -> Retention:
-    """The policy with the newest checkpoint among what it keeps, so that `most` counts it as well."""
+    """Return the policy with the newest checkpoint added, so that `most` counts it as well.
+
+    Args:
+        policy: Returned as it is where it keeps the newest checkpoint already.
+    """
     parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
-    return policy if any(isinstance(part, KeepLast) for part in parts) else AnyOf((KeepLast(1), *parts))
+    return (
+        policy
+        if any(isinstance(part, KeepLast) for part in parts)
+        else AnyOf((KeepLast(1), *parts))
+    )
 
 
-def leaving(policy: Retention, there: Sequence[Candidate], needed: Collection[str] = ()) -> list[Candidate]:
-    """What goes, oldest first. The newest one never does, nor do those that are needed."""
-    newest = KeepLast(1).chosen(there)
-    staying = policy.chosen(there) | newest | frozenset(needed)
-    return sorted((one for one in there if one.key not in staying), key=_age)
+def leaving(
+    policy: Retention, known: Sequence[CheckpointFacts], needed: Collection[str] = ()
+) -> list[CheckpointFacts]:
+    """Return what leaves, oldest first.
+
+    Args:
+        policy: What to keep; the newest checkpoint stays in any case.
+        known: All checkpoints.
+        needed: Keys of others that stay.
+    """
+    newest = KeepLast(1).chosen(known)
+    staying = policy.chosen(known) | newest | frozenset(needed)
+    return sorted((one for one in known if one.key not in staying), key=_age)
 
 
-def _age(one: Candidate) -> tuple[float, str]:
+def _age(one: CheckpointFacts) -> tuple[float, str]:
     return one.created, one.key
 
 

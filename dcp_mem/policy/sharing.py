@@ -1,10 +1,24 @@
-"""Who fetches what from storage, where several ranks need the same bytes of a checkpoint, and who sends what it has in memory."""
+"""Decide which rank reads which bytes of a checkpoint, and sends them to which other ranks.
+
+Decided from what each rank needs, which nodes have what in memory, and how much room each node has
+for a window: memory that its ranks share, through which bytes pass batch by batch. The rules:
+
+1. Bytes that one rank alone needs, and that no node has in memory, this rank reads from storage.
+2. Bytes that several ranks of a node need come into the node's window once.
+3. Across nodes, one rank reads such bytes from storage and sends them to the windows of the others.
+4. Bytes that nodes have in memory don't come from storage: a rank of such a node sends them, once
+   to each node that needs them; to a single rank directly, to several through their node's window.
+5. Reading, sending and receiving go to the rank that has done least by then.
+6. A node without room for a window reads all by itself. Where it needs other nodes' memory, that is
+   an error (`NoRoom`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from dcp_mem.policy.pieces import PIECE, Extent, cut, merged
 
@@ -14,20 +28,30 @@ Extents = Mapping[str, Sequence[Extent]]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a rank brings: its node, what it needs, and the bytes that its node has for what several ranks share."""
+    """What a rank needs, and the room of its node.
+
+    Attributes:
+        node: The node's name.
+        extents: The bytes that the rank needs.
+        window_nbytes: The bytes that its node has for a window.
+    """
 
     node: str
     extents: Extents
     window_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Bytes [start, stop) of a segment that come into a node's window, at `place`, once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPiece:
+    """Bytes [start, stop) of a segment that come into a node's window once.
 
-    by: the rank of the node that brings them there. origin: the rank that it gets them from, None: from storage.
-    to: ranks of other nodes that it sends them to. is_held: the rank that sends them has them in its node's memory; they
-    don't come into its own node's window then.
+    Attributes:
+        place: Where in the window they begin.
+        by: The rank of the node that brings them there.
+        origin: The rank that it gets them from; None for storage, or its own node's memory.
+        to: Ranks of other nodes that it sends them to.
+        is_held: They come from a node's memory. The rank that sends them has them there; they don't
+            come into its own node's window.
     """
 
     file: str
@@ -41,15 +65,16 @@ class Shared:
 
     @property
     def comes_in(self) -> bool:
-        """Whether it comes into the node's window."""
+        """Whether they come into the node's window."""
         return self.origin is not None or not self.is_held
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """Bytes [start, stop) of a segment on their way from the memory of a rank's node to a rank that alone needs them.
+class PeerPiece:
+    """Bytes [start, stop) of a segment, sent from a node's memory to the only rank in need.
 
-    peer: who gets them, or who sends them.
+    Attributes:
+        peer: In the sender's share, the receiver; in the receiver's share, the sender.
     """
 
     peer: int
@@ -58,27 +83,38 @@ class Passed:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's part. alone: what it fetches for itself. batches: what comes into its node's window, batch by batch.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadShare:
+    """One rank's share of a load.
 
-    window_nbytes: what a batch takes at most. makes_window: whether it is this rank that makes the window for its node.
-    passes_on: whether in any batch nodes send each other anything. sends, receives: what passes between two ranks, in the
-    same order for both. is_passing: whether anything does so between any two.
+    Attributes:
+        alone: What it reads from storage for itself.
+        batches: What comes into its node's window, batch by batch.
+        window_nbytes: What the largest batch takes.
+        makes_window: Whether this rank makes the window for its node.
+        passes_on: Whether nodes send each other anything in any batch.
+        sends: What it sends to single ranks, in the same order in which they receive it.
+        receives: What it receives as the only rank that needs it.
+        is_passing: Whether any rank sends anything to a single rank.
     """
 
     alone: Extents = field(default_factory=dict)
-    batches: Sequence[Sequence[Shared]] = ()
+    batches: Sequence[Sequence[SharedPiece]] = ()
     window_nbytes: int = 0
     makes_window: bool = False
     passes_on: bool = False
-    sends: Sequence[Passed] = ()
-    receives: Sequence[Passed] = ()
+    sends: Sequence[PeerPiece] = ()
+    receives: Sequence[PeerPiece] = ()
     is_passing: bool = False
 
 
 class NoRoom(Exception):
-    """A node needs bytes of other nodes' memory and has no room for a window. nbytes: what it would take at least."""
+    """A node needs bytes of other nodes' memory and has no room for a window.
+
+    Args:
+        node: The node's name.
+        nbytes: The bytes that the window would take at least.
+    """
 
     def __init__(self, node: str, nbytes: int) -> None:
         super().__init__(node, nbytes)
@@ -91,33 +127,46 @@ def share_out(
     *,
     across_nodes: bool,
     holders: Callable[[str], Sequence[int]] = lambda file: (),
-) -> list[Part]:
-    """Every rank's part, so that storage gives each byte once for each node, or once in all.
+) -> list[LoadShare]:
+    """Return every rank's share of a load; each byte leaves storage as seldom as can be.
 
-    holders: ranks that have a segment in their node's memory, and don't need it from others. Each byte of such a segment
-    leaves one of them once for each node that needs it. Raises NoRoom.
+    The stages:
 
-    edges: where a segment may be cut, ascending; None: anywhere. Asked only for segments that are shared. Bytes that one rank
-    alone needs are its own affair, and so is everything on a node that has no room for a window.
+    1. Cut what is needed where the ranks that need it change.
+    2. Give what lies in a node's memory to a rank of it to send (`send_later`); else give what
+       several ranks need to one of them (`share`), and the rest to the ranks themselves.
+    3. Order what is sent, so that nodes don't all ask the same node first (`send`).
+
+    Args:
+        needs: What each rank needs.
+        edges: Returns where a segment may be cut, ascending; None for anywhere. Called only for
+            segments that are shared.
+        across_nodes: Whether bytes that several nodes need are read from storage once, not once by
+            each.
+        holders: Returns the ranks whose node has a segment in memory; they don't need it from
+            others.
+
+    Raises:
+        NoRoom: A node needs bytes of other nodes' memory and has no room for a window.
     """
-    work = _Work(needs)
+    shares = _Shares(needs)
     for file, extent, ranks in _spans(needs):
         holding = holders(file)
         if holding:
-            work.send_later(file, cut(extent, edges(file)), ranks, holding)
+            shares.send_later(file, cut(extent, edges(file)), ranks, holding)
         else:
-            for group in work.groups(ranks, across_nodes):
+            for group in shares.groups(ranks, across_nodes):
                 if len(group) == 1:
-                    work.alone[group[0]].setdefault(file, []).append(extent)
+                    shares.alone[group[0]].setdefault(file, []).append(extent)
                 else:
                     for start, stop in cut(extent, edges(file)):
-                        work.share(file, start, stop, group)
-    work.send()
-    return work.parts()
+                        shares.share(file, start, stop, group)
+    shares.send()
+    return shares.result()
 
 
 def _spans(needs: Sequence[Need]) -> Iterator[tuple[str, Extent, tuple[int, ...]]]:
-    """The needed bytes of each segment, cut where the ranks that need them change, with these ranks."""
+    """Yield the needed bytes of each segment, cut where the ranks that need them change."""
     events: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
     for rank, need in enumerate(needs):
         for file, extents in need.extents.items():
@@ -130,8 +179,14 @@ def _spans(needs: Sequence[Need]) -> Iterator[tuple[str, Extent, tuple[int, ...]
             yield file, extent, ranks
 
 
-def _spans_of(events: Mapping[int, tuple[list[int], list[int]]]) -> Iterator[tuple[Extent, tuple[int, ...]]]:
-    """events: at each place, the ranks whose needs begin and end there."""
+def _spans_of(
+    events: Mapping[int, tuple[list[int], list[int]]],
+) -> Iterator[tuple[Extent, tuple[int, ...]]]:
+    """Yield the needed ranges of one segment, with the ranks that need them.
+
+    Args:
+        events: At each place, the ranks whose needs begin there and end there.
+    """
     active: set[int] = set()
     for place, following in pairwise(sorted(events)):
         begins, ends = events[place]
@@ -141,8 +196,24 @@ def _spans_of(events: Mapping[int, tuple[list[int], list[int]]]) -> Iterator[tup
             yield (place, following), tuple(sorted(active))
 
 
-class _Work:
-    """What has been given out so far."""
+class _Sending(NamedTuple):
+    """Bytes of a segment that a rank which has them sends to others.
+
+    Attributes:
+        turn: Number of the first receiver's node.
+        group: The receivers.
+        holding: The ranks whose node has the segment.
+    """
+
+    turn: int
+    file: str
+    extent: Extent
+    group: Sequence[int]
+    holding: Sequence[int]
+
+
+class _Shares:
+    """The shares of all ranks while they are given out."""
 
     def __init__(self, needs: Sequence[Need]) -> None:
         self.alone: list[dict[str, list[Extent]]] = [{} for _ in needs]
@@ -151,119 +222,183 @@ class _Work:
         for rank, node in enumerate(self._nodes):
             self._members.setdefault(node, []).append(rank)
         self._numbers = {node: number for number, node in enumerate(self._members)}
-        self._window = {
-            node: min(needs[rank].window_nbytes for rank in members) for node, members in self._members.items()
+        self._window_nbytes = {
+            node: min(needs[rank].window_nbytes for rank in members)
+            for node, members in self._members.items()
         }
-        self._fetched, self._received, self._sent = [0] * len(needs), [0] * len(needs), [0] * len(needs)
-        self._shared = {node: _Room(nbytes) for node, nbytes in self._window.items()}
-        self._sends: list[list[Passed]] = [[] for _ in needs]
-        self._receives: list[list[Passed]] = [[] for _ in needs]
-        self._batches: dict[str, list[list[Shared]]] = {node: [] for node in self._members}
-        self._to_send: list[tuple[int, str, Extent, Sequence[int], Sequence[int]]] = []
+        # Bytes that each rank has read from storage, received and sent so far.
+        self._fetched = [0] * len(needs)
+        self._received = [0] * len(needs)
+        self._sent = [0] * len(needs)
+        self._windows = {node: _Window(nbytes) for node, nbytes in self._window_nbytes.items()}
+        self._sends: list[list[PeerPiece]] = [[] for _ in needs]
+        self._receives: list[list[PeerPiece]] = [[] for _ in needs]
+        self._batches: dict[str, list[list[SharedPiece]]] = {node: [] for node in self._members}
+        self._to_send: list[_Sending] = []
         self._passes_on = False
 
     def groups(self, ranks: Sequence[int], across_nodes: bool) -> list[list[int]]:
-        """The ranks, in groups that each get bytes from storage once."""
+        """Return the ranks in groups, each of which gets its bytes from storage once."""
         by_node: dict[str, list[int]] = {}
         for rank in ranks:
             by_node.setdefault(self._nodes[rank], []).append(rank)
-        roomy = [members for node, members in by_node.items() if self._window[node] >= 2 * PIECE]
-        others = [[rank] for node, members in by_node.items() if self._window[node] < 2 * PIECE for rank in members]
+        roomy = [
+            members for node, members in by_node.items() if self._window_nbytes[node] >= 2 * PIECE
+        ]
+        singles = [
+            [rank]
+            for node, members in by_node.items()
+            if self._window_nbytes[node] < 2 * PIECE
+            for rank in members
+        ]
         if across_nodes and roomy:
-            return [[rank for members in roomy for rank in members], *others]
-        return [*roomy, *others]
+            return [[rank for members in roomy for rank in members], *singles]
+        return [*roomy, *singles]
 
     def share(self, file: str, start: int, stop: int, group: Sequence[int]) -> None:
-        """Have these bytes fetched by one rank, into the windows of all nodes of the group."""
+        """Have one rank read these bytes, for the windows of all nodes of the group."""
         nbytes, nodes = stop - start, list(dict.fromkeys(self._nodes[rank] for rank in group))
-        rooms = {node: self._shared[node] for node in nodes}
-        if any(nbytes > room.limit for room in rooms.values()):  # a single item of a foreign checkpoint, say
+        windows = {node: self._windows[node] for node in nodes}
+        # A single item of a checkpoint that torch wrote, for instance, can't be cut.
+        if any(nbytes > window.limit for window in windows.values()):
             for rank in group:
                 self.alone[rank].setdefault(file, []).append((start, stop))
             return
-        batch = max(room.first_batch(nbytes) for room in rooms.values())
-        fetcher = min((rank for node in nodes for rank in self._members[node]), key=lambda rank: self._fetched[rank])
-        by = {node: fetcher if node == self._nodes[fetcher] else self._idlest(node) for node in nodes}
+        batch = max(window.first_batch(nbytes) for window in windows.values())
+        fetcher = min(
+            (rank for node in nodes for rank in self._members[node]),
+            key=lambda rank: self._fetched[rank],
+        )
+        by = {
+            node: fetcher if node == self._nodes[fetcher] else self._idlest(node) for node in nodes
+        }
         to = tuple(rank for rank in by.values() if rank != fetcher)
         self._fetched[fetcher] += nbytes
         for rank in to:
             self._received[rank] += nbytes
         self._passes_on = self._passes_on or bool(to)
-        for node, room in rooms.items():
+        for node, window in windows.items():
             is_fetched = by[node] == fetcher
             origin, sent_to = (None, to) if is_fetched else (fetcher, ())
-            self._add(node, batch, Shared(file, start, stop, room.put(batch, nbytes), by[node], origin, sent_to))
+            self._add(
+                node,
+                batch,
+                SharedPiece(
+                    file=file,
+                    start=start,
+                    stop=stop,
+                    place=window.put(batch, nbytes),
+                    by=by[node],
+                    origin=origin,
+                    to=sent_to,
+                ),
+            )
 
-    def send_later(self, file: str, pieces: Iterable[Extent], group: Sequence[int], holding: Sequence[int]) -> None:
-        """Have these bytes sent by a rank whose node has them, to all nodes of the group; `send` gives them out."""
+    def send_later(
+        self, file: str, pieces: Iterable[Extent], group: Sequence[int], holding: Sequence[int]
+    ) -> None:
+        """Note bytes that a rank whose node has them sends to all nodes of the group."""
         turn = self._numbers[self._nodes[group[0]]]
-        for piece in pieces:
-            self._to_send.append((turn, file, piece, group, holding))
+        self._to_send += [_Sending(turn, file, piece, group, holding) for piece in pieces]
 
     def send(self) -> None:
-        """Give out what is to be sent. Each node begins with another segment, so that not all ask the same node first."""
-        files = {file: number for number, file in enumerate(dict.fromkeys(one[1] for one in self._to_send))}
-        self._to_send.sort(key=lambda one: ((files[one[1]] - one[0]) % len(files), one[1], one[2]))
-        for _, file, (start, stop), group, holding in self._to_send:
-            self._send(file, start, stop, group, holding)
+        """Give out what is to be sent.
 
-    def _send(self, file: str, start: int, stop: int, group: Sequence[int], holding: Sequence[int]) -> None:
+        Each node begins with another segment, so that they don't all ask the same node first.
+        """
+        files = {
+            file: number
+            for number, file in enumerate(dict.fromkeys(one.file for one in self._to_send))
+        }
+        self._to_send.sort(
+            key=lambda one: ((files[one.file] - one.turn) % len(files), one.file, one.extent)
+        )
+        for sending in self._to_send:
+            by_node: dict[str, list[int]] = {}
+            for rank in sending.group:
+                by_node.setdefault(self._nodes[rank], []).append(rank)
+            for ranks in by_node.values():
+                if len(ranks) == 1:
+                    self._send_to_one(sending, ranks[0])
+            nodes = [node for node, ranks in by_node.items() if len(ranks) > 1]
+            if nodes:
+                self._send_to_windows(sending, nodes)
+
+    def _send_to_windows(self, sending: _Sending, nodes: Sequence[str]) -> None:
+        """Have these bytes sent to the windows of nodes of which several ranks need them."""
+        file, (start, stop) = sending.file, sending.extent
         nbytes = stop - start
-        by_node: dict[str, list[int]] = {}
-        for rank in group:
-            by_node.setdefault(self._nodes[rank], []).append(rank)
-        for ranks in by_node.values():
-            if len(ranks) == 1:
-                self._pass(file, start, stop, ranks[0], holding)
-        rooms = {node: self._shared[node] for node, ranks in by_node.items() if len(ranks) > 1}
-        if not rooms:
-            return
-        for node, room in rooms.items():
-            if nbytes > room.limit:
+        windows = {node: self._windows[node] for node in nodes}
+        for node, window in windows.items():
+            if nbytes > window.limit:
                 raise NoRoom(node, 2 * nbytes)
-        batch = max(room.first_batch(nbytes) for room in rooms.values())
-        sender = self._sender(holding, nbytes * len(rooms))
-        by = {node: self._idlest(node) for node in rooms}
+        batch = max(window.first_batch(nbytes) for window in windows.values())
+        sender = self._sender(sending.holding, nbytes * len(windows))
+        by = {node: self._idlest(node) for node in windows}
         self._passes_on = True
         self._add(
-            self._nodes[sender], batch, Shared(file, start, stop, 0, sender, None, tuple(by.values()), is_held=True)
+            self._nodes[sender],
+            batch,
+            SharedPiece(
+                file=file,
+                start=start,
+                stop=stop,
+                place=0,
+                by=sender,
+                to=tuple(by.values()),
+                is_held=True,
+            ),
         )
         for node, rank in by.items():
             self._received[rank] += nbytes
-            place = rooms[node].put(batch, nbytes)
-            self._add(node, batch, Shared(file, start, stop, place, rank, sender, is_held=True))
+            place = windows[node].put(batch, nbytes)
+            self._add(
+                node,
+                batch,
+                SharedPiece(
+                    file=file,
+                    start=start,
+                    stop=stop,
+                    place=place,
+                    by=rank,
+                    origin=sender,
+                    is_held=True,
+                ),
+            )
 
-    def _pass(self, file: str, start: int, stop: int, rank: int, holding: Sequence[int]) -> None:
-        sender = self._sender(holding, stop - start)
-        self._sends[sender].append(Passed(rank, file, start, stop))
-        self._receives[rank].append(Passed(sender, file, start, stop))
+    def _send_to_one(self, sending: _Sending, rank: int) -> None:
+        """Have these bytes sent to the only rank of its node that needs them."""
+        file, (start, stop) = sending.file, sending.extent
+        sender = self._sender(sending.holding, stop - start)
+        self._sends[sender].append(PeerPiece(rank, file, start, stop))
+        self._receives[rank].append(PeerPiece(sender, file, start, stop))
 
     def _sender(self, holding: Sequence[int], nbytes: int) -> int:
-        """Who of those that have it sends so many bytes."""
+        """Return the rank, of those that have the bytes, that has sent least by now."""
         sender = min(holding, key=lambda rank: (self._sent[rank], rank))
         self._sent[sender] += nbytes
         return sender
 
-    def _add(self, node: str, batch: int, piece: Shared) -> None:
+    def _add(self, node: str, batch: int, piece: SharedPiece) -> None:
         batches = self._batches[node]
         batches.extend([] for _ in range(batch + 1 - len(batches)))
         batches[batch].append(piece)
 
-    def parts(self) -> list[Part]:
-        """Every rank passes equally many batches, whether something comes to its node in them or not."""
+    def result(self) -> list[LoadShare]:
+        """Return all shares; all ranks have equally many batches, some of them empty."""
         count, is_passing = max(map(len, self._batches.values())), any(self._sends)
         for batches in self._batches.values():
             batches.extend([] for _ in range(count - len(batches)))
         return [
-            Part(
-                {file: merged(extents, 1) for file, extents in alone.items()},
-                self._batches[node],
-                self._shared[node].most,
-                self._shared[node].most > 0 and rank == self._members[node][0],
-                self._passes_on,
-                self._sends[rank],
-                self._receives[rank],
-                is_passing,
+            LoadShare(
+                alone={file: merged(extents, 1) for file, extents in alone.items()},
+                batches=self._batches[node],
+                window_nbytes=self._windows[node].most,
+                makes_window=self._windows[node].most > 0 and rank == self._members[node][0],
+                passes_on=self._passes_on,
+                sends=self._sends[rank],
+                receives=self._receives[rank],
+                is_passing=is_passing,
             )
             for rank, (alone, node) in enumerate(zip(self.alone, self._nodes, strict=True))
         ]
@@ -273,8 +408,13 @@ class _Work:
 
 
 @dataclass(slots=True)
-class _Room:
-    """A window that is filled batch by batch. most: what any batch has taken so far."""
+class _Window:
+    """A window that is filled batch by batch.
+
+    Attributes:
+        limit: Bytes that it may take.
+        most: Bytes that the fullest batch has taken so far.
+    """
 
     limit: int
     batch: int = 0
@@ -282,11 +422,13 @@ class _Room:
     most: int = 0
 
     def first_batch(self, nbytes: int) -> int:
-        """The first batch that so many bytes more fit into; an empty window takes anything."""
-        return self.batch if not self.filled or self.filled + nbytes <= self.limit else self.batch + 1
+        """Return the first batch with room for so many bytes; an empty window takes anything."""
+        return (
+            self.batch if not self.filled or self.filled + nbytes <= self.limit else self.batch + 1
+        )
 
     def put(self, batch: int, nbytes: int) -> int:
-        """The place of so many bytes in that batch, which isn't earlier than the last one."""
+        """Return the place of so many bytes in a batch that isn't earlier than the last one."""
         if batch > self.batch:
             self.batch, self.filled = batch, 0
         place, self.filled = self.filled, self.filled + nbytes

@@ -1,6 +1,13 @@
 """Copies, or parity, of complete checkpoints in other nodes' memory.
 
-`transfers.py` says what comes about on which rank, of which parts, sent by whom; `repairs.py` the same after a loss of nodes.
-`exchange.py` moves pieces, `sources.py` is where they come from, `making.py` what becomes of them, `work.py` one rank's part in
-all that, and `replicator.py` the thread that has it done.
+The room sits beside `flushing`, and imports `comm`, `memory` and what is below them. Read its
+modules in this order:
+
+    plan          which files are assembled on which rank, from which parts, sent by which ranks
+    repair_plan   the same after a loss of nodes
+    task          one rank's part in the plans of a checkpoint
+    worker        carries out a task, and agrees with all ranks on how it went
+    send          the files that a rank sends from, and their checksums
+    receive       the files that a rank assembles from what it receives
+    replicator    the background thread that runs tasks
 """

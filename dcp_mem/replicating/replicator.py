@@ -1,4 +1,4 @@
-"""The thread that has complete checkpoints made safe on other nodes, one at a time, while training goes on."""
+"""The background thread that replicates complete checkpoints, one at a time, beside training."""
 
 from __future__ import annotations
 
@@ -8,34 +8,49 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dcp_mem import faults
-from dcp_mem.events import log
+from dcp_mem.comm.agreement import Failures
+from dcp_mem.common import faults
+from dcp_mem.common.log import log
+from dcp_mem.common.parallel import daemon
+from dcp_mem.common.values import Outcome
 from dcp_mem.format.manifest import ReplicationRecord
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.policy.redundancy import Redundancy
-from dcp_mem.replicating.work import Failures, Work, Worker
+from dcp_mem.replicating.task import ReplicationTask
+from dcp_mem.replicating.worker import Worker
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replication:
-    """A checkpoint that is to be made safe, and this rank's part in it.
+    """A checkpoint to replicate, and this rank's part in it.
 
-    redundancy: what it has once all goes well. lease: keeps the checkpoint in memory. remark: what the record says where all
-    goes well. then: what the node's leader does once that is written down; told whether all went well.
+    Attributes:
+        task: This rank's part.
+        redundancy: What the checkpoint has once all goes well.
+        lease: A descriptor that keeps the checkpoint in memory; closed at the end.
+        is_leader: Whether this rank records the outcome for its node.
+        remark: What the record says where all goes well.
+        on_recorded: Called on the node's leader once the outcome is recorded, with whether all
+            went well.
     """
 
-    work: Work
+    task: ReplicationTask
     redundancy: Redundancy
     lease: int
     is_leader: bool
     remark: str
-    then: Callable[[bool], None]
+    on_recorded: Callable[[bool], None]
 
 
 class Replicator:
-    """One process's part in replicating a job's checkpoints. What fails is written down, and never raised."""
+    """One process's part in replicating checkpoints. Failures are recorded, and never raised.
+
+    Args:
+        memory: The job's memory on this node.
+        slots: Seals the slots of received files, and takes back those of the others.
+    """
 
     def __init__(self, memory: JobMemory, slots: SlotPool) -> None:
         self._memory, self._slots = memory, slots
@@ -44,31 +59,37 @@ class Replicator:
 
     @property
     def is_busy(self) -> bool:
+        """Whether a replication is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, replication: Replication) -> None:
-        """Have it done in the background. Only when nothing else is under way."""
+        """Replicate in the background; call this only while nothing else is under way.
+
+        Args:
+            replication: What to replicate.
+        """
         assert not self.is_busy
         self._cancelled.clear()
-        self._thread = threading.Thread(
-            target=self._replicate, args=(replication,), name="dcp_mem-replicate", daemon=True
-        )
-        self._thread.start()
+        self._thread = daemon(lambda: self._replicate(replication), "dcp_mem-replicate")
 
     def cancel(self) -> None:
-        """End what is under way, on all ranks; it is over as soon as they all know, or time out."""
+        """Cancel what is under way, on all ranks; it ends as soon as they all know, or time out."""
         self._cancelled.set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until nothing is under way. A peer that hangs is waited for until it times out."""
+        """Wait until nothing is under way. A peer that hangs is waited for until it times out.
+
+        Args:
+            timeout: Seconds; None waits for as long as it takes.
+        """
         if self._thread is not None:
             self._thread.join(timeout)
 
     def _replicate(self, replication: Replication) -> None:
-        name, started = replication.work.manifest.name, time.monotonic()
+        name, started = replication.task.manifest.name, time.monotonic()
         is_replicated = False
         try:
-            failures = Worker(self._memory, self._slots, replication.work, self._cancelled).run()
+            failures = Worker(self._memory, self._slots, replication.task, self._cancelled).run()
             self._record(replication, failures, time.monotonic() - started)
             is_replicated = not failures
             faults.point("replicate.recorded")
@@ -79,21 +100,28 @@ class Replicator:
             os.close(replication.lease)
         try:
             if replication.is_leader:
-                replication.then(is_replicated)
+                replication.on_recorded(is_replicated)
         except Exception:
             log.warning("what %s supersedes stays in memory for now", name, exc_info=True)
 
     def _record(self, replication: Replication, failures: Failures, seconds: float) -> None:
-        manifest, made = replication.work.manifest, replication.redundancy
+        manifest, redundancy = replication.task.manifest, replication.redundancy
         error = "; ".join(f"rank {rank}: {text}" for rank, text in failures)
         if failures:
             log.warning("%s is not replicated: %s", manifest.name, error)
         else:
-            log.info("%s is replicated (%s) in %.2f s", manifest.name, made, seconds)
+            log.info("%s is replicated (%s) in %.2f s", manifest.name, redundancy, seconds)
         if replication.is_leader:
-            record = ReplicationRecord(manifest.save_id, "failed", 0, 0, seconds, error)
+            record = ReplicationRecord(
+                save_id=manifest.save_id, outcome=Outcome.FAILED, seconds=seconds, error=error
+            )
             if not failures:
                 record = ReplicationRecord(
-                    manifest.save_id, "replicated", made.copies, made.parity, seconds, replication.remark
+                    save_id=manifest.save_id,
+                    outcome=Outcome.REPLICATED,
+                    copies=redundancy.copies,
+                    parity=redundancy.parity,
+                    seconds=seconds,
+                    error=replication.remark,
                 )
             self._memory.record_replication(manifest, record)

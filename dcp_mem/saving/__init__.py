@@ -1,5 +1,11 @@
-"""The stages of a save, in order: plan, agree, stage, complete. Each takes the previous one's result.
+"""The save, read from top to bottom: one pipeline, and three kinds of items that it takes.
 
-Nothing is decided by one rank alone, and no rank fails alone: what goes wrong locally travels with the next exchange,
-so that all ranks raise together and none is left waiting.
+Imports runtime, replicating and what lies below them; nothing of the load. To be read in this
+order: `values.py` (what the stages hand to each other), `pipeline.py` (the stages in their order),
+then the stages: `plan.py`, `agree.py` (`ballot.py`), `stage.py`, `complete.py`, `retention.py`,
+`background.py` (`redundancy.py`). The items come from `dcp_plan.py`, `own_plan.py` or `streams.py`.
+`prepare.py` makes slots ready ahead of the first save.
+
+Nothing is decided by one rank alone, and no rank fails alone: what goes wrong on one rank travels
+with the next exchange, so that all ranks raise together and none is left waiting.
 """

@@ -1,45 +1,47 @@
-"""Third stage: receipts are exchanged, and the checkpoint becomes COMPLETE on every node."""
+"""Second exchange of a save: receipts are joined, and the checkpoint becomes COMPLETE."""
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
-from dcp_mem import faults
-from dcp_mem.errors import RankFailed
-from dcp_mem.format.catalog import Catalog, catalog_key
+from dcp_mem.comm.agreement import (
+    Attempted,
+    Failures,
+    attempt,
+    joined,
+    on_rank_0,
+    raise_together,
+)
+from dcp_mem.common import faults
+from dcp_mem.format.catalog import catalog_key
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.segments import Segments, Tail
-from dcp_mem.saving.agree import keep_no_more, redundancy_on
-from dcp_mem.saving.values import Attempt, Caller, Staged
-from dcp_mem.session import SavedPlan
-
-P = TypeVar("P")
-Failures = tuple[tuple[int, str], ...]
-_MOST_FAILURES = 8
-
-
-class Describe(Protocol[P]):
-    """How the catalog comes about: each rank gives its part, and the coordinator puts them together."""
-
-    def part(self, rank: int, staged: Staged) -> P:
-        """What a rank says of its segment."""
-
-    def share(self, parts: Sequence[P]) -> Sequence[P]:
-        """The parts, with what is equal in several of them as one object."""
-
-    def catalog(self, parts: Sequence[P]) -> Catalog:
-        """Asked of the coordinator, with all ranks' parts."""
+from dcp_mem.runtime.last_saves import SavedPlan
+from dcp_mem.saving.retention import apply_retention
+from dcp_mem.saving.values import (
+    Agreed,
+    CatalogSource,
+    Completed,
+    ItemProvider,
+    Planned,
+    SaveContext,
+    Staged,
+)
 
 
 class _Receipts(NamedTuple):
-    """What all ranks have to say once they have staged; next to nothing where all went as in the last save.
+    """What some ranks have to say once they have staged; little where all went as before.
 
-    last: save id of what this plan saved last, as far as each rank knows. is_new: some segment isn't made as it was then.
-    tails: of the ranks whose tails lie elsewhere. failures: (rank, text), some of them.
+    A tuple, not a dataclass: it is pickled by position, and stays small.
+
+    Attributes:
+        last: Id of the last save by this plan, as far as each rank knows.
+        is_new: Whether some segment isn't made as it was then.
+        tails: (rank, tail) of the ranks whose tails lie elsewhere.
+        failures: Of the ranks that couldn't stage.
     """
 
     last: str
@@ -48,155 +50,196 @@ class _Receipts(NamedTuple):
     failures: Failures
 
     def join(self, other: _Receipts) -> _Receipts:
+        """Return what two sets of ranks say together."""
         return _Receipts(
             self.last,
             self.is_new or other.is_new or self.last != other.last,
             self.tails + other.tails,
-            _some(self.failures + other.failures),
+            joined(self.failures, other.failures),
         )
 
 
-def _some(failures: Failures) -> Failures:
-    return tuple(sorted(failures)[:_MOST_FAILURES])
-
-
 def complete(
-    caller: Caller,
-    attempt: Attempt,
-    staged: Staged | Exception,
-    describe: Describe[Any],
-    structure_changed: bool,
-) -> tuple[Manifest, Staged]:
-    """Exchange receipts and mark the checkpoint COMPLETE on every node; on return this node can restore it.
+    context: SaveContext,
+    agreed: Agreed,
+    planned: Planned,
+    staged: Attempted[Staged],
+    provider: ItemProvider,
+) -> Completed:
+    """Mark the checkpoint COMPLETE on every node; on return this node can restore it.
 
-    staged: this rank's segment, or why it has none. describe: makes the catalog on the coordinator; asked only
-    when the plan changed. Raises on all ranks where any of them failed.
+    1. Receipts: what differs from the last save, and what failed, in one exchange (invariant 8).
+    2. Describe: segments and catalog are the last save's, or the coordinator makes new ones.
+    3. Publish: each node's leader writes the manifest. No node drops an older checkpoint before all
+       have this.
+    4. Retain: each node's leader evicts what the policy doesn't keep.
+    5. Remember what the next save may go by.
+
+    Args:
+        context: Of the save.
+        agreed: What all ranks agreed on.
+        planned: This rank's part of the plan.
+        staged: This rank's segment, or why it has none.
+        provider: Of the items; makes the catalog where that has changed.
+
+    Raises:
+        RankFailed: Another rank failed; on all ranks, but on those with errors of their own.
     """
+    session, topology = context.session, agreed.topology
+    key = context.plan_key(planned.plan_id)
+    last = session.last_saves.plans.get(key)
     try:
-        receipts = _exchange_receipts(caller, staged, structure_changed)
-        assert isinstance(staged, Staged)
+        receipts = _exchange_receipts(context, staged, last, provider)
         faults.point("complete.receipts")
-        saved, catalog = _as_last_time(caller, attempt, receipts), None
+        saved, catalog = _same_as(last, agreed, receipts), None
         if saved is None:
-            saved, catalog = _anew(caller, attempt, staged, describe)
-        manifest = _manifest(caller, attempt, saved)
-        _publish_on_all_nodes(caller, attempt, manifest, catalog)
-        if attempt.topology.is_leader:
-            has_redundancy = bool(redundancy_on(caller, attempt.topology))
-            keep_no_more(caller.session.memory, caller.scope, caller.settings.keep_memory, has_redundancy)
+            source = provider.catalog_source(planned)
+            saved, catalog = _described(context, agreed, staged.value, source)
+        manifest = _manifest(context, agreed, saved)
+        _publish_on_all_nodes(context, agreed, manifest, catalog)
+        if topology.is_leader:
+            apply_retention(
+                session.memory,
+                context.scope,
+                context.settings.keep_memory,
+                gets_copies=bool(context.redundancy_on(topology)),
+            )
             faults.point("complete.evicted")
-        _remember(caller, replace(saved, save_id=attempt.save_id))
-        caller.session.persisted.note(attempt.persist)
-        return manifest, staged
+        saved = replace(saved, save_id=agreed.save_id)
+        _remember(context, planned, saved)
+        session.last_saves.persisted.note(agreed.persist, agreed.info.step)
+        provider.settle(saved)
+        return Completed(manifest, agreed, staged.value)
     except BaseException:
-        caller.session.swept = False
+        session.last_saves.is_swept = False
         raise
     finally:
-        if isinstance(staged, Staged):
-            caller.session.slots.share(staged.slot)
+        if staged.error is None:
+            session.slots.share(staged.value.slot)
 
 
-def _exchange_receipts(caller: Caller, staged: Staged | Exception, structure_changed: bool) -> _Receipts:
-    saved = caller.session.saved.get(caller.plan_key)
-    if isinstance(staged, Staged):
-        tail = staged.segment.tail
-        is_elsewhere = saved is not None and saved.segments.tail[caller.ranks.rank] != tail
-        news = ((caller.ranks.rank, tail),) if is_elsewhere else ()
-        is_new = structure_changed or _differs(saved, staged, caller.ranks.rank)
-        mine = _Receipts("" if saved is None else saved.save_id, is_new, news, ())
+# -- receipts --------------------------------------------------------------------------------------
+
+
+def _exchange_receipts(
+    context: SaveContext,
+    staged: Attempted[Staged],
+    last: SavedPlan | None,
+    provider: ItemProvider,
+) -> _Receipts:
+    """Join all ranks' receipts. Raises on all ranks where any of them has failed."""
+    rank = context.ranks.rank
+    if staged.error is None:
+        receipt = _receipt(rank, staged.value, last, has_changed=provider.has_changed(last))
     else:
-        mine = _Receipts("", False, (), ((caller.ranks.rank, f"{type(staged).__name__}: {staged}"),))
-    receipts = caller.ranks.all_reduce(mine, _Receipts.join)
-    if receipts.failures:
-        if not isinstance(staged, Staged):
-            raise staged
-        caller.session.slots.abandon(staged.slot)
-        raise RankFailed(f"saving {caller.name}", list(receipts.failures))
+        receipt = _Receipts("", False, (), staged.failures(rank))
+    receipts = context.ranks.all_reduce(receipt, _Receipts.join)
+    if receipts.failures and staged.error is None:
+        context.session.slots.abandon(staged.value.slot)
+    raise_together(f"saving {context.name}", receipts.failures, staged.error)
     return receipts
 
 
-def _remember(caller: Caller, saved: SavedPlan) -> None:
-    session = caller.session
-    before = session.saved.get(caller.plan_key)
-    session.saved[caller.plan_key] = saved
-    if before is not None and before.catalog != saved.catalog:
-        session.catalogs.keep_only({one.catalog for one in session.saved.values()})
+def _receipt(rank: int, staged: Staged, last: SavedPlan | None, *, has_changed: bool) -> _Receipts:
+    tail = staged.segment.tail
+    if last is None:
+        return _Receipts("", True, (), ())
+    is_elsewhere = last.segments.tail[rank] != tail
+    is_new = has_changed or _differs(last, staged, rank)
+    return _Receipts(last.save_id, is_new, ((rank, tail),) if is_elsewhere else (), ())
 
 
-def _differs(saved: SavedPlan | None, staged: Staged, number: int) -> bool:
+def _differs(last: SavedPlan, staged: Staged, rank: int) -> bool:
     return (
-        saved is None
-        or saved.segments.layout[number] != staged.segment.layout
-        or len(saved.segments.tail[number]) != len(staged.segment.tail)
-        or saved.items != staged.plan.fingerprint(staged.items)
+        last.segments.layout[rank] != staged.segment.layout
+        or len(last.segments.tail[rank]) != len(staged.segment.tail)
+        or last.items != staged.items.fingerprint(staged.order)
     )
 
 
-def _as_last_time(caller: Caller, attempt: Attempt, receipts: _Receipts) -> SavedPlan | None:
-    """What this plan saved last, with what the receipts say; None where that doesn't tell all."""
-    saved = caller.session.saved.get(caller.plan_key)
-    if saved is None or receipts.is_new:
+# -- segments and catalog --------------------------------------------------------------------------
+
+
+def _same_as(last: SavedPlan | None, agreed: Agreed, receipts: _Receipts) -> SavedPlan | None:
+    """Return what was saved last, moved on to this save; None where that doesn't tell all."""
+    if last is None or receipts.is_new:
         return None
-    return replace(saved, segments=saved.segments.moved_on(attempt.save_id, dict(receipts.tails)))
+    return replace(last, segments=last.segments.for_next_save(agreed.save_id, dict(receipts.tails)))
 
 
-def _anew(caller: Caller, attempt: Attempt, staged: Staged, describe: Describe[Any]) -> tuple[SavedPlan, Any]:
-    """The coordinator makes the catalog from everyone's items; the nodes' leaders get its bytes."""
-    ranks = caller.ranks
+def _described(
+    context: SaveContext, agreed: Agreed, staged: Staged, source: CatalogSource
+) -> tuple[SavedPlan, Any]:
+    """Have the coordinator make the catalog of all ranks' items.
+
+    Returns:
+        What is saved, and on each node's leader the catalog's bytes.
+    """
+    ranks = context.ranks
     found = ranks.all_reduce({ranks.rank: staged.segment}, operator.or_)
-    segments = Segments.of(attempt.save_id, (found[rank] for rank in range(ranks.size)))
-    parts = ranks.gather(describe.part(caller.rank, staged), describe.share)
-    data, error = b"", ""
-    if ranks.rank == 0:
-        try:
-            data = describe.catalog(parts).to_bytes()
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-    key, error = ranks.broadcast((catalog_key(data), error))
-    if error:
-        raise RankFailed(f"describing {caller.name}", [(0, error)])
-    caller.session.heap_grew = True
-    return SavedPlan(key, staged.plan.fingerprint(staged.items), segments), ranks.tell_leaders(data)
+    segments = Segments.of(agreed.save_id, (found[rank] for rank in range(ranks.size)))
+    parts = ranks.gather(source.part(context.rank, staged), source.share)
+    made = attempt(lambda: source.catalog(parts).to_bytes() if ranks.rank == 0 else b"")
+    key = on_rank_0(ranks, f"describing {context.name}", lambda: catalog_key(made.value))
+    context.session.heap.note_growth()
+    saved = SavedPlan(key, staged.items.fingerprint(staged.order), segments)
+    return saved, ranks.tell_leaders(made.value)
 
 
-def _manifest(caller: Caller, attempt: Attempt, saved: SavedPlan) -> Manifest:
+def _manifest(context: SaveContext, agreed: Agreed, saved: SavedPlan) -> Manifest:
     return Manifest(
-        name=caller.name,
-        save_id=attempt.save_id,
-        scope=caller.scope,
-        job=caller.settings.job,
-        created=attempt.created,
-        world_size=caller.ranks.size,
-        persist=attempt.persist,
+        name=context.name,
+        save_id=agreed.save_id,
+        scope=context.scope,
+        job=context.settings.job,
+        created=agreed.created,
+        world_size=context.ranks.size,
+        persist=agreed.persist,
         committer=saved.segments.node[0],
         segments=saved.segments,
         catalog=saved.catalog,
-        stage_seconds=time.monotonic() - attempt.started,
-        step=attempt.about.step,
-        metrics=attempt.about.metrics,
+        stage_seconds=time.monotonic() - agreed.started,
+        step=agreed.info.step,
+        metrics=agreed.info.metrics,
     )
 
 
-def _publish_on_all_nodes(caller: Caller, attempt: Attempt, manifest: Manifest, catalog: Any) -> None:
-    """Publish on this node, if this rank leads it; no node gives up an older checkpoint before all have this one.
+# -- publication -----------------------------------------------------------------------------------
 
-    No rank of an own plan goes on before that either. (DCP keeps its ranks together by itself, until `finish`.)
-    catalog: its bytes, where this node hasn't got it yet.
+
+def _publish_on_all_nodes(
+    context: SaveContext, agreed: Agreed, manifest: Manifest, catalog: Any
+) -> None:
+    """Publish on this node, if this rank leads it, and wait for the other nodes.
+
+    No node gives up an older checkpoint before all have this one. Where DCP doesn't keep the ranks
+    together, no rank goes on before that either.
+
+    Args:
+        context: Of the save.
+        agreed: What all ranks agreed on.
+        manifest: Of the checkpoint.
+        catalog: Its bytes; None where this node has it already.
     """
-    failure: Exception | None = None
-    if attempt.topology.is_leader:
-        try:
+    session, ranks = context.session, context.ranks
+
+    def publish() -> None:
+        if agreed.topology.is_leader:
             if catalog is not None:
-                caller.session.catalogs.put(catalog)
-            caller.session.publish(manifest)
-        except Exception as error:
-            failure = error
-    failures: Failures = ()
-    if failure is not None:
-        failures = ((caller.ranks.rank, f"{type(failure).__name__}: {failure}"),)
-    if len(set(attempt.topology.nodes)) > 1 or caller.plan_id:
-        failures = caller.ranks.all_reduce(failures, lambda some, others: _some(some + others))
-    if failure is not None:
-        raise failure
-    if failures:
-        raise RankFailed(f"publishing {caller.name}", list(failures))
+                session.catalogs.put(catalog)
+            session.publish(manifest)
+
+    published = attempt(publish)
+    failures = published.failures(ranks.rank)
+    if agreed.topology.node_count > 1 or not context.is_driven_by_dcp:
+        failures = ranks.all_reduce(failures, joined)
+    raise_together(f"publishing {context.name}", failures, published.error)
+
+
+def _remember(context: SaveContext, planned: Planned, saved: SavedPlan) -> None:
+    """Keep what the next save by this plan may go by; drop catalogs that no plan needs."""
+    plans, key = context.session.last_saves.plans, context.plan_key(planned.plan_id)
+    last = plans.get(key)
+    plans[key] = saved
+    if last is not None and last.catalog != saved.catalog:
+        context.session.catalogs.keep_only({plan.catalog for plan in plans.values()})

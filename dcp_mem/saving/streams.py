@@ -1,37 +1,50 @@
-"""Streams that a rank writes into a slot ahead of the save that makes a checkpoint of them: objects that were pickled by name.
+"""Streams that a rank writes into a slot ahead of the save that makes a checkpoint of them.
 
-Where a state dict is staged once all ranks have agreed to save it, these lie in their slot by then. What comes about is the same:
-a segment whose items are all behind its layout, each a stream as `torch.save` writes it.
+A state dict is staged once all ranks have agreed to save it; streams lie in their slot by then. The
+result is the same: a segment whose items are all behind its layout, each a stream as `torch.save`
+writes it.
 """
 
 from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import IO, Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from dcp_mem import faults
+from dcp_mem.comm.agreement import Attempted
+from dcp_mem.common import faults
 from dcp_mem.format.catalog import Catalog, Extent
-from dcp_mem.format.described import RankItems, catalog_of
+from dcp_mem.format.catalog_conversion import RankItems, catalog_of
 from dcp_mem.format.frames import Specs
 from dcp_mem.format.layout import align
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.runtime.last_saves import SavedPlan
 from dcp_mem.saving.stage import seal
-from dcp_mem.saving.values import Attempt, Caller, Planned, Staged
+from dcp_mem.saving.values import (
+    STREAMS_PLAN,
+    Agreed,
+    IndexedParts,
+    Planned,
+    SaveContext,
+    Staged,
+)
 
-STREAMS_PLAN = "streams"
-"""Plan id of saves of streams; there is nothing to plan about them."""
 _BUFFER = 1 << 20
 _COPIED_AT_ONCE = 16 << 20
 
 
 class Streams:
-    """What one rank has written for one checkpoint that isn't saved yet; it owns the slot until then."""
+    """What one rank has written for a checkpoint that isn't saved yet; owns the slot until then.
+
+    Args:
+        slots: Where the slot that the streams are written into comes from.
+    """
 
     def __init__(self, slots: SlotPool) -> None:
         self._slots = slots
@@ -40,7 +53,7 @@ class Streams:
 
     @property
     def extents(self) -> dict[str, Extent]:
-        """By name, where each stream lies."""
+        """Where each stream lies, by name."""
         return dict(self._extents)
 
     @property
@@ -49,11 +62,22 @@ class Streams:
         return max((offset + nbytes for offset, nbytes in self._extents.values()), default=0)
 
     def add(self, name: str, write: Callable[[IO[bytes]], None]) -> int:
-        """Have a stream written behind the others, in the place of an older one of its name; returns its bytes.
+        """Append a stream; it replaces an older one of its name.
 
-        Raises MemoryBudgetExceeded, or what `write` raises; then nothing of it counts.
+        Args:
+            name: Of the stream.
+            write: Writes the stream into the file that it is given.
+
+        Returns:
+            The stream's bytes.
+
+        Raises:
+            MemoryBudgetExceeded: There is no room.
+            Exception: What `write` raises. Nothing of the stream counts then.
         """
-        offset = align(max((start + max(nbytes, 1) for start, nbytes in self._extents.values()), default=0))
+        offset = align(
+            max((start + max(nbytes, 1) for start, nbytes in self._extents.values()), default=0)
+        )
         end = _End(self._own_slot(), offset)
         with io.BufferedWriter(end, _BUFFER) as buffered:
             write(buffered)
@@ -62,11 +86,17 @@ class Streams:
         return end.place - offset
 
     def add_copies(self, path: str, extents: Mapping[str, Extent]) -> None:
-        """Add streams that lie in a segment of a complete checkpoint, but for those whose names are here already.
+        """Append streams of a complete checkpoint, but for those whose names are here already.
 
-        Raises MemoryBudgetExceeded, or OSError where it has left memory.
+        Args:
+            path: Of the segment that they lie in.
+            extents: Where each stream lies in it, by name.
+
+        Raises:
+            MemoryBudgetExceeded: There is no room.
+            OSError: The checkpoint has left memory.
         """
-        descriptor = open_leased(path)  # nobody claims it as a slot meanwhile
+        descriptor = open_leased(path)  # so that nothing claims it as a slot
         try:
             for name, (offset, nbytes) in extents.items():
                 if name not in self._extents:
@@ -75,28 +105,49 @@ class Streams:
             end_lease(descriptor)
             os.close(descriptor)
 
-    def planned(self, caller: Caller) -> Planned:
-        """This rank's part in the save that makes a checkpoint of what is here by now."""
-        layout = caller.session.plan_layout(Specs([], []))
-        is_written = self._slot is not None
+    def planned(self, context: SaveContext) -> Planned:
+        """Return this rank's part of the save that makes a checkpoint of what is here by now.
+
+        Args:
+            context: This rank's part in the save.
+        """
         return Planned(
-            _Named(), (), tuple(self._extents), layout, self.nbytes, plan_id=STREAMS_PLAN, is_written=is_written
+            items=_NamedItems(),
+            tensors=(),
+            objects=tuple(self._extents),
+            layout=context.session.layouts.of(Specs([], [])),
+            nbytes=self.nbytes,
+            plan_id=STREAMS_PLAN,
+            is_written=self._slot is not None,
         )
 
-    def stage(self, caller: Caller, attempt: Attempt, planned: Planned) -> Staged:
-        """Seal the slot as this rank's segment; from here on it isn't ours."""
+    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
+        """Seal the slot as this rank's segment. From here on the slot isn't ours.
+
+        Args:
+            context: Of the save.
+            agreed: What all ranks agreed on.
+            planned: As `planned` returned it.
+        """
         slot, extents = self._own_slot(), tuple(self._extents.values())
         try:
             slot.reserve(max(self.nbytes, 1))
             faults.point("stage.copied")
-            segment = seal(caller, attempt, slot, planned.layout, extents)
+            segment = seal(context, agreed, slot, planned.layout, extents)
             faults.point("stage.sealed")
         except BaseException:
             self.close()
             raise
         self._slot = None
-        offsets, lengths = [offset for offset, _ in extents], [nbytes for _, nbytes in extents]
-        return Staged(segment, planned.plan, planned.objects, offsets, lengths, slot, planned.layout)
+        return Staged(
+            segment=segment,
+            items=planned.items,
+            order=planned.objects,
+            offsets=[offset for offset, _ in extents],
+            lengths=[nbytes for _, nbytes in extents],
+            slot=slot,
+            layout=planned.layout,
+        )
 
     def close(self) -> None:
         """Give the slot back, with what is in it, unless it has become a segment."""
@@ -113,7 +164,7 @@ class Streams:
 
 
 class _End(io.RawIOBase):
-    """Writes into a slot from a place on. Raises MemoryBudgetExceeded."""
+    """A file that is written into a slot, from a place on."""
 
     def __init__(self, slot: Slot, place: int) -> None:
         super().__init__()
@@ -123,13 +174,14 @@ class _End(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
+        """Write at the end. Raises MemoryBudgetExceeded."""
         view = memoryview(data).cast("B")
         self._slot.write_on(self.place, view)
         self.place += len(view)
         return len(view)
 
 
-class _Named:
+class _NamedItems:
     """Items that are their own names."""
 
     def resolve(self, item: str) -> Any:
@@ -142,28 +194,56 @@ class _Named:
         return hash(tuple(items))
 
 
-class DescribingStreams:
-    """Each rank says which streams it has. Where several have the same name, each is called after its rank as well."""
+class StreamItems:
+    """What a rank has written into streams: an ItemProvider for one save."""
 
-    def part(self, rank: int, staged: Staged) -> RankItems:
-        return RankItems(rank, list(map(staged.plan.index, staged.items)), staged.layout.described)
+    def __init__(self, streams: Attempted[Streams]) -> None:
+        """Take what is to be saved.
 
-    def share(self, parts: Sequence[RankItems]) -> Sequence[RankItems]:
-        return parts
+        Args:
+            streams: This rank's, or why it has none.
+        """
+        self._streams = streams
+
+    def plan(self, context: SaveContext) -> Planned:
+        """Return what this rank has written."""
+        return self._streams.value.planned(context)
+
+    def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
+        """Return False: there is nothing to plan about streams."""
+        return False
+
+    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
+        """Seal the slot that the streams lie in."""
+        return self._streams.value.stage(context, agreed, planned)
+
+    def has_changed(self, saved: SavedPlan | None) -> bool:
+        """Return False: what has changed shows in names and lengths."""
+        return False
+
+    def catalog_source(self, planned: Planned) -> CatalogOfStreams:
+        """Return what makes a catalog of the ranks' names."""
+        return CatalogOfStreams()
+
+    def settle(self, saved: SavedPlan) -> None:
+        """Do nothing: streams aren't saved twice."""
+
+
+class CatalogOfStreams(IndexedParts):
+    """A catalog of streams by name; of equal names, each is called after its rank as well."""
 
     def catalog(self, parts: Sequence[RankItems]) -> Catalog:
-        count: dict[str, int] = {}
-        for part in parts:
-            for index in part.indexes:
-                count[index.fqn] = count.get(index.fqn, 0) + 1
+        """Join the parts."""
+        count = Counter(index.fqn for part in parts for index in part.indexes)
+
+        def index_of(index: MetadataIndex, rank: int) -> MetadataIndex:
+            if count[index.fqn] == 1:
+                return index
+            return MetadataIndex(name_of_rank(index.fqn, rank))
+
         named = [
             RankItems(
-                part.rank,
-                [
-                    index if count[index.fqn] == 1 else MetadataIndex(name_of_rank(index.fqn, part.rank))
-                    for index in part.indexes
-                ],
-                part.layout,
+                part.rank, [index_of(index, part.rank) for index in part.indexes], part.layout
             )
             for part in parts
         ]
@@ -172,7 +252,12 @@ class DescribingStreams:
 
 
 def name_of_rank(name: str, rank: int) -> str:
-    """What a stream is called that other ranks have one of the same name beside."""
+    """Return what a rank's stream is called where other ranks have one of the same name.
+
+    Args:
+        name: The stream's name on that rank.
+        rank: The rank that wrote it.
+    """
     return f"{name}@{rank}"
 
 

@@ -1,40 +1,40 @@
-"""What the stages of a save hand to each other."""
+"""What the stages of a save hand to each other, in the order of the stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from dcp_mem.comm import Ranks
+from dcp_mem.common.values import SaveInfo, Segment
 from dcp_mem.config import Settings
+from dcp_mem.format.catalog import Catalog
+from dcp_mem.format.catalog_conversion import RankItems
+from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.slots import Slot
-from dcp_mem.ranks import Ranks
-from dcp_mem.session import PlanLayout, Session, Topology
-from dcp_mem.values import About, Segment
-
-T = TypeVar("T")
-
-
-class Items(Protocol):
-    """What the items of a plan stand for; the stages only hand them on."""
-
-    def resolve(self, item: Any) -> Any:
-        """The tensor to copy, or io.BytesIO for a byte item."""
-
-    def index(self, item: Any) -> MetadataIndex:
-        """What DCP knows the item by."""
-
-    def fingerprint(self, items: Sequence[Any]) -> int:
-        """The same for the same names and offsets in the same order."""
+from dcp_mem.policy.redundancy import Redundancy
+from dcp_mem.runtime.last_saves import GroupKey, PlanKey, SavedPlan
+from dcp_mem.runtime.layouts import PlanLayout
+from dcp_mem.runtime.session import Session
+from dcp_mem.runtime.topology import Topology
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """One rank's part in one save. scope: "" or the rank that saves alone. plan_id: as in Planned.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveContext:
+    """One rank's part in one save: what all stages need, and none of them changes.
 
-    about: what this rank says of the checkpoint; the coordinator's word counts.
+    Attributes:
+        settings: The writer's.
+        session: What this process keeps of the job between saves.
+        ranks: The ranks that save together.
+        rank: This rank's number as DCP counts for this call; its segment is named by it.
+        scope: "" or the rank that saves alone.
+        name: The checkpoint's.
+        info: What this rank's training loop says of the checkpoint. Rank 0's word counts.
+        is_driven_by_dcp: DCP keeps the ranks together until `finish`; otherwise the save does.
     """
 
     settings: Settings
@@ -43,25 +43,120 @@ class Caller:
     rank: int
     scope: str
     name: str
-    plan_id: str = ""
-    about: About = field(default_factory=About)
+    info: SaveInfo = field(default_factory=SaveInfo)
+    is_driven_by_dcp: bool = False
 
     @property
-    def group(self) -> tuple[str, str]:
-        """Tells the ranks that save together from others."""
+    def group(self) -> GroupKey:
+        """Key of the ranks that save together."""
         return self.scope, self.ranks.key
 
-    @property
-    def plan_key(self) -> tuple[str, str, str]:
-        """Saves with the same key follow each other with the same plan, as a rule."""
-        return self.scope, self.ranks.key, self.plan_id
+    def plan_key(self, plan_id: str) -> PlanKey:
+        """Return the key by which the session remembers saves of a plan.
+
+        Args:
+            plan_id: Of the plan that the save goes by.
+        """
+        return (*self.group, plan_id)
+
+    def redundancy_on(self, topology: Topology) -> Redundancy:
+        """Return the redundancy that is wanted, as far as there are nodes for it.
+
+        Args:
+            topology: Where the ranks run.
+        """
+        return self.settings.redundancy.on(topology.node_count)
+
+
+# -- plan ------------------------------------------------------------------------------------------
+
+
+class Items(Protocol):
+    """What the items of a plan stand for. The stages only hand the items on."""
+
+    def resolve(self, item: Any) -> Any:
+        """Return the tensor to copy, or an io.BytesIO for a byte item.
+
+        Args:
+            item: One of the plan's items, as in `Planned.tensors` and `Planned.objects`.
+        """
+
+    def index(self, item: Any) -> MetadataIndex:
+        """Return what DCP knows the item by.
+
+        Args:
+            item: One of the plan's items.
+        """
+
+    def fingerprint(self, items: Sequence[Any]) -> int:
+        """Return a number that is the same for the same names and offsets in the same order.
+
+        Args:
+            items: In the order in which they lie in the segment.
+        """
+
+
+DCP_PLAN = "dcp"
+"""Plan id of whatever DCP has planned: it hands the parts of one plan to all ranks."""
+
+STREAMS_PLAN = "streams"
+"""Plan id of saves of streams: there is nothing to plan about them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """What all ranks agreed on for this save. replicate: no older checkpoint's replication is in the way.
+class Unplanned:
+    """A state dict that isn't part of a plan of all ranks yet.
 
-    about: the coordinator's.
+    Attributes:
+        why_not: Why only DCP's planner can make a plan of it; "" where dcp_mem can.
+    """
+
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """This rank's part of a plan of all ranks, taken apart.
+
+    Attributes:
+        items: What tensors and objects stand for.
+        tensors: Items that are tensors, in the order of the layout.
+        objects: Byte items, which lie behind the layout.
+        layout: Of the segment.
+        nbytes: What the segment will take, as far as plan and last save can tell.
+        sources: Addresses of the tensors' data where all of them are plain CPU memory; None where
+            they have to be looked at one by one.
+        plan_id: Which plan of all ranks this is a part of.
+        other_plan_ids: Plans that would fit here just as well.
+        is_written: Whether a slot holds all of it already.
+    """
+
+    items: Items
+    tensors: Sequence[Any]
+    objects: Sequence[Any]
+    layout: PlanLayout
+    nbytes: int
+    sources: Sequence[int] | None = None
+    plan_id: str = DCP_PLAN
+    other_plan_ids: tuple[str, ...] = ()
+    is_written: bool = False
+
+
+# -- agree -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """What all ranks agreed on for this save.
+
+    Attributes:
+        save_id: Names the files of this save alone.
+        created: Seconds since the epoch, later than any other checkpoint in memory.
+        persist: Whether the checkpoint goes to storage.
+        topology: Where the ranks run.
+        started: This rank's monotonic clock when the save began.
+        may_replicate: Whether no older checkpoint's replication is in the way.
+        info: What the coordinator's training loop says of the checkpoint.
     """
 
     save_id: str
@@ -69,58 +164,164 @@ class Attempt:
     persist: bool
     topology: Topology
     started: float
-    replicate: bool = True
-    about: About = field(default_factory=About)
+    may_replicate: bool = True
+    info: SaveInfo = field(default_factory=SaveInfo)
 
 
-@dataclass(frozen=True, slots=True)
+class NoCommonPlan(Exception):
+    """The ranks don't save by the same plan yet, or not any more.
+
+    Args:
+        why_not: Why the ranks must leave the save to DCP's planner; "" if they need not.
+        in_common: Id of a plan that fits on every rank; "" if there is none.
+    """
+
+    def __init__(self, why_not: str, in_common: str = "") -> None:
+        super().__init__(why_not, in_common)
+        self.why_not, self.in_common = why_not, in_common
+
+
+# -- stage and complete ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """This rank's sealed segment, and where its items lie in it, in the order of `items`. plan: what they stand for."""
+    """This rank's sealed segment.
+
+    Attributes:
+        segment: The segment.
+        items: What the entries of `order` stand for.
+        order: The items, as they lie in the segment.
+        offsets: Where each of them begins.
+        lengths: Bytes of each of them.
+        slot: The segment's memory.
+        layout: Of the segment, but for its tail.
+    """
 
     segment: Segment
-    plan: Items
-    items: Sequence[Any]
+    items: Items
+    order: Sequence[Any]
     offsets: Sequence[int]
     lengths: Sequence[int]
     slot: Slot
     layout: PlanLayout
 
 
-DCP_PLAN = "dcp"
-"""Plan id of whatever DCP has planned: it hands the parts of one plan to all ranks."""
+class CatalogSource(Protocol):
+    """Makes a catalog: each rank gives its part, the coordinator joins the parts."""
+
+    def part(self, rank: int, staged: Staged) -> Any:
+        """Return what a rank says of its segment, for the coordinator.
+
+        Args:
+            rank: The rank that asks.
+            staged: The rank's sealed segment.
+        """
+
+    def share(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Return the parts, with what is equal in several of them as one object.
+
+        Args:
+            parts: What `part` returned, by rank.
+        """
+
+    def catalog(self, parts: Sequence[Any]) -> Catalog:
+        """Return the catalog of all ranks' parts. Called on the coordinator.
+
+        Args:
+            parts: What `part` returned, by rank.
+        """
+
+
+class IndexedParts:
+    """The parts of a catalog that names each item by DCP's index of it."""
+
+    def part(self, rank: int, staged: Staged) -> RankItems:
+        """Return the indexes of this rank's items, and where they lie.
+
+        Args:
+            rank: The rank that asks.
+            staged: The rank's sealed segment.
+        """
+        indexes = list(map(staged.items.index, staged.order))
+        return RankItems(rank, indexes, staged.layout.described)
+
+    def share(self, parts: Sequence[RankItems]) -> Sequence[RankItems]:
+        """Return the parts as they are.
+
+        Args:
+            parts: What `part` returned, by rank.
+        """
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
-class Unplanned:
-    """A state dict that isn't part of a plan of all ranks yet. why_not: "" or why only DCP's planner can make one."""
+class Completed:
+    """A checkpoint that is COMPLETE in the memory of every node, and this rank's part in it."""
 
-    why_not: str = ""
+    manifest: Manifest
+    agreed: Agreed
+    staged: Staged
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """This rank's plan, taken apart.
+# -- the whole of it -------------------------------------------------------------------------------
 
-    nbytes: what its segment will take, as far as plan and last save can tell. sources: addresses of the tensors' data
-    where all of them are plain CPU memory; None where they have to be looked at one by one. plan: what the items stand
-    for. plan_id: which plan of all ranks this is a part of. others: plans that would fit here just as well.
-    is_written: a slot holds all of it already.
+
+class ItemProvider(Protocol):
+    """Where the items of a save come from: a plan of DCP's, a plan of dcp_mem's own, or streams.
+
+    The pipeline asks in the order of these methods. What a method raises on one rank, all ranks
+    raise.
     """
 
-    plan: Items
-    tensors: Sequence[Any]
-    objects: Sequence[Any]
-    layout: PlanLayout
-    nbytes: int
-    sources: Sequence[int] | None = None
-    plan_id: str = DCP_PLAN
-    others: tuple[str, ...] = ()
-    is_written: bool = False
+    def plan(self, context: SaveContext) -> Planned | Unplanned:
+        """Return this rank's part of the save. Asked again after `find_common_plan`.
 
+        Args:
+            context: This rank's part in the save.
+        """
 
-@dataclass(frozen=True, slots=True)
-class Outcome(Generic[T]):
-    """A value, or the reason why there is none, on its way to the other ranks."""
+    def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
+        """Have the next `plan` fit together with that of the other ranks, which all call this.
 
-    value: T | None = None
-    error: str = ""
+        Args:
+            context: Of the save.
+            why_not: As in NoCommonPlan, like `in_common`.
+            in_common: Id of a plan that fits on every rank.
+
+        Returns:
+            False where the ranks can't, on all of them alike.
+
+        Raises:
+            NoCommonPlan: The ranks can't, for another reason; on all of them alike.
+        """
+
+    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
+        """Seal this rank's segment.
+
+        Args:
+            context: This rank's part in the save.
+            agreed: What all ranks agreed on.
+            planned: What `plan` returned.
+        """
+
+    def has_changed(self, saved: SavedPlan | None) -> bool:
+        """Return whether the last catalog no longer holds, as far as this rank can tell.
+
+        Args:
+            saved: The last complete save by this plan.
+        """
+
+    def catalog_source(self, planned: Planned) -> CatalogSource:
+        """Return what makes the catalog; asked only where the last one doesn't hold any more.
+
+        Args:
+            planned: What `plan` returned.
+        """
+
+    def settle(self, saved: SavedPlan) -> None:
+        """Take note that the checkpoint is complete.
+
+        Args:
+            saved: The save that is complete now.
+        """

@@ -1,7 +1,11 @@
-"""Where checkpoints become durable: one small interface, and the routes behind it.
+"""Storage: where checkpoints become durable. One small interface, and the routes behind it.
 
-A route moves bytes; what is put in which order, and what counts as committed, is decided in `flush`. A route tries each
-request once; `patient` repeats what may be repeated.
+A route moves bytes and tries each request once; `retry` repeats what may be repeated. What is put
+in which order, and what counts as committed, is decided in `flushing`. This room may import format,
+config and what lies below them. Read its modules in this order: this one (the interface), `routes`
+(which route serves a URL), `retry`, `posix`, `fsspec_route`, `s3` with `s3_client`, `azure` with
+`azure_client` and `azure_reads`, `file_system` and `streams` (shared by routes), `translate`
+(errors), `listing` (what is committed), `leases` (who reads).
 """
 
 from __future__ import annotations
@@ -18,12 +22,16 @@ _ENOUGH_PARTS, _MOST_PARTS = 8, 9000
 
 
 class NotThisRoute(DcpMemError):
-    """What fsspec was given for a URL can't be carried over to this route: fsspec itself has to serve it."""
+    """This route can't take over what fsspec was given for a URL: fsspec itself has to serve it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name directly under a prefix. modified: seconds since the epoch, 0.0 where the storage doesn't tell."""
+    """One name directly under a prefix.
+
+    Attributes:
+        modified: Seconds since the epoch, by the storage's clock; 0.0 where it doesn't tell.
+    """
 
     name: str
     nbytes: int
@@ -33,100 +41,189 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """An upload that was begun and neither finished nor dropped. begun: seconds since the epoch, as storage tells it."""
+    """An upload that was begun and neither finished nor dropped.
+
+    Attributes:
+        begun: Seconds since the epoch, by the storage's clock.
+    """
 
     key: str
     begun: float
 
 
 class Upload(Protocol):
-    """One object on its way to storage, in parts. Until `finish` readers see none of it, or (one part only) all of it.
+    """One object on its way to storage, in parts.
 
-    part_nbytes: where it is cut: part n is bytes [n * part_nbytes, (n + 1) * part_nbytes), the last one what is left;
-    an empty object has one empty part.
-    in_order: parts are put one after the other, each once. Otherwise in any order, several at once, and repeatedly.
+    Until `finish`, readers see nothing of it; or, where it has one part only, all of it.
+
+    Attributes:
+        part_nbytes: Length of the parts. Part n is bytes [n * part_nbytes, (n + 1) * part_nbytes),
+            the last one what is left. An empty object has one empty part.
+        in_order: Whether parts must be put one after the other, each once. Otherwise they may be
+            put in any order, several at once, and repeatedly.
     """
 
     part_nbytes: int
     in_order: bool
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
-        """Store a part; False where storage has it already, from an attempt that was cut short. `data` isn't kept."""
+        """Store a part.
+
+        Args:
+            number: Of the part, from 0.
+            data: Its bytes; not used any more on return.
+            crc32c: Of the data.
+
+        Returns:
+            False where storage has it already, from an attempt that was cut short.
+
+        Raises:
+            StorageUnavailable, StorageRefused: The part isn't stored.
+        """
 
     def finish(self) -> None:
-        """Make the object visible, whole and durable. Safe to repeat where parts come in any order.
+        """Make the object visible; on return it is whole and durable.
 
-        Raises ValueError, and makes nothing visible, where a part was never put.
+        Safe to repeat, unless parts come in order.
+
+        Raises:
+            ValueError: A part was never put; nothing is made visible.
+            StorageUnavailable, StorageRefused: It may or may not be visible.
         """
 
     def close(self) -> None:
-        """End this process's part in an upload that may not be finished. What a later one can go on with stays."""
+        """Give up this process's resources, whether or not the upload is finished.
+
+        Stored parts of an unfinished upload stay where a later upload can go on with them.
+        """
 
 
 class Storage(Protocol):
     """The storage under one root URL. Keys are relative to it, with `/` between their parts.
 
-    Every method is safe to repeat and to call from several threads. All raise StorageUnavailable where a retry may help
-    and StorageRefused where it won't; error texts hold no credentials.
+    What holds for every method:
+
+    - Ordering: what a method has stored or deleted is what all later calls see, of any process.
+    - Idempotence: every method is safe to repeat, and to call from several threads.
+    - Durability: what `put` and `Upload.finish` have stored survives a crash once they return.
+    - Errors: StorageUnavailable where repeating may help, StorageRefused where it won't. Their
+      texts hold no credentials.
     """
 
     url: str
 
     def upload(self, key: str, nbytes: int) -> Upload:
-        """Begin an upload of so many bytes, or go on with one that an earlier process was killed in.
+        """Begin an upload, or go on with one in which an earlier process was killed.
 
-        Only for keys that are unique to an attempt at saving: whoever goes on with an upload takes it for his own.
+        Args:
+            key: Unique to one attempt at saving: what lies under it already is taken for this
+                object's.
+            nbytes: Length of the object.
         """
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
-        """Store data whole and durably: every reader sees all of it or, on error, nothing of it.
+        """Store an object whole: readers see all of it or, on error, all or nothing of it.
 
-        create: only if there is nothing under that key yet. Raises CheckpointExists otherwise, also where an earlier try
-        of this very put succeeded without an answer: who needs to know reads it back.
+        Args:
+            key: Where to.
+            data: The object.
+            create: Only if there is nothing under that key yet.
+
+        Raises:
+            CheckpointExists: With `create`, there is something; it may be what an earlier try of
+                this very put has stored, whose answer was lost. Callers that need to know read it
+                back.
         """
 
     def get(self, key: str) -> bytes:
-        """All bytes under the key. Raises StorageKeyMissing."""
+        """Return all bytes under a key.
+
+        Args:
+            key: Of the object.
+
+        Raises:
+            StorageKeyMissing: There is no such object.
+        """
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill the buffers, one after the other, with the bytes from `offset` on, in one request.
+        """Fill buffers, one after the other, with the bytes from an offset on, in one request.
 
-        Returns how many there were, fewer where the object ends. Raises StorageKeyMissing.
+        Args:
+            key: Of the object.
+            offset: Of the first byte.
+            buffers: To fill.
+
+        Returns:
+            How many bytes there were: fewer than the buffers hold where the object ends.
+
+        Raises:
+            StorageKeyMissing: There is no such object.
         """
 
     def ls(self, prefix: str) -> list[Entry]:
-        """What lies directly under the prefix ("" for the root); nothing if there is nothing. Never from a cache.
+        """Return what lies directly under a prefix, if anything. Never from a cache.
 
-        Raises StorageRefused where not even the bucket or container is there.
+        Args:
+            prefix: Without a `/` at its end; "" is the root.
+
+        Raises:
+            StorageRefused: Not even the bucket or container is there.
         """
 
     def delete(self, key: str) -> None:
-        """Delete an object; that it is gone already is fine."""
+        """Delete an object; one that is gone already is fine.
+
+        Args:
+            key: Of the object.
+        """
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
-        """Uploads of keys under the prefix, at any depth, that take up space and that nobody has finished."""
+        """Return unfinished uploads of keys under a prefix, at any depth, that take up space.
+
+        Args:
+            prefix: Without a `/` at its end; "" is the root.
+        """
 
     def drop_unfinished(self, key: str) -> None:
-        """Free what unfinished uploads of the key take up. An object that is there stays."""
+        """Free what unfinished uploads of a key take up; an object under the key stays.
+
+        Args:
+            key: Of the object that was to be stored.
+        """
 
 
 def part_nbytes(nbytes: int) -> int:
-    """How long the parts of an object of so many bytes are, in whole MiB.
+    """Return the length of the parts of an object, in whole MiB.
 
-    At least 16 MiB and, for objects that leave enough of them for several threads, up to 64, since each request costs an SDK
-    some milliseconds of CPU; longer where there would be more than any store's limit of 10,000.
+    At least 16 MiB. Up to 64 MiB for objects that are then still cut into enough parts for several
+    threads: each request costs an SDK some milliseconds of CPU. Longer where there would be more
+    parts than any store's limit of 10,000.
+
+    Args:
+        nbytes: Length of the object.
     """
     comfortable = min(_COMFORTABLE_PART, nbytes // _ENOUGH_PARTS >> 20 << 20)
     return max(LEAST_PART, comfortable, -(-nbytes // _MOST_PARTS >> 20 << 20))
 
 
 def part_count(nbytes: int, of_part: int) -> int:
-    """How many parts of that length an object has: at least one."""
+    """Return how many parts of that length an object has: at least one.
+
+    Args:
+        nbytes: Length of the object.
+        of_part: Length of its parts.
+    """
     return max(1, -(-nbytes // of_part))
 
 
 def scatter(piece: bytes, start: int, buffers: Sequence[memoryview]) -> None:
-    """Put `piece` where it belongs, at byte `start` of the buffers as if they lay behind each other."""
+    """Copy bytes into buffers that stand for one range, cut up.
+
+    Args:
+        piece: The bytes.
+        start: Where they begin in the range.
+        buffers: The range, in order.
+    """
     for buffer in buffers:
         if start < len(buffer):
             count = min(len(buffer) - start, len(piece))

@@ -8,7 +8,6 @@ from contextlib import suppress
 from time import time
 from typing import Any
 
-import fsspec.core
 from azure.core import MatchConditions
 from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import BlobBlock, BlobClient, BlobPrefix, BlobProperties
@@ -18,25 +17,31 @@ from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import Entry, Unfinished, part_count, part_nbytes
 from dcp_mem.storage.azure_client import Pieces, service_client
 from dcp_mem.storage.azure_reads import read_all, read_into
+from dcp_mem.storage.file_system import file_system_of
 from dcp_mem.storage.translate import Translator, says, status_of
 
-# MD5 costs 1.5 CPU-seconds per GB: manifests and metadata get it, parts don't. Ours are checked when they are read.
+# MD5 costs 1.5 CPU-seconds per GB: manifests and metadata get it, parts don't: their own checksums
+# are verified when they are read.
 _PUT_AT_ONCE = 4 << 20
 _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 
 
 class AzureStorage:
-    """A container, or what is under a prefix in it. Takes the account and the credentials from adlfs.
+    """A container, or what is under a prefix in it, with adlfs's account and credentials.
 
-    Raises NotThisRoute where that can't be.
+    Args:
+        url: The storage's root, such as `abfs://container/prefix`.
+        storage_options: As adlfs takes them.
+
+    Raises:
+        NotThisRoute: adlfs's options can't be taken over.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.url = url
         self._translator = Translator(url, storage_options)
-        options = {"skip_instance_cache": True, "use_listings_cache": False, **storage_options}
         with self._translator.errors():
-            fs, path = fsspec.core.url_to_fs(url, **options)
+            fs, path = file_system_of(url, storage_options)
         service = service_client(fs)
         container, _, self._root = path.strip("/").partition("/")
         with self._translator.errors():
@@ -64,11 +69,12 @@ class AzureStorage:
                 raise
 
     def _put_in_parts(self, key: str, data: memoryview, create: bool) -> None:
-        going = AzureUpload(self._blob(key), len(data), set(), self._translator)  # others' blocks may be of other bytes
-        for number in range(part_count(len(data), going.part_nbytes)):
-            part = data[number * going.part_nbytes :][: going.part_nbytes]
-            going.put_part(number, part, checksum(part))
-        going.commit(**({"match_condition": MatchConditions.IfMissing} if create else {}))
+        # No stored blocks are counted on: they may be of other bytes.
+        upload = AzureUpload(self._blob(key), len(data), set(), self._translator)
+        for number in range(part_count(len(data), upload.part_nbytes)):
+            part = data[number * upload.part_nbytes :][: upload.part_nbytes]
+            upload.put_part(number, part, checksum(part))
+        upload.commit(**({"match_condition": MatchConditions.IfMissing} if create else {}))
 
     def get(self, key: str) -> bytes:
         with self._translator.errors(key):
@@ -94,22 +100,28 @@ class AzureStorage:
                 if is_marker or isinstance(item, BlobPrefix):
                     directories.add(name)
                 else:
-                    files.append(Entry(name, item.size, is_directory=False, modified=_modified(item)))
-        # An empty blob of a directory's name marks it; one without a name, or a directory without one, is what was listed.
-        shown = [file for file in files if file.name and (file.nbytes or file.name not in directories)]
+                    files.append(
+                        Entry(name, item.size, is_directory=False, modified=_modified(item))
+                    )
+        # An empty blob with a directory's name marks that directory; what has no name is the listed
+        # directory itself.
+        shown = [
+            file for file in files if file.name and (file.nbytes or file.name not in directories)
+        ]
         return shown + [Entry(name, 0, is_directory=True) for name in directories if name]
 
     def delete(self, key: str) -> None:
         with suppress(StorageKeyMissing), self._translator.errors(key):
-            # Asked for the snapshots as well, an account with directories refuses to delete one of them, even if empty.
+            # Because of `delete_snapshots`, an account with directories refuses to delete a
+            # directory here, even an empty one.
             self._blob(key).delete_blob(delete_snapshots="include")
         if self._may_have_directories:
             self._remove_empty_directories(key.rpartition("/")[0])
 
     def _remove_empty_directories(self, directory: str) -> None:
-        """Remove a directory that nothing is in any more, and those above it: without the last file they would stay.
+        """Remove a directory that is empty now, and those above it: they would stay without files.
 
-        In an account that has none, only the first delete asks for one.
+        In an account without directories, only the first delete asks for one.
         """
         is_first = True
         while directory:
@@ -119,11 +131,13 @@ class AzureStorage:
                     facts = blob.get_blob_properties()
                     if not _is_marker(facts):
                         return
-                    blob.delete_blob(etag=str(facts.etag), match_condition=MatchConditions.IfNotModified)
+                    blob.delete_blob(
+                        etag=str(facts.etag), match_condition=MatchConditions.IfNotModified
+                    )
             except StorageKeyMissing:
                 self._may_have_directories = not is_first
                 return
-            except StorageRefused:  # something is in it, or it isn't ours to remove
+            except StorageRefused:  # it isn't empty, or may not be removed
                 return
             directory, is_first = directory.rpartition("/")[0], False
 
@@ -133,7 +147,8 @@ class AzureStorage:
             listed = self._container.list_blobs(start, include=["uncommittedblobs"])
             begun = {blob.name: _modified(blob) or time() for blob in listed if not blob.size}
             if begun:
-                # Azure gives those no times, emulators do: that they aren't listed otherwise is what tells them from empty ones.
+                # Empty blobs are listed as well. Azure gives uncommitted ones no time, but
+                # emulators do; so uncommitted are those that a plain listing doesn't have.
                 for blob in self._container.list_blobs(start):
                     begun.pop(blob.name, None)
         return [Unfinished(name[len(self._start("")) :], when) for name, when in begun.items()]
@@ -143,10 +158,13 @@ class AzureStorage:
         with suppress(StorageKeyMissing), self._translator.errors(key):
             if not any(blob.get_block_list("uncommitted")):
                 return
-            # Blocks go only with a commit that leaves them out. They are dropped for good once the empty object is there.
+            # Blocks are dropped only by a commit that leaves them out: commit an empty blob, and
+            # delete it.
             try:
                 made = blob.commit_block_list([], match_condition=MatchConditions.IfMissing)
-                blob.delete_blob(etag=str(made["etag"]), match_condition=MatchConditions.IfNotModified)
+                blob.delete_blob(
+                    etag=str(made["etag"]), match_condition=MatchConditions.IfNotModified
+                )
             except HttpResponseError as error:
                 if status_of(error) not in (409, 412):  # there is an object
                     raise
@@ -155,28 +173,37 @@ class AzureStorage:
         return self._container.get_blob_client(f"{self._root}/{key}" if self._root else key)
 
     def _start(self, prefix: str) -> str:
-        """What the names of all blobs under the prefix begin with."""
+        """Return what the names of all blobs under the prefix begin with."""
         path = "/".join(part for part in (self._root, prefix) if part)
         return f"{path}/" if path else ""
 
 
 class AzureUpload:
-    """Blocks of a blob, and the commit that makes them one.
+    """Blocks of a blob, and the commit that makes a blob of them.
 
-    A block's id says which part it is, and which bytes: what an earlier process put counts if they are the same. One part
-    goes the same way as many: the SDK's public calls would copy it otherwise.
+    A block's id says which part it is, and of which bytes: a block that an earlier process has put
+    counts if the id is the same. An object of one part takes the same way: the SDK's public calls
+    would copy its bytes.
+
+    Args:
+        blob: The blob to store.
+        nbytes: Its length.
+        stored: Ids of blocks that storage has from earlier attempts.
+        translator: Of the storage's errors.
     """
 
     in_order = False
 
-    def __init__(self, blob: BlobClient, nbytes: int, stored: set[str], translator: Translator) -> None:
+    def __init__(
+        self, blob: BlobClient, nbytes: int, stored: set[str], translator: Translator
+    ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
         self._blob, self._stored, self._translator = blob, stored, translator
         self._missing = set(range(part_count(nbytes, self.part_nbytes)))
         self._put: dict[int, str] = {}
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
-        # Azure wants ids of one length for all blocks of a blob, whoever puts them.
+        # Azure wants ids of one length for all blocks of a blob, whichever process puts them.
         block = f"{number:05d}-{crc32c:08x}-{len(data):010x}"
         is_new = block not in self._stored
         if is_new and data:  # there are no empty blocks
@@ -194,16 +221,25 @@ class AzureUpload:
             self.commit()
 
     def commit(self, **conditions: Any) -> None:
-        """Make the blocks the blob, on these conditions. Raises what the SDK raises."""
+        """Make the blob of the blocks.
+
+        Args:
+            conditions: As the SDK takes them.
+
+        Raises:
+            HttpResponseError: As the SDK does.
+        """
         # The latest of each id: after a commit whose answer was lost these are the committed ones.
-        self._blob.commit_block_list([BlobBlock(self._put[number]) for number in sorted(self._put)], **conditions)
+        self._blob.commit_block_list(
+            [BlobBlock(self._put[number]) for number in sorted(self._put)], **conditions
+        )
 
     def close(self) -> None:
-        """Blocks stay for a week, for whoever goes on."""
+        """Leave the blocks: they stay for a week, and a later upload goes on with them."""
 
 
 def _is_marker(blob: BlobProperties) -> bool:
-    """Whether the blob stands for a directory: real ones do in accounts that have them, placeholders elsewhere."""
+    """Return whether the blob stands for a directory: a real one, or a placeholder for one."""
     metadata: Any = blob.metadata  # None where it was not asked for, whatever the SDK declares
     return str((metadata or {}).get("hdi_isfolder", "")).lower() == "true"
 

@@ -1,4 +1,4 @@
-"""A synchronous client of Azure Blob, made from the file system of adlfs that fsspec finds for a URL."""
+"""A synchronous client of Azure Blob, made from the adlfs file system that fsspec finds."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from requests.adapters import HTTPAdapter
 from dcp_mem.storage import NotThisRoute
 
 _CONNECTION_TIMEOUT, _READ_TIMEOUT = 10.0, 60.0
-_CONNECTIONS = 64  # more than parts are in flight: what doesn't fit would be closed after each request
-_PIECE = 2 << 20  # a line of 200 kB/s for each connection is enough; smaller ones cost more CPU
+_CONNECTIONS = 64
+"""More than there are parts in flight: connections beyond it are closed after each request."""
+_PIECE = 2 << 20
+"""Goes out within the timeout at 200 kB/s for each connection; smaller pieces cost more CPU."""
 
 
 class Pieces:
     """A request's body, sent in small pieces that aren't copied.
 
-    The timeout for connecting bounds each send as well, whatever it sends: a part as a whole would have to go out within
-    it, which it doesn't where many share a slow line.
+    The timeout for connecting bounds each send as well. A part as a whole might not go out within
+    it where many share a slow network.
+
+    Args:
+        data: Must stay unchanged until the request is answered.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -38,9 +43,15 @@ class Pieces:
 
 
 def service_client(fs: Any) -> BlobServiceClient:
-    """The client of the account that `fs` is for, with its credentials; tries each request once. Thread-safe.
+    """Return a client of the account that adlfs has found. It is thread-safe.
 
-    Whatever renews the credentials for `fs` renews them here. Raises NotThisRoute.
+    It tries each request once. Credentials are renewed as they are for `fs`.
+
+    Args:
+        fs: adlfs's file system.
+
+    Raises:
+        NotThisRoute: This version of adlfs isn't known here, or its options don't fit.
     """
     try:
         options = {
@@ -50,7 +61,7 @@ def service_client(fs: Any) -> BlobServiceClient:
         if fs.connection_string is not None:
             return BlobServiceClient.from_connection_string(fs.connection_string, **options)
         credential = _credential(fs)
-        # adlfs, too, uses a SAS token only where nothing else was given, and nothing where that wasn't either.
+        # As in adlfs: a SAS token counts only where no other credential was given.
         token = "?" + fs.sas_token.lstrip("?") if credential is None and fs.sas_token else ""
         location = {} if fs.location_mode is None else {"_location_mode": fs.location_mode}
         return BlobServiceClient(fs.account_url + token, credential, **location, **options)
@@ -59,7 +70,10 @@ def service_client(fs: Any) -> BlobServiceClient:
 
 
 class _Session(Session):
-    """Asks the environment for proxies and certificates once for each host: asked for each request, that is a sixth of it."""
+    """A session that looks up proxies and certificates once for each host.
+
+    Looked up for each request, they take a sixth of its CPU time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +109,7 @@ def _credential(fs: Any) -> Any:
 
 
 class _AwaitedCredential:
-    """An asynchronous credential of the user's, asked on the loop that it belongs to."""
+    """An asynchronous credential of the user's, called on the event loop that it belongs to."""
 
     def __init__(self, credential: Any, loop: Any) -> None:
         self._credential, self._loop = credential, loop

@@ -1,7 +1,7 @@
 """Bytes of Azure blobs: one request each, from the socket into the caller's memory.
 
-The SDK's public download collects what it reads, twice; the operation beneath it hands over the open answer. Where a later
-SDK has it no more, the public one serves.
+The SDK's public download copies what it reads, twice; the operation beneath it hands over the open
+answer. Where a later SDK lacks that operation, the public download is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ _SERVED = re.compile(r"bytes (\d+)-(\d+)/")
 
 
 def read_all(blob: BlobClient) -> bytes:
-    """All bytes of the blob."""
+    """Return all bytes of the blob.
+
+    Args:
+        blob: The blob to read.
+    """
     operation = _operation(blob)
     if operation is None:
         return bytes(blob.download_blob().readall())
@@ -29,7 +33,20 @@ def read_all(blob: BlobClient) -> bytes:
 
 
 def read_into(blob: BlobClient, offset: int, buffers: Sequence[memoryview]) -> int:
-    """Fill the buffers with the bytes from `offset` on; returns how many there were. Raises where the answer breaks off."""
+    """Fill the buffers with the bytes from `offset` on.
+
+    Args:
+        blob: The blob to read.
+        offset: Of the first byte.
+        buffers: Filled one after the other.
+
+    Returns:
+        How many bytes there were.
+
+    Raises:
+        OSError: Other bytes came, or the answer broke off.
+        HttpResponseError: As the SDK does.
+    """
     wanted = sum(map(len, buffers))
     operation = _operation(blob)
     if operation is None:
@@ -37,7 +54,8 @@ def read_into(blob: BlobClient, offset: int, buffers: Sequence[memoryview]) -> i
     with _answer(operation, range=f"bytes={offset}-{offset + wanted - 1}") as answer:
         served = _SERVED.match(answer.headers.get("Content-Range", ""))
         if served is None or int(served[1]) != offset:
-            raise OSError(f"asked for bytes from {offset} on, got {answer.headers.get('Content-Range', 'all')}")
+            got = answer.headers.get("Content-Range", "all")
+            raise OSError(f"asked for bytes from {offset} on, got {got}")
         nbytes = min(wanted, int(served[2]) + 1 - offset)
         count = fill(answer.raw, buffers, nbytes)
         if count < nbytes:
@@ -51,13 +69,18 @@ def _operation(blob: BlobClient) -> Any:
 
 @contextmanager
 def _answer(operation: Any, **options: Any) -> Iterator[Any]:
-    """The open answer, of requests. Its connection is used again where it was read to its end, closed otherwise."""
+    """Open the answer of `requests`.
+
+    Its connection is used again if the answer is read to its end, and closed otherwise.
+    """
     answer = operation(cls=lambda response, *_: response, **options).http_response.internal_response
     with closing(answer):
         yield answer
 
 
-def _read_publicly(blob: BlobClient, offset: int, wanted: int, buffers: Sequence[memoryview]) -> int:
+def _read_publicly(
+    blob: BlobClient, offset: int, wanted: int, buffers: Sequence[memoryview]
+) -> int:
     done = 0
     for piece in blob.download_blob(offset, wanted).chunks():
         scatter(piece, done, buffers)

@@ -7,27 +7,44 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-import fsspec
-import fsspec.core
-
 from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageUnavailable
 from dcp_mem.storage import Entry, Unfinished, part_count, part_nbytes, scatter
+from dcp_mem.storage.file_system import file_system_of
 from dcp_mem.storage.translate import Translator, says, status_of
 
 _BLOCK = 32 << 20
-# There, a directory is only a part of a name, and asking for one may create the bucket that a typing error named.
-_WITHOUT_DIRECTORIES = {"s3", "s3a", "abfs", "abfss", "az", "adl", "gs", "gcs", "oci", "oss", "r2", "http", "https"}
+# On these a directory is only a part of a name, and making one may create a bucket whose name is a
+# typing error.
+_WITHOUT_DIRECTORIES = {
+    "s3",
+    "s3a",
+    "abfs",
+    "abfss",
+    "az",
+    "adl",
+    "gs",
+    "gcs",
+    "oci",
+    "oss",
+    "r2",
+    "http",
+    "https",
+}
 
 
 class FsspecStorage:
-    """The file system that fsspec finds for a URL. Its instance belongs to this object alone; listings aren't cached."""
+    """The file system that fsspec finds for a URL.
+
+    Args:
+        url: The storage's root, as fsspec takes it.
+        storage_options: As fsspec takes them.
+    """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.url = url
         self._translator = Translator(url, storage_options)
-        options = {"skip_instance_cache": True, "use_listings_cache": False, **storage_options}
         with self._translator.errors():
-            self._fs, self._root = fsspec.core.url_to_fs(url, **options)
+            self._fs, self._root = file_system_of(url, storage_options)
         protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
         self._directories = protocol not in _WITHOUT_DIRECTORIES
 
@@ -42,7 +59,9 @@ class FsspecStorage:
         with self._translator.errors():
             stored = int(self._fs.info(self._path(key))["size"])
         if stored != nbytes:
-            raise StorageUnavailable(self.url, f"{key} has {stored} bytes after an upload of {nbytes}")
+            raise StorageUnavailable(
+                self.url, f"{key} has {stored} bytes after an upload of {nbytes}"
+            )
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         path = self._path(key)
@@ -102,7 +121,7 @@ class FsspecStorage:
             return
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
-        return []  # fsspec has no word for them
+        return []  # fsspec has no call for them
 
     def drop_unfinished(self, key: str) -> None:
         return
@@ -116,11 +135,20 @@ class FsspecStorage:
 
 
 class FsspecUpload:
-    """An upload through a stream of fsspec's: parts in order, and whatever breaks off begins anew."""
+    """An upload through a stream of fsspec's: parts in order; one that breaks off begins again.
+
+    Args:
+        stream: Open for writing; the object appears when it is closed.
+        nbytes: Length of the object.
+        check: Called once the stream is closed; raises where the object isn't whole.
+        translator: Of the storage's errors.
+    """
 
     in_order = True
 
-    def __init__(self, stream: Any, nbytes: int, check: Callable[[], None], translator: Translator) -> None:
+    def __init__(
+        self, stream: Any, nbytes: int, check: Callable[[], None], translator: Translator
+    ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
         self._missing = part_count(nbytes, self.part_nbytes)
         self._stream, self._check, self._translator = stream, check, translator
@@ -147,18 +175,22 @@ class FsspecUpload:
 
 
 def _discard(stream: Any) -> None:
-    """Drop an upload without publishing it: closing a half-written fsspec stream would publish what there is."""
+    """Drop an upload without publishing it, as closing a half-written fsspec stream would do."""
     abort: Callable[[], None] | None = getattr(stream, "discard", None)
-    with contextlib.suppress(Exception):  # the upload failed already, and that error is the one to report
+    # The upload has failed already, and that error is the one to report.
+    with contextlib.suppress(Exception):
         if abort is not None:
             abort()
-    with contextlib.suppress(AttributeError):  # fsspec's own memory file publishes at once, and can't be told
+    # On fsspec's own memory file this can't be set: it publishes at once.
+    with contextlib.suppress(AttributeError):
         stream.closed = True
 
 
 def _entry(facts: Mapping[str, Any]) -> Entry:
     name = str(facts["name"]).rstrip("/").rpartition("/")[2]
-    return Entry(name, int(facts.get("size") or 0), facts.get("type") == "directory", _modified(facts))
+    return Entry(
+        name, int(facts.get("size") or 0), facts.get("type") == "directory", _modified(facts)
+    )
 
 
 def _modified(facts: Mapping[str, Any]) -> float:

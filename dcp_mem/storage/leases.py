@@ -1,6 +1,7 @@
-"""Whoever reads a checkpoint on storage says so there, lest retention takes it away meanwhile.
+"""Read leases: a reader of a checkpoint says so on storage, so that retention doesn't delete it.
 
-A lease is an object with the checkpoint's name in its own. A killed reader leaves it behind; after a day it counts no more.
+A lease is an object with the checkpoint's name in its own. A killed reader leaves it behind; it
+counts for a day.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ import time
 import uuid
 from dataclasses import dataclass
 
+from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError
-from dcp_mem.events import log
 from dcp_mem.storage import Storage
 
-_PLACE = ".dcp_mem"
+_DIRECTORY = ".dcp_mem"
 _READER = re.compile(r"reader-[0-9a-f]{12}-(.+)\.json")
-_LONGEST = 86_400.0
+_LONGEST_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
-    """Says that a checkpoint is being read, until it is closed."""
+    """A lease on a checkpoint, until it is closed."""
 
     storage: Storage
     key: str
 
     def close(self) -> None:
+        """Remove the lease; where that fails, it counts for a day."""
         try:
             self.storage.delete(self.key)
         except (DcpMemError, OSError) as error:
@@ -37,8 +39,16 @@ class ReadLease:
 
 
 def read_lease(storage: Storage, name: str) -> ReadLease | None:
-    """Say that this process reads a checkpoint from now on; None where storage doesn't take that (it may be read only)."""
-    key = f"{_PLACE}/reader-{uuid.uuid4().hex[:12]}-{name}.json"
+    """Put a lease: this process reads a checkpoint from now on.
+
+    Args:
+        storage: Has the checkpoint.
+        name: The checkpoint id.
+
+    Returns:
+        None where the storage doesn't take it: this process may only be allowed to read.
+    """
+    key = f"{_DIRECTORY}/reader-{uuid.uuid4().hex[:12]}-{name}.json"
     reader = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
     try:
         storage.put(key, json.dumps(reader).encode())
@@ -49,14 +59,19 @@ def read_lease(storage: Storage, name: str) -> ReadLease | None:
 
 
 def is_being_read(storage: Storage, name: str) -> bool:
-    """Whether somebody reads it, as far as is known there; leases that are too old are removed."""
+    """Return whether a checkpoint has a lease; leases that are too old are removed.
+
+    Args:
+        storage: Has the checkpoint.
+        name: The checkpoint id.
+    """
     found = False
-    for entry in storage.ls(_PLACE):
+    for entry in storage.ls(_DIRECTORY):
         match = _READER.fullmatch(entry.name)
         if match is None:
             continue
-        if 0.0 < entry.modified < time.time() - _LONGEST:
-            storage.delete(f"{_PLACE}/{entry.name}")
+        if 0.0 < entry.modified < time.time() - _LONGEST_SECONDS:
+            storage.delete(f"{_DIRECTORY}/{entry.name}")
         elif match[1] == name:
             found = True
     return found

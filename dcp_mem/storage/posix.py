@@ -11,6 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
+from dcp_mem.common.files import (
+    read_bytes,
+    remove,
+    remove_directory_if_empty,
+    sync_directory,
+    write_atomically,
+)
 from dcp_mem.errors import (
     CheckpointExists,
     DcpMemError,
@@ -19,7 +26,6 @@ from dcp_mem.errors import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.files import read_bytes, remove, remove_directory_if_empty, sync_directory, write_atomically
 from dcp_mem.storage import Entry, Unfinished, part_count, part_nbytes
 
 T = TypeVar("T")
@@ -41,7 +47,11 @@ _GONE = {errno.ENOENT, errno.ESTALE, errno.ELOOP}
 
 
 class PosixStorage:
-    """A directory as storage. Files and directories are private (0600, 0700) and synced before a put returns."""
+    """A directory as storage. All in it is private (0600, 0700) and synced before a put returns.
+
+    Args:
+        url: The directory's absolute path; it is made by the first put.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -64,7 +74,8 @@ class PosixStorage:
             try:
                 os.link(staged, path)
             except FileExistsError:
-                # NFS: the server made our link and the answer was lost, so that the repeated request found it there.
+                # On NFS the server may have made the link, and the answer was lost: then the
+                # client's repeated request found it. Two names of our file say so.
                 if _links(staged) != 2:
                     raise CheckpointExists(os.path.dirname(key), self.url) from None
             finally:
@@ -121,9 +132,10 @@ class PosixStorage:
         return os.path.join(self.url, key) if key else self.url
 
     def _found(self, act: Callable[[str], T], path: str) -> T:
-        """What `act` returns for what lies at the path. Raises FileNotFoundError only where its directory doesn't list it.
+        """Return what `act` returns for a path; a missing file is looked for in its directory.
 
-        An NFS client that has missed a name goes on missing it for half a minute, unless it lists the directory.
+        An NFS client that has missed a name misses it for half a minute, unless it lists the
+        directory. Raises FileNotFoundError only where the directory doesn't list the name.
         """
         try:
             return act(path)
@@ -136,13 +148,17 @@ class PosixStorage:
         directory, name = os.path.split(path)
         try:
             return name in os.listdir(directory)
-        except PermissionError:  # one that may be searched but not read
+        except PermissionError:  # the directory may be searched but not read
             return False
-        except FileNotFoundError:  # the directory itself may have been missed before, up to the root
-            return len(path) > len(self.url) and self._is_listed(directory) and name in os.listdir(directory)
+        except FileNotFoundError:  # the directory itself may have been missed, up to the root
+            return (
+                len(path) > len(self.url)
+                and self._is_listed(directory)
+                and name in os.listdir(directory)
+            )
 
     def _make_parent(self, path: str) -> None:
-        """Make the directories above `path` where they are missing, all of them private, and durable like what is in them."""
+        """Make the missing directories above `path`: private, and as durable as what is in them."""
         directory, missing = os.path.dirname(path), []
         while not os.path.isdir(directory):
             missing.append(directory)
@@ -150,7 +166,8 @@ class PosixStorage:
         for directory in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory, 0o700)
-            with contextlib.suppress(PermissionError):  # one that may be written but not read can't be synced
+            # A directory that may be written but not read can't be synced.
+            with contextlib.suppress(PermissionError):
                 sync_directory(os.path.dirname(directory))
 
     @contextmanager
@@ -166,21 +183,37 @@ class PosixStorage:
                 raise StorageKeyMissing(self.url, key) from None
             reason = f"{os.strerror(error.errno or 0)} ({error.filename or self.url})"
             if error.errno in _REFUSED:
-                raise StorageRefused(self.url, f"{reason}. Check the path, and that you may write there.") from None
-            raise StorageUnavailable(self.url, _FULL_TEXT if error.errno in _FULL else reason) from None
+                raise StorageRefused(
+                    self.url, f"{reason}. Check the path, and that you may write there."
+                ) from None
+            raise StorageUnavailable(
+                self.url, _FULL_TEXT if error.errno in _FULL else reason
+            ) from None
 
 
 class PosixUpload:
-    """A file that gets its name when it is whole. Its own until then: two flushers of one segment don't meet in it."""
+    """A file that gets its name once it is whole.
+
+    Until then it has a name of its own: two flushers of one segment don't write to the same file.
+
+    Args:
+        path: Of the file; its directory exists.
+        nbytes: Length of the file.
+        translated: Returns a context that translates errors.
+    """
 
     in_order = False
 
-    def __init__(self, path: str, nbytes: int, translated: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, path: str, nbytes: int, translated: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
         self._path, self._translated = path, translated
         self._missing = set(range(part_count(nbytes, self.part_nbytes)))
         self._part = f"{path}.{uuid.uuid4().hex[:8]}.part"
-        self._descriptor = os.open(self._part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(
+            self._part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600
+        )
         self._is_named = False
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
@@ -203,7 +236,9 @@ class PosixUpload:
             sync_directory(os.path.dirname(self._path))
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what it may say was told by fsync already, or hides why it wasn't asked
+        # An error here was reported by fsync already, or would hide the one that kept it from
+        # running.
+        with contextlib.suppress(OSError):
             os.close(self._descriptor)
         if not self._is_named:
             with contextlib.suppress(OSError):
@@ -215,7 +250,7 @@ def _open(path: str) -> int:
 
 
 def _links(path: str) -> int:
-    """How many names the file has. Opened, since it is then that an NFS client asks its server."""
+    """Return how many names the file has; opening it makes an NFS client ask its server."""
     descriptor = _open(path)
     try:
         return os.fstat(descriptor).st_nlink
@@ -235,7 +270,7 @@ def _read(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
 
 
 def _entry(entry: os.DirEntry[str]) -> Entry | None:
-    """What lies there; None where it is gone by now, or a symlink to nowhere."""
+    """Return what lies there; None where it is gone by now, or a symlink to nowhere."""
     try:
         facts = entry.stat()
     except OSError as error:

@@ -1,26 +1,37 @@
-"""Which route serves which URL."""
+"""Choose the route for a URL: POSIX, S3, Azure, or fsspec for all others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dcp_mem.events import log
+from dcp_mem.common.log import log
 from dcp_mem.storage import NotThisRoute, Storage
 from dcp_mem.storage.fsspec_route import FsspecStorage
-from dcp_mem.storage.patient import PATIENCE, Patience, PatientStorage
 from dcp_mem.storage.posix import PosixStorage
+from dcp_mem.storage.retry import RETRIES, RetryingStorage, RetryPolicy
 
 Route = Callable[[str, Mapping[str, Any]], Storage]
 
 
-def open_storage(url: str, storage_options: Mapping[str, Any], patience: Patience = PATIENCE) -> PatientStorage:
-    """The storage under a root URL or absolute path. Raises StorageRefused, StorageUnavailable."""
-    return PatientStorage(_storage(url, _copied(storage_options)), patience)
+def open_storage(
+    url: str, storage_options: Mapping[str, Any], retry_policy: RetryPolicy = RETRIES
+) -> RetryingStorage:
+    """Return the storage under a root URL or absolute path.
+
+    Args:
+        url: What fsspec understands, or an absolute path.
+        storage_options: As fsspec takes them.
+        retry_policy: For how long requests are repeated.
+
+    Raises:
+        StorageRefused, StorageUnavailable: The storage can't be opened.
+    """
+    return RetryingStorage(_storage(url, _copied(storage_options)), retry_policy)
 
 
 def _copied(options: Any) -> Any:
-    """The options for the SDKs, some of which change what they are given. Credential objects stay the same."""
+    """Copy the options: some SDKs change what they are given. Credential objects stay the same."""
     if isinstance(options, Mapping):
         return {name: _copied(value) for name, value in options.items()}
     return [_copied(value) for value in options] if isinstance(options, list) else options

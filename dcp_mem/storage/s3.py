@@ -1,4 +1,4 @@
-"""Storage in S3, and in what speaks it: parts sent from memory and ranges read into it, by botocore, in threads."""
+"""Storage in S3 and what speaks its protocol: parts sent from memory, ranges read into it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec.core
 from botocore.exceptions import ClientError
 
+from dcp_mem.common.log import log
 from dcp_mem.errors import CheckpointExists, StorageUnavailable
-from dcp_mem.events import log
 from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import Entry, Unfinished, Upload, part_count, part_nbytes
+from dcp_mem.storage.file_system import file_system_of
 from dcp_mem.storage.s3_client import Body, S3Client
 from dcp_mem.storage.streams import fill
 from dcp_mem.storage.translate import Translator, status_of
@@ -23,14 +23,21 @@ _MAY_NOT_LIST = {403, 405, 501}
 
 
 class S3Storage:
-    """A bucket, or a prefix in it. Raises NotThisRoute where only s3fs itself can serve these options."""
+    """A bucket, or a prefix in it, by botocore.
+
+    Args:
+        url: The storage's root, such as `s3://bucket/prefix`.
+        storage_options: As s3fs takes them.
+
+    Raises:
+        NotThisRoute: Only s3fs itself can serve these options.
+    """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.url = url
         self._translator = Translator(url, storage_options)
-        options = {"skip_instance_cache": True, "use_listings_cache": False, **storage_options}
         with self._translator.errors():
-            fs, path = fsspec.core.url_to_fs(url, **options)
+            fs, path = file_system_of(url, storage_options)
             bucket, root, _ = fs.split_path(path)
             self._client = S3Client(fs, bucket)
         self._root = root.rstrip("/")
@@ -42,8 +49,15 @@ class S3Storage:
         with self._translator.errors():
             begun = self._begun_before(path)
             if begun is None:
-                begun = self._client.call("create_multipart_upload", Key=path, **self._algorithm())["UploadId"], {}
-        return Multipart(self._client, path, nbytes, begun, self._translator, self.url)
+                begun = (
+                    self._client.call("create_multipart_upload", Key=path, **self._algorithm())[
+                        "UploadId"
+                    ],
+                    {},
+                )
+        return Multipart(
+            self._client, path, nbytes, begun=begun, translator=self._translator, url=self.url
+        )
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         condition = {"IfNoneMatch": "*"} if create else {}
@@ -79,10 +93,14 @@ class S3Storage:
             body, nbytes = answer["Body"], min(int(answer["ContentLength"]), wanted)
             if _first_byte(answer) != offset:
                 body.close()
-                raise StorageUnavailable(self.url, f"bytes from {offset} on were asked for, others came ({key})")
+                raise StorageUnavailable(
+                    self.url, f"bytes from {offset} on were asked for, others came ({key})"
+                )
             count = fill(getattr(body, "_raw_stream", body), buffers, nbytes)
         if count < nbytes:
-            raise StorageUnavailable(self.url, f"the answer broke off after {count} of {nbytes} bytes ({key})")
+            raise StorageUnavailable(
+                self.url, f"the answer broke off after {count} of {nbytes} bytes ({key})"
+            )
         return count
 
     def ls(self, prefix: str) -> list[Entry]:
@@ -90,7 +108,10 @@ class S3Storage:
         found: list[Entry] = []
         with self._translator.errors():
             for page in self._client.pages("list_objects_v2", Prefix=start, Delimiter="/"):
-                found += [Entry(one["Prefix"][len(start) : -1], 0, True) for one in page.get("CommonPrefixes", ())]
+                found += [
+                    Entry(one["Prefix"][len(start) : -1], 0, True)
+                    for one in page.get("CommonPrefixes", ())
+                ]
                 found += [_entry(one, start) for one in page.get("Contents", ())]
         return [entry for entry in found if entry.name]  # a nameless one marks the directory itself
 
@@ -120,7 +141,7 @@ class S3Storage:
                 raise
 
     def _begun_before(self, path: str) -> tuple[str, dict[int, _Part]] | None:
-        """The newest upload of that very object that can be gone on with, and its parts."""
+        """Return the newest upload of that very object that can be continued, and its parts."""
         try:
             usable = [one for one in self._uploads_of(path) if self._takes_our_checksums(one)]
             if not usable:
@@ -130,20 +151,30 @@ class S3Storage:
         except ClientError as error:
             if _code(error) == "NoSuchUpload":  # finished or dropped meanwhile
                 return None
-            # Whoever may write need not be allowed to list uploads; that costs nothing but what was sent before a kill.
+            # A user who may write may not be allowed to list uploads. Then what was sent before a
+            # kill is sent again.
             if status_of(error) in _MAY_NOT_LIST and _code(error) != "NoSuchBucket":
-                log.info("can't look for parts of %s that are in %s already: %s", path, self.url, _code(error))
+                log.info(
+                    "can't look for parts of %s that are in %s already: %s",
+                    path,
+                    self.url,
+                    _code(error),
+                )
                 return None
             raise
 
     def _takes_our_checksums(self, upload: Mapping[str, Any]) -> bool:
-        """Whether parts may be added as this client sends them; a storage that doesn't say takes any."""
+        """Return whether storage takes this client's parts; if it doesn't say, it does."""
         algorithm = upload.get("ChecksumAlgorithm")
         return algorithm is None or (algorithm == "CRC32C") == self._client.sends_checksums
 
     def _uploads_of(self, path: str) -> list[Mapping[str, Any]]:
         # A directory bucket lists only what is below a directory.
-        prefix = f"{path.rpartition('/')[0]}/".lstrip("/") if self._client.bucket.endswith("--x-s3") else path
+        prefix = (
+            f"{path.rpartition('/')[0]}/".lstrip("/")
+            if self._client.bucket.endswith("--x-s3")
+            else path
+        )
         return [one for one in self._uploads(prefix) if one["Key"] == path]
 
     def _uploads(self, prefix: str) -> Iterator[Mapping[str, Any]]:
@@ -162,7 +193,14 @@ class S3Storage:
 
 
 class OnePart:
-    """An object of a single part, which is put whole with it."""
+    """An upload of an object that has a single part: that is put, as the object.
+
+    Args:
+        client: Of the bucket.
+        path: The object's key in the bucket.
+        nbytes: Length of the object.
+        translator: Of the storage's errors.
+    """
 
     in_order = False
 
@@ -173,7 +211,9 @@ class OnePart:
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         if number != 0 or len(data) != self._nbytes:
-            raise ValueError(f"{self._path} has one part of {self._nbytes} bytes: not {number} of {len(data)}")
+            raise ValueError(
+                f"{self._path} has one part of {self._nbytes} bytes: not {number} of {len(data)}"
+            )
         with self._translator.errors():
             _put(self._client, self._path, data, crc32c)
         self._is_put = True
@@ -189,7 +229,11 @@ class OnePart:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part as storage has it. crc32c: in base64, "" where storage doesn't tell."""
+    """A part as storage has it.
+
+    Attributes:
+        crc32c: In base64; "" where the storage doesn't tell.
+    """
 
     etag: str
     nbytes: int
@@ -197,10 +241,18 @@ class _Part:
 
 
 class Multipart:
-    """A multipart upload. What is left of one can be gone on with, and costs money until it is dropped.
+    """A multipart upload. One cut short can be continued; it costs money until it is dropped.
 
-    Several processes may be at the same one, with the same bytes: each keeps to its own list of parts, and who finds it
-    finished by another is done.
+    Several processes may work on the same one, with the same bytes. Each keeps its own list of
+    parts; a process that finds the upload finished by another one is done.
+
+    Args:
+        client: Of the bucket.
+        path: Name of the object.
+        nbytes: Its length.
+        begun: Id of the upload, and its parts that storage has.
+        translator: Of errors.
+        url: The storage's root.
     """
 
     in_order = False
@@ -210,12 +262,14 @@ class Multipart:
         client: S3Client,
         path: str,
         nbytes: int,
+        *,
         begun: tuple[str, dict[int, _Part]],
         translator: Translator,
         url: str,
     ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
-        self._client, self._path, self._nbytes, self._translator, self._url = client, path, nbytes, translator, url
+        self._client, self._path, self._nbytes = client, path, nbytes
+        self._translator, self._url = translator, url
         self._upload_id, self._found = begun
         self._parts: dict[int, _Part] = {}
         self._is_finished = False
@@ -229,7 +283,11 @@ class Multipart:
         with self._translator.errors():
             try:
                 answer = self._client.call(
-                    "upload_part", **self._names(), PartNumber=number + 1, Body=Body(data), **checksum_of_it
+                    "upload_part",
+                    **self._names(),
+                    PartNumber=number + 1,
+                    Body=Body(data),
+                    **checksum_of_it,
                 )
             except ClientError as error:
                 self._must_be_finished(error)
@@ -246,7 +304,9 @@ class Multipart:
         parts = [self._described(number) for number in range(count)]
         with self._translator.errors():
             try:
-                self._client.call("complete_multipart_upload", **self._names(), MultipartUpload={"Parts": parts})
+                self._client.call(
+                    "complete_multipart_upload", **self._names(), MultipartUpload={"Parts": parts}
+                )
             except ClientError as error:
                 if _code(error) == "InvalidPart":
                     self._take_what_others_sent()
@@ -265,14 +325,19 @@ class Multipart:
         return {"PartNumber": number + 1, "ETag": part.etag, **checksum_of_it}
 
     def _take_what_others_sent(self) -> None:
-        """Take the same bytes by the name that they have now: ETags of encrypted parts are new whenever they are sent."""
+        """Take the ETags that parts of the same bytes have now: encryption changes them."""
         for number, part in _listed_parts(self._client, self._path, self._upload_id).items():
             if number in self._parts and part.crc32c and part.crc32c == self._parts[number].crc32c:
                 self._parts[number] = part
-        raise StorageUnavailable(self._url, f"another process was sending parts of {self._path} as well")
+        raise StorageUnavailable(
+            self._url, f"another process was sending parts of {self._path} as well"
+        )
 
     def _must_be_finished(self, error: ClientError) -> None:
-        """Nothing if the upload is gone since the object is there: by an earlier try, or by another process."""
+        """Return if the upload is gone because it was finished; raise otherwise.
+
+        An earlier try, or another process, may have finished it: then the object is there.
+        """
         if _code(error) != "NoSuchUpload":
             raise error
         try:
@@ -308,7 +373,7 @@ def _part(listed: Mapping[str, Any]) -> _Part:
 
 
 def _is_whole(found: _Part, data: memoryview, crc32c: int) -> bool:
-    """Whether storage has these very bytes. Where it tells no checksum, its ETag is their MD5, or something that isn't."""
+    """Return whether storage has these bytes, by checksum or else by ETag, which may be an MD5."""
     if found.nbytes != len(data):
         return False
     if found.crc32c:
@@ -317,12 +382,14 @@ def _is_whole(found: _Part, data: memoryview, crc32c: int) -> bool:
 
 
 def _first_byte(answer: Mapping[str, Any]) -> int:
-    """Where the bytes of an answer lie: "bytes 10-19/200", or nothing where it is all there is."""
+    """Return where an answer's bytes begin: its range is "bytes 10-19/200", or missing for all."""
     return int(answer.get("ContentRange", "bytes 0-").split()[-1].partition("-")[0])
 
 
 def _entry(listed: Mapping[str, Any], start: str) -> Entry:
-    return Entry(listed["Key"][len(start) :], int(listed["Size"]), False, listed["LastModified"].timestamp())
+    return Entry(
+        listed["Key"][len(start) :], int(listed["Size"]), False, listed["LastModified"].timestamp()
+    )
 
 
 def _code(error: ClientError) -> str:

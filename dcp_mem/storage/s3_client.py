@@ -21,19 +21,30 @@ _CONFIG = {
     "read_timeout": 60,
     "max_pool_connections": 64,
     "tcp_keepalive": True,
-    # Every byte read is held against the checksums of the segments; the SDK's own would be a second pass, and a copy.
+    # Every byte read is compared with the segments' checksums; the SDK's own would be a second
+    # pass, and a copy.
     "response_checksum_validation": "when_required",
 }
 
 
 class S3Client:
-    """Requests to one bucket, each sent once (`patient` repeats them), by any number of threads.
+    """Requests to one bucket, each sent once (`retry` repeats them), by any number of threads.
 
-    Endpoint, credentials, configuration and the extra arguments of requests are those of an s3fs file system. What the
-    environment and its files say is read here, once; credentials that expire are fetched again by botocore.
+    Endpoint, credentials, configuration and the extra arguments of requests are those of an s3fs
+    file system. What the environment and its files say is read once, here; botocore fetches
+    credentials again that expire.
 
-    sends_checksums: False where the user's configuration is of a storage that takes none.
-    Raises NotThisRoute, and what botocore raises.
+    Args:
+        fs: An s3fs file system.
+        bucket: The bucket's name.
+
+    Attributes:
+        bucket: Its name.
+        sends_checksums: False where the user's configuration is for a storage that takes none.
+
+    Raises:
+        NotThisRoute: Only s3fs itself can serve these options.
+        Exception: What botocore raises.
     """
 
     def __init__(self, fs: Any, bucket: str) -> None:
@@ -46,8 +57,12 @@ class S3Client:
             raise NotThisRoute(f"this version of s3fs is unknown here ({error})") from None
         self.bucket = bucket
         self.sends_checksums = client.meta.config.request_checksum_calculation != "when_required"
-        if self.sends_checksums:  # one that is asked for besides would have to be computed as well
-            self._extra = {name: value for name, value in self._extra.items() if not name.startswith("Checksum")}
+        if self.sends_checksums:  # another one would have to be computed as well
+            self._extra = {
+                name: value
+                for name, value in self._extra.items()
+                if not name.startswith("Checksum")
+            }
         self._client = client
         self._direct = _Direct()
         for operation in ("PutObject", "UploadPart"):
@@ -55,25 +70,41 @@ class S3Client:
         weakref.finalize(self, client.close)
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """What the bucket answers. Bodies are given as `Body`."""
+        """Return the answer to a request. Bodies are given as `Body`.
+
+        Args:
+            method: Name of the method of botocore's client, such as "put_object".
+            **arguments: Of the request, without the bucket.
+        """
         answer = getattr(self._client, method)(**self._arguments(method, arguments))
         self._direct.is_answered = True
         return answer
 
     def pages(self, method: str, **arguments: Any) -> Iterator[Any]:
-        """The answers to a request for a list, page by page."""
+        """Yield the answers to a request for a list, page by page.
+
+        Args:
+            method: Name of the method of botocore's client, such as "list_objects_v2".
+            **arguments: Of the request, without the bucket.
+        """
         yield from self._client.get_paginator(method).paginate(**self._arguments(method, arguments))
         self._direct.is_answered = True
 
     def _arguments(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        operation = self._client.meta.service_model.operation_model(self._client.meta.method_to_api_mapping[method])
+        operation = self._client.meta.service_model.operation_model(
+            self._client.meta.method_to_api_mapping[method]
+        )
         known = operation.input_shape.members
         extra = {name: value for name, value in self._extra.items() if name in known}
         return {**extra, **arguments, "Bucket": self.bucket}
 
 
 class Body(io.RawIOBase):
-    """Memory, as the file that botocore wants to see. `read` copies nothing."""
+    """Memory, as the file that botocore wants. `read` copies nothing.
+
+    Args:
+        view: The bytes to send; must stay unchanged until the request is answered.
+    """
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
@@ -92,7 +123,9 @@ class Body(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self.view)}[whence] + offset
+        self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self.view)}[
+            whence
+        ] + offset
         return self._position
 
     def read(self, count: int | None = -1) -> memoryview:
@@ -101,21 +134,28 @@ class Body(io.RawIOBase):
         self._position += len(piece)
         return piece
 
-    def readinto(self, buffer: Any) -> int:  # what botocore hashes by where the AWS CRT is installed
+    def readinto(self, buffer: Any) -> int:
+        """Copy into a buffer: botocore hashes that way where the AWS CRT is installed.
+
+        Args:
+            buffer: Takes as many bytes as it has room for.
+        """
         piece = self.read(len(buffer))
         buffer[: len(piece)] = piece
         return len(piece)
 
 
 class _Direct:
-    """Has bodies sent right from memory, once the bucket has answered anything at all.
+    """Sends bodies straight from memory, once the bucket has given any answer.
 
-    Until then they go botocore's own way, which waits for the storage's go-ahead (`Expect: 100-continue`): a bucket in
-    another region redirects that request before it has the body, and botocore rewinds and follows. Later on the wait
-    would be a round trip for each part, and a second for each where a storage never gives the go-ahead.
+    Until then botocore sends them, and waits for the storage's go-ahead (`Expect: 100-continue`): a
+    bucket in another region redirects that request before it has the body, and botocore rewinds and
+    follows. Later that wait would be a round trip for each part, and a second for each where a
+    storage never gives the go-ahead.
 
-    Bodies are sent in pieces since a socket's timeout is that of a whole `sendall`: on a new connection urllib3's is the
-    time for connecting, and a part that a slow network takes longer for would never get through.
+    Bodies are sent in pieces because a socket's timeout is that of a whole `sendall`. On a new
+    connection urllib3's timeout is that for connecting: a part that a slow network takes longer for
+    would never get through.
     """
 
     def __init__(self) -> None:
@@ -132,7 +172,9 @@ def _client(fs: Any) -> Any:
     if fs.session is not None:
         raise NotThisRoute("a session= of aiobotocore's works only there")
     if not fs.kwargs.keys() <= _SESSION_ARGUMENTS:
-        raise NotThisRoute(f"only s3fs knows {', '.join(sorted(fs.kwargs.keys() - _SESSION_ARGUMENTS))}")
+        raise NotThisRoute(
+            f"only s3fs knows {', '.join(sorted(fs.kwargs.keys() - _SESSION_ARGUMENTS))}"
+        )
     arguments = {
         "aws_access_key_id": fs.key,
         "aws_secret_access_key": fs.secret,
@@ -142,14 +184,18 @@ def _client(fs: Any) -> Any:
     arguments = {name: value for name, value in arguments.items() if value is not None}
     arguments = {"use_ssl": fs.use_ssl, **fs.client_kwargs, **arguments}
     if fs.anon:
-        arguments = {name: value for name, value in arguments.items() if not name.startswith("aws_")}
-    return botocore.session.Session(**fs.kwargs).create_client("s3", config=_config(fs), **arguments)
+        arguments = {
+            name: value for name, value in arguments.items() if not name.startswith("aws_")
+        }
+    return botocore.session.Session(**fs.kwargs).create_client(
+        "s3", config=_config(fs), **arguments
+    )
 
 
 def _config(fs: Any) -> Config:
     given = {**_CONFIG, **fs.config_kwargs, "retries": {"total_max_attempts": 1}}
-    # Without this botocore hashes each part with SHA-256, at three times the cost of sending it. What guards the bytes on
-    # their way is the CRC32C that goes along with them, and TLS.
+    # Without this botocore hashes each part with SHA-256, at three times the cost of sending it.
+    # The CRC32C that goes along with a part, and TLS, guard its bytes on their way.
     given["s3"] = {"payload_signing_enabled": False, **(fs.config_kwargs.get("s3") or {})}
     if fs.anon:
         given["signature_version"] = UNSIGNED

@@ -1,4 +1,4 @@
-"""The bodies of HTTP answers, read right into the memory where they belong."""
+"""The bodies of HTTP answers, read straight into the memory where they belong."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ _PIECE = 1 << 20
 
 
 def fill(stream: Any, buffers: Sequence[memoryview], nbytes: int) -> int:
-    """Fill the buffers, one after the other, with up to `nbytes` from a body of urllib3's; how many there were.
+    """Fill buffers, one after the other, from a body.
 
-    The connection is free for the next request if the body was read to its end, and closed otherwise.
+    The connection is free for the next request if the body was read to its end, and closed
+    otherwise.
+
+    Args:
+        stream: urllib3's.
+        buffers: To fill.
+        nbytes: Length of the body.
+
+    Returns:
+        How many bytes there were.
     """
     readinto = _readinto(stream)
     done, is_at_end = 0, False
@@ -33,7 +42,7 @@ def fill(stream: Any, buffers: Sequence[memoryview], nbytes: int) -> int:
 
 
 def _readinto(stream: Any) -> Callable[[memoryview], int]:
-    """`readinto` of the standard library's response below: urllib3's own reads into new memory and copies from there."""
+    """Return the standard library's `readinto`: urllib3's own reads into new memory, and copies."""
     response = getattr(stream, "_fp", None)
     if isinstance(response, http.client.HTTPResponse):
         return response.readinto

@@ -1,4 +1,4 @@
-"""What storage SDKs raise, in our own terms: what went wrong, whether a retry may help, what to do; and no secrets."""
+"""Translates what storage SDKs raise: what went wrong, may a retry help, what to do; no secrets."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ _EXPIRED = (
     "Token has expired and refresh failed",
     "refreshed credentials are still expired",
 )
-_EXPIRED_TEXT = "the credentials have expired. Renew them where they come from: the next try takes the new ones"
-_PASSING = (
+_EXPIRED_TEXT = (
+    "the credentials have expired. Renew them where they come from: the next try takes the new ones"
+)
+_TRANSIENT = (
     "BadDigest",
     "ConditionalRequestConflict",
     "Md5Mismatch",
@@ -56,7 +58,7 @@ _PASSING = (
     "ServiceUnavailable",
     "SlowDown",
 )
-"""Codes that come with a status of refusal, and yet pass."""
+"""Codes that come with a status of refusal, and yet a retry helps."""
 _ADVICE = {
     "QuotaExceeded": "Raise the quota, or delete old checkpoints.",
     "StorageFull": "Free space there, or delete old checkpoints.",
@@ -67,15 +69,19 @@ _ADVICE = {
     "config_kwargs={'request_checksum_calculation': 'when_required'}.",
     "AccountIsDisabled": "Enable the storage account again.",
     "InvalidObjectState": "It was archived: bring it back from the archive tier first.",
-    "AuthorizationPermissionMismatch": "Give the identity a role on data there, such as Storage Blob Data Contributor.",
-    "BlobImmutableDueToPolicy": "A policy keeps what is there from being changed: use another root, or change the policy.",
+    "AuthorizationPermissionMismatch": "Give the identity a role on data there, "
+    "such as Storage Blob Data Contributor.",
+    "BlobImmutableDueToPolicy": "A policy keeps what is there from being changed: "
+    "use another root, or change the policy.",
     "DirectoryIsNotEmpty": "It is a directory: delete what is in it first.",
-    "OperationNotSupportedOnDirectory": "It is a directory, where an object was expected. Check the URL.",
-    "ResourceTypeMismatch": "There is a directory where an object was expected, or the other way round. Check the URL.",
+    "OperationNotSupportedOnDirectory": "It is a directory, where an object was expected. "
+    "Check the URL.",
+    "ResourceTypeMismatch": "There is a directory where an object was expected, "
+    "or the other way round. Check the URL.",
     "BlobArchived": "It was archived: bring it back from the archive tier first.",
 }
 _SIGNATURE = re.compile(r"(?i)([?&](?:sig|x-amz-signature|x-amz-security-token)=)[^&\s'\")]+")
-"""In a URL: credential objects sign with what isn't in the options."""
+"""Signatures in a URL: credential objects sign with secrets that aren't in the options."""
 _ERROR_CODE = re.compile(r"ErrorCode:(\w+)|<Code>(\w+)</Code>")
 _REFUSED_NAMES = {
     "NoCredentialsError",
@@ -94,7 +100,12 @@ _REFUSED_NAMES = {
 
 
 class Translator:
-    """Turns what a storage's SDK raises into errors of ours. storage_options: whose secrets are kept out of texts."""
+    """Turns what a storage's SDK raises into dcp_mem's errors.
+
+    Args:
+        url: The storage's root.
+        storage_options: Secrets in them are kept out of error texts.
+    """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self._url = url
@@ -102,7 +113,11 @@ class Translator:
 
     @contextmanager
     def errors(self, key: str | None = None) -> Iterator[None]:
-        """Translate what is raised inside. key: what is missing where storage says that something is."""
+        """Translate what is raised inside.
+
+        Args:
+            key: What is missing where the storage says so; None: that is a refusal.
+        """
         try:
             yield
         except DcpMemError:
@@ -111,13 +126,21 @@ class Translator:
             raise self.translated(error, key) from None
 
     def translated(self, error: Exception, key: str | None = None) -> DcpMemError:
+        """Return the error that stands for an SDK's.
+
+        Args:
+            error: What the SDK has raised.
+            key: What is missing where the storage says so; None: that is a refusal.
+        """
         if says(error, *_NO_CONTAINER):
             return StorageRefused(self._url, _NO_CONTAINER_TEXT)
         if key is not None and (isinstance(error, FileNotFoundError) or status_of(error) == 404):
             return StorageKeyMissing(self._url, key)
         text = self._redacted(f"{type(error).__name__}: {_first_line(error)}")[:600].rstrip(". ")
         if isinstance(error, ImportError):
-            return StorageRefused(self._url, f"{text}. Install the package that fsspec needs for this protocol.")
+            return StorageRefused(
+                self._url, f"{text}. Install the package that fsspec needs for this protocol."
+            )
         if says(error, *_EXPIRED):
             return CredentialsExpired(self._url, f"{_EXPIRED_TEXT} ({text})")
         if not _is_refusal(error):
@@ -133,7 +156,12 @@ class Translator:
 
 
 def says(error: BaseException | None, *words: str) -> bool:
-    """Whether one of the words occurs in the error, or in what led to it."""
+    """Return whether one of the words occurs in the error, or in one that led to it.
+
+    Args:
+        error: In None no word occurs.
+        *words: Looked for in the error's text as they are, capitals included.
+    """
     while error is not None:
         if any(word in str(error) for word in words):
             return True
@@ -142,7 +170,11 @@ def says(error: BaseException | None, *words: str) -> bool:
 
 
 def status_of(error: BaseException | None) -> int:
-    """HTTP status behind an exception of botocore's, azure-core's or aiohttp's, 0 where there is none."""
+    """Return the HTTP status behind an error of botocore, azure-core or aiohttp; 0: none.
+
+    Args:
+        error: None counts as an error without a status.
+    """
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -156,10 +188,12 @@ def status_of(error: BaseException | None) -> int:
 
 
 def _is_refusal(error: Exception) -> bool:
-    if says(error, *_PASSING):
+    if says(error, *_TRANSIENT):
         return False
     names = {kind.__name__ for kind in type(error).__mro__}
-    if names & _REFUSED_NAMES or isinstance(error, (PermissionError, FileNotFoundError, ValueError, TypeError)):
+    if names & _REFUSED_NAMES or isinstance(
+        error, (PermissionError, FileNotFoundError, ValueError, TypeError)
+    ):
         return True
     if isinstance(error, OSError) and error.errno in _REFUSED_ERRNO:
         return True
@@ -167,7 +201,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _retry_after(error: BaseException | None) -> float:
-    """Seconds that storage asks to be left alone for, 0.0 where it doesn't say."""
+    """Return the seconds for which the storage asks for no request; 0.0 where it doesn't ask."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -193,14 +227,17 @@ def _seconds(text: str) -> float:
 
 
 def _first_line(error: Exception) -> str:
-    """What the error says, without the request ids and the XML that Azure's bring along."""
+    """Return what the error says, without the request ids and the XML of Azure's errors."""
     lines = str(error).strip().splitlines()
     code = _ERROR_CODE.search("\n".join(lines[1:]))
     return (lines[0] if lines else "no reason given") + (f" ({code[1] or code[2]})" if code else "")
 
 
 def _secrets(value: Any, name: str = "") -> Iterator[str]:
-    """Every text in the options that may be a secret, the parts of connection strings and SAS tokens, and how URLs have them."""
+    """Yield every text in the options that may be a secret, as it is and as URLs have it.
+
+    Parts of connection strings and SAS tokens count as well.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if str(key) not in _HARMLESS:
@@ -208,7 +245,11 @@ def _secrets(value: Any, name: str = "") -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _secrets(inner, name)
-    elif isinstance(value, str) and not value.startswith("http") and len(value) >= (3 if "pass" in name else 6):
+    elif (
+        isinstance(value, str)
+        and not value.startswith("http")
+        and len(value) >= (3 if "pass" in name else 6)
+    ):
         yield from {value, unquote(value), quote(value, safe="")}
         for part in value.lstrip("?").replace("&", ";").split(";"):
             name, _, secret = part.partition("=")

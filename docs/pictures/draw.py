@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md: `python docs/pictures/draw.py` writes the SVG files beside it."""
+"""Draw the pictures of docs/concepts.md: `python docs/pictures/draw.py` writes the SVG files."""
 
 from __future__ import annotations
 
@@ -7,31 +7,50 @@ from pathlib import Path
 
 INK, FAINT, PAPER = "#1f2430", "#6b7280", "#ffffff"
 TRAINER, MEMORY, AGENT, STORAGE, LOST = "#dbeafe", "#dcfce7", "#fef3c7", "#ede9fe", "#fee2e2"
-HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" \
+width="{width}" height="{height}" role="img">
 <title>{title}</title>
-<style>text {{ font: 14px system-ui, "DejaVu Sans", sans-serif; fill: #1f2430 }} .b {{ font-weight: 600 }}
-.s {{ font-size: 12px; fill: #4b5563 }} .m {{ font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px }}</style>
-<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">
+<style>text {{ font: 14px system-ui, "DejaVu Sans", sans-serif; fill: #1f2430 }} \
+.b {{ font-weight: 600 }}
+.s {{ font-size: 12px; fill: #4b5563 }} \
+.m {{ font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px }}</style>
+<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" \
+markerWidth="8" markerHeight="8" orient="auto">
 <path d="M0 0 8 4 0 8z" fill="#1f2430"/></marker></defs>
 <rect x="1" y="1" width="{right}" height="{bottom}" rx="10" fill="#ffffff" stroke="#d1d5db"/>
 """
 
 
 class Picture:
-    """An SVG of boxes, arrows and words on white, so that it can be read in light and dark pages."""
+    """An SVG of boxes, arrows and words. Its white ground suits light and dark pages alike."""
 
     def __init__(self, title: str, width: int, height: int) -> None:
-        self._parts = [HEAD.format(title=escape(title), width=width, height=height, right=width - 2, bottom=height - 2)]
+        self._parts = [
+            HEAD.format(
+                title=escape(title), width=width, height=height, right=width - 2, bottom=height - 2
+            )
+        ]
 
     def words(self, x: float, y: float, text: str, kind: str = "s", anchor: str = "middle") -> None:
-        self._parts.append(f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>\n')
+        self._parts.append(
+            f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>\n'
+        )
 
     def box(
-        self, x: float, y: float, w: float, h: float, fill: str, title: str, *lines: str, dashed: bool = False
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        fill: str,
+        title: str,
+        *lines: str,
+        dashed: bool = False,
     ) -> None:
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self._parts.append(
-            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="6" fill="{fill}" stroke="{FAINT}"{dash}/>\n'
+            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="6" fill="{fill}"'
+            f' stroke="{FAINT}"{dash}/>\n'
         )
         top = y + (h - 18 * len(lines)) / 2 + 5
         self.words(x + w / 2, top, title, "b")
@@ -39,13 +58,19 @@ class Picture:
             self.words(x + w / 2, top + 18 * number, line)
 
     def area(self, x: float, y: float, w: float, h: float, title: str) -> None:
-        self._parts.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="8" fill="#f9fafb" stroke="#d1d5db"/>\n')
+        self._parts.append(
+            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="8"'
+            ' fill="#f9fafb" stroke="#d1d5db"/>\n'
+        )
         self.words(x + 12, y + 20, title, "b", "start")
 
-    def arrow(self, *points: tuple[float, float], label: str = "", at: tuple[float, float] | None = None) -> None:
+    def arrow(
+        self, *points: tuple[float, float], label: str = "", at: tuple[float, float] | None = None
+    ) -> None:
         path = " ".join(f"{x},{y}" for x, y in points)
         self._parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{INK}" stroke-width="1.5" marker-end="url(#tip)"/>\n'
+            f'<polyline points="{path}" fill="none" stroke="{INK}" stroke-width="1.5"'
+            ' marker-end="url(#tip)"/>\n'
         )
         if label:
             (x1, y1), (x2, y2) = points[0], points[-1]
@@ -71,11 +96,13 @@ def life() -> Picture:
             picture.arrow((x - 48, 88), (x, 88))
     picture.words(244, 40, "dcp.save returns here")
     picture.arrow((244, 46), (244, 70))
-    picture.words(20, 148, "a kill here leaves what", anchor="start")
-    picture.words(20, 164, "was COMPLETE before", anchor="start")
-    picture.arrow((344, 126), (344, 160), (808, 160), (808, 128), label="without redundancy", at=(576, 154))
+    picture.words(20, 148, "a kill here leaves the last", anchor="start")
+    picture.words(20, 164, "COMPLETE checkpoint", anchor="start")
+    picture.arrow(
+        (344, 126), (344, 160), (808, 160), (808, 128), label="without redundancy", at=(576, 154)
+    )
     picture.box(252, 190, 184, 44, LOST, "EVICTED", dashed=True)
-    picture.words(448, 217, "memory keeps newer ones (keep=)", anchor="start")
+    picture.words(448, 217, "newer ones stay (keep_memory=)", anchor="start")
     picture.arrow((300, 126), (300, 188))
     picture.box(716, 190, 184, 44, LOST, "DELETED", dashed=True)
     picture.arrow((860, 126), (860, 188), label="keep_storage=", at=(806, 180))
@@ -122,14 +149,15 @@ def where() -> Picture:
         (340, 276),
         (825, 276),
         (825, 212),
-        label="each node's agent puts its ranks' segments",
+        label="each node's agent uploads its ranks' segments",
         at=(580, 294),
     )
     picture.arrow((610, 226), (690, 226), (690, 180), (724, 180))
     picture.words(
         470,
         318,
-        "A segment is a DCP file, the same bytes in tmpfs and on storage; torch's own readers load it from either.",
+        "A segment is a DCP file, the same bytes in tmpfs and on storage;"
+        " torch's own readers load it from either.",
     )
     return picture
 
@@ -142,11 +170,11 @@ def redundancy() -> Picture:
         picture.words(x + 60, 66, f"node {name}", "b")
         picture.box(x, 78, 120, 44, MEMORY, name, "its own")
         picture.box(x, 132, 120, 44, AGENT, "CAB"[number], "a copy")
-    picture.words(236, 206, "memory: twice a checkpoint; B is lost:")
+    picture.words(236, 206, "memory: two checkpoints' worth; if B is lost:")
     picture.box(34, 222, 120, 44, MEMORY, "A", "and C's copy")
     picture.box(176, 222, 120, 44, LOST, "B", "lost", dashed=True)
     picture.box(318, 222, 120, 44, MEMORY, "C", "and B's copy")
-    picture.words(236, 292, "what is needed of B is read from C; C's copy is with A")
+    picture.words(236, 292, "B's bytes are read from C; C's own copy is on A")
     picture.area(476, 16, 448, 298, "redundancy=parity(2): groups of three nodes")
     pieces = (("A", "A1, A2"), ("B", "B1, B2"), ("C", "C1, C2"))
     sums = ("B1 xor C1", "A1 xor C2", "A2 xor B2")
@@ -155,30 +183,45 @@ def redundancy() -> Picture:
         picture.words(x + 60, 66, f"node {name}", "b")
         picture.box(x, 78, 124, 44, MEMORY, name, halves)
         picture.box(x, 132, 124, 30, AGENT, sums[number])
-    picture.words(700, 206, "memory: one and a half of a checkpoint; B is lost:")
+    picture.words(700, 206, "memory: one and a half checkpoints' worth; if B is lost:")
     picture.box(494, 222, 196, 44, MEMORY, "B1 = (B1 xor C1) xor C1", "A sends, C sends")
     picture.box(708, 222, 198, 44, MEMORY, "B2 = (A2 xor B2) xor A2", "C sends, A sends")
-    picture.words(700, 292, "B's segment is made again, held against its checksums, then read")
+    picture.words(700, 292, "B's segment is rebuilt, checked, then read")
     return picture
 
 
 def recovery() -> Picture:
     picture = Picture("Which checkpoint is loaded, and from where", 940, 330)
-    picture.box(20, 30, 196, 70, TRAINER, "survey", "each rank: what its node has;", "rank 0: what storage has")
+    picture.box(
+        20,
+        30,
+        196,
+        70,
+        TRAINER,
+        "survey",
+        "each rank: what its node has;",
+        "rank 0: what storage has",
+    )
     picture.arrow((216, 65), (262, 65))
-    picture.box(264, 30, 196, 70, TRAINER, "elect", "newest first: is there", "a source for every segment?")
+    picture.box(
+        264, 30, 196, 70, TRAINER, "elect", "newest first: is there", "a source for every segment?"
+    )
     picture.arrow((460, 65), (506, 65), label="yes", at=(483, 58))
-    picture.box(508, 30, 196, 70, TRAINER, "adopt", "one plan for all ranks,", "before any byte moves")
+    picture.box(
+        508, 30, 196, 70, TRAINER, "adopt", "one plan for all ranks,", "before any byte moves"
+    )
     picture.arrow((704, 65), (750, 65))
     picture.box(752, 30, 168, 70, TRAINER, "load", "the same checkpoint", "on every rank")
     picture.arrow((362, 100), (362, 128))
-    picture.words(372, 120, "no: next older one; the reason is in report().passed_over", anchor="start")
+    picture.words(
+        372, 120, "no: the next older one; report().passed_over has the reason", anchor="start"
+    )
     picture.box(264, 130, 196, 44, LOST, "none is left", "NoRecoverableCheckpoint")
     picture.words(470, 210, "each segment from the nearest place that has it", "b")
     places = (
-        ("own memory", "one copy per tensor", MEMORY),
+        ("own memory", "straight into the tensors", MEMORY),
         ("other nodes' memory", "the bytes that are needed", MEMORY),
-        ("made again from parity", "then memory like any other", AGENT),
+        ("rebuilt from parity", "then memory like any other", AGENT),
         ("storage", "once for each node", STORAGE),
     )
     for number, (title, line, fill) in enumerate(places):
@@ -186,7 +229,9 @@ def recovery() -> Picture:
         picture.box(x, 226, 200, 56, fill, title, line)
         if number:
             picture.arrow((x - 30, 254), (x, 254))
-    picture.words(470, 310, "What turns out damaged while it is read is left out, and everybody looks again.")
+    picture.words(
+        470, 310, "A segment that turns out damaged is left out, and all ranks survey again."
+    )
     return picture
 
 
@@ -208,7 +253,10 @@ def commit() -> Picture:
     picture.words(204, 34, "each node")
     picture.words(664, 34, "one node")
     picture.arrow(
-        (20, 160), (754, 160), label="killed here: readers see no checkpoint; the next agent goes on", at=(388, 180)
+        (20, 160),
+        (754, 160),
+        label="killed here: readers see no checkpoint; the next agent continues",
+        at=(388, 180),
     )
     picture.arrow((756, 160), (920, 160), label="a checkpoint", at=(838, 180))
     picture.box(
@@ -219,7 +267,7 @@ def commit() -> Picture:
         PAPER,
         "no answer to the put?",
         "the agent reads .metadata back:",
-        "its own save id there means that it was committed",
+        "if its own save id is there, the commit was made",
     )
     picture.box(
         488,
@@ -228,13 +276,19 @@ def commit() -> Picture:
         70,
         PAPER,
         "a node is lost before 2?",
-        "with copies: their holders put its segments and its manifest,",
-        "and commit in its place, if it was the one to",
+        "with copies: their holders put its segments and manifest,",
+        "and commit if the lost node was the committer",
     )
     return picture
 
 
-PICTURES = {"life": life, "where": where, "redundancy": redundancy, "recovery": recovery, "commit": commit}
+PICTURES = {
+    "life": life,
+    "where": where,
+    "redundancy": redundancy,
+    "recovery": recovery,
+    "commit": commit,
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -1,0 +1,1 @@
+"""A job on one node: saves, plans, restores, memory."""

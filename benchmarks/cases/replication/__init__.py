@@ -1,0 +1,1 @@
+"""Copies on other nodes: saves, throughput, recovery, memory, decisions."""

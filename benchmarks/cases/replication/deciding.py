@@ -1,0 +1,286 @@
+"""How long the decisions of large jobs take: placement of copies, election, sharing out.
+
+Pure functions, on one thread.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.harness.clock import seconds
+from benchmarks.harness.played_ranks import RANKS_PER_NODE, nodes_of
+from benchmarks.harness.processes import in_fresh_processes
+from benchmarks.harness.samples import Sample
+from benchmarks.harness.settings import MIB
+from benchmarks.harness.tables import RATE, UNIT_IN_COLUMN, Figure, Part, Section, Table, attempt
+from dcp_mem.comm.tree import tree_of
+from dcp_mem.format.checksums import checksum
+from dcp_mem.format.names import rank_of, segment_file
+from dcp_mem.memory.slots import capacity_for
+from dcp_mem.policy.election import FoundCheckpoint, elect
+from dcp_mem.policy.parity import groups
+from dcp_mem.policy.sharing import Need, share_out
+from dcp_mem.replicating.plan import copies_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from benchmarks.harness.processes import Rank
+    from benchmarks.harness.settings import Settings
+
+TITLE = "Decisions of large jobs"
+SIZES = (64, 1024, 4096, 16384)
+SEGMENT = 512 * MIB
+ITEM = MIB // 2
+WINDOW = 256 * MIB
+CHECKPOINTS = 2
+PARITY = 4
+SAVE_ID = "0" * 8
+ONE_SECOND = 1.0
+BYTES = 128 * MIB
+LOST, ALL = "a node", "everything"
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    sizes: Sequence[int]
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What decisions take, by the size of the job and by decision.
+
+    Attributes:
+        seconds: Of CPU.
+        nbytes: Of the messages that carry a decision.
+        batches: Of a load.
+    """
+
+    seconds: Mapping[int, Mapping[str, float]]
+    nbytes: Mapping[int, Mapping[str, int]]
+    batches: Mapping[int, Mapping[str, int]]
+
+
+def run(settings: Settings) -> Section:
+    sizes = SIZES[:2] if settings.quick else SIZES
+    return Section(
+        TITLE,
+        [
+            attempt("deciding", "eight ranks on a node", partial(_part, Spec(sizes, 3))),
+            attempt(
+                "deciding",
+                f"what a thread does with {BYTES // MIB} MiB",
+                partial(_bytes_part, settings.repeats),
+            ),
+        ],
+    )
+
+
+def _part(spec: Spec) -> Part:
+    (found,) = in_fresh_processes(_measure, spec)
+    columns = ("what", *(f"{size:,} ranks" for size in spec.sizes))
+    times = [
+        (what, *(_duration(found.seconds[size][what]) for size in spec.sizes))
+        for what in found.seconds[spec.sizes[0]]
+    ]
+    sizes = [
+        (what, *(f"{found.nbytes[size][what]:,} B" for size in spec.sizes))
+        for what in found.nbytes[spec.sizes[0]]
+    ]
+    batches = [
+        (what, *(f"{found.batches[size][what]:,}" for size in spec.sizes))
+        for what in found.batches[spec.sizes[0]]
+    ]
+    notes = [
+        (
+            f"seconds of CPU, least of {spec.repeats}; {SEGMENT // MIB} MiB a rank, {CHECKPOINTS} "
+            "checkpoints in memory, replicas=1; a node was lost, or every rank needs another "
+            "node's bytes"
+        ),
+    ]
+    return Part(
+        [],
+        notes,
+        tables=[
+            Table(columns, times),
+            Table(("message", *columns[1:]), sizes),
+            Table(("batches that all ranks go through together", *columns[1:]), batches),
+        ],
+    )
+
+
+def _duration(took: float) -> str:
+    return f"{took:.2f} s" if took >= ONE_SECOND else f"{took * 1e3:.2f} ms"
+
+
+def _measure(_rank: Rank, spec: Spec) -> Decided:
+    took: dict[int, dict[str, float]] = {}
+    nbytes: dict[int, dict[str, int]] = {}
+    batches: dict[int, dict[str, int]] = {}
+    for size in spec.sizes:
+        job = _Job(size)
+        took[size] = {what: _least(act, spec.repeats) for what, act in job.decisions().items()}
+        nbytes[size] = {what: len(pickle.dumps(value, 5)) for what, value in job.messages().items()}
+        batches[size] = {
+            "for an empty node": job.batches[LOST],
+            "where everything moves": job.batches[ALL],
+            "where everything moves, with every window full each time": -(
+                -SEGMENT * RANKS_PER_NODE // WINDOW
+            ),
+        }
+    return Decided(took, nbytes, batches)
+
+
+def _least(act: Callable[[], object], repeats: int) -> float:
+    """Return the least seconds of CPU of several runs; one run is enough where it takes long."""
+    found: list[float] = []
+    while len(found) < repeats and sum(found) < ONE_SECOND:
+        start = time.thread_time()
+        act()
+        found.append(time.thread_time() - start)
+    return min(found)
+
+
+class _Job:
+    """A job with a copy of each node's segments on one more node; node 1 was lost and is empty."""
+
+    def __init__(self, size: int) -> None:
+        self.nodes = tuple(nodes_of(size))
+        self.domains = ("",) * size
+        self.sizes = (SEGMENT,) * size
+        self.files = [segment_file(rank, SAVE_ID) for rank in range(size)]
+        self.copies = copies_of(self.nodes, self.nodes, self.sizes, 1)
+        of_node: dict[str, set[int]] = {}
+        for rank, node in enumerate(self.nodes):
+            of_node.setdefault(node, set()).add(rank)
+        for copy in self.copies:
+            of_node[self.nodes[copy.receiver]].add(copy.sender)
+        self.lost = self.nodes[RANKS_PER_NODE]
+        self.has = {
+            node: frozenset() if node == self.lost else frozenset(ranks)
+            for node, ranks in of_node.items()
+        }
+        members: dict[str, list[int]] = {}
+        for rank, node in enumerate(self.nodes):
+            members.setdefault(node, []).append(rank)
+        holders: dict[int, list[int]] = {rank: [] for rank in range(size)}
+        for node, segments in self.has.items():
+            for segment in segments:
+                holders[segment] += members[node]
+        self.holders = holders
+        self.edges = range(0, SEGMENT + 1, ITEM)
+        self.batches: dict[str, int] = {}
+
+    def decisions(self) -> Mapping[str, Callable[[], object]]:
+        inventories = self.inventories()
+        lost, moved = self.needs_of_the_lost(), self.needs_of_all()
+        domains = list(dict.fromkeys(self.nodes))
+        return {
+            "who gets whose copies, at first (copies_of)": lambda: copies_of.__wrapped__(
+                self.nodes, self.nodes, self.sizes, 1
+            ),
+            "the same in each later save, and the copies for this node": self.copies_of_a_save,
+            "who shares parity with whom (groups)": lambda: groups(domains, PARITY),
+            "who speaks to whom (tree_of)": lambda: tree_of(self.nodes, 0),
+            "which checkpoint (elect)": lambda: elect(inventories, []),
+            "the election's result, pickled and unpickled": lambda: pickle.loads(
+                pickle.dumps(elect(inventories, []), 5)
+            ),
+            "who sends what to an empty node (share_out)": lambda: self.shared_out(LOST, lost),
+            "who sends what where everything moves (share_out)": lambda: self.shared_out(
+                ALL, moved
+            ),
+        }
+
+    def messages(self) -> Mapping[str, object]:
+        inventories = self.inventories()
+        return {
+            "a rank's findings, to all ranks (exchange)": inventories[0],
+            "the recovery plan, from rank 0 to all (broadcast)": elect(inventories, []),
+            "what an empty node's rank needs, to rank 0 (gather)": self.needs_of_the_lost()[
+                RANKS_PER_NODE
+            ],
+            "all parts for an empty node, from rank 0 (scatter)": self.shared_out(
+                LOST, self.needs_of_the_lost()
+            ),
+        }
+
+    def copies_of_a_save(self) -> object:
+        """Find the copies as `dcp_mem.saving.redundancy` does, several times in each save."""
+        sizes = tuple(capacity_for(nbytes) for nbytes in self.sizes)
+        found = copies_of(self.nodes, self.nodes, sizes, 1)
+        return [copy for copy in found if self.nodes[copy.receiver] == self.nodes[0]]
+
+    def inventories(self) -> list[list[FoundCheckpoint]]:
+        return [
+            [
+                FoundCheckpoint(
+                    name=f"step-{number}",
+                    save_id=SAVE_ID,
+                    created=float(number),
+                    count=len(self.nodes),
+                    segments=self.has[node],
+                )
+                for number in range(CHECKPOINTS)
+                if self.has[node]
+            ]
+            for node in self.nodes
+        ]
+
+    def needs_of_the_lost(self) -> list[Need]:
+        return [
+            Need(node, {self.files[rank]: [(0, SEGMENT)]} if node == self.lost else {}, WINDOW)
+            for rank, node in enumerate(self.nodes)
+        ]
+
+    def needs_of_all(self) -> list[Need]:
+        """Every rank needs what a rank two nodes further has saved: no node has what it needs."""
+        size = len(self.nodes)
+        return [
+            Need(node, {self.files[(rank + 2 * RANKS_PER_NODE) % size]: [(0, SEGMENT)]}, WINDOW)
+            for rank, node in enumerate(self.nodes)
+        ]
+
+    def shared_out(self, what: str, needs: Sequence[Need]) -> object:
+        parts = share_out(
+            needs,
+            lambda file: self.edges,
+            across_nodes=False,
+            holders=lambda file: self.holders[rank_of(file)],
+        )
+        self.batches[what] = max(len(part.batches) for part in parts)
+        return parts
+
+
+def _bytes_part(repeats: int) -> Part:
+    (found,) = in_fresh_processes(_measure_bytes, repeats)
+    lines = [
+        (
+            what,
+            Figure.of(Sample(tuple(BYTES / value / GB for value in sample.values)), UNIT_IN_COLUMN),
+        )
+        for what, sample in found.items()
+    ]
+    return Part([], tables=[Table(("what", RATE), lines)])
+
+
+def _measure_bytes(rank: Rank, repeats: int) -> dict[str, Sample]:
+    one, other = (np.random.default_rng(seed).integers(0, 255, BYTES, np.uint8) for seed in (1, 2))
+    wide = one.view(np.uint64), other.view(np.uint64)
+    return rank.in_turn(
+        {
+            "copy": lambda: seconds(lambda: np.copyto(other, one)),
+            "CRC32C": lambda: seconds(lambda: checksum(memoryview(one.data))),
+            "XOR into one of two": lambda: seconds(lambda: np.bitwise_xor(*wide, out=wide[1])),
+        },
+        repeats=repeats,
+        warm_ups=1,
+    )

@@ -1,0 +1,1 @@
+"""A paper model of large jobs."""

@@ -1,0 +1,292 @@
+"""A paper model of large jobs: seconds of replication, parity, recovery and planning, and limits.
+
+Makes the tables of docs/scaling.md. Arithmetic only: measured figures stand below as constants. The
+cases replication.throughput, replication.recovery and replication.deciding measure them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.harness.tables import Part, Section, Table
+
+if TYPE_CHECKING:
+    from benchmarks.harness.settings import Settings
+
+TITLE = "Large jobs on paper"
+
+GB = 1e9
+RANKS_PER_NODE = 8
+BYTES_PER_PARAMETER = 16
+"""Mixed precision with Adam: bf16 and fp32 weights, two moments, at most bf16 gradients."""
+CARD = 400e9 / 8
+"""Bytes per second of a node's network, each way."""
+PARITY = 4
+KEEP = 1
+
+# Measured: seconds per GB (two EPYC cores, veth cables, pages of 4 KiB). Of CPU, but for LOAD.
+WIRE = 0.58
+"""Plain gloo, by a process that sends a GB and receives a GB."""
+REPLICATION = 0.66
+"""dcp_mem, the same with checksums at both ends."""
+COPY = 0.075
+CRC = 0.028
+XOR = 0.08
+LOAD = 0.74
+"""Of a rank whose node was lost, from the call to the restored state."""
+
+# Measured: seconds of CPU by ranks of the job.
+PLACING = {64: 0.00023, 1024: 0.0036, 16384: 0.071}
+COPIES_OF_A_SAVE = {64: 0.00001, 1024: 0.00014, 16384: 0.0022}
+ELECTING = {64: 0.00016, 1024: 0.0028, 16384: 0.058}
+SHARING_ONE_NODE = {64: 0.0008, 1024: 0.0027, 16384: 0.036}
+SHARING_ALL = {64: 0.0061, 1024: 0.11, 16384: 2.8}
+PLANNING_PER_RANK = 5.75 / 4096
+"""Rank 0, a first plan of 1,000 items a rank; measured up to 4,096 ranks."""
+SAVING_PER_RANK = 2e-6
+"""Rank 0, a save by a settled plan; measured at 1,024 ranks."""
+CONNECTING = 0.000076
+"""A gloo group of 64 ranks, by connection and end."""
+
+# Assumed.
+HOP = 100e-6
+"""A small message from one node to another, Python at both ends."""
+MESSAGE = 4096
+"""Bytes of each rank in an all-gather."""
+FAN_OUT = 8
+GROUPS = 3
+"""Groups of gloo that a rank is in: saves, loads, copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A job.
+
+    Attributes:
+        parameters: Of its model.
+    """
+
+    gpus: int
+    parameters: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.gpus:,} GPUs, {self.parameters / 1e9:.0f}B"
+
+    @property
+    def nodes(self) -> int:
+        return self.gpus // RANKS_PER_NODE
+
+    @property
+    def state(self) -> float:
+        return self.parameters * BYTES_PER_PARAMETER
+
+    @property
+    def of_rank(self) -> float:
+        return self.state / self.gpus
+
+    @property
+    def of_node(self) -> float:
+        return self.state / self.nodes
+
+    @property
+    def levels(self) -> int:
+        """Levels of the tree along which ranks agree: leaders of nodes, and their neighbours."""
+        reached, width, found = 1, 1, 1
+        while reached < self.nodes:
+            width *= FAN_OUT
+            reached += width
+            found += 1
+        return found
+
+
+CLUSTERS = (Cluster(64, 8e9), Cluster(1024, 70e9), Cluster(16384, 405e9))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of each of several things that happen at the same time."""
+
+    parts: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.parts.values())
+
+    @property
+    def text(self) -> str:
+        return f"{_duration(self.seconds)}, {max(self.parts, key=lambda name: self.parts[name])}"
+
+
+def replication(cluster: Cluster) -> Estimate:
+    """Copies of everything on one more node.
+
+    Each rank has a channel out and a channel in, with an I/O thread each.
+    """
+    per_channel = cluster.of_rank / GB
+    return Estimate(
+        {
+            "the card": cluster.of_node / CARD,
+            "the I/O thread of a channel": per_channel * WIRE / 2,
+            "the thread that sums": per_channel * CRC,
+        }
+    )
+
+
+def parity(cluster: Cluster) -> Estimate:
+    """Every node sends a k-th of its bytes to each node of its group, which XORs what it gets."""
+    per_channel = cluster.of_rank / PARITY / GB
+    return Estimate(
+        {
+            "the card": cluster.of_node / CARD,
+            "the I/O thread of a channel": per_channel * WIRE / 2,
+            "the thread that XORs and sums": cluster.of_rank / GB * (XOR + 2 * CRC),
+        }
+    )
+
+
+def recovery(cluster: Cluster) -> Estimate:
+    """The bytes of a lost node, from the node with their copies: one sender for each rank."""
+    return Estimate(
+        {"the card": cluster.of_node / CARD, "a rank's steps": cluster.of_rank / GB * LOAD}
+    )
+
+
+def recovery_at_best(cluster: Cluster) -> Estimate:
+    """The bytes of a lost node, only received and copied."""
+    return Estimate(
+        {
+            "the card": cluster.of_node / CARD,
+            "a rank's threads": cluster.of_rank / GB * (WIRE / 2 + COPY),
+        }
+    )
+
+
+def recovery_from_parity(cluster: Cluster) -> Estimate:
+    """The bytes of a lost node from k nodes, whose pieces the new node XORs: k times the bytes."""
+    inward = PARITY * cluster.of_rank / GB
+    return Estimate(
+        {
+            "the card": PARITY * cluster.of_node / CARD,
+            "a rank's threads": inward * (WIRE / 2 + XOR + CRC),
+        }
+    )
+
+
+def resharding(cluster: Cluster) -> Estimate:
+    """Every rank gets its bytes from another node and sends as many, once rank 0 has planned it."""
+    told = SHARING_ALL[cluster.gpus]
+    lines = cluster.of_rank / GB * LOAD
+    return Estimate(
+        {
+            "the card": told + cluster.of_node / CARD,
+            "a rank's steps, and rank 0 before": told + lines,
+        }
+    )
+
+
+def all_gather(cluster: Cluster) -> float:
+    """Along a ring, a step for each other rank: one message in and one out per node and step."""
+    return (cluster.gpus - 1) * (HOP + MESSAGE / CARD)
+
+
+def agreement(cluster: Cluster) -> float:
+    """Up the tree and down again."""
+    return 2 * cluster.levels * HOP
+
+
+def run(_settings: Settings) -> Section:
+    return Section(TITLE, [Part([], title="estimates", tables=tables())])
+
+
+def tables() -> list[Table]:
+    names = [cluster.name for cluster in CLUSTERS]
+
+    def line(what: str, *cells: str) -> tuple[str, ...]:
+        return (what, *cells)
+
+    sizes = Table(
+        ("job", *names),
+        [
+            line("nodes", *(f"{cluster.nodes:,}" for cluster in CLUSTERS)),
+            line("state", *(f"{cluster.state / 1e12:.2f} TB" for cluster in CLUSTERS)),
+            line(
+                "of a GPU, of a node",
+                *(f"{c.of_rank / GB:.2f} GB, {c.of_node / GB:.1f} GB" for c in CLUSTERS),
+            ),
+            line(
+                f"tmpfs of a node, keep={KEEP}: no copies, parity({PARITY}), replicas=1",
+                *(
+                    ", ".join(
+                        f"{c.of_node / GB * (KEEP + 1) * times:.0f} GB"
+                        for times in (1, 1 + 1 / PARITY, 2)
+                    )
+                    for c in CLUSTERS
+                ),
+            ),
+        ],
+    )
+    bytes_moved = Table(
+        ("bytes: seconds, what bounds them", *names),
+        [
+            line("replication, replicas=1", *(replication(cluster).text for cluster in CLUSTERS)),
+            line(
+                "CPU of a node for it", *(_duration(c.of_node / GB * REPLICATION) for c in CLUSTERS)
+            ),
+            line("parity(4)", *(parity(cluster).text for cluster in CLUSTERS)),
+            line(
+                "a lost node's bytes, from copies, as measured",
+                *(recovery(cluster).text for cluster in CLUSTERS),
+            ),
+            line(
+                "the same, received and copied only",
+                *(recovery_at_best(cluster).text for cluster in CLUSTERS),
+            ),
+            line(
+                "a lost node's bytes, from parity(4)",
+                *(recovery_from_parity(cluster).text for cluster in CLUSTERS),
+            ),
+            line(
+                "everything moves to other nodes",
+                *(resharding(cluster).text for cluster in CLUSTERS),
+            ),
+        ],
+    )
+    decisions = Table(
+        ("decisions: seconds", *names),
+        [
+            line("connections of a rank", *(f"{GROUPS * (c.gpus - 1):,}" for c in CLUSTERS)),
+            line(
+                "making those of one group, CPU of a rank",
+                *(_duration(CONNECTING * c.gpus) for c in CLUSTERS),
+            ),
+            line("all-gather: survey, opening", *(_duration(all_gather(c)) for c in CLUSTERS)),
+            line("all-reduce along the tree", *(_duration(agreement(c)) for c in CLUSTERS)),
+            line("placing copies, once", *(_duration(PLACING[c.gpus]) for c in CLUSTERS)),
+            line(
+                "looking them up, each time",
+                *(_duration(COPIES_OF_A_SAVE[c.gpus]) for c in CLUSTERS),
+            ),
+            line("electing, rank 0", *(_duration(ELECTING[c.gpus]) for c in CLUSTERS)),
+            line(
+                "sharing out a lost node's bytes, rank 0",
+                *(_duration(SHARING_ONE_NODE[c.gpus]) for c in CLUSTERS),
+            ),
+            line(
+                "sharing out everything, rank 0",
+                *(_duration(SHARING_ALL[c.gpus]) for c in CLUSTERS),
+            ),
+            line(
+                "a first plan, rank 0", *(_duration(PLANNING_PER_RANK * c.gpus) for c in CLUSTERS)
+            ),
+            line("a later save, rank 0", *(_duration(SAVING_PER_RANK * c.gpus) for c in CLUSTERS)),
+        ],
+    )
+    return [sizes, bytes_moved, decisions]
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 10:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2g} ms"

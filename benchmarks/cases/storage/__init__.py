@@ -1,0 +1,1 @@
+"""Uploads, reads and flushes, beside sockets, bare SDKs and other libraries."""

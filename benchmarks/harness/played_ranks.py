@@ -1,0 +1,186 @@
+"""The other ranks of a large job, played in one process without a network.
+
+They run eight on a node, and send what ranks send that have shards of the same tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from dcp_mem.comm import relay
+from dcp_mem.comm.collectives import Message
+from dcp_mem.comm.gloo import _GlooWire
+from dcp_mem.comm.relay import dumped
+from dcp_mem.comm.tree import Tree, tree_of
+from dcp_mem.common.values import Segment
+from dcp_mem.format.names import segment_file
+from dcp_mem.planning.plan_catalog import WrittenItems
+from dcp_mem.planning.plan_columns import ItemKind, LocalPlan
+from dcp_mem.runtime.topology import Home
+from dcp_mem.saving.ballot import Ballot, RankReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dcp_mem.comm.collectives import Channel, Share
+
+T = TypeVar("T")
+RANKS_PER_NODE = 8
+
+
+def nodes_of(ranks: int, first: str = "node-0") -> list[str]:
+    """Return the node of each rank.
+
+    Args:
+        first: Rank 0's node.
+    """
+    return [
+        first if rank < RANKS_PER_NODE else f"node-{rank // RANKS_PER_NODE}"
+        for rank in range(ranks)
+    ]
+
+
+class Group:
+    """Replaces a gloo group: messages of other ranks are made beforehand, messages to them kept."""
+
+    def __init__(self) -> None:
+        self.ready: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self.sent: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def arrive(self, rank: int, data: Any) -> None:
+        """Let a rank send these bytes to this one."""
+        group = Group()
+        _GlooWire(group).send([0], data)
+        self.ready[rank].extend(group.sent[0])
+
+    def sent_bytes(self) -> dict[int, int]:
+        """Return the bytes sent so far, by receiver."""
+        return {rank: sum(part.nbytes for part in parts) for rank, parts in self.sent.items()}
+
+    # -- the methods of a gloo group that are used ------------------------------------------
+
+    def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Group:
+        self.sent[rank].extend(tensors)
+        return self
+
+    def recv(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Group:
+        tensors[0].copy_(self.ready[rank].popleft())
+        return self
+
+    def wait(self) -> None:
+        return
+
+
+class Place:
+    """One rank's place in the tree of ranks."""
+
+    def __init__(self, nodes: Sequence[str], rank: int) -> None:
+        self.tree: Tree = tree_of(nodes, rank)
+        self.group = Group()
+        self.wire = _GlooWire(self.group)
+
+
+@dataclass
+class ManyRanks:
+    """Rank 0 of a job, as `comm.collectives.Ranks`; the other ranks answer as rank 0 asks.
+
+    Joined values are pickled and go through the tree as messages; calls that only a first save
+    makes are answered right away.
+
+    Attributes:
+        size: Ranks of the job.
+        calls: How often each method was called.
+        played: Seconds of CPU that playing the other ranks has taken.
+    """
+
+    size: int
+    rank: int = 0
+    is_connected: bool = True
+    cache: dict[str, Any] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    played: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.key = f"{self.size} ranks"
+        self.set_nodes(nodes_of(self.size))
+
+    def leave(self, why: str) -> None:
+        raise AssertionError(f"rank 0 has left the job: {why}")
+
+    def set_nodes(self, nodes: Sequence[str]) -> None:
+        self._nodes = nodes
+        self._place = Place(nodes, self.rank)
+
+    def exchange(self, value: T) -> list[T]:
+        self.calls["exchange"] += 1
+        return [value, *(self._of_rank(value, rank) for rank in range(1, self.size))]
+
+    def gather(self, value: T, share: Share[T] = list) -> list[T]:
+        self.calls["gather"] += 1
+        return list(share([value, *(self._of_rank(value, rank) for rank in range(1, self.size))]))
+
+    def all_reduce(self, value: T, join: Callable[[T, T], T]) -> T:
+        self.calls["all_reduce"] += 1
+        start = time.thread_time()
+        place = self._place
+        for ranks in place.tree.below:
+            place.group.arrive(ranks[0], dumped(self._joined(value, ranks, join)))
+        place.group.sent.clear()
+        self.played += time.thread_time() - start
+        return relay.all_reduce(place.wire, place.tree, value, join)
+
+    def broadcast(self, value: T) -> T:
+        self.calls["broadcast"] += 1
+        return relay.broadcast(self._place.wire, self._place.tree, value)
+
+    def scatter(self, values: Sequence[T]) -> T:
+        self.calls["scatter"] += 1
+        return relay.scatter(self._place.wire, self._place.tree, values)
+
+    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        assert not outgoing
+        assert not incoming
+
+    def tell_leaders(self, data: bytes) -> Any:
+        self.calls["tell_leaders"] += 1
+        return relay.tell_leaders(self._place.wire, self._place.tree, data)
+
+    def dedicated(self, purpose: str, seconds: float, variable: str) -> ManyRanks:
+        raise NotImplementedError("nothing is replicated here")
+
+    def channel(self, sender: int, receiver: int, once: str = "") -> Channel:
+        raise NotImplementedError("nothing is replicated here")
+
+    def _joined(self, value: Any, ranks: Sequence[int], join: Callable[[Any, Any], Any]) -> Any:
+        """Return what a rank sends for itself and the ranks below it."""
+        if isinstance(value, dict):  # a first save's segments, by rank
+            return {rank: self._of_rank(value[self.rank], rank) for rank in ranks}
+        one = self._of_rank(value, ranks[0])
+        return one if len(ranks) == 1 else join(one, one)  # two ranks are joined as any number are
+
+    def _of_rank(self, value: Any, rank: int) -> Any:
+        """Return what another rank sends where rank 0 sends this."""
+        if isinstance(value, Home):
+            return value if rank < RANKS_PER_NODE else Home(*[f"node-{rank // RANKS_PER_NODE}"] * 2)
+        if isinstance(value, Ballot):
+            return value._replace(proposal=None)
+        if isinstance(value, RankReport):
+            return replace(value, proposal=None, node=None if rank % RANKS_PER_NODE else value.node)
+        if isinstance(value, LocalPlan):
+            step = (value.kind == ItemKind.SHARD) * value.extent[:, 0]
+            offset = value.offset.copy()
+            offset[:, 0] += rank * step
+            return replace(value, offset=offset)
+        if isinstance(value, Segment):
+            save_id = value.file.rpartition("-")[2].partition(".")[0]
+            return replace(
+                value, rank=rank, node=self._nodes[rank], file=segment_file(rank, save_id)
+            )
+        if isinstance(value, WrittenItems):
+            return WrittenItems(rank, value.rows, value.layout)
+        return value  # receipts, publication: nothing to report

@@ -1,6 +1,0 @@
-"""dcp_mem below Megatron: `dist_checkpointing` through node memory, and the strategies that it is made of."""
-
-from dcp_mem.adapters.megatron.checkpointing import MemoryCheckpointing
-from dcp_mem.adapters.megatron.strategies import MemoryLoadStrategy, MemorySaveStrategy
-
-__all__ = ["MemoryCheckpointing", "MemoryLoadStrategy", "MemorySaveStrategy"]

@@ -1,0 +1,20 @@
+"""Communication between the ranks of a save or load, over gloo groups and a store of dcp_mem's own.
+
+It knows nothing of checkpoints: it imports `common`, `errors` and torch. Read its modules in this
+order:
+
+    collectives   what a set of ranks can do together: `Ranks`, `Channel`, and `SingleRank`
+    agreement     collective attempts, whose errors reach all ranks
+    tree, relay   the tree along which the ranks' values travel, and the collectives over it
+    gloo          `Ranks` over a gloo group; `ranks_of` finds or makes them
+    channels      a connection of two ranks
+    transfer      checked transfer of many bytes over a channel
+    notices       messages to all ranks at any time, through the store
+    timed_store   calls to the store that end in time
+    dcp_call      which ranks take part in the running `dcp.save` or `dcp.load`
+"""
+
+from dcp_mem.comm.collectives import Ranks, SingleRank
+from dcp_mem.comm.gloo import ranks_of, run_token, world_size
+
+__all__ = ["Ranks", "SingleRank", "ranks_of", "run_token", "world_size"]

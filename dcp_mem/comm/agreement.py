@@ -1,0 +1,230 @@
+"""Collective attempts: what fails on one rank is raised on all ranks, and no rank is left waiting.
+
+A rank that raises in front of a collective call leaves the other ranks waiting in that call until
+they time out. So the work in front of a call is attempted: an error is kept, travels with the call,
+and is raised behind it, on all ranks alike (invariant 8).
+
+    on_all_ranks    every rank acts; all return, or all raise             one all-reduce
+    on_rank_0       rank 0 acts; all get its result, or raise             one broadcast
+    from_all_ranks  every rank acts, rank 0 decides; all get the decision one gather, one broadcast
+
+A call that carries other values as well carries `Failures` beside them: `attempt` the work, join
+the failures of all ranks by `joined`, and `raise_together`.
+
+Only the texts of errors travel, so an error needn't be picklable. KeyboardInterrupt, SystemExit and
+whatever else isn't an Exception is raised at once, and this rank leaves the others: their call
+raises RankFailed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dcp_mem.comm.collectives import Ranks
+from dcp_mem.errors import RankFailed
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Failures = tuple[tuple[int, str], ...]
+"""(rank, what went wrong there), sorted by rank; the first few of them."""
+
+_MOST_FAILURES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Attempted(Generic[T]):
+    """What work on this rank returned, or the error that it raised.
+
+    Attributes:
+        error: None where the work returned.
+    """
+
+    _values: tuple[T, ...] = ()
+    error: Exception | None = None
+
+    @property
+    def value(self) -> T:
+        """What the work returned; raises what the work raised."""
+        if self.error is not None:
+            raise self.error
+        return self._values[0]
+
+    def failures(self, rank: int) -> Failures:
+        """Return this rank's failure, for the other ranks; empty where the work returned.
+
+        Args:
+            rank: This rank's number.
+        """
+        return () if self.error is None else ((rank, described(self.error)),)
+
+
+def attempt(act: Callable[[], T]) -> Attempted[T]:
+    """Call `act`, and keep what it returns or raises.
+
+    What isn't an Exception is raised at once: call this within `leaving` where other ranks wait.
+
+    Args:
+        act: The work; it makes no collective call.
+    """
+    try:
+        return Attempted((act(),))
+    except Exception as error:
+        return Attempted(error=error)
+
+
+@contextmanager
+def leaving(ranks: Ranks) -> Iterator[None]:
+    """Leave the ranks where the block raises what isn't an Exception, such as KeyboardInterrupt.
+
+    The process may live on after it, so the other ranks wouldn't notice that their call is in vain.
+
+    Args:
+        ranks: The ranks that make the same calls in the block.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        ranks.leave(described(error))
+        raise
+
+
+def described(error: BaseException) -> str:
+    """Return an error's type and text, for the other ranks.
+
+    Args:
+        error: Of any type.
+    """
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # an error's text is the work of whoever defined it
+        return type(error).__name__
+
+
+def joined(first: Failures, second: Failures) -> Failures:
+    """Join the failures of two sets of ranks, in any order; keep the first few ranks' only.
+
+    Args:
+        first: Failures of some ranks.
+        second: Failures of others.
+    """
+    return tuple(sorted(first + second)[:_MOST_FAILURES])
+
+
+def raise_together(what: str, failures: Failures, own: Exception | None = None) -> None:
+    """Raise on this rank if any rank has failed.
+
+    Args:
+        what: What the ranks were doing, for the text of the error.
+        failures: Of all ranks, joined.
+        own: What failed on this rank.
+
+    Raises:
+        Exception: The own error, where there is one.
+        RankFailed: Another rank has failed.
+    """
+    if own is not None:
+        raise own
+    if failures:
+        raise RankFailed(what, failures)
+
+
+def on_all_ranks(ranks: Ranks, what: str, act: Callable[[], T]) -> T:
+    """Act on every rank; return this rank's result once all ranks have one.
+
+    Args:
+        ranks: The ranks, which all call this.
+        what: What is attempted, for the text of the error ("publishing step-100").
+        act: This rank's work. It must not talk to other ranks.
+
+    Raises:
+        Exception: What this rank's work raised, whatever became of the other ranks.
+        RankFailed: Another rank's work has failed, or a rank is gone.
+    """
+    with leaving(ranks):
+        own = attempt(act)
+    failures: Failures = ()
+    try:
+        failures = ranks.all_reduce(own.failures(ranks.rank), joined)
+    except RankFailed:
+        if own.error is None:
+            raise
+    raise_together(what, failures, own.error)
+    return own.value
+
+
+def on_rank_0(ranks: Ranks, what: str, act: Callable[[], T]) -> T:
+    """Act on rank 0 alone; return its result on every rank.
+
+    Args:
+        ranks: The ranks, which all call this.
+        what: What is attempted, for the text of the error.
+        act: Rank 0's work. Its result must be picklable.
+
+    Raises:
+        RankFailed: The work has failed, on all ranks alike; on rank 0, with its error as the cause.
+            Or a rank is gone.
+    """
+    return _broadcast(ranks, what, _on_rank_0(ranks, act))
+
+
+def from_all_ranks(
+    ranks: Ranks, what: str, act: Callable[[], T], decide: Callable[[Sequence[T]], R]
+) -> R:
+    """Act on every rank and decide on rank 0; return the decision on every rank.
+
+    Args:
+        ranks: The ranks, which all call this.
+        what: What is attempted, for the text of the error.
+        act: This rank's work. Its result must be picklable.
+        decide: Makes the decision from all ranks' results, by rank; called on rank 0, and only if
+            no rank has failed. The decision must be picklable.
+
+    Raises:
+        Exception: What this rank's work raised, whatever became of the other ranks.
+        RankFailed: Another rank's work, or the decision, has failed, or a rank is gone.
+    """
+    with leaving(ranks):
+        own = attempt(act)
+    try:
+        gathered = ranks.gather((own._values, own.failures(ranks.rank)))
+        decision = _on_rank_0(ranks, lambda: decide(_values_of_all(what, gathered)))
+        return _broadcast(ranks, what, decision)
+    except RankFailed:
+        own_error = own.error
+        if own_error is None:
+            raise
+    raise own_error
+
+
+def _on_rank_0(ranks: Ranks, act: Callable[[], T]) -> Attempted[T] | None:
+    """Attempt something on rank 0; return None on the other ranks."""
+    if ranks.rank != 0:
+        return None
+    with leaving(ranks):
+        return attempt(act)
+
+
+def _values_of_all(what: str, gathered: Sequence[tuple[tuple[T, ...], Failures]]) -> Sequence[T]:
+    """Return all ranks' values, by rank. Raise RankFailed if a rank has failed."""
+    failures = tuple(failure for _, of_rank in gathered for failure in of_rank)
+    raise_together(what, failures[:_MOST_FAILURES])
+    return [values[0] for values, _ in gathered]
+
+
+def _broadcast(ranks: Ranks, what: str, attempted: Attempted[T] | None) -> T:
+    """Return rank 0's result on every rank; raise RankFailed on every rank where it has none."""
+    error = None if attempted is None else attempted.error
+    failures: Failures = () if error is None else ((0, described(error)),)
+    if isinstance(error, RankFailed) and error.failures:  # it names the ranks that failed
+        failures = error.failures
+    values = () if attempted is None else attempted._values
+    values, failures = ranks.broadcast((values, failures))
+    if failures:
+        raise RankFailed(what, failures) from error
+    return values[0]

@@ -1,0 +1,85 @@
+"""Channels over gloo: each a gloo group of two ranks.
+
+In a larger group, gloo breaks off every connection as soon as one message has waited for too
+long. In a group of two only these two ranks notice. A channel also has a thread of its own, where
+a larger group has one for all its messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from dcp_mem.comm.timed_store import connected
+
+_TAG = 0x64638
+
+
+class GlooChannel:
+    """One rank's end of a channel."""
+
+    def __init__(self, store: dist.Store, is_sender: bool, seconds: float) -> None:
+        """Connect, and return once the other rank has connected too.
+
+        Args:
+            store: Where these two ranks meet, and no others.
+            is_sender: Whether this rank is the channel's first one.
+            seconds: How long a message may wait.
+
+        Raises:
+            RuntimeError: The other rank doesn't come.
+        """
+        self._peer = 1 if is_sender else 0
+        # Any: torch declares no methods for a gloo group that isn't registered
+        self._group: Any = connected(store, 1 - self._peer, 2, seconds)
+        self._messages = WeakSet[_PendingMessage]()
+
+    def send(self, data: Any) -> _PendingMessage:
+        """Begin to send the bytes of a buffer.
+
+        Args:
+            data: A buffer, left alone until the message is sent.
+        """
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        return self._pending(self._group.send([tensor], self._peer, _TAG))
+
+    def receive(self, data: Any) -> _PendingMessage:
+        """Begin to receive bytes into a buffer.
+
+        Args:
+            data: A writable buffer of the message's length.
+        """
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        return self._pending(self._group.recv([tensor], self._peer, _TAG))
+
+    def close(self) -> None:
+        """Close the connection, and drop the messages that are still pending."""
+        # Each message keeps the connection open, and an error that is kept keeps the frames of the
+        # transfer that failed, which have messages.
+        for message in list(self._messages):
+            message.drop()
+        self._group = None
+
+    def _pending(self, work: Any) -> _PendingMessage:
+        message = _PendingMessage(work)
+        self._messages.add(message)
+        return message
+
+
+class _PendingMessage:
+    """A message that is being sent or received."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        if self._work is None:
+            raise RuntimeError("the channel is closed")
+        self._work.wait()
+
+    def drop(self) -> None:
+        """Give the message up."""
+        self._work = None

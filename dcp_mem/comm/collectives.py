@@ -1,0 +1,217 @@
+"""What a set of ranks can do together: collective calls and channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+Message = tuple[int, memoryview]
+"""The rank that bytes go to or come from, and the memory that they are read from or written to."""
+Share = Callable[[Sequence[T]], Sequence[T]]
+"""Makes equal parts of several values the same object, so that they are sent, and kept, once."""
+
+
+class PendingMessage(Protocol):
+    """A message that is being sent or received."""
+
+    def wait(self) -> None:
+        """Return once the message has been sent, or received.
+
+        Raises:
+            RuntimeError: The other rank is gone, or silent for too long.
+        """
+
+
+class Channel(Protocol):
+    """One rank's end of a connection between two ranks, for many bytes.
+
+    Messages arrive in order, and both ranks name the same lengths. Memory must stay as it is until
+    its message has been waited for. A channel that breaks disturbs no other call or channel.
+    """
+
+    def send(self, data: Any) -> PendingMessage:
+        """Begin to send the bytes of a buffer; several messages may be pending.
+
+        Args:
+            data: A buffer, left alone until the message is sent.
+        """
+
+    def receive(self, data: Any) -> PendingMessage:
+        """Begin to receive bytes into a buffer; several messages may be pending.
+
+        Args:
+            data: A writable buffer of the message's length.
+        """
+
+    def close(self) -> None:
+        """Close this end, and give up pending messages; the other rank's messages fail at once."""
+
+
+class Ranks(Protocol):
+    """A fixed set of ranks. All of them make the same collective calls in the same order.
+
+    Every collective call raises RankFailed where a rank has left, is gone, or stays away for
+    longer than the time-out.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the set."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def key(self) -> str:
+        """A text that tells this set of ranks from others of this process."""
+
+    @property
+    def cache(self) -> dict[str, Any]:
+        """What the ranks have found out about each other; emptied when the set breaks."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the ranks have connected to each other."""
+
+    def leave(self, why: str) -> None:
+        """Leave the set: the other ranks' next call raises RankFailed with this reason.
+
+        Called by a rank that won't make its next collective call, so that no rank waits for it.
+
+        Args:
+            why: The reason, for people.
+        """
+
+    def set_nodes(self, nodes: Sequence[str]) -> None:
+        """Relay values by way of each node's first rank from now on.
+
+        Args:
+            nodes: The node of every rank, by rank.
+        """
+
+    def exchange(self, value: T) -> list[T]:
+        """Return every rank's value on every rank, by rank.
+
+        Args:
+            value: This rank's value.
+        """
+
+    def all_reduce(self, value: T, join: Callable[[T, T], T]) -> T:
+        """Join all ranks' values to one; return it on every rank.
+
+        Args:
+            value: This rank's value.
+            join: Joins two values; called in any order.
+        """
+
+    def gather(self, value: T, share: Share[T] = ...) -> list[T]:
+        """Return every rank's value on rank 0, by rank; return an empty list on the other ranks.
+
+        Args:
+            value: This rank's value.
+            share: Called with a list of values on their way, to have equal ones as one object.
+        """
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on every rank.
+
+        Args:
+            value: Rank 0's value; ignored on the other ranks.
+        """
+
+    def scatter(self, values: Sequence[T]) -> T:
+        """Return on each rank the value that rank 0 has for it.
+
+        Args:
+            values: By rank; only rank 0's count.
+        """
+
+    def tell_leaders(self, data: bytes) -> Any:
+        """Return rank 0's bytes, as any buffer, on each node's leader; return None elsewhere.
+
+        Args:
+            data: Rank 0's bytes; ignored on the other ranks.
+        """
+
+    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        """Send and receive bytes straight from and into memory.
+
+        Any two ranks list the messages between them in the same order, with the same lengths.
+
+        Args:
+            outgoing: What this rank sends.
+            incoming: What this rank receives.
+        """
+
+    def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
+        """Return the same ranks on connections of their own, for a thread that works beside saves.
+
+        All ranks ask in the same order, while none is in a call on the connections that it got
+        before. Connections that broke, or that a rank has left, are made again.
+
+        Args:
+            purpose: What the connections are for; each purpose has its own.
+            seconds: How long a rank waits for another.
+            variable: The environment variable that sets this, for the texts of errors.
+        """
+
+    def channel(self, sender: int, receiver: int, once: str = "") -> Channel:
+        """Return the channel from one rank to another, connecting it where there is none.
+
+        Both ranks ask for it, in any thread. It is kept for as long as the set is whole.
+
+        Args:
+            sender: One of the two ranks; this rank or its peer.
+            receiver: The other one.
+            once: A name that no channel had before, for a channel that isn't kept.
+
+        Raises:
+            RuntimeError: The other rank doesn't come.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleRank:
+    """One rank on its own: no process group, `no_dist`, or `use_collectives=False`."""
+
+    rank: int = 0
+    size: int = 1
+    key: str = ""
+    cache: dict[str, Any] = field(default_factory=dict)
+    is_connected: bool = True
+
+    def leave(self, why: str) -> None:
+        return
+
+    def set_nodes(self, nodes: Sequence[str]) -> None:
+        return
+
+    def exchange(self, value: T) -> list[T]:
+        return [value]
+
+    def all_reduce(self, value: T, join: Callable[[T, T], T]) -> T:
+        return value
+
+    def gather(self, value: T, share: Share[T] = list) -> list[T]:
+        return [value]
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def scatter(self, values: Sequence[T]) -> T:
+        return values[0]
+
+    def tell_leaders(self, data: bytes) -> Any:
+        return data
+
+    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        return
+
+    def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
+        return self
+
+    def channel(self, sender: int, receiver: int, once: str = "") -> Channel:
+        raise RuntimeError(f"rank {self.rank} is alone")

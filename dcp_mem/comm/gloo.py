@@ -1,0 +1,440 @@
+"""Ranks over a gloo group of dcp_mem's own.
+
+DCP's group is never used: its next collective belongs to DCP, and the training loop may be using it
+at the same time. Our group is built directly on the default store and isn't registered with
+torch.distributed. So building it in a background thread (`dcp.async_save`) can't disturb the order
+in which the training script makes its groups.
+
+A message is a header of fixed size, with the message's length and its first bytes, and then the
+bytes that don't fit into the header.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import pickle
+import sys
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dcp_mem.comm import relay
+from dcp_mem.comm.channels import GlooChannel
+from dcp_mem.comm.collectives import Channel, Message, Ranks, Share, SingleRank
+from dcp_mem.comm.relay import dumped
+from dcp_mem.comm.timed_store import TimedStore, connected, own_connection
+from dcp_mem.comm.tree import Tree, tree_of
+from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
+
+T = TypeVar("T")
+_LENGTH = 8
+"""Bytes of a header that say how long the message is; the others are the message's first bytes."""
+_HEADER = 128
+"""Bytes of a message's header; most messages fit into it."""
+_WIDE_HEADER = 4096
+"""Bytes of a header where every rank sends to every other one."""
+_TAG = 0x64637
+_STORE_SECONDS = 30.0
+"""The longest that a call to the store may take."""
+
+
+class GlooRanks:
+    """Ranks of a process group, over a gloo group with the same members.
+
+    Once the group breaks, or a rank leaves it, the next call that begins with `refresh` uses a new
+    group, of the next generation.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[int],
+        purpose: str,
+        store: dist.Store,
+        seconds: float,
+        variable: str = "DCP_MEM_TIMEOUT",
+    ) -> None:
+        """Describe the ranks; they connect with the first call.
+
+        Args:
+            rank: This rank's number in the set.
+            members: The ranks' numbers in the default group.
+            purpose: Who uses the ranks; each purpose has a group of its own.
+            store: Where the ranks meet.
+            seconds: How long a rank waits for another.
+            variable: The environment variable that sets this, for the texts of errors.
+        """
+        self.rank = rank
+        self.size = len(members)
+        self.cache: dict[str, Any] = {}
+        self._members = members
+        self._channels: dict[tuple[int, int], GlooChannel] = {}
+        self.key = self._name = (
+            "dcp_mem/"
+            + hashlib.sha256(repr((purpose, restart_count(), list(members))).encode()).hexdigest()[
+                :16
+            ]
+        )
+        self._store = store
+        self._timeout, self._variable = timedelta(seconds=seconds), variable
+        self._timed_store = TimedStore(store, min(seconds, _STORE_SECONDS))
+        self._generation = 0
+        self._calls = 0
+        self._group: dist.ProcessGroupGloo | None = None
+        self._tree = self._flat_tree()
+
+    def set_nodes(self, nodes: Sequence[str]) -> None:
+        self._tree = tree_of(nodes, self.rank)
+
+    def exchange(self, value: T) -> list[T]:
+        return self._guarded("exchange", lambda group: _all_gather(group, value, self.size))
+
+    def all_reduce(self, value: T, join: Callable[[T, T], T]) -> T:
+        return self._guarded(
+            "agreement", lambda group: relay.all_reduce(_GlooWire(group), self._tree, value, join)
+        )
+
+    def gather(self, value: T, share: Share[T] = list) -> list[T]:
+        return self._guarded(
+            "gather", lambda group: relay.gather(_GlooWire(group), self._tree, value, share)
+        )
+
+    def broadcast(self, value: T) -> T:
+        return self._guarded(
+            "broadcast", lambda group: relay.broadcast(_GlooWire(group), self._tree, value)
+        )
+
+    def scatter(self, values: Sequence[T]) -> T:
+        return self._guarded(
+            "scatter", lambda group: relay.scatter(_GlooWire(group), self._tree, values)
+        )
+
+    def tell_leaders(self, data: bytes) -> Any:
+        return self._guarded(
+            "broadcast", lambda group: relay.tell_leaders(_GlooWire(group), self._tree, data)
+        )
+
+    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        self._guarded("swap", lambda group: _swap(group, outgoing, incoming))
+
+    def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
+        default = dist.distributed_c10d._get_default_store()
+        key = (purpose, id(default), *self._members)
+        ranks = _ranks.get(key)
+        if ranks is None:
+            # Without its prefixes, the store may have keys of other runs.
+            purpose = f"{purpose} {run_token()}"
+            with _meeting(self.rank):
+                store = own_connection(default, min(seconds, _STORE_SECONDS))
+            ranks = _ranks[key] = GlooRanks(
+                self.rank, self._members, purpose, store, seconds, variable
+            )
+        ranks.refresh()
+        return ranks
+
+    def channel(self, sender: int, receiver: int, once: str = "") -> Channel:
+        if once:
+            return self._connected(sender, receiver, f"{once}/")
+        if (sender, receiver) not in self._channels:
+            self._channels[sender, receiver] = self._connected(sender, receiver, "")
+        return self._channels[sender, receiver]
+
+    def _connected(self, sender: int, receiver: int, prefix: str) -> GlooChannel:
+        name = f"{self._name}/{self._generation}/{prefix}{sender}-{receiver}"
+        seconds = self._timeout.total_seconds()
+        store = dist.PrefixStore(name, own_connection(self._store, min(seconds, _STORE_SECONDS)))
+        return GlooChannel(store, self.rank == sender, seconds)
+
+    def refresh(self) -> None:
+        """Replace a group that broke in an earlier call. Called as a save or load begins.
+
+        A rank that saw the group break noted it in the store before it raised, and DCP's own
+        collective at the end of that call came later: so now every rank reads the same. Calls
+        without such a collective are told apart by their number, which a rank that leaves notes.
+
+        Raises:
+            RankFailed: A rank has left this very call, or the store is gone or silent.
+        """
+        self._calls += 1
+        while self._is_broken():
+            left = self._who_left()
+            self._generation += 1
+            self.close()
+            self.cache.clear()
+            self._tree = self._flat_tree()
+            # A quick rank may have left the very call that begins here.
+            if left is not None and left[2] == self._calls:
+                raise RankFailed("the call", [left[:2]])
+
+    @property
+    def is_connected(self) -> bool:
+        return self._group is not None
+
+    def leave(self, why: str) -> None:
+        self._say_broken(json.dumps([self.rank, why, self._calls]))
+        self.close()
+
+    def close(self) -> None:
+        """Close the group and its channels.
+
+        Gloo's threads must end while the interpreter still runs, or they may abort the process.
+        """
+        self._group = None
+        self._channels.clear()
+
+    def _flat_tree(self) -> Tree:
+        return tree_of(list(map(str, range(self.size))), self.rank)
+
+    def _is_broken(self) -> bool:
+        with _meeting(self.rank):
+            return self._timed_store.check(self._broken_key())
+
+    def _broken_key(self) -> str:
+        return f"{self._name}/{self._generation}/broken"
+
+    def _guarded(self, what: str, act: Callable[[Any], T]) -> T:
+        try:
+            if self._group is None:
+                self._group = self._build()
+            return act(self._group)
+        except DcpMemError:
+            raise
+        except Exception as error:
+            left = self._who_left()
+            self._say_broken()
+            # Ranks that wait for this one learn of it when the group ends. The error's frames would
+            # keep the group for as long as someone keeps the error, as DCP does.
+            traceback.clear_frames(error.__traceback__)
+            self.close()
+            if left is not None:
+                raise RankFailed(what, [left[:2]]) from None
+            text = str(error).split("\n")[0][:300]
+            raise RankFailed(
+                f"{what} between {self.size} ranks (a rank died or fell behind by "
+                f"{self._timeout.total_seconds():.0f} s; {self._variable} sets this)",
+                [(self.rank, text)],
+            ) from None
+
+    def _who_left(self) -> tuple[int, str, int] | None:
+        """Return the rank that left the group, why it did, and in which call; None for no rank."""
+        try:
+            if self._timed_store.check(self._broken_key()):
+                rank, why, call = json.loads(self._timed_store.get(self._broken_key()))
+                return int(rank), str(why), int(call)
+        except (RuntimeError, ValueError, TypeError):  # the store is gone too, or no rank left
+            return None
+        return None
+
+    def _say_broken(self, why: str = "null") -> None:
+        try:
+            # The first entry stays: later ones only follow from it.
+            self._timed_store.compare_set(self._broken_key(), "", why)
+        except Exception as error:
+            print(f"dcp_mem: the store is gone too: {error}", file=sys.stderr)
+
+    def _build(self) -> dist.ProcessGroupGloo:
+        prefix = dist.PrefixStore(f"{self._name}/{self._generation}", self._store)
+        return connected(prefix, self.rank, self.size, self._timeout.total_seconds())
+
+
+@contextmanager
+def _meeting(rank: int) -> Iterator[None]:
+    """Raise RankFailed where the store is gone, or silent."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankFailed(
+            "meeting the other ranks", [(rank, str(error).split("\n")[0][:300])]
+        ) from None
+
+
+class _GlooWire:
+    """Point-to-point messages: a header of fixed size, and the bytes that don't fit into it."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group  # Any: torch declares no methods for a gloo group that isn't registered
+
+    def send(self, ranks: Sequence[int], data: Any) -> None:
+        if not ranks:
+            return
+        view = memoryview(data)
+        parts = [torch.frombuffer(_header(view, _HEADER), dtype=torch.uint8)]
+        if len(view) > _HEADER - _LENGTH:
+            rest = view[_HEADER - _LENGTH :]
+            parts.append(
+                torch.frombuffer(bytearray(rest) if rest.readonly else rest, dtype=torch.uint8)
+            )
+        for work in [self._group.send([part], rank, _TAG) for part in parts for rank in ranks]:
+            work.wait()
+
+    def receive(self, ranks: Sequence[int]) -> list[Any]:
+        headers = [bytearray(_HEADER) for _ in ranks]
+        works = [
+            self._group.recv([torch.frombuffer(header, dtype=torch.uint8)], rank, _TAG)
+            for header, rank in zip(headers, ranks, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return [self._message(header, rank) for header, rank in zip(headers, ranks, strict=True)]
+
+    def _message(self, header: bytearray, rank: int) -> Any:
+        """Return the message of a header; receive what didn't fit into the header."""
+        nbytes, inline_nbytes = _message_nbytes(header), _HEADER - _LENGTH
+        if nbytes <= inline_nbytes:
+            return memoryview(header)[_LENGTH : _LENGTH + nbytes]
+        message = bytearray(nbytes)
+        message[:inline_nbytes] = header[_LENGTH:]
+        rest = torch.frombuffer(message, dtype=torch.uint8, offset=inline_nbytes)
+        self._group.recv([rest], rank, _TAG).wait()
+        return memoryview(message)
+
+
+def _swap(group: Any, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+    works = [
+        group.recv([torch.frombuffer(view, dtype=torch.uint8)], rank, _TAG)
+        for rank, view in incoming
+    ]
+    works += [
+        group.send([torch.frombuffer(view, dtype=torch.uint8)], rank, _TAG)
+        for rank, view in outgoing
+    ]
+    for work in works:
+        work.wait()
+
+
+def _all_gather(group: Any, value: Any, size: int) -> list[Any]:
+    """Gather values in one collective if all fit into headers, as almost all do; else in two."""
+    message = dumped(value)
+    headers = _gathered(group, _header(message, _WIDE_HEADER), size)
+    sizes = list(map(_message_nbytes, headers))
+    longest = max(sizes)
+    if longest <= _WIDE_HEADER - _LENGTH:
+        return [
+            pickle.loads(memoryview(header)[_LENGTH : _LENGTH + nbytes])
+            for header, nbytes in zip(headers, sizes, strict=True)
+        ]
+    padded = bytearray(longest)
+    padded[: len(message)] = message
+    outputs = _gathered(group, padded, size)
+    return [
+        pickle.loads(memoryview(output)[:nbytes])
+        for output, nbytes in zip(outputs, sizes, strict=True)
+    ]
+
+
+def _gathered(group: Any, data: bytearray, size: int) -> list[bytearray]:
+    """Return the bytes of all ranks, which have the same length on each."""
+    outputs = [bytearray(len(data)) for _ in range(size)]
+    tensors = [torch.frombuffer(output, dtype=torch.uint8) for output in outputs]
+    group.allgather([tensors], [torch.frombuffer(data, dtype=torch.uint8)]).wait()
+    return outputs
+
+
+def _header(message: memoryview, nbytes: int) -> bytearray:
+    """Return a message's header of `nbytes` bytes: its length, and its first bytes."""
+    header = bytearray(nbytes)
+    inline = message[: nbytes - _LENGTH]
+    header[:_LENGTH] = len(message).to_bytes(_LENGTH, "little")
+    header[_LENGTH : _LENGTH + len(inline)] = inline
+    return header
+
+
+def _message_nbytes(header: bytearray) -> int:
+    return int.from_bytes(header[:_LENGTH], "little")
+
+
+def restart_count() -> str:
+    """Return torchrun's restart count, "" where it doesn't matter.
+
+    After a restart, ranks may meet in the same store, which has the dead ranks' addresses in it;
+    the count keeps the two apart. But each torchrun counts its own failures alone: one that joined
+    later, or whose ranks were restarted because of others', has another number. So it matters only
+    where the store can be the same, which is one that torchrun serves.
+    """
+    is_served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if is_served_by_torchrun else ""
+
+
+def exchange_timeout() -> float:
+    """Return the seconds that a rank waits for the others: $DCP_MEM_TIMEOUT, else 600.
+
+    Raises:
+        ConfigError: The variable is no number above 0.
+    """
+    text = os.environ.get("DCP_MEM_TIMEOUT", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ConfigError(f"DCP_MEM_TIMEOUT={text!r}: give a number of seconds above 0")
+    return seconds
+
+
+def run_token() -> str:
+    """Return a token that all processes of this run's default group have in common; "" without one.
+
+    This is no collective: no rank waits for another.
+
+    Raises:
+        RankFailed: The store is gone, or silent.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    store = TimedStore(
+        dist.distributed_c10d._get_default_store(), min(exchange_timeout(), _STORE_SECONDS)
+    )
+    with _meeting(dist.get_rank()):
+        return store.compare_set("dcp_mem/run", "", uuid.uuid4().hex).decode()
+
+
+_ranks: dict[tuple[object, ...], GlooRanks] = {}
+
+
+def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
+    """Return the ranks of a process group, on a gloo group that this process keeps and reuses.
+
+    Args:
+        group: None for the default group.
+        purpose: Who uses the ranks. Saves and loads, and different jobs, may run at the same time
+            and must not share a gloo group, so each purpose has its own.
+
+    Raises:
+        RankFailed: A rank has left the call that begins here, or the store is gone or silent.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return SingleRank()
+    members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    if len(members) == 1:
+        return SingleRank()
+    key = (purpose, id(dist.distributed_c10d._get_default_store()), *members)
+    ranks = _ranks.get(key)
+    if ranks is None:
+        store = dist.distributed_c10d._get_default_store()
+        ranks = _ranks[key] = GlooRanks(
+            dist.get_rank(group), members, purpose, store, exchange_timeout()
+        )
+    ranks.refresh()
+    return ranks
+
+
+def world_size() -> int:
+    """Return the number of ranks of the job, also of those that take no part in a save or load."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _leave_groups() -> None:
+    for ranks in _ranks.values():
+        ranks.close()
+
+
+atexit.register(_leave_groups)

@@ -1,0 +1,153 @@
+"""Notices: texts that any rank adds at any time, and that all ranks read in the same order.
+
+Gloo's collectives need all ranks to make the same call. A notice is added by one rank alone, to the
+store that the ranks met in; a thread of every rank reads it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from dcp_mem.comm.gloo import exchange_timeout, restart_count, run_token
+from dcp_mem.comm.timed_store import TimedCalls, own_connection
+from dcp_mem.errors import RankFailed
+
+_STORE_SECONDS = 30.0
+_POLL_SECONDS = 0.02
+_made: Counter[str] = Counter()
+_IDLE_POLLS = 15
+"""A rank that awaits no notice looks at the store once in so many polls."""
+_LOOKS = 5
+"""How often `next` looks at the store before it returns None."""
+
+
+class Notices:
+    """One rank's view of the notices for a purpose.
+
+    All ranks make one equally often: the n-th ones of all ranks belong together, and share nothing
+    with earlier ones. There are two connections to the store: one is for `next`, which belongs to
+    one thread; the other methods share the other one, one call at a time.
+
+    Args:
+        purpose: Keeps notices apart from those for something else.
+
+    Raises:
+        RankFailed: Every method raises it where the store is gone, or silent.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        facts = (purpose, restart_count(), run_token())
+        _made[repr(facts)] += 1
+        digest = hashlib.sha256(repr((*facts, _made[repr(facts)])).encode()).hexdigest()[:16]
+        store = dist.distributed_c10d._get_default_store()
+        self._seconds = min(exchange_timeout(), _STORE_SECONDS)
+        try:
+            self._asking_store, self._listening_store = (
+                dist.PrefixStore(f"dcp_mem/notices/{digest}", own_connection(store, self._seconds))
+                for _ in range(2)
+            )
+        except RuntimeError as error:
+            raise self._failed(error) from None
+        self._asking, self._listening = TimedCalls(self._seconds), TimedCalls(self._seconds)
+        self._guard = threading.Lock()  # around calls to the first connection
+        self._read = 0
+
+    def count(self, what: str) -> int:
+        """Increment a counter that all ranks share; return its value.
+
+        Args:
+            what: The counter's name.
+        """
+        try:
+            with self._guard:
+                return self._asking.do(lambda: int(self._asking_store.add(f"count/{what}", 1)))
+        except RuntimeError as error:
+            raise self._failed(error) from None
+
+    def settle(self, what: str, proposal: str) -> str:
+        """Settle a question by the first proposal; return that proposal, on every rank.
+
+        Args:
+            what: The question; each is settled once.
+            proposal: This rank's answer, which counts where this rank is the first.
+        """
+        try:
+            with self._guard:
+                return self._asking.do(
+                    lambda: bytes(
+                        self._asking_store.compare_set(f"settled/{what}", "", proposal)
+                    ).decode()
+                )
+        except RuntimeError as error:
+            raise self._failed(error) from None
+
+    def settled(self, what: str, seconds: float) -> str | None:
+        """Wait until some rank has settled a question; return the answer.
+
+        Args:
+            what: The question.
+            seconds: How long to wait.
+
+        Returns:
+            None if nobody settled it in time.
+        """
+        key, deadline = f"settled/{what}", time.monotonic() + seconds
+        try:
+            while True:
+                with self._guard:
+                    if self._asking.do(lambda: bool(self._asking_store.check([key]))):
+                        return self._asking.do(lambda: bytes(self._asking_store.get(key)).decode())
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError as error:
+            raise self._failed(error) from None
+
+    def add(self, notice: str) -> None:
+        """Add a notice, which all ranks read, this one too.
+
+        Args:
+            notice: Any text.
+        """
+        number = self.count("notices")
+        try:
+            with self._guard:
+                self._asking.do(lambda: self._asking_store.set(f"notice/{number}", notice))
+        except RuntimeError as error:
+            raise self._failed(error) from None
+
+    def next(self, is_awaited: Callable[[], bool]) -> str | None:
+        """Return the next notice, or None if none has come after a while.
+
+        It polls: the store prints a warning for each wait that ends without a key.
+
+        Args:
+            is_awaited: Returns whether this process waits for a notice, so that polling is quicker.
+        """
+        key = f"notice/{self._read + 1}"
+        try:
+            for _ in range(_LOOKS):
+                if self._listening.do(lambda: bool(self._listening_store.check([key]))):
+                    text = self._listening.do(
+                        lambda: bytes(self._listening_store.get(key)).decode()
+                    )
+                    self._read += 1
+                    return text
+                for _ in range(_IDLE_POLLS):
+                    time.sleep(_POLL_SECONDS)
+                    if is_awaited():
+                        break
+        except RuntimeError as error:
+            raise self._failed(error) from None
+        return None
+
+    def _failed(self, error: RuntimeError) -> RankFailed:
+        return RankFailed("meeting the other ranks", [(self.rank, str(error).split("\n")[0][:300])])

@@ -1,0 +1,139 @@
+"""Collectives along a tree: the ranks join, gather, broadcast and scatter their values.
+
+They work over any wire that carries bytes between a rank and its neighbours in the tree.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from dcp_mem.comm.collectives import Share
+from dcp_mem.comm.tree import Tree
+
+T = TypeVar("T")
+_FAST_COMPRESSION = 1
+
+
+class Wire(Protocol):
+    """Carries bytes between this rank and others; messages between two ranks arrive in order."""
+
+    def send(self, ranks: Sequence[int], data: Any) -> None:
+        """Send the bytes of a buffer to each of these ranks.
+
+        Args:
+            ranks: The receivers.
+            data: A buffer.
+        """
+
+    def receive(self, ranks: Sequence[int]) -> list[Any]:
+        """Return the next bytes from each of these ranks, as buffers, in the order of `ranks`.
+
+        Args:
+            ranks: The senders.
+        """
+
+
+def all_reduce(wire: Wire, tree: Tree, value: T, join: Callable[[T, T], T]) -> T:
+    """Join all ranks' values; return the result on every rank.
+
+    Args:
+        wire: Carries the bytes.
+        tree: This rank's position.
+        value: This rank's value.
+        join: Joins two values, in any order.
+    """
+    for received in wire.receive(tree.children):
+        value = join(value, pickle.loads(received))
+    if tree.parent is not None:
+        wire.send([tree.parent], dumped(value))
+    return broadcast(wire, tree, value)
+
+
+def broadcast(wire: Wire, tree: Tree, value: T) -> T:
+    """Return the root's value on every rank.
+
+    Args:
+        wire: Carries the bytes.
+        tree: This rank's position.
+        value: The root's value; ignored on the other ranks.
+    """
+    if tree.parent is None:
+        wire.send(tree.children, dumped(value))
+        return value
+    (received,) = wire.receive([tree.parent])
+    wire.send(tree.children, received)
+    received_value: T = pickle.loads(received)
+    return received_value
+
+
+def tell_leaders(wire: Wire, tree: Tree, data: bytes) -> Any:
+    """Return the root's bytes on each node's leader; return None on the other ranks.
+
+    Args:
+        wire: Carries the bytes.
+        tree: This rank's position.
+        data: The root's bytes; ignored on the other ranks.
+    """
+    if not tree.is_leader:
+        return None
+    if tree.parent is None:
+        if tree.leaders:
+            wire.send(tree.leaders, zlib.compress(data, _FAST_COMPRESSION))
+        return data
+    (packed,) = wire.receive([tree.parent])
+    wire.send(tree.leaders, packed)
+    return zlib.decompress(packed)
+
+
+def gather(wire: Wire, tree: Tree, value: T, share: Share[T]) -> list[T]:
+    """Return every rank's value on the root, by rank; return an empty list on the other ranks.
+
+    Args:
+        wire: Carries the bytes.
+        tree: This rank's position.
+        value: This rank's value.
+        share: Called on each rank with the values of its subtree, before they are sent on.
+    """
+    found: dict[int, T] = {tree.rank: value}
+    for received in wire.receive(tree.children):
+        found.update(pickle.loads(received))
+    ranks = sorted(found)
+    values = share([found[rank] for rank in ranks])
+    if tree.parent is None:
+        return list(values)
+    wire.send([tree.parent], dumped(dict(zip(ranks, values, strict=True))))
+    return []
+
+
+def scatter(wire: Wire, tree: Tree, values: Sequence[T]) -> T:
+    """Return on each rank the value that the root has for it.
+
+    Args:
+        wire: Carries the bytes.
+        tree: This rank's position.
+        values: By rank; only the root's count.
+    """
+    by_rank: Mapping[int, T] = dict(enumerate(values))
+    if tree.parent is not None:
+        (received,) = wire.receive([tree.parent])
+        by_rank = pickle.loads(received)
+    for ranks in tree.below:
+        wire.send(ranks[:1], dumped({rank: by_rank[rank] for rank in ranks}))
+    return by_rank[tree.rank]
+
+
+def dumped(value: Any) -> memoryview:
+    """Return a value pickled, for the wire.
+
+    Pickle is safe here: peers are ranks of this very job, and DCP pickles between them as well.
+
+    Args:
+        value: Anything that pickles.
+    """
+    stream = io.BytesIO()
+    pickle.dump(value, stream, protocol=5)
+    return stream.getbuffer()  # torch asks for a buffer that may be written to

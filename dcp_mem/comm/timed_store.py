@@ -1,0 +1,146 @@
+"""Calls to a store that end in time.
+
+TCPStore's own time-outs are for waiting for keys. Where its host is gone without a word, `check`,
+`compare_set` and connecting through it wait for as long as TCP does, a quarter of an hour or more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class TimedCalls:
+    """Makes one call at a time, and gives up on it after some seconds.
+
+    Args:
+        seconds: The most that a call may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._thread: threading.Thread | None = None
+
+    def do(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns, or raise what it raises.
+
+        Args:
+            act: Called in a thread, which is left behind where it takes too long.
+
+        Raises:
+            RuntimeError: `act` takes too long, or an earlier call still does.
+        """
+        # A call behind one that hangs would only hang as well.
+        if self._thread is not None and self._thread.is_alive():
+            raise RuntimeError("the store that the ranks met in still doesn't answer")
+        answers: list[T] = []
+        errors: list[Exception] = []
+
+        def work() -> None:
+            try:
+                answers.append(act())
+            except Exception as error:
+                errors.append(error)
+
+        # A daemon, so that it doesn't keep the process from ending.
+        self._thread = threading.Thread(target=work, name="dcp_mem-ask", daemon=True)
+        self._thread.start()
+        self._thread.join(self._seconds)
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise RuntimeError(
+                f"the store that the ranks met in did not answer within {self._seconds:.0f} s"
+            )
+        return answers[0]
+
+
+class TimedStore:
+    """A store whose calls raise RuntimeError where it is gone, or silent for some seconds.
+
+    Args:
+        store: A connection that nothing else uses.
+        seconds: The most that a call may take.
+    """
+
+    def __init__(self, store: dist.Store, seconds: float) -> None:
+        self._store, self._calls = store, TimedCalls(seconds)
+
+    def check(self, key: str) -> bool:
+        """Return whether the store has the key.
+
+        Args:
+            key: The key.
+        """
+        return self._calls.do(lambda: bool(self._store.check([key])))
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value; wait for it if need be.
+
+        Args:
+            key: The key.
+        """
+        return self._calls.do(lambda: bytes(self._store.get(key)))
+
+    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+        """Set a key to `wanted` if it has the expected value; return what it has then.
+
+        Args:
+            key: The key.
+            expected: The value to replace; "" where the key isn't there yet.
+            wanted: The new value.
+        """
+        return self._calls.do(lambda: bytes(self._store.compare_set(key, expected, wanted)))
+
+
+def connected(store: dist.Store, rank: int, size: int, seconds: float) -> dist.ProcessGroupGloo:
+    """Return a gloo group of ranks that meet in the store.
+
+    Args:
+        store: Where these ranks meet, and no others.
+        rank: This rank's number in the group.
+        size: The number of ranks.
+        seconds: How long a message of the group may wait; connecting may take twice as long.
+
+    Raises:
+        RuntimeError: The ranks don't all come in time.
+    """
+    timeout = timedelta(seconds=seconds)
+    return TimedCalls(2 * seconds).do(lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def own_connection(store: dist.Store, seconds: float) -> dist.Store:
+    """Return another connection to the same store, without its prefixes.
+
+    A thread that may have to wait in the store needs one: threads that share a connection all wait.
+
+    Args:
+        store: The store, with or without prefixes.
+        seconds: How long connecting may take.
+
+    Raises:
+        RuntimeError: The store's host is gone, or silent for that long.
+    """
+    return TimedCalls(seconds).do(lambda: _cloned(store))
+
+
+def _cloned(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if hasattr(store, "clone"):  # torch 2.7
+        cloned: dist.Store = store.clone()
+        return cloned
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    # FileStore.path is declared by newer ones only
+    return (
+        dist.FileStore(getattr(store, "path", ""), -1)
+        if isinstance(store, dist.FileStore)
+        else store
+    )

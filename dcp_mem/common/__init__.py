@@ -1,0 +1,10 @@
+"""What every room may use. The room imports nothing of dcp_mem but `errors`.
+
+- `values`: plain values that the stages hand to each other.
+- `log`: the logger.
+- `faults`: named points at which tests can kill, stop or fail a process.
+- `files`: small file operations.
+- `parallel`: bounded parallel work.
+- `gc_pause`: the cycle collector kept out of the way, and free memory returned.
+- `progress_bar`: a progress bar for people at a terminal.
+"""

@@ -1,0 +1,139 @@
+"""Small file operations that the commit path rests on: each returns its result or raises."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import uuid
+from mmap import mmap
+
+from dcp_mem.errors import MemoryBudgetExceeded
+
+_renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def write_atomically(
+    path: str, data: bytes | memoryview | mmap, *, sync: bool = False
+) -> os.stat_result:
+    """Replace the file at `path`, with mode 0600; readers see all of the old or all of the new one.
+
+    Args:
+        path: The file.
+        data: Its new content.
+        sync: Also make file and directory survive a power cut.
+
+    Returns:
+        The new file's status.
+
+    Raises:
+        MemoryBudgetExceeded: The file system is full.
+    """
+    temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        with open(
+            os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb"
+        ) as stream:
+            stream.write(data)
+            stream.flush()
+            if sync:
+                os.fsync(stream.fileno())
+            facts = os.fstat(stream.fileno())
+        os.rename(temporary, path)
+    except OSError as error:
+        remove(temporary)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise MemoryBudgetExceeded(
+                len(data), free_bytes(os.path.dirname(path)), f"no space for {path}"
+            ) from None
+        raise
+    if sync:
+        sync_directory(os.path.dirname(path))
+    return facts
+
+
+def swap_names(one: str, other: str) -> None:
+    """Swap the names of two files in one step, so that neither is ever missing.
+
+    Args:
+        one: Path of a file.
+        other: Path of another file in the same file system.
+
+    Raises:
+        OSError: The names couldn't be swapped; FileNotFoundError where one of them is missing.
+    """
+    if _renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), one)
+
+
+def sync_directory(path: str) -> None:
+    """Make a directory's entries survive a power cut.
+
+    Args:
+        path: Of the directory.
+    """
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def read_bytes(path: str) -> bytes:
+    """Return the content of a file.
+
+    Args:
+        path: Of the file.
+    """
+    with open(path, "rb") as stream:
+        return stream.read()
+
+
+def remove(path: str) -> None:
+    """Delete a file, if it exists.
+
+    Args:
+        path: Of the file.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def remove_directory_if_empty(path: str) -> None:
+    """Delete a directory, if it exists and is empty.
+
+    Args:
+        path: Of the directory.
+    """
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def free_bytes(path: str) -> int:
+    """Return the bytes that a user may still write to the file system of `path`.
+
+    Args:
+        path: Any path in the file system.
+    """
+    facts = os.statvfs(path)
+    return facts.f_bavail * facts.f_frsize
+
+
+def allocated_bytes(path: str) -> int:
+    """Return the bytes that the files under `path` occupy.
+
+    Args:
+        path: A directory; nothing is counted where it is gone.
+    """
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
+                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
+    return total

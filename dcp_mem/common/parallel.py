@@ -1,0 +1,91 @@
+"""Do many like things several at a time, and have nothing left under way afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_parallel(
+    act: Callable[[T], R], work: Iterable[T], *, at_once: int = 8, name: str = "dcp_mem-work"
+) -> Iterator[R]:
+    """Yield what `act` returns for each item, in order, working a few items ahead of the caller.
+
+    When the iterator ends, or is closed, no call is under way any more.
+
+    Args:
+        act: Called in several threads at once.
+        work: The items; read as they are needed.
+        at_once: Number of threads.
+        name: Prefix of the threads' names.
+
+    Raises:
+        Exception: What `act` raised first, in the order of the items.
+    """
+    with ThreadPoolExecutor(at_once, thread_name_prefix=name) as pool:
+        under_way: deque[Future[R]] = deque()
+        try:
+            for one in work:
+                under_way.append(pool.submit(act, one))
+                if len(under_way) >= 2 * at_once:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()
+
+
+def in_daemons(act: Callable[[T], R], items: Sequence[T], *, at_once: int = 16) -> list[R]:
+    """Return what `act` returns for each item, worked on by daemon threads.
+
+    The threads of a pool would keep the process from ending for as long as storage doesn't answer;
+    daemon threads don't.
+
+    Args:
+        act: Called in several threads at once.
+        items: In the order of the results.
+        at_once: Number of threads at most.
+
+    Raises:
+        Exception: What one of the calls raised; items that weren't begun by then are left out.
+    """
+    results: dict[int, R] = {}
+    errors: list[Exception] = []
+    left = iter(enumerate(items))
+    lock = threading.Lock()
+
+    def work() -> None:
+        try:
+            while not errors:
+                with lock:
+                    index, item = next(left, (-1, None))
+                if index < 0:
+                    return
+                results[index] = act(item)  # type: ignore[arg-type]
+        except Exception as error:
+            errors.append(error)
+
+    for worker in [daemon(work) for _ in items[:at_once]]:
+        worker.join()
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(len(items))]
+
+
+def daemon(act: Callable[[], object], name: str = "dcp_mem-survey") -> threading.Thread:
+    """Start and return a thread that runs `act` and keeps no process from ending.
+
+    Args:
+        act: What it raises ends the thread alone.
+        name: Of the thread.
+    """
+    thread = threading.Thread(target=act, name=name, daemon=True)
+    thread.start()
+    return thread

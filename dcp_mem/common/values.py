@@ -1,0 +1,199 @@
+"""The values that the stages hand to each other: frozen, free of torch and of I/O.
+
+Sizes are in bytes, times in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class State(str, Enum):
+    """A state in the life of a checkpoint."""
+
+    STAGING = "staging"
+    COMPLETE = "complete"
+    # Complete, and other nodes hold verified copies, or parity, of every segment.
+    REPLICATED = "replicated"
+    DURABLE = "durable"
+    FAILED = "failed"  # complete in memory; the flush failed and will be tried again
+    SKIPPED = "skipped"  # never became durable, on purpose; the reason is recorded
+    EVICTED = "evicted"  # left memory by retention
+    DELETED = "deleted"  # was durable, and left storage by retention
+
+
+class Outcome(str, Enum):
+    """What became of a checkpoint, of its flush or of its copies, in the words that files have.
+
+    Records and history rows hold these texts; a member equals, prints and hashes as its text.
+    """
+
+    NONE = ""  # nothing yet
+    DURABLE = "durable"
+    FAILED = "failed"  # is tried again; for copies: there are fewer than wanted
+    REFUSED = "refused"  # storage refused; is tried again, but rarely
+    SKIPPED = "skipped"  # is not tried again
+    REPLICATED = "replicated"
+    EVICTED = "evicted"  # left memory, and was never meant for storage
+    DELETED = "deleted"  # was durable, and left storage by retention
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One rank's file of one checkpoint.
+
+    Attributes:
+        rank: The rank that saved it.
+        node: The node that rank was on.
+        file: Name of the file.
+        nbytes: Length of the segment; its file may be longer, because slots are recycled.
+        layout: Key of the layout, which says where its dense items lie; "" if it has none.
+        tail: (offset, bytes) of each item behind the layout's: byte items, and tensors without a
+            plain dense payload.
+    """
+
+    rank: int
+    node: str
+    file: str
+    nbytes: int
+    layout: str = ""
+    tail: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveInfo:
+    """What a training loop says about a save.
+
+    Attributes:
+        step: The training step; None if it wasn't given.
+        metrics: Figures by name, such as {"loss": 0.3}.
+        persist: True takes the checkpoint to storage whatever the policy says.
+        pause: How many steps should pass until the next save, to the coordinator; not recorded.
+    """
+
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    persist: bool = False
+    pause: int = 0
+
+
+HISTORIES = "checkpointHistories.csv"
+"""File name of a job's history of checkpoints, in its memory directory and in its root."""
+
+RECOVERIES = "recoveries.jsonl"
+"""File name of a job's history of loads, in the same two directories."""
+
+MEMORY, STORAGE = "memory", "storage"
+"""Where a checkpoint may lie: in this node's memory, and on storage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """How far the flush of one node's segments is, and what it took so far, in all attempts.
+
+    Attributes:
+        nbytes: Bytes to move; 0 if that isn't known yet.
+        stored_nbytes: Bytes of these that storage has.
+        sent_nbytes: Bytes sent. Fewer than stored where storage had some already; more where some
+            were lost and sent again.
+        parts: Parts to move; 0 if that isn't known yet.
+        sent_parts: Parts sent.
+        retries: Requests that were repeats.
+        segments_seconds: Time in which segments were moved.
+        commit_seconds: Time of the commit.
+        waiting_seconds: Time of waiting for other nodes, after this node's segments were stored.
+    """
+
+    nbytes: int = 0
+    stored_nbytes: int = 0
+    sent_nbytes: int = 0
+    parts: int = 0
+    sent_parts: int = 0
+    retries: int = 0
+    segments_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Bytes per second while segments were moved."""
+        return self.sent_nbytes / self.segments_seconds if self.segments_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStatus:
+    """What is known of one checkpoint.
+
+    `MemoryStorageWriter.status()` and `CheckpointManager.list()` return these. `status()` goes by
+    what this node's memory says, `list()` asks storage as well.
+
+    Attributes:
+        name: The checkpoint id.
+        save_id: The save attempt.
+        state: How far it is.
+        in_memory: Whether this node holds it.
+        persist: Whether it is meant to reach storage.
+        nbytes: Bytes of all ranks' segments.
+        created: Seconds since the epoch.
+        durable: When it became durable, in seconds since the epoch; 0.0 if it isn't.
+        stage_seconds: How long the save took until the checkpoint was complete.
+        flush_seconds: How long all flush attempts took, without the pauses between them.
+        flush_attempts: Attempts that have ended.
+        error: Why the last attempt failed, or why the checkpoint was skipped.
+        flush_stage: "segments", "commit", "waiting" (for other nodes), or "" if no flush runs.
+        flush_again: When a failed flush is tried again, in seconds since the epoch; 0.0 if it is
+            being tried, or nothing failed.
+        transfer: What this node has moved to storage.
+        replicas: Copies of each segment in other nodes' memory.
+        replication_seconds: How long replication took.
+        replication_error: Why there is neither copy nor parity, or less than wanted.
+        parity: Over how many other nodes there is parity, in place of copies.
+        step: The training step, while the checkpoint is in memory.
+        metrics: The figures given with the save, while the checkpoint is in memory.
+        places: MEMORY, STORAGE or both.
+        scope: "", or the rank that saved alone ("r3").
+        world_size: Ranks that saved it; 0 if unknown.
+        problem: What is known to be wrong with it; "" for nothing.
+        is_foreign: Whether torch's own writer made it.
+    """
+
+    name: str
+    save_id: str
+    state: State
+    in_memory: bool
+    persist: bool
+    nbytes: int
+    created: float
+    durable: float = 0.0
+    stage_seconds: float = 0.0
+    flush_seconds: float = 0.0
+    flush_attempts: int = 0
+    error: str = ""
+    flush_stage: str = ""
+    flush_again: float = 0.0
+    transfer: Transfer = field(default_factory=Transfer)
+    replicas: int = 0
+    replication_seconds: float = 0.0
+    replication_error: str = ""
+    parity: int = 0
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    places: tuple[str, ...] = ()
+    scope: str = ""
+    world_size: int = 0
+    problem: str = ""
+    is_foreign: bool = False
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether storage has it, with nothing known to be wrong."""
+        return STORAGE in self.places and not self.problem
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether the checkpoint survives the loss of a node."""
+        return self.replicas > 0 or self.parity > 0

@@ -1,0 +1,326 @@
+"""The agent: a process of its own, one per node and memory root, that flushes what trainers saved.
+
+Trainers start it (`AgentHandle.wake`) and hand it their job and credentials over stdin, or over a
+socket in the private `.agent` directory. Otherwise they share nothing with it but files in memory.
+The agent outlives the trainers; it ends when nothing is left to flush and no trainer lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from logging.handlers import RotatingFileHandler
+from typing import IO
+
+from dcp_mem.common.log import log
+from dcp_mem.flushing.loop import FlushLoop
+from dcp_mem.flushing.registration import Registration
+from dcp_mem.memory.root import private_directory
+
+_LINGER = 5.0
+"""Seconds that the agent goes on with nothing to do."""
+_LOOK = 1.0
+"""Longest time between two looks at the memory root, in seconds."""
+_STARTING = 30.0
+"""Seconds that an agent has for its start."""
+_ANSWER = 0.5
+"""Seconds that a trainer waits for an answer."""
+_MOST_BYTES = 1 << 20
+"""Longest registration."""
+_ADVICE = "give credentials as plain values or in the environment, or choose agent='thread'"
+
+
+def log_path(root: str) -> str:
+    """Return where the agent of this memory root writes its log.
+
+    Args:
+        root: The memory root.
+    """
+    return os.path.join(root, ".agent", "agent.log")
+
+
+def is_alive(root: str) -> bool:
+    """Return whether this memory root's agent runs.
+
+    Args:
+        root: The memory root.
+    """
+    try:
+        descriptor = os.open(os.path.join(root, ".agent", "lock"), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+# -- the trainer's side ---------------------------------------------------------------------------
+
+
+class AgentHandle:
+    """A process's connection to the agent of its node; one for each memory root.
+
+    Args:
+        root: The memory root.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._child = 0
+        self._started = 0.0
+
+    def wake(self, registration: Registration) -> None:
+        """Tell the agent that a checkpoint awaits its flush; start an agent if none runs.
+
+        Doesn't wait for the agent's start.
+
+        Args:
+            registration: How the job's checkpoints are flushed.
+
+        Raises:
+            OSError: The agent can't be started.
+        """
+        message = pickle.dumps(registration)
+        if _send(self._root, message) or self._is_starting():
+            return
+        self._child = _start(self._root, message)
+        self._started = time.monotonic()
+
+    def _is_starting(self) -> bool:
+        if not self._child:
+            return False
+        try:
+            pid, _ = os.waitpid(self._child, os.WNOHANG)
+        except ChildProcessError:
+            pid = self._child
+        if pid:
+            self._child = 0
+        return not pid and time.monotonic() - self._started < _STARTING
+
+
+def _send(root: str, message: bytes) -> bool:
+    """Hand a registration to the agent that runs; False where none takes it."""
+    try:
+        with _socket_directory(root) as directory, socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_ANSWER)
+            connection.connect(f"{directory}/socket")
+            connection.sendall(struct.pack("!I", len(message)) + message)
+            try:
+                answer = connection.recv(1)
+            except TimeoutError:
+                return True  # the agent reads it as soon as it can: training doesn't wait for that
+            if answer == b"-":
+                log.error(
+                    "the agent can't read this job's storage_options: %s (see %s)",
+                    _ADVICE,
+                    log_path(root),
+                )
+            return answer != b""
+    except OSError:
+        return False
+
+
+def _start(root: str, message: bytes) -> int:
+    private_directory(os.path.join(root, ".agent"))
+    reading, writing = os.pipe()
+    output = os.open(log_path(root), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    package = os.path.abspath(__file__)
+    for _ in range(3):  # from dcp_mem/flushing/agent.py to the directory that dcp_mem lies in
+        package = os.path.dirname(package)
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        child = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-m", "dcp_mem.flushing.agent", root],
+            environment,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, reading, 0),
+                (os.POSIX_SPAWN_DUP2, output, 1),
+                (os.POSIX_SPAWN_DUP2, output, 2),
+            ],
+            setsid=True,
+            setsigmask=[],
+            setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],
+        )
+    finally:
+        os.close(reading)
+        os.close(output)
+    try:
+        # Where the agent has died at once, the next wake starts another.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(writing, struct.pack("!I", len(message)) + message)
+    finally:
+        os.close(writing)
+    return child
+
+
+@contextlib.contextmanager
+def _socket_directory(root: str) -> Iterator[str]:
+    """Open `.agent` under a short path: socket addresses may have only 108 bytes."""
+    descriptor = os.open(os.path.join(root, ".agent"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+# -- the agent's side -----------------------------------------------------------------------------
+
+
+def run(root: str, first: Registration | None) -> None:
+    """Serve the memory root until nothing is left to do.
+
+    1. Lock the root; where another agent holds it, hand the registration to that agent and return.
+    2. Listen for trainers on the socket, in a thread.
+    3. Flush, until the root is gone or there has been nothing to do for a while.
+
+    Args:
+        root: The memory root.
+        first: The job of the trainer that started this agent.
+    """
+    lock = os.open(
+        os.path.join(root, ".agent", "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
+    )
+    if not _becomes_agent(root, lock, first):
+        return
+    loop = FlushLoop(root)
+    if first is not None:
+        loop.register(first)
+    with _socket_directory(root) as directory, socket.socket(socket.AF_UNIX) as server:
+        path = f"{directory}/socket"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        server.bind(path)
+        server.listen(64)
+        threading.Thread(target=_listen, args=(server, loop), daemon=True).start()
+        log.info("agent %d serves %s", os.getpid(), root)
+        loop.run(
+            may_go_on=lambda: _is_locked_root(root, lock),
+            linger_seconds=_LINGER,
+            look_seconds=_LOOK,
+        )
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    log.info("agent %d ends: nothing is left to flush and no trainer lives", os.getpid())
+
+
+def _is_locked_root(root: str, lock: int) -> bool:
+    """Return whether the root is still the one that was locked.
+
+    It may be deleted, and another one made in its place, at any time.
+    """
+    try:
+        return os.stat(os.path.join(root, ".agent", "lock")).st_ino == os.fstat(lock).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _listen(server: socket.socket, loop: FlushLoop) -> None:
+    """Take registrations from the socket; one that comes as the agent ends gets no answer."""
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return  # the agent is ending
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(5.0)
+            # The directory is 0700; this check also holds where a user has changed that.
+            _, uid, _ = struct.unpack(
+                "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            )
+            if uid != os.geteuid():
+                continue
+            try:
+                registration = _receive(connection.makefile("rb"))
+            except EOFError as error:
+                log.error("a trainer sent %s", error)
+                connection.sendall(b"-")
+                continue
+            if loop.register(registration):
+                connection.sendall(b"+")
+
+
+def _receive(stream: IO[bytes]) -> Registration:
+    """Read a registration. Raises EOFError, whose text ends "a trainer sent …"."""
+    head = stream.read(4)
+    if len(head) < 4:
+        raise EOFError("nothing")
+    (length,) = struct.unpack("!I", head)
+    if length > _MOST_BYTES:
+        raise EOFError(f"a registration of {length} bytes")
+    try:
+        registration = pickle.loads(stream.read(length))  # comes from a process of this user
+    except Exception as error:
+        raise EOFError(
+            f"storage_options that can't be read here ({type(error).__name__}: {error})"
+        ) from None
+    if not isinstance(registration, Registration):
+        raise EOFError("something that is no registration")
+    return registration
+
+
+def _becomes_agent(root: str, lock: int, registration: Registration | None) -> bool:
+    """Become the root's agent, or hand the registration to the agent that runs and return False.
+
+    An agent that is about to end doesn't take it: then the lock will be free in a moment.
+    """
+    deadline = time.monotonic() + _STARTING
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if registration is None or _send(root, pickle.dumps(registration)):
+                return False
+        else:
+            return True
+        if time.monotonic() > deadline:
+            log.error("another agent holds %s and doesn't answer", root)
+            return False
+        time.sleep(0.1)
+
+
+def main() -> None:
+    """Run `python -m dcp_mem.flushing.agent MEMORY_ROOT`, with a registration on stdin."""
+    root = sys.argv[1]
+    os.umask(0o077)
+    handler = RotatingFileHandler(log_path(root), maxBytes=1 << 20, backupCount=1)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # SIGTERM may be a pre-emption notice for the whole node: go on until SIGKILL, since only what
+    # is flushed by then is saved.
+    signal.signal(signal.SIGTERM, lambda *_: log.info("SIGTERM: still flushing what is pending"))
+    with contextlib.suppress(OSError):
+        os.nice(15)
+    try:
+        first = _receive(sys.stdin.buffer)
+    except EOFError as error:
+        log.error("the trainer that started this agent sent %s", error)
+        first = None
+    run(root, first)
+
+
+if __name__ == "__main__":
+    main()

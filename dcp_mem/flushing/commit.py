@@ -1,0 +1,317 @@
+"""The commit protocol: one complete checkpoint, from memory to storage, in the order that is safe.
+
+The same order for every storage:
+
+1. Each node puts its segments, under names that are unique to this attempt at saving.
+2. Each node puts its node manifest (files, sizes, checksums) once its segments are stored.
+3. The committer waits for all node manifests, then puts the catalog and the manifest.
+4. The committer puts `.metadata`, in one atomic put. **That put is the commit**: readers see no
+   checkpoint before it, and a whole one after it.
+5. What older attempts have left under the name is removed.
+
+Invariants:
+
+- What isn't committed doesn't exist for readers: no step before the put of `.metadata` changes
+  what a load finds, and that put is atomic. A load never sees a mix of two saves.
+- Every step can be repeated, by this process or another one that has the files (an agent's
+  successor, or a node that holds copies). A kill between two steps costs time, nothing else.
+- A failed or late flush never damages another checkpoint: its files have names of their own, it
+  doesn't replace a newer attempt, and only what is older than the commit is removed.
+- Where the answer to the commit is ambiguous, it is read back: our own bytes mean success.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from dcp_mem.common import faults
+from dcp_mem.common.files import read_bytes
+from dcp_mem.errors import CheckpointExists, ManifestInvalid, StorageKeyMissing, StorageUnavailable
+from dcp_mem.flushing.orphans import collect_older_attempts
+from dcp_mem.flushing.parts import (
+    FlushJob,
+    Parts,
+    catalog_of,
+    committed_metadata,
+    committed_save_id,
+    parts_of,
+    put_part,
+)
+from dcp_mem.flushing.takeover import take_over
+from dcp_mem.format import names
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.format.metadata_template import template_of
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.locks import end_lease, share, try_lease
+from dcp_mem.storage import Storage
+
+T = TypeVar("T")
+_MOST_RANKS = 8
+"""Ranks that a message lists."""
+
+
+class Evicted(Exception):
+    """The checkpoint left memory before it was flushed, or meanwhile."""
+
+
+class NotYet(Exception):
+    """Another node's part is missing, while this node's is done: repeat the flush in a while.
+
+    A flush doesn't wait for other nodes itself: what they wait for may be next in this node's
+    queue. A repeated flush costs little once this node's part is stored.
+    """
+
+
+class Superseded(Exception):
+    """A newer checkpoint is committed already: this one comes too late."""
+
+
+def flush(job: FlushJob) -> bool:
+    """Make a complete checkpoint durable; on return it is committed, by this node or another.
+
+    Args:
+        job: The checkpoint, and what to work with.
+
+    Returns:
+        Whether this node is the one that has committed it.
+
+    Raises:
+        StorageUnavailable: Nothing is committed; repeat the flush.
+        StorageRefused: Nothing is committed; repeating helps once the cause is removed.
+        NotYet: Other nodes' parts are missing.
+        CheckpointExists: overwrite=False, and storage has another checkpoint of that name.
+        Evicted: The checkpoint is no longer in memory.
+        Superseded: A newer checkpoint has made this one pointless.
+        SegmentCorrupt: Memory lacks bytes of it.
+    """
+    return with_lease(job.checkpoint, lambda: _flush(job))
+
+
+def _flush(job: FlushJob) -> bool:
+    """Run the commit protocol, as far as this node can.
+
+    1. Return if this checkpoint is committed already.
+    2. Refuse what must not be committed: see `refuse_to_overwrite` and `refuse_to_come_late`.
+    3. Put this node's part, unless storage has it.
+    4. Take over the parts of lost nodes, as far as their copies lie here.
+    5. Raise NotYet unless all parts are stored, and the commit is this node's to make.
+    6. Commit, and remove what older attempts have left.
+    """
+    manifest = job.checkpoint.manifest
+    faults.point("flush.started")
+    own_nbytes = sum(segment.nbytes for segment in manifest.of_node(job.node))
+    if committed_save_id(job.storage, manifest) == manifest.save_id and not _has_new_catalog(job):
+        if manifest.committer == job.node:
+            # The process that committed it may have been killed before it had removed these.
+            collect_older_attempts(job.storage, manifest)
+        job.meter.find_stored(own_nbytes)
+        return manifest.committer == job.node
+    refuse_to_overwrite(job)
+    parts = parts_of(job)
+    refuse_to_come_late(job, parts)
+    if job.was_put and not parts.has_node(job.node):
+        raise Superseded("it was committed, and has left storage again")
+    # A node that is new in the job may hold nothing but other nodes' segments.
+    if job.node in manifest.nodes and not parts.has_node(job.node):
+        put_part(job)
+        parts = parts_of(job)
+    else:
+        job.meter.find_stored(own_nbytes)
+    lost = [node for node in parts.missing() if node in job.lost]
+    for node in lost:
+        take_over(job, node)
+    if lost:
+        parts = parts_of(job)
+    _check_that_all_parts_are_stored(job, parts)
+    # Looked at again: taking parts over may have taken minutes.
+    refuse_to_come_late(job, parts)
+    with job.meter.stage("commit"):
+        commit(job)
+    collect_older_attempts(job.storage, manifest)
+    now = Manifest.from_json(read_bytes(job.checkpoint.manifest_path))
+    if now.save_id == manifest.save_id and now.catalog != manifest.catalog:
+        raise NotYet("the coordinator has put a new catalog into memory meanwhile")
+    return True
+
+
+def _check_that_all_parts_are_stored(job: FlushJob, parts: Parts) -> None:
+    """Raise NotYet unless every node's part is stored, and the commit is this node's to make."""
+    missing = parts.missing()
+    for node in missing:
+        if node in job.lost:
+            raise NotYet(_missing_of_lost(job, parts, node))
+    if not job.may_commit:
+        raise NotYet(f"node {job.checkpoint.manifest.committer} has not committed it yet")
+    if missing:
+        count = len(job.checkpoint.manifest.nodes)
+        raise NotYet(f"{', '.join(missing)} of {count} nodes have not put their segments yet")
+
+
+def _missing_of_lost(job: FlushJob, parts: Parts, node: str) -> str:
+    ranks = [
+        segment.rank
+        for segment in job.checkpoint.manifest.of_node(node)
+        if not parts.has_segment(segment.rank)
+    ]
+    some = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", …" if len(ranks) > _MOST_RANKS else "")
+    return f"node {node} is lost, and no other has put a copy of the segments of ranks {some} yet"
+
+
+def with_lease(checkpoint: LocalCheckpoint, act: Callable[[], T]) -> T:
+    """Call `act` while neither eviction nor a new save can touch the checkpoint.
+
+    Args:
+        checkpoint: It is leased, and locked against this node's other flushers.
+        act: Called without arguments.
+
+    Returns:
+        What `act` returns.
+
+    Raises:
+        Evicted: The checkpoint isn't in memory, or has left it meanwhile.
+        NotYet: Another process of this node flushes it.
+    """
+    try:
+        descriptor = os.open(checkpoint.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Evicted(checkpoint.name) from None
+    try:
+        # The lease is on the file that was opened: only then is it known which attempt's it is.
+        if not share(descriptor) or not _is_in_memory(checkpoint):
+            raise Evicted(checkpoint.name)
+        with _only_flusher(checkpoint):
+            return act()
+    except Exception:
+        if _is_in_memory(checkpoint):
+            raise
+        # Whatever has failed, nobody needs it any more.
+        raise Evicted(checkpoint.name) from None
+    finally:
+        end_lease(descriptor)
+        os.close(descriptor)
+
+
+@contextmanager
+def _only_flusher(checkpoint: LocalCheckpoint) -> Iterator[None]:
+    """Keep out this node's other agents and flush threads: they would write to the same objects."""
+    descriptor = os.open(checkpoint.flushing_path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if not try_lease(descriptor, exclusive=True):
+            raise NotYet("another process of this node is flushing it")
+        yield
+    finally:
+        end_lease(descriptor)
+        os.close(descriptor)
+
+
+def _is_in_memory(checkpoint: LocalCheckpoint) -> bool:
+    """Return whether this very attempt, and not a newer save of its name, lies in memory."""
+    try:
+        manifest = Manifest.from_json(read_bytes(checkpoint.manifest_path))
+    except FileNotFoundError:
+        return False
+    return manifest.save_id == checkpoint.manifest.save_id
+
+
+def refuse_to_overwrite(job: FlushJob) -> None:
+    """Make sure that no other checkpoint of the name is committed, where overwrite=False.
+
+    Args:
+        job: The flush.
+
+    Raises:
+        CheckpointExists: There is one.
+    """
+    manifest = job.checkpoint.manifest
+    if job.overwrite or committed_save_id(job.storage, manifest) == manifest.save_id:
+        return
+    listed = {entry.name for entry in job.storage.ls(manifest.name)}
+    if names.metadata_file(manifest.scope) in listed:
+        raise CheckpointExists(manifest.name, job.storage.url)
+
+
+def refuse_to_come_late(job: FlushJob, parts: Parts) -> None:
+    """Make sure that no newer attempt of the name is committed, where this node acts for lost ones.
+
+    The job may have gone on elsewhere; this node's memory doesn't show it.
+
+    Args:
+        job: The flush.
+        parts: What storage has of the checkpoint.
+
+    Raises:
+        Superseded: There is a newer attempt.
+    """
+    manifest = job.checkpoint.manifest
+    if not job.lost:
+        return
+    committed = committed_metadata(job.storage, manifest)
+    for save_id in parts.other_attempts():
+        if save_id.encode() in committed and _created(job, save_id) > manifest.created:
+            raise Superseded(
+                f"{', '.join(sorted(job.lost))} lost, and a newer save of that name is durable"
+            )
+
+
+def _created(job: FlushJob, save_id: str) -> float:
+    try:
+        return Manifest.from_json(job.storage.get(job.key(names.stored_manifest(save_id)))).created
+    except (StorageKeyMissing, ManifestInvalid):
+        return 0.0
+
+
+def commit(job: FlushJob) -> None:
+    """Publish the catalog, the manifest and last, in one put, `.metadata`.
+
+    Args:
+        job: The flush; all parts of its checkpoint are stored.
+
+    Raises:
+        CheckpointExists: overwrite=False, and another checkpoint was committed meanwhile.
+        StorageUnavailable: Nothing is committed; repeat it.
+        StorageRefused: Nothing is committed.
+        SegmentCorrupt: Memory has lost the catalog.
+    """
+    manifest = job.checkpoint.manifest
+    catalog = catalog_of(job.checkpoint)
+    file = names.catalog_file(manifest.catalog)
+    job.storage.put(job.key(file), read_bytes(os.path.join(job.checkpoint.directory, file)))
+    job.storage.put(job.key(names.stored_manifest(manifest.save_id)), manifest.to_json())
+    faults.point("flush.manifest")
+    metadata = template_of(catalog).render(manifest.save_id, manifest.tails)
+    key = job.key(names.metadata_file(manifest.scope))
+    faults.point("flush.commit")
+    try:
+        job.storage.put(key, metadata, create=not job.overwrite)
+    except (CheckpointExists, StorageUnavailable):
+        # The answer may have been lost on its way, or an earlier attempt of ours has succeeded.
+        if not _holds(job.storage, key, metadata):
+            raise
+    faults.point("flush.committed")
+
+
+def _has_new_catalog(job: FlushJob) -> bool:
+    """Return whether the coordinator has changed the catalog since it was committed.
+
+    Planners do that which hand their metadata over only after the commit.
+    """
+    manifest = job.checkpoint.manifest
+    if manifest.committer != job.node:
+        return False
+    try:
+        stored = Manifest.from_json(
+            job.storage.get(job.key(names.stored_manifest(manifest.save_id)))
+        )
+        return stored.catalog != manifest.catalog
+    except (StorageKeyMissing, ManifestInvalid):
+        return True
+
+
+def _holds(storage: Storage, key: str, data: bytes) -> bool:
+    try:
+        return storage.get(key) == data
+    except StorageKeyMissing:
+        return False

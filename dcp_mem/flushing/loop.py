@@ -1,0 +1,100 @@
+"""The loop around the scheduler, which the agent's process and the trainer's flush thread run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from dcp_mem.flushing.registration import Registration
+from dcp_mem.flushing.scheduler import FlushScheduler
+
+_LOOK_SECONDS = 1.0
+_BUSY_LOOK_SECONDS = 0.05
+
+
+class FlushLoop:
+    """Flushes the checkpoints of registered jobs, one after the other, until it is told to stop.
+
+    One thread calls `run`; all other methods may be called from any thread.
+
+    Args:
+        root: The memory root.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._scheduler = FlushScheduler(root)
+        self._woken = threading.Event()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._is_stopping = False
+
+    def register(self, registration: Registration) -> bool:
+        """Take a job on, and look at once whether it has a checkpoint to flush.
+
+        Args:
+            registration: How the job's checkpoints are flushed.
+
+        Returns:
+            False where the loop has ended: then nothing was taken on.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._scheduler.register(registration)
+                self._woken.set()
+            return not self._is_closed
+
+    def run(
+        self,
+        *,
+        may_go_on: Callable[[], bool] = lambda: True,
+        linger_seconds: float | None = None,
+        look_seconds: float = _LOOK_SECONDS,
+    ) -> None:
+        """Flush whatever is due, and wait in between.
+
+        1. Flush one checkpoint, if one is due, and begin again.
+        2. Otherwise end, if there has been nothing to do for long enough.
+        3. Otherwise wait until a checkpoint is due, or a job is registered.
+
+        Args:
+            may_go_on: Asked before each round; the loop ends where it says no.
+            linger_seconds: How long the loop goes on with nothing to do; None: until `stop`.
+            look_seconds: Longest time between two looks at the memory root.
+        """
+        idle_since = time.monotonic()
+        while not self._is_stopping and may_go_on():
+            self._woken.clear()
+            if self._scheduler.flush_next():
+                idle_since = time.monotonic()
+                continue
+            if linger_seconds is not None:
+                if self._scheduler.is_needed():
+                    idle_since = time.monotonic()
+                elif time.monotonic() - idle_since > linger_seconds and self._close_unless_woken():
+                    return
+            due = self._scheduler.seconds_until_next()
+            self._woken.wait(look_seconds if due is None else min(due, look_seconds))
+
+    def stop(self) -> None:
+        """End the loop after the checkpoint that it is at."""
+        self._is_stopping = True
+        self._woken.set()
+
+    def drain(self, timeout_seconds: float) -> None:
+        """Try all that is pending once more, and wait until it is done or has failed again.
+
+        Args:
+            timeout_seconds: The most to wait; what is pending then stays pending.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        self._scheduler.retry()
+        self._woken.set()
+        while time.monotonic() < deadline and self._scheduler.is_busy():
+            time.sleep(_BUSY_LOOK_SECONDS)
+
+    def _close_unless_woken(self) -> bool:
+        """Take no more jobs on, unless one has just come: a job that was taken on is served."""
+        with self._lock:
+            self._is_closed = not self._woken.is_set()
+            return self._is_closed

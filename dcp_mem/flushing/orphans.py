@@ -1,0 +1,193 @@
+"""Orphans: what attempts at saving leave on storage. They are found and removed here.
+
+Older attempts at a committed checkpoint, uploads that were broken off, and names without any
+committed checkpoint. Nothing that a `.metadata` refers to is removed by another attempt.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
+from dcp_mem.format import names
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.storage import Storage
+
+_OWN = re.compile(r"(?:node|manifest|segment)-([0-9a-f]{8})(?:-.*)?\.json")
+_CATALOG = re.compile(r"catalog-[0-9a-f]+")
+_METADATA = re.compile(r"(?:__\d+)?\.metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A file or an unfinished upload that may belong to no checkpoint.
+
+    Attributes:
+        modified: Seconds since the epoch, by the storage's clock; 0.0 where it doesn't tell.
+        save_id: Of the attempt; "" for a catalog, which several attempts may share.
+        is_unfinished: Whether it is an upload that was begun and neither finished nor dropped.
+    """
+
+    key: str
+    nbytes: int
+    _: KW_ONLY
+    modified: float
+    save_id: str
+    is_unfinished: bool = False
+
+    def remove(self, storage: Storage) -> None:
+        """Remove it; one that is gone already is fine.
+
+        Args:
+            storage: The storage that it was found on.
+        """
+        storage.drop_unfinished(self.key) if self.is_unfinished else storage.delete(self.key)
+
+
+def collect_older_attempts(storage: Storage, manifest: Manifest) -> None:
+    """Remove what older attempts have left under a committed checkpoint's name.
+
+    Uploads that this checkpoint's own attempts have broken off go, too. An attempt is older if its
+    manifest says so, or if all that it has put was put before anything of this one: an attempt that
+    goes on meanwhile is left alone. The times compared are all of the storage's one clock.
+
+    Args:
+        storage: The job's root.
+        manifest: Of the committed checkpoint.
+    """
+    found = [one for one in _files(storage, manifest.name) if _is_of_scope(one, manifest.scope)]
+    own_times = [
+        one.modified for one in found if one.save_id == manifest.save_id and not one.is_unfinished
+    ]
+    begun = min(own_times, default=0.0)
+    older = {
+        save_id
+        for save_id in {one.save_id for one in found} - {manifest.save_id, ""}
+        if _is_older(storage, manifest, [one for one in found if one.save_id == save_id], begun)
+    }
+    for one in found:
+        if one.save_id in older or (one.save_id == manifest.save_id and one.is_unfinished):
+            one.remove(storage)
+    if manifest.scope == names.COLLECTIVE:
+        own_catalog = f"{manifest.name}/{names.catalog_file(manifest.catalog)}"
+        for one in found:
+            is_other_catalog = not one.save_id and one.key != own_catalog
+            if is_other_catalog and 0.0 < one.modified < begun:
+                one.remove(storage)
+
+
+def delete_checkpoint(storage: Storage, name: str) -> int:
+    """Delete everything under a checkpoint's name.
+
+    `.metadata` goes first: a deletion that is broken off leaves nothing that readers take for a
+    checkpoint.
+
+    Args:
+        storage: The job's.
+        name: The checkpoint's name.
+
+    Returns:
+        How many bytes were deleted.
+    """
+    found = list(_walk(storage, name))
+    for key, _ in sorted(
+        found, key=lambda one: (_METADATA.fullmatch(one[0].rpartition("/")[2]) is None, one[0])
+    ):
+        storage.delete(key)
+    for left in storage.unfinished(name):
+        storage.drop_unfinished(left.key)
+    return sum(nbytes for _, nbytes in found)
+
+
+def delete_attempt(storage: Storage, name: str, save_id: str) -> None:
+    """Delete what one attempt has put under a name.
+
+    What attempts share (catalogs) goes as well where there is no other attempt.
+
+    Args:
+        storage: The job's root.
+        name: The checkpoint's.
+        save_id: Of the attempt.
+    """
+    # Inner directories first: each goes with its last file.
+    found = sorted(_files(storage, name), key=lambda one: one.key)
+    is_only = {one.save_id for one in found} <= {save_id, ""}
+    for one in found:
+        if one.save_id == save_id or is_only:
+            one.remove(storage)
+
+
+def orphans(storage: Storage, older_than: float) -> list[Orphan]:
+    """Return dcp_mem's files under names without a committed checkpoint, and unfinished uploads.
+
+    Files that dcp_mem hasn't written are never among them.
+
+    Args:
+        storage: The job's root.
+        older_than: Seconds since the last change under the name, or of the upload.
+    """
+    cutoff = time.time() - older_than
+    listed = {entry.name for entry in storage.ls("") if entry.is_directory}
+    # Object stores list nothing else of a name under which there are only unfinished uploads.
+    listed |= {left.key.partition("/")[0] for left in storage.unfinished("")}
+    found = []
+    for name in sorted(name for name in listed if not name.startswith(".")):
+        under = list(_files(storage, name))
+        is_committed = any(_METADATA.fullmatch(entry.name) for entry in storage.ls(name))
+        is_at_rest = all(0.0 < one.modified < cutoff for one in under)
+        if not is_committed and is_at_rest:
+            found += under
+        elif is_committed:
+            found += [one for one in under if one.is_unfinished and 0.0 < one.modified < cutoff]
+    return found
+
+
+def _files(storage: Storage, name: str) -> Iterator[Orphan]:
+    """Yield what attempts have put under a name."""
+    for entry in storage.ls(name):
+        match = names.SEGMENT.fullmatch(entry.name)
+        if match is not None:
+            key = f"{name}/{entry.name}"
+            yield Orphan(key, entry.nbytes, modified=entry.modified, save_id=match[3])
+    for entry in storage.ls(f"{name}/{names.OWN}"):
+        match = _OWN.fullmatch(entry.name)
+        if match is not None or _CATALOG.fullmatch(entry.name):
+            key, save_id = f"{name}/{names.OWN}/{entry.name}", "" if match is None else match[1]
+            yield Orphan(key, entry.nbytes, modified=entry.modified, save_id=save_id)
+    for left in storage.unfinished(name):
+        match = names.SEGMENT.fullmatch(left.key.rpartition("/")[2])
+        if match is not None and left.key.startswith(f"{name}/"):
+            yield Orphan(left.key, 0, modified=left.begun, save_id=match[3], is_unfinished=True)
+
+
+def _is_of_scope(one: Orphan, scope: str) -> bool:
+    """Return whether it may be an attempt of the same ranks.
+
+    A rank that saved alone has file names of its own.
+    """
+    match = names.SEGMENT.fullmatch(one.key.rpartition("/")[2])
+    return scope == names.COLLECTIVE or (
+        match is not None and names.rank_scope(int(match[1])) == scope
+    )
+
+
+def _is_older(storage: Storage, own: Manifest, attempt: Sequence[Orphan], begun: float) -> bool:
+    key = f"{own.name}/{names.stored_manifest(attempt[0].save_id)}"
+    try:
+        other = Manifest.from_json(storage.get(key))
+    except (StorageKeyMissing, ManifestInvalid):
+        modified = [one.modified for one in attempt]
+        return min(modified) > 0.0 and max(modified) < begun
+    return other.created < own.created and other.scope == own.scope
+
+
+def _walk(storage: Storage, prefix: str) -> Iterator[tuple[str, int]]:
+    for entry in storage.ls(prefix):
+        key = f"{prefix}/{entry.name}"
+        if entry.is_directory:
+            yield from _walk(storage, key)
+        else:
+            yield key, entry.nbytes

@@ -1,0 +1,127 @@
+"""A job that is to be flushed: where to, with which credentials and limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
+
+from dcp_mem.config import Settings
+from dcp_mem.policy.retention import Retention
+
+_CREDENTIAL_PREFIXES = (
+    "AWS_",
+    "AZURE_",
+    "GOOGLE_",
+    "GCS_",
+    "FSSPEC_",
+    "IDENTITY_",
+    "MSI_",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A job whose checkpoints are to be flushed.
+
+    Options and environment may hold secrets: they stay in memory and out of `repr`.
+
+    Attributes:
+        job: Name of the job's directory under the memory root.
+        url: Root URL on storage.
+        overwrite: Whether a checkpoint may replace another one of its name.
+        storage_options: For the storage SDKs.
+        environment: The trainer's variables for storage SDKs; None where the scheduler runs in the
+            trainer itself.
+        now: Whether a caller waits: failed flushes are tried again at once.
+        upload_limit: Bytes per second of this node; None: no limit.
+        nodes: Those on which the job's ranks run; all others are lost. None: unknown.
+        keep_storage: Which checkpoints stay on storage; None: all.
+    """
+
+    job: str
+    url: str
+    _: KW_ONLY
+    overwrite: bool
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    environment: Mapping[str, str] | None = field(default=None, repr=False)
+    now: bool = False
+    upload_limit: int | None = None
+    nodes: frozenset[str] | None = None
+    keep_storage: Retention | None = None
+
+    def has_same_destination(self, other: Registration) -> bool:
+        """Return whether both reach the same storage in the same way.
+
+        Args:
+            other: Of the same job.
+        """
+        return self._destination() == other._destination()
+
+    def _destination(self) -> Registration:
+        return replace(
+            self, now=False, overwrite=False, upload_limit=None, nodes=None, keep_storage=None
+        )
+
+
+def registration_of(
+    settings: Settings, *, now: bool = False, nodes: frozenset[str] | None = None
+) -> Registration:
+    """Return what the agent must know of this job.
+
+    Args:
+        settings: The job's, with a URL.
+        now: Whether a caller waits for the flush.
+        nodes: Ids of the nodes on which the job's ranks run, if that is known.
+    """
+    assert settings.url is not None
+    return Registration(
+        settings.job,
+        settings.url,
+        overwrite=settings.overwrite,
+        storage_options=settings.storage_options,
+        environment=credential_environment(),
+        now=now,
+        upload_limit=settings.upload_limit,
+        nodes=nodes,
+        keep_storage=settings.keep_storage,
+    )
+
+
+def credential_environment() -> dict[str, str]:
+    """Return the variables of this process by which storage SDKs find their credentials."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.upper().startswith(_CREDENTIAL_PREFIXES)
+    }
+
+
+@contextmanager
+def environment_of(registration: Registration) -> Iterator[None]:
+    """Run with the job's credential variables.
+
+    One agent serves jobs that were started with different credentials.
+
+    Args:
+        registration: Brings the job's credential variables; those of this process where it has
+            none.
+    """
+    before, variables = credential_environment(), registration.environment
+    if variables is None or before == dict(variables):
+        yield
+        return
+    for name in before.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in credential_environment().keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

@@ -1,0 +1,123 @@
+"""Retention on storage: after a commit, checkpoints that the policy doesn't keep are deleted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcp_mem.common.log import log
+from dcp_mem.common.parallel import in_daemons
+from dcp_mem.errors import CheckpointExists, StorageKeyMissing
+from dcp_mem.flushing.orphans import delete_attempt
+from dcp_mem.format import names
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.policy.facts import CheckpointFacts
+from dcp_mem.policy.retention import Retention, leaving
+from dcp_mem.storage import Storage
+from dcp_mem.storage.leases import is_being_read
+from dcp_mem.storage.listing import checkpoint_names, committed_under
+
+_MOST_AT_ONCE = 16
+"""Checkpoints that are deleted after one commit: the next flush waits for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A committed checkpoint, as the last look at storage found it."""
+
+    save_id: str
+    candidate: CheckpointFacts
+
+
+class Retainer:
+    """Retention of one job: remembers, from one commit to the next, what storage has."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+
+    def apply(self, storage: Storage, policy: Retention, committed: Manifest) -> list[str]:
+        """Delete what the policy doesn't keep.
+
+        Only whole checkpoints of dcp_mem's are looked at. The newest stays, and whatever is read.
+
+        1. Look at names that are new on storage.
+        2. Let the policy choose.
+        3. Delete each that is unchanged and that nobody reads, a limited number at once.
+
+        Args:
+            storage: The job's root.
+            policy: What stays.
+            committed: The checkpoint that has just been committed; it stays.
+
+        Returns:
+            Names of the deleted checkpoints.
+
+        Raises:
+            StorageUnavailable, StorageRefused: As the storage does.
+        """
+        self._look(storage, committed)
+        deleted = []
+        candidates = [known.candidate for known in self._known.values()]
+        for one in leaving(policy, candidates, {committed.name})[:_MOST_AT_ONCE]:
+            if _delete(storage, one.key, self._known[one.key]):
+                deleted.append(one.key)
+            self._known.pop(one.key)  # if it is still there, it is looked at again next time
+        return deleted
+
+    def _look(self, storage: Storage, committed: Manifest) -> None:
+        """Look at names that are new on storage, and forget those that are gone."""
+        listed = set(checkpoint_names(storage))
+        for name in self._known.keys() - listed:
+            del self._known[name]
+        if committed.scope == names.COLLECTIVE:
+            self._known[committed.name] = _known(committed)
+        new = sorted(listed - self._known.keys())
+        found = in_daemons(lambda name: _look_at(storage, name), new)
+        for name, known in zip(new, found, strict=True):
+            if known is not None:
+                self._known[name] = known
+
+
+def _delete(storage: Storage, name: str, known: _Known) -> bool:
+    """Delete a checkpoint that nobody reads, if it is still the one that was looked at.
+
+    Readers take a lease first, and then look whether the checkpoint is committed. Here it is the
+    other way round: `.metadata` goes first, and then leases are looked at. So one of both notices.
+    """
+    if _look_at(storage, name) != known or is_being_read(storage, name):
+        return False
+    key = f"{name}/{names.metadata_file(names.COLLECTIVE)}"
+    try:
+        metadata = storage.get(key)
+    except StorageKeyMissing:
+        return False
+    if known.save_id.encode() not in metadata:
+        return False
+    storage.delete(key)
+    if is_being_read(storage, name):
+        try:
+            storage.put(key, metadata, create=True)
+        except CheckpointExists:
+            log.info("%s in %s has been saved anew meanwhile", name, storage.url)
+        return False
+    delete_attempt(storage, name, known.save_id)
+    return True
+
+
+def _look_at(storage: Storage, name: str) -> _Known | None:
+    """Return dcp_mem's checkpoint that is committed under a name; None where none is whole."""
+    try:
+        found = committed_under(storage, name)
+    except StorageKeyMissing:  # it has gone meanwhile
+        return None
+    own = [one.manifest for one in found if one.scope == names.COLLECTIVE and not one.problem]
+    return _known(own[0]) if own and own[0] is not None else None
+
+
+def _known(manifest: Manifest) -> _Known:
+    candidate = CheckpointFacts(
+        key=manifest.name,
+        created=manifest.created,
+        step=manifest.step,
+        metrics=manifest.metrics,
+    )
+    return _Known(manifest.save_id, candidate)

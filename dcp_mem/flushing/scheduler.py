@@ -1,0 +1,485 @@
+"""Which checkpoint is flushed next, when a failed one is tried again, and what is recorded of it.
+
+One scheduler serves all jobs of a memory root. It runs in the agent, or in a thread of the trainer
+(`agent="thread"`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import dataclass, field, replace
+
+from dcp_mem.common import faults
+from dcp_mem.common.log import log
+from dcp_mem.common.values import Outcome
+from dcp_mem.errors import DcpMemError, StorageUnavailable
+from dcp_mem.flushing.commit import Evicted, NotYet, Superseded, flush
+from dcp_mem.flushing.metering import Throttle
+from dcp_mem.flushing.parts import FlushJob, drop_part
+from dcp_mem.flushing.progress import FlushAttempt, add_to_stored_history
+from dcp_mem.flushing.registration import Registration, environment_of
+from dcp_mem.flushing.retention import Retainer
+from dcp_mem.format.history import row_of
+from dcp_mem.format.manifest import FlushRecord
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import job_is_live
+from dcp_mem.storage.retry import RetryingStorage, RetryPolicy
+from dcp_mem.storage.routes import open_storage
+
+_RETRY_POLICY = RetryPolicy(tries=4, first_pause_seconds=0.2, longest_pause_seconds=3.0)
+"""Of requests within a flush. A failed flush is tried again, and goes on where it stopped."""
+_LONGEST_PAUSE = 60.0
+"""Seconds between two tries of a failed flush."""
+_DEAD_JOB_SECONDS = 3600.0
+"""How long a storage that fails is tried for a job without trainers."""
+_DEAD_JOB_REFUSALS = 3
+_LONGEST_LOOK = 2.0
+"""Seconds between two looks for other nodes' parts."""
+_PEER_GRACE = 600.0
+"""Grace period, in seconds, before a missing part of another node is recorded as a failure."""
+_PEER_LAG = 30.0
+"""Grace period, in seconds, where a newer checkpoint is durable: then this one is skipped."""
+_OWNER_GRACE = 30.0
+"""Grace period, in seconds, before a node takes over another node's part where no trainer lives.
+
+Twice the time that the node's own part took comes on top.
+"""
+
+
+@dataclass(slots=True, kw_only=True)
+class _FlushState:
+    """What came of one checkpoint's attempts so far.
+
+    Times are those of `time.monotonic`; 0.0: never.
+
+    Attributes:
+        failures: Attempts that failed.
+        refusals: Those of them that storage refused.
+        first_failure: When the first one failed.
+        due: When the next attempt is.
+        waits: How often other nodes' parts were missing.
+        waiting_since: Since when they have been missing.
+        own_part_seconds: What this node's own part took.
+        last_look: When other nodes' parts were last looked for, if that was the last thing done.
+        without_trainer_since: Since when no trainer of the job has lived here, this node's part
+            being done.
+        lost: Nodes that aren't waited for any more.
+        damaged: As in `FlushJob`.
+    """
+
+    job: str
+    failures: int = 0
+    refusals: int = 0
+    first_failure: float = 0.0
+    due: float = 0.0
+    waits: int = 0
+    waiting_since: float = 0.0
+    own_part_seconds: float = 0.0
+    last_look: float = 0.0
+    without_trainer_since: float = 0.0
+    lost: frozenset[str] = frozenset()
+    damaged: set[str] = field(default_factory=set)
+
+
+class FlushScheduler:
+    """Flushes the pending checkpoints of registered jobs, the newest first.
+
+    Args:
+        root: The memory root.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._jobs: dict[str, Registration] = {}
+        self._states: dict[str, _FlushState] = {}
+        self._storages: dict[str, tuple[Registration, RetryingStorage]] = {}
+        self._throttles: dict[str, tuple[int | None, Throttle]] = {}
+        self._unwritten: dict[str, tuple[JobMemory, LocalCheckpoint, FlushRecord]] = {}
+        self._served: dict[str, float] = {}
+        self._retainers: dict[str, Retainer] = {}
+
+    def register(self, registration: Registration) -> None:
+        """Take a job on, or its new credentials or nodes: failed flushes may wait for those.
+
+        Args:
+            registration: How the job's checkpoints are flushed.
+        """
+        known = self._jobs.get(registration.job)
+        if known is not None and registration.nodes is None:
+            registration = replace(registration, nodes=known.nodes)
+        self._jobs[registration.job] = registration
+        is_same = (
+            known is not None
+            and registration.has_same_destination(known)
+            and registration.nodes == known.nodes
+        )
+        if registration.now or not is_same:
+            for state in list(self._states.values()):
+                if state.job == registration.job:
+                    state.due = 0.0
+
+    def flush_next(self) -> bool:
+        """Flush one checkpoint, of the job that has waited longest.
+
+        1. Write down what memory had no room for so far.
+        2. Take the job that was served least recently among those with a checkpoint that is due.
+        3. Flush its newest checkpoint that is due.
+
+        Returns:
+            False where no checkpoint is due.
+        """
+        for unwritten in list(self._unwritten.values()):
+            self._record(*unwritten)
+        now = time.monotonic()
+        for registration in sorted(
+            self._jobs.values(), key=lambda one: self._served.get(one.job, 0.0)
+        ):
+            pending = self._pending(registration.job)
+            checkpoint = next((one for one in pending if self._due(one) <= now), None)
+            if checkpoint is not None:
+                self._served[registration.job] = now
+                try:
+                    memory = JobMemory(self._root, registration.job)
+                    self._flush(registration, memory, checkpoint)
+                except Exception:
+                    # A defect, or memory that has vanished: the other jobs go on all the same.
+                    log.exception("%s can't be flushed", checkpoint.name)
+                    state = self._states.setdefault(
+                        checkpoint.manifest.save_id, _FlushState(job=registration.job)
+                    )
+                    state.due = now + _LONGEST_PAUSE
+                return True
+        return False
+
+    def retry(self) -> None:
+        """Make everything due that has failed."""
+        for state in list(self._states.values()):
+            state.due = 0.0
+
+    def seconds_until_next(self) -> float | None:
+        """Return how long it is until a checkpoint is due; None where nothing is pending."""
+        due = [self._due(one) for job in list(self._jobs) for one in self._pending(job)]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def is_busy(self) -> bool:
+        """Return whether anything is pending but failures that are tried again later."""
+        now = time.monotonic()
+        pending = [
+            self._states.get(one.manifest.save_id)
+            for job in list(self._jobs)
+            for one in self._pending(job)
+        ]
+        return any(state is None or state.due <= now or not state.failures for state in pending)
+
+    def is_needed(self) -> bool:
+        """Return whether a trainer lives, or something pending is still worth trying."""
+        return any(
+            self._is_live(job) or any(map(self._is_worth_trying, self._pending(job)))
+            for job in list(self._jobs)
+        )
+
+    # -- what is pending --------------------------------------------------------------------------
+
+    def _is_live(self, job: str) -> bool:
+        return job_is_live(os.path.join(self._root, job))
+
+    def _pending(self, job: str) -> list[LocalCheckpoint]:
+        """Return what awaits its flush, newest first; nothing where the job's memory is gone."""
+        if not os.path.isdir(os.path.join(self._root, job)):
+            return []
+        try:
+            found = JobMemory(self._root, job).checkpoints()
+        except FileNotFoundError:
+            return []
+        except (DcpMemError, OSError) as error:
+            log.warning("the memory of job %s can't be read: %s", job, error)
+            return []
+        ended = {
+            save_id
+            for save_id, (_, _, record) in self._unwritten.items()
+            if record.outcome in (Outcome.DURABLE, Outcome.SKIPPED)
+        }
+        return [one for one in found if one.pending and one.manifest.save_id not in ended]
+
+    def _due(self, checkpoint: LocalCheckpoint) -> float:
+        state = self._states.get(checkpoint.manifest.save_id)
+        return state.due if state is not None else 0.0
+
+    def _is_worth_trying(self, checkpoint: LocalCheckpoint) -> bool:
+        """Return whether to go on for a job without trainers."""
+        state = self._states.get(checkpoint.manifest.save_id)
+        if state is None:
+            return True
+        times = filter(None, (state.first_failure, state.waiting_since))
+        since = min(times, default=time.monotonic())
+        has_time = time.monotonic() - since < _DEAD_JOB_SECONDS
+        return state.refusals < _DEAD_JOB_REFUSALS and has_time
+
+    # -- one flush --------------------------------------------------------------------------------
+
+    def _flush(
+        self, registration: Registration, memory: JobMemory, checkpoint: LocalCheckpoint
+    ) -> None:
+        """Make one attempt at a flush, and act on what comes of it.
+
+        1. Run the commit protocol with the job's credentials.
+        2. Evicted: remove what was put. Parts of other nodes missing: come back soon. Superseded:
+           skip it. Failed: come back later.
+        3. Durable: record it, and apply retention if this node has committed it.
+        """
+        state = self._states.get(checkpoint.manifest.save_id)
+        last_look = state.last_look if state is not None else 0.0
+        waited_seconds = time.monotonic() - last_look if last_look else 0.0
+        attempt = FlushAttempt(memory, checkpoint, waited_seconds)
+        try:
+            with environment_of(registration):
+                record, has_committed = self._flushed(registration, memory, checkpoint, attempt)
+        except Evicted:
+            log.info("%s left memory before it was flushed", checkpoint.name)
+            self._drop(registration, memory, checkpoint)
+            return
+        except NotYet as reason:
+            self._wait_for_others(memory, checkpoint, attempt, str(reason))
+            return
+        except Superseded as reason:
+            self._skip(memory, checkpoint, attempt, str(reason))
+            return
+        except Exception as error:  # whatever it is, training and other checkpoints must go on
+            self._storages.pop(registration.job, None)
+            self._fail(memory, checkpoint, attempt.record(), error)
+            return
+        self._record(memory, checkpoint, record)
+        faults.point("flush.recorded")
+        self._states.pop(checkpoint.manifest.save_id, None)
+        log.info("%s is durable in %s (%.1f s)", checkpoint.name, registration.url, attempt.seconds)
+        if has_committed:
+            self._retain(registration, memory, checkpoint)
+
+    def _flushed(
+        self,
+        registration: Registration,
+        memory: JobMemory,
+        checkpoint: LocalCheckpoint,
+        attempt: FlushAttempt,
+    ) -> tuple[FlushRecord, bool]:
+        """Run the commit protocol; return what to record, and whether this node has committed.
+
+        The node that has committed adds the checkpoint to the history on storage.
+        """
+        storage = self._storage(registration)
+        lost, damaged = self._lost(registration, memory, checkpoint)
+        state = self._states.get(checkpoint.manifest.save_id)
+        has_waited = state is not None and state.waits > 0
+        job = FlushJob(
+            checkpoint,
+            memory.node,
+            storage,
+            overwrite=registration.overwrite,
+            meter=attempt.meter(storage),
+            throttle=self._throttle(registration),
+            lost=lost,
+            damaged=damaged,
+            was_put=has_waited and _is_superseded(memory, checkpoint),
+        )
+        has_committed = flush(job)
+        ended = attempt.record()
+        record = replace(
+            ended,
+            outcome=Outcome.DURABLE,
+            error="",
+            durable=time.time(),
+            attempts=ended.attempts + 1,
+        )
+        if has_committed:
+            row = row_of(checkpoint.manifest, record)
+            add_to_stored_history(storage, row, memory.history())
+        return record, has_committed
+
+    def _drop(
+        self, registration: Registration, memory: JobMemory, checkpoint: LocalCheckpoint
+    ) -> None:
+        """Remove what was put of a checkpoint that can't be finished any more."""
+        try:
+            with environment_of(registration):
+                storage = self._storage(registration)
+                overwrite = registration.overwrite
+                drop_part(FlushJob(checkpoint, memory.node, storage, overwrite=overwrite))
+        except Exception as error:
+            log.warning(
+                "what was put of %s can't be taken away (collect_orphans does): %s",
+                checkpoint.name,
+                error,
+            )
+
+    def _retain(
+        self, registration: Registration, memory: JobMemory, checkpoint: LocalCheckpoint
+    ) -> None:
+        """Delete from storage what the job doesn't keep, now that this checkpoint is there."""
+        if registration.keep_storage is None:
+            return
+        retainer = self._retainers.setdefault(registration.job, Retainer())
+        try:
+            with environment_of(registration):
+                deleted = retainer.apply(
+                    self._storage(registration), registration.keep_storage, checkpoint.manifest
+                )
+            memory.note_deleted(deleted)
+        except Exception as error:  # the next commit brings another chance
+            self._retainers.pop(registration.job)
+            log.warning(
+                "what %s doesn't keep in %s stays for now: %s",
+                registration.job,
+                registration.url,
+                error,
+            )
+            return
+        if deleted:
+            log.info("retention has deleted %s from %s", ", ".join(deleted), registration.url)
+
+    def _lost(
+        self, registration: Registration, memory: JobMemory, checkpoint: LocalCheckpoint
+    ) -> tuple[frozenset[str], set[str]]:
+        """Return the nodes that won't put their parts any more, and copies known as damaged.
+
+        Nodes that the job has gone on without are lost. Where no trainer is left here, all
+        other nodes whose parts have been missing for long are taken for lost.
+        """
+        others = frozenset(checkpoint.manifest.nodes) - {memory.node}
+        lost = others - registration.nodes if registration.nodes is not None else frozenset[str]()
+        save_id = checkpoint.manifest.save_id
+        state = self._state_of(memory, checkpoint) if lost else self._states.get(save_id)
+        if state is None:
+            return lost, set()
+        now = time.monotonic()
+        if self._is_live(memory.job) or not state.waits:
+            state.without_trainer_since = 0.0
+        else:
+            state.without_trainer_since = state.without_trainer_since or now
+        since = state.without_trainer_since
+        if since and now - since > _OWNER_GRACE + 2 * state.own_part_seconds:
+            lost = others
+        if lost != state.lost:
+            state.lost = lost
+            state.waiting_since = 0.0  # the nodes that take over have their time as well
+            log.info(
+                "%s doesn't count on these nodes any more: %s",
+                checkpoint.name,
+                ", ".join(sorted(lost)) or "none",
+            )
+        return lost, state.damaged
+
+    def _throttle(self, registration: Registration) -> Throttle:
+        """Return the job's throttle. It is kept: what one flush sent counts for the next."""
+        known = self._throttles.get(registration.job)
+        if known is None or known[0] != registration.upload_limit:
+            known = registration.upload_limit, Throttle(registration.upload_limit)
+            self._throttles[registration.job] = known
+        return known[1]
+
+    def _storage(self, registration: Registration) -> RetryingStorage:
+        """Return the job's storage, opened again after a failure.
+
+        It is kept: file systems cost connections, and some are never freed.
+        """
+        known = self._storages.get(registration.job)
+        if known is None or not known[0].has_same_destination(registration):
+            storage = open_storage(registration.url, registration.storage_options, _RETRY_POLICY)
+            known = self._storages[registration.job] = registration, storage
+        return known[1]
+
+    # -- what comes of an attempt -----------------------------------------------------------------
+
+    def _wait_for_others(
+        self, memory: JobMemory, checkpoint: LocalCheckpoint, attempt: FlushAttempt, reason: str
+    ) -> None:
+        """Come back soon: this node's part is stored, and another node's is missing.
+
+        A node whose part stays away has dropped the checkpoint, or died. Where a newer checkpoint
+        is durable there is little to lose: then the node has some times the time that this node's
+        part took.
+        """
+        now = time.monotonic()
+        state = self._state_of(memory, checkpoint)
+        state.own_part_seconds = max(state.own_part_seconds, attempt.seconds)
+        state.waiting_since = state.waiting_since or now
+        state.last_look = now
+        state.waits += 1
+        state.due = now + min(_LONGEST_LOOK, 0.05 * 1.5 ** min(state.waits, 20))
+        waited = now - state.waiting_since
+        is_late = waited > _PEER_LAG + 10 * state.own_part_seconds
+        if _is_superseded(memory, checkpoint) and is_late:
+            self._skip(memory, checkpoint, attempt, f"{reason}; a newer one is durable")
+        elif waited > _PEER_GRACE:
+            error = StorageUnavailable(self._jobs[memory.job].url, reason)
+            self._fail(memory, checkpoint, attempt.record(), error)
+        else:
+            attempt.note_waiting()
+
+    def _skip(
+        self, memory: JobMemory, checkpoint: LocalCheckpoint, attempt: FlushAttempt, reason: str
+    ) -> None:
+        """Record that the checkpoint isn't tried any more."""
+        ended = attempt.record()
+        attempts = ended.attempts + 1
+        record = replace(ended, outcome=Outcome.SKIPPED, error=reason, attempts=attempts)
+        self._record(memory, checkpoint, record)
+        log.warning("%s is skipped: %s", checkpoint.name, reason)
+
+    def _fail(
+        self, memory: JobMemory, checkpoint: LocalCheckpoint, record: FlushRecord, error: Exception
+    ) -> None:
+        """Record a failure, and come back after a pause that doubles with each of them."""
+        text = str(error) if isinstance(error, DcpMemError) else f"{type(error).__name__}: {error}"
+        may_pass = isinstance(error, StorageUnavailable) or not isinstance(error, DcpMemError)
+        state = self._state_of(memory, checkpoint)
+        pause = min(_LONGEST_PAUSE, 0.5 * 2 ** min(state.failures + 1, 10))
+        pause *= random.uniform(0.7, 1.3)
+        self._record(
+            memory,
+            checkpoint,
+            replace(
+                record,
+                outcome=Outcome.FAILED if may_pass else Outcome.REFUSED,
+                error=text,
+                attempts=record.attempts + 1,
+                again=time.time() + pause,
+            ),
+        )
+        now = time.monotonic()
+        state.first_failure = state.first_failure or now
+        state.failures += 1
+        state.refusals += not may_pass
+        state.last_look = 0.0
+        state.due = now + pause
+        log.warning("flush of %s failed, next try in %.1f s: %s", checkpoint.name, pause, text)
+
+    def _record(self, memory: JobMemory, checkpoint: LocalCheckpoint, record: FlushRecord) -> None:
+        """Write down how a flush went, later if memory has no room even for that now."""
+        try:
+            memory.record_flush(checkpoint, record)
+            memory.add_to_history(row_of(checkpoint.manifest, record))
+            self._unwritten.pop(record.save_id, None)
+        except (DcpMemError, OSError) as error:
+            self._unwritten[record.save_id] = (memory, checkpoint, record)
+            log.warning(
+                "can't write down that %s is %s: %s", checkpoint.name, record.outcome, error
+            )
+
+    def _state_of(self, memory: JobMemory, checkpoint: LocalCheckpoint) -> _FlushState:
+        return self._states.setdefault(checkpoint.manifest.save_id, _FlushState(job=memory.job))
+
+
+def _is_superseded(memory: JobMemory, checkpoint: LocalCheckpoint) -> bool:
+    """Return whether a newer checkpoint is durable."""
+    return any(
+        other.flush.outcome == Outcome.DURABLE and _is_newer(other, checkpoint)
+        for other in memory.checkpoints()
+    )
+
+
+def _is_newer(one: LocalCheckpoint, other: LocalCheckpoint) -> bool:
+    is_same_scope = one.manifest.scope == other.manifest.scope
+    return is_same_scope and one.manifest.created > other.manifest.created

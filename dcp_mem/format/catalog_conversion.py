@@ -1,0 +1,302 @@
+"""Conversion between a catalog and DCP's `Metadata`, both ways."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_mem.format.catalog import (
+    BYTES,
+    LOOSE_BYTES,
+    LOOSE_CHUNKS,
+    MEMORY_FORMATS,
+    Catalog,
+    Extent,
+    Ints,
+    Properties,
+)
+from dcp_mem.format.distinct_shapes import distinct_shapes
+from dcp_mem.format.layout import Layout
+from dcp_mem.format.locations import locations_of
+from dcp_mem.format.metadata import read_metadata, with_storage
+from dcp_mem.format.metadata_template import template_of
+from dcp_mem.format.names import segment_file
+from dcp_mem.format.torch_names import dtype_named, layout_named, memory_format_named, properties
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a chunk."""
+_Place = tuple[int, int]
+"""Index of the writer, and of the item in its segment."""
+_NOWHERE = (-1, -1)
+
+
+class MetadataNotDescribable(ValueError):
+    """DCP's metadata holds something that a catalog can't express."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankItems:
+    """The items of one rank's segment.
+
+    Attributes:
+        rank: The rank.
+        indexes: DCP's index of each item, in the order of the segment.
+        layout: Where the first of them lie; the others lie in the tail.
+    """
+
+    rank: int
+    indexes: Sequence[MetadataIndex]
+    layout: Layout
+
+
+# -- from a catalog to DCP's metadata -------------------------------------------------------------
+
+
+def metadata_of(catalog: Catalog, save_id: str, tails: Mapping[int, Sequence[Extent]]) -> Metadata:
+    """Return DCP's metadata of one save; equal shapes are one object.
+
+    Args:
+        catalog: What the checkpoint consists of.
+        save_id: The save attempt; it is part of the segments' names.
+        tails: By rank, offset and length of each item of its tail.
+
+    Raises:
+        ManifestInvalid: The tails don't belong to the catalog.
+        UntrustedMetadata: The planner data names more than data.
+    """
+    shapes = distinct_shapes(catalog)
+    sizes = [
+        torch.Size(values[:dimensions])
+        for dimensions, values in zip(
+            shapes.dimensions.tolist(), shapes.values.tolist(), strict=True
+        )
+    ]
+    table = [_properties(one) for one in catalog.table]
+    offsets = list(map(sizes.__getitem__, shapes.offset.tolist()))
+    chunks = list(
+        map(ChunkStorageMetadata, offsets, map(sizes.__getitem__, shapes.extent.tolist()))
+    )
+    entries = zip(
+        catalog.name.tolist(), catalog.properties.tolist(), shapes.size.tolist(), strict=True
+    )
+    known: dict[str, Any] = {}
+    for (name, kind, size), (start, stop) in zip(
+        entries, pairwise(catalog.first.tolist()), strict=True
+    ):
+        if kind >= 0:
+            known[catalog.names[name]] = TensorStorageMetadata(
+                table[kind], sizes[size], chunks[start:stop]
+            )
+        elif kind == BYTES:
+            known[catalog.names[name]] = BytesStorageMetadata()
+    metadata = Metadata(known, planner_data=_planner_data(catalog))
+    return with_storage(metadata, _storage_data(catalog, offsets, save_id, tails), save_id)
+
+
+def _storage_data(
+    catalog: Catalog,
+    offsets: Sequence[torch.Size],
+    save_id: str,
+    tails: Mapping[int, Sequence[Extent]],
+) -> dict[MetadataIndex, _StorageInfo]:
+    places = locations_of(catalog)
+    rows = np.concatenate([places.rows, places.tail.rows])
+    extents = np.concatenate(
+        [np.stack([places.offsets, places.lengths], axis=1), places.tail.extents(tails)]
+    )
+    names = catalog.name[catalog.entry_of_row()[rows]]
+    columns = (rows, names, catalog.has_offset()[rows], catalog.writer[rows], *extents.T)
+    files = [segment_file(rank, save_id) for rank in catalog.ranks.tolist()]
+    return {
+        MetadataIndex(catalog.names[name], offsets[row] if has_offset else None): _StorageInfo(
+            files[writer], offset, length
+        )
+        for row, name, has_offset, writer, offset, length in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    }
+
+
+def _planner_data(catalog: Catalog) -> Any:
+    if catalog.planner_pickle:
+        # Wrapped into otherwise empty metadata: only that can be unpickled without trust.
+        alone = replace(catalog_of(Metadata({}), []), planner_pickle=catalog.planner_pickle)
+        return read_metadata(template_of(alone).render("0" * 8, {})).planner_data
+    if catalog.paths is None:
+        return None
+    return {
+        name: path
+        for name, path in zip(catalog.names, catalog.paths, strict=True)
+        if path is not None
+    }
+
+
+def _properties(one: Properties) -> TensorProperties:
+    return TensorProperties(
+        dtype=dtype_named(one.dtype),
+        layout=layout_named(one.layout),
+        requires_grad=one.requires_grad,
+        memory_format=memory_format_named(one.memory_format),
+        pin_memory=one.pin_memory,
+    )
+
+
+# -- from DCP's metadata to a catalog -------------------------------------------------------------
+
+
+class _Entries:
+    """Collects the entries and rows of a catalog."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = {name: number for number, name in enumerate(names)}
+        self.table: dict[Properties, int] = {}
+        self._entries: list[tuple[int, int, tuple[int, ...]]] = []
+        self._boxes: list[_Box] = []
+        self._places: list[_Place] = []
+        self._first = [0]
+
+    def add(
+        self, name: str, kind: int, size: tuple[int, ...], rows: Sequence[tuple[_Box, _Place]]
+    ) -> None:
+        if type(name) is not str:
+            raise MetadataNotDescribable(f"an entry under {name!r}, which is no text")
+        self._entries.append((self.names.setdefault(name, len(self.names)), kind, size))
+        for box, place in rows:
+            self._boxes.append(box)
+            self._places.append(place)
+        self._first.append(len(self._boxes))
+
+    def columns(self) -> dict[str, Ints]:
+        """Return those columns of a catalog that belong to entries and rows."""
+        names, kinds, sizes = zip(*self._entries, strict=True) if self._entries else ((), (), ())
+        offsets, extents = zip(*self._boxes, strict=True) if self._boxes else ((), ())
+        width = max(map(len, sizes), default=0)
+        places = np.array(self._places, np.int64).reshape(-1, 2)
+        return {
+            "name": np.array(names, np.int64),
+            "properties": np.array(kinds, np.int64),
+            "dimensions": np.fromiter(map(len, sizes), np.int64, len(sizes)),
+            "size": _padded(sizes, width, 1),
+            "first": np.array(self._first, np.int64),
+            "offset": _padded(offsets, width, 0),
+            "extent": _padded(extents, width, 1),
+            "writer": places[:, 0].copy(),
+            "number": places[:, 1].copy(),
+        }
+
+
+def catalog_of(metadata: Metadata, items: Sequence[RankItems]) -> Catalog:
+    """Return the catalog of a plan that torch made.
+
+    An item that several ranks write is taken from the last of them. Chunks that no rank writes have
+    no writer. What is written but isn't in the metadata becomes loose entries.
+
+    Args:
+        metadata: DCP's metadata of the plan.
+        items: What each rank writes.
+
+    Raises:
+        MetadataNotDescribable: The metadata holds something that a catalog can't express.
+    """
+    places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+    for writer, of_rank in enumerate(items):
+        for number, index in enumerate(of_rank.indexes):
+            places[index.fqn, index.offset] = (writer, number)
+    planner_data = metadata.planner_data
+    has_paths = _are_paths(planner_data)
+    entries = _Entries(planner_data if has_paths else ())
+    for name, found in metadata.state_dict_metadata.items():
+        if isinstance(found, BytesStorageMetadata):
+            entries.add(name, BYTES, (), [(((), ()), places.pop((name, None), _NOWHERE))])
+        elif isinstance(found, TensorStorageMetadata):
+            kind = entries.table.setdefault(_described(name, found.properties), len(entries.table))
+            entries.add(name, kind, tuple(found.size), _rows(name, found, places))
+        else:
+            raise MetadataNotDescribable(f"{name} is a {type(found).__name__}")
+    _add_loose(entries, places)
+    layouts = {of_rank.layout.key: of_rank.layout for of_rank in items}
+    numbers = {key: number for number, key in enumerate(layouts)}
+    return Catalog(
+        names=tuple(entries.names),
+        paths=[planner_data.get(name) for name in entries.names] if has_paths else None,
+        table=tuple(entries.table),
+        ranks=np.array([of_rank.rank for of_rank in items], np.int64),
+        layout_of=np.array([numbers[of_rank.layout.key] for of_rank in items], np.int64),
+        layouts=tuple(layouts.values()),
+        # Protocol 3 is the last without frames, which can't be part of another pickle.
+        planner_pickle=b""
+        if has_paths or planner_data is None
+        else pickle.dumps(planner_data, protocol=3),
+        **entries.columns(),
+    )
+
+
+def _rows(
+    name: str,
+    found: TensorStorageMetadata,
+    places: dict[tuple[str, tuple[int, ...] | None], _Place],
+) -> list[tuple[_Box, _Place]]:
+    """Return a tensor's chunks in order, each once; remove those from `places` that are written."""
+    boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks}
+    dimensions = len(found.size)
+    if any(len(offsets) != dimensions or len(sizes) != dimensions for offsets, sizes in boxes):
+        raise MetadataNotDescribable(f"{name} has chunks of other dimensions than its own")
+    return [
+        ((offsets, sizes), places.pop((name, offsets), _NOWHERE))
+        for offsets, sizes in sorted(boxes)
+    ]
+
+
+def _add_loose(
+    entries: _Entries, places: Mapping[tuple[str, tuple[int, ...] | None], _Place]
+) -> None:
+    """Add entries for what is written but isn't in the metadata.
+
+    Of each name, all items with the same number of dimensions become one entry.
+    """
+    loose: dict[tuple[str, int], list[tuple[_Box, _Place]]] = {}
+    for (name, offsets), place in places.items():
+        dimensions = -1 if offsets is None else len(offsets)
+        box = tuple(offsets or ())
+        loose.setdefault((name, dimensions), []).append(((box, (1,) * len(box)), place))
+    for (name, dimensions), rows in loose.items():
+        kind = LOOSE_BYTES if dimensions < 0 else LOOSE_CHUNKS
+        entries.add(name, kind, (1,) * max(dimensions, 0), sorted(rows))
+
+
+def _are_paths(planner_data: Any) -> bool:
+    """Return whether planner data is what torch's planners make: a path for each name."""
+    return (
+        type(planner_data) is dict
+        and {str}.issuperset(map(type, planner_data))
+        and {tuple}.issuperset(map(type, planner_data.values()))
+        and all({str, int}.issuperset(map(type, path)) for path in planner_data.values())
+    )
+
+
+def _described(name: str, found: TensorProperties) -> Properties:
+    values = (found.dtype, found.layout, found.requires_grad, found.pin_memory, found.memory_format)
+    kinds = (torch.dtype, torch.layout, bool, bool, torch.memory_format)
+    if not all(map(isinstance, values, kinds)) or str(found.memory_format) not in MEMORY_FORMATS:
+        raise MetadataNotDescribable(f"{name} has properties that DCP doesn't write down: {found}")
+    return properties(*values)
+
+
+def _padded(rows: Sequence[tuple[int, ...]], width: int, value: int) -> Ints:
+    filled = [(*row, *(value,) * (width - len(row))) for row in rows]
+    return np.array(filled, np.int64).reshape(len(rows), width)

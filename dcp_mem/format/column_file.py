@@ -1,0 +1,126 @@
+"""Columns of integers and blobs of bytes in one file: versioned, checked, mappable, free of pickle.
+
+The file holds a magic word, the CRC32C of all that follows, the length of a JSON head, the head,
+and then what the head's table lists: each column at a multiple of 64 bytes, in the smallest type
+that holds its values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format.checksums import checksum
+from dcp_mem.format.layout import align
+
+Ints = npt.NDArray[np.int64]
+_MAGIC = b"dcpmemC1"
+_FRAME = struct.Struct("<8sII")
+_CHECKED = _FRAME.size - 4
+"""The checksum covers everything from this offset on: the head's length, the head, the body."""
+_TYPES = ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<i8")
+_BLOB = "bytes"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """The content of a file.
+
+    Attributes:
+        facts: Plain JSON values.
+        columns: Integers, as int64, so that sums don't overflow.
+        blobs: Bytes.
+    """
+
+    facts: Mapping[str, Any]
+    columns: Mapping[str, Ints]
+    blobs: Mapping[str, bytes]
+
+
+def pack(packed: Packed, version: int) -> bytes:
+    """Return the file; the same content gives the same bytes.
+
+    Args:
+        packed: The content.
+        version: Format version of the content.
+    """
+    table: dict[str, tuple[str, Sequence[int], int]] = {}
+    body = bytearray()
+    for name, column in packed.columns.items():
+        kind = _smallest(column)
+        table[name] = (kind, column.shape, len(body))
+        body += column.astype(kind).tobytes()
+        body += bytes(align(len(body)) - len(body))
+    for name, blob in packed.blobs.items():
+        table[name] = (_BLOB, (len(blob),), len(body))
+        body += blob
+        body += bytes(align(len(body)) - len(body))
+    head = json.dumps(
+        {"version": version, "table": table, "facts": packed.facts}, separators=(",", ":")
+    ).encode()
+    head += b" " * (align(_FRAME.size + len(head)) - _FRAME.size - len(head))
+    data = bytearray(_FRAME.pack(_MAGIC, 0, len(head)) + head + body)
+    struct.pack_into("<I", data, _CHECKED - 4, checksum(memoryview(data)[_CHECKED:]))
+    return bytes(data)
+
+
+def unpack(data: bytes | memoryview | mmap, version: int) -> Packed:
+    """Read what `pack` wrote; nothing of `data` is kept.
+
+    Args:
+        data: The file.
+        version: The format version that the caller knows.
+
+    Raises:
+        ManifestInvalid: The file is damaged, or of another kind or version.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) < _FRAME.size:
+        raise ManifestInvalid("a catalog is cut short")
+    magic, crc, length = _FRAME.unpack_from(view)
+    if magic != _MAGIC:
+        raise ManifestInvalid("not a catalog of dcp_mem")
+    if checksum(view[_CHECKED:]) != crc:
+        raise ManifestInvalid("a catalog is damaged (checksum)")
+    try:
+        head = json.loads(bytes(view[_FRAME.size : _FRAME.size + length]))
+        if head["version"] != version:
+            raise ManifestInvalid(
+                f"a catalog of version {head['version']}, not {version}: use a newer dcp_mem"
+            )
+        return _unpack(head, view[_FRAME.size + length :])
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ManifestInvalid(f"a catalog's head is damaged: {error}") from None
+
+
+def _unpack(head: Mapping[str, Any], body: memoryview) -> Packed:
+    columns: dict[str, Ints] = {}
+    blobs: dict[str, bytes] = {}
+    for name, (kind, shape, offset) in head["table"].items():
+        if kind not in (_BLOB, *_TYPES):
+            raise ValueError(f"a column of type {kind}")
+        nbytes = math.prod(shape) * (1 if kind == _BLOB else np.dtype(kind).itemsize)
+        if min(shape) < 0 or not 0 <= offset <= offset + nbytes <= len(body):
+            raise ValueError(f"{name} lies outside of the catalog")
+        piece = body[offset : offset + nbytes]
+        if kind == _BLOB:
+            blobs[name] = bytes(piece)
+        else:
+            columns[name] = np.frombuffer(piece, kind).astype(np.int64).reshape(shape)
+    return Packed(head["facts"], columns, blobs)
+
+
+def _smallest(column: Ints) -> str:
+    least, most = int(column.min(initial=0)), int(column.max(initial=0))
+    return next(
+        kind for kind in _TYPES if np.iinfo(kind).min <= least and most <= np.iinfo(kind).max
+    )

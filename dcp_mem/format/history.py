@@ -1,0 +1,248 @@
+"""`checkpointHistories.csv`: a row for each checkpoint, for people and their spreadsheets.
+
+`status()` reads it back. The format is RFC 4180: commas, quotes and line ends in names and errors
+are quoted. Text that a spreadsheet would take for a formula gets a `'` in front.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime, timezone
+from operator import attrgetter
+
+from dcp_mem.common.values import Outcome
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format.manifest import FlushRecord, Manifest
+
+COLUMNS = (
+    "name",
+    "save_id",
+    "created",
+    "world_size",
+    "nodes",
+    "bytes",
+    "stage_seconds",
+    "outcome",
+    "durable",
+    "flush_seconds",
+    "throughput_mib_s",
+    "parts",
+    "retries",
+    "attempts",
+    "error",
+)
+_NEEDED = {
+    "name",
+    "save_id",
+    "created",
+    "outcome",
+}  # files of other versions may lack other columns
+_MOMENTS = {"created", "durable"}
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+_LONGEST_ERROR = 2000
+_END = "\r\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryRow:
+    """What became of one checkpoint; the fields are in the order of `COLUMNS`.
+
+    Attributes:
+        save_id: "" for a save that never began.
+        created: Seconds since the epoch.
+        durable: Seconds since the epoch; 0.0 if it never became durable.
+        outcome: "durable", "failed", "refused", "skipped", "evicted" (was never meant for storage),
+            or "deleted" (has left storage by retention).
+        throughput_mib_s: Of the node that wrote the row; so are `parts` and `retries`.
+    """
+
+    name: str
+    save_id: str
+    created: float
+    world_size: int = 0
+    nodes: int = 0
+    nbytes: int = 0
+    stage_seconds: float = 0.0
+    outcome: str = ""
+    durable: float = 0.0
+    flush_seconds: float = 0.0
+    throughput_mib_s: float = 0.0
+    parts: int = 0
+    retries: int = 0
+    attempts: int = 0
+    error: str = ""
+
+
+_cells = attrgetter(*(field.name for field in fields(HistoryRow)))
+
+
+def row_of(manifest: Manifest, record: FlushRecord) -> HistoryRow:
+    """Return the row of a checkpoint.
+
+    Args:
+        manifest: The checkpoint.
+        record: How its flush ended.
+    """
+    return HistoryRow(
+        name=manifest.name,
+        save_id=manifest.save_id,
+        created=manifest.created,
+        world_size=manifest.world_size,
+        nodes=len(manifest.nodes),
+        nbytes=manifest.nbytes,
+        stage_seconds=round(manifest.stage_seconds, 6),
+        outcome=record.outcome or Outcome.EVICTED,
+        durable=record.durable,
+        flush_seconds=round(record.seconds, 6),
+        throughput_mib_s=round(record.transfer.throughput / (1 << 20), 3),
+        parts=record.transfer.parts,
+        retries=record.transfer.retries,
+        attempts=record.attempts,
+        error=record.error[:_LONGEST_ERROR],
+    )
+
+
+def to_csv(rows: Sequence[HistoryRow]) -> bytes:
+    """Return a file with these rows.
+
+    Args:
+        rows: In the order of the file.
+    """
+    return _HEAD + _lines(rows)
+
+
+def from_csv(data: bytes) -> list[HistoryRow]:
+    """Return the rows of a file, in order, without those that are damaged.
+
+    Args:
+        data: The content of the file.
+
+    Raises:
+        ManifestInvalid: The file has no history's columns.
+    """
+    text = data.decode("utf-8", "replace").replace("\0", "\ufffd")
+    lines = csv.reader(io.StringIO(text, newline=""))
+    found: list[HistoryRow] = []
+    places: dict[str, int] = {}
+    with contextlib.suppress(csv.Error):  # what follows can't be parsed
+        places = {column: place for place, column in enumerate(next(lines, []))}
+        if places.keys() >= _NEEDED:
+            found.extend(row for cells in lines if (row := _row(cells, places)) is not None)
+    if not places.keys() >= _NEEDED:
+        raise ManifestInvalid("no history of checkpoints: its first line lacks columns")
+    return found
+
+
+def with_row(data: bytes, row: HistoryRow, most: int) -> bytes:
+    """Return the file with this row in it, which replaces an earlier one of the same save.
+
+    Rows that can't be read are dropped.
+
+    Args:
+        data: The file.
+        row: The row.
+        most: About how many rows to keep; the oldest leave.
+
+    Raises:
+        ManifestInvalid: Nothing of the file can be read.
+    """
+    added = _lines([row])
+    # A save that makes room waits for this, so the file is parsed only if it must be. A file with
+    # an open quote must: the quote would swallow the row that is appended.
+    is_sound = data.startswith(_HEAD) and data.endswith(_END.encode()) and data.count(b'"') % 2 == 0
+    if is_sound and row.save_id and added in data:
+        return data
+    is_new = not row.save_id or row.save_id.encode() not in data
+    if is_sound and is_new and data.count(b"\n") <= most + most // 10:
+        return data + added
+    others = [other for other in from_csv(data) if not row.save_id or other.save_id != row.save_id]
+    return to_csv([*others, row][-most:])
+
+
+def _lines(rows: Sequence[HistoryRow]) -> bytes:
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream, lineterminator=_END)
+    for row in rows:
+        cells = zip(COLUMNS, _cells(row), strict=True)
+        writer.writerow(
+            [_iso(cell) if column in _MOMENTS else _guarded(cell) for column, cell in cells]
+        )
+    return stream.getvalue().encode("utf-8", "replace")
+
+
+def _row(cells: Sequence[str], places: Mapping[str, int]) -> HistoryRow | None:
+    """Parse a row; None where it is damaged. Columns that the file lacks get their defaults."""
+    if len(cells) < len(places):
+        return None
+    (
+        name,
+        save_id,
+        created,
+        world_size,
+        nodes,
+        nbytes,
+        stage_seconds,
+        outcome,
+        durable,
+        *figures,
+        error,
+    ) = (cells[places[column]] if column in places else "" for column in COLUMNS)
+    flush_seconds, throughput, parts, retries, attempts = figures
+    if not (name and created and outcome):
+        return None
+    try:
+        return HistoryRow(
+            name=_unguarded(name),
+            save_id=_unguarded(save_id),
+            created=_moment(created),
+            world_size=int(world_size or 0),
+            nodes=int(nodes or 0),
+            nbytes=int(nbytes or 0),
+            stage_seconds=float(stage_seconds or 0.0),
+            outcome=_unguarded(outcome),
+            durable=_moment(durable),
+            flush_seconds=float(flush_seconds or 0.0),
+            throughput_mib_s=float(throughput or 0.0),
+            parts=int(parts or 0),
+            retries=int(retries or 0),
+            attempts=int(attempts or 0),
+            error=_unguarded(error),
+        )
+    except (ValueError, OverflowError):
+        return None
+
+
+def _guarded(cell: str | float) -> str | float:
+    """Return text that stays text when a spreadsheet reads it; numbers are harmless."""
+    if not isinstance(cell, str):
+        return cell
+    text = cell.replace("\0", "\ufffd")
+    return f"'{text}" if text.lstrip("'").startswith(_FORMULAS) else text
+
+
+def _unguarded(text: str) -> str:
+    return text[1:] if text[:1] == "'" and text.lstrip("'").startswith(_FORMULAS) else text
+
+
+def _iso(moment: float) -> str:
+    return (
+        datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="microseconds")
+        if moment
+        else ""
+    )
+
+
+def _moment(text: str) -> float:
+    if not text:
+        return 0.0
+    found = datetime.fromisoformat(text)
+    if found.tzinfo is None:
+        raise ValueError("a time without its zone")
+    return found.timestamp()
+
+
+_HEAD = (",".join(COLUMNS) + _END).encode()

@@ -1,0 +1,131 @@
+"""Where the items of a catalog's rows lie in their segments.
+
+Items of the layout lie in the same place in all saves; items of the tail differ from save to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format.catalog import Catalog, Extent, Ints
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutItems:
+    """The items of all of a catalog's layouts, one layout below the other."""
+
+    catalog: Catalog
+
+    @cached_property
+    def columns(self) -> Ints:
+        """Offset, length, payload offset and payload bytes of each item: int64[4, items + 1].
+
+        The last column stands for items that lie in a tail. In it, the payload offset is -1.
+        """
+        layouts = self.catalog.layouts
+        columns = [
+            np.stack([one.offsets, one.lengths, one.payload_offsets, one.payload_nbytes])
+            for one in layouts
+        ]
+        return np.concatenate([*columns, np.array([[0], [0], [-1], [0]])], axis=1)
+
+    @cached_property
+    def _starts(self) -> Ints:
+        """Where each layout begins in `columns`, and where the last one ends."""
+        return np.append(0, np.cumsum(np.fromiter(map(len, self.catalog.layouts), np.int64)))
+
+    def of(self, rows: Ints) -> Ints:
+        """Return the index in `columns` of each of these rows; -1, the last one, for tail items.
+
+        Args:
+            rows: Written rows of the catalog.
+        """
+        layout, number = (
+            self.catalog.layout_of[self.catalog.writer[rows]],
+            self.catalog.number[rows],
+        )
+        start = self._starts[layout]
+        return np.where(number < self._starts[layout + 1] - start, start + number, -1)
+
+    def index_in_tail(self, rows: Ints) -> Ints:
+        """Return each row's index in its writer's tail; negative for items of a layout.
+
+        Args:
+            rows: Written rows of the catalog.
+        """
+        layout = self.catalog.layout_of[self.catalog.writer[rows]]
+        numbers: Ints = self.catalog.number[rows] - np.diff(self._starts)[layout]
+        return numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemLocations:
+    """The rows that have been written.
+
+    Attributes:
+        rows: Those whose items lie in a layout.
+        offsets: Where each of these lies in its segment, in bytes.
+        lengths: Bytes of each of these.
+        tail: Those whose items lie in a tail.
+    """
+
+    rows: Ints
+    offsets: Ints
+    lengths: Ints
+    tail: TailLocations
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TailLocations:
+    """Rows whose items lie in a tail.
+
+    Attributes:
+        rows: The rows.
+        ranks: The rank that wrote each.
+        numbers: The index of each in that rank's tail.
+    """
+
+    rows: Ints
+    ranks: Ints
+    numbers: Ints
+
+    def extents(self, tails: Mapping[int, Sequence[Extent]]) -> Ints:
+        """Return offset and length of each, as int64[rows, 2].
+
+        Args:
+            tails: By rank, offset and length of each item of its tail.
+
+        Raises:
+            ManifestInvalid: A tail lacks an item.
+        """
+        ranks, of_rank = np.unique(self.ranks, return_inverse=True)
+        found = [np.array(tails.get(rank, ()), np.int64).reshape(-1, 2) for rank in ranks.tolist()]
+        counts = np.fromiter(map(len, found), np.int64, len(found))
+        if (self.numbers >= counts[of_rank]).any():
+            raise ManifestInvalid(
+                "the manifest lacks items that the catalog has: they aren't of one save"
+            )
+        starts = np.cumsum(counts) - counts
+        extents: Ints = np.concatenate([np.zeros((0, 2), np.int64), *found])[
+            starts[of_rank] + self.numbers
+        ]
+        return extents
+
+
+def locations_of(catalog: Catalog) -> ItemLocations:
+    """Return where each written row lies, as far as that is the same in all saves.
+
+    Args:
+        catalog: Rows that no rank has written are left out.
+    """
+    items, written = LayoutItems(catalog), np.flatnonzero(catalog.writer >= 0)
+    found = items.of(written)
+    rows, beyond = written[found >= 0], written[found < 0]
+    offsets, lengths, _, _ = items.columns[:, found[found >= 0]]
+    tail = TailLocations(beyond, catalog.ranks[catalog.writer[beyond]], items.index_in_tail(beyond))
+    return ItemLocations(rows, offsets, lengths, tail)

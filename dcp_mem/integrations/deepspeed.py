@@ -1,0 +1,168 @@
+"""DeepSpeed's checkpoints in node memory: an engine for `save_checkpoint` and `load_checkpoint`.
+
+engine, *_ = deepspeed.initialize(...)
+use_memory(engine, "abfs://ckpts/run-42", load_dir=save_dir)
+engine.load_checkpoint(save_dir)
+
+DeepSpeed up to 0.19.6 has its own engine for Nebula's API, which needs no line of code:
+docs/deepspeed.md.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from dcp_mem.errors import ConfigError, DcpMemError
+from dcp_mem.integrations import nebula
+from dcp_mem.integrations.nebula.completion import ON_COMMIT
+
+_LATEST = "latest"
+_PLACEHOLDER = (
+    "This file's content lies in node memory, or on storage, under {tag}: "
+    "load it by dcp_mem.integrations.deepspeed.\n"
+)
+
+
+def use_memory(
+    engine: Any,
+    path: str | os.PathLike[str],
+    *,
+    load_dir: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> MemoryCheckpointEngine:
+    """Send a DeepSpeed engine's checkpoints to node memory, and from there to storage.
+
+    Call it on all ranks.
+
+    Args:
+        engine: What `deepspeed.initialize` returned.
+        path: The job's root on storage: an fsspec URL or a plain path.
+        load_dir: The directory that `load_checkpoint` will get. DeepSpeed looks there for names of
+            files, so placeholders for the newest whole checkpoint are put there.
+        **options: As in `dcp_mem.integrations.nebula.init`; storage gets every checkpoint unless
+            persistent_time_interval says otherwise.
+
+    Raises:
+        ConfigError: An argument can't work.
+    """
+    made = MemoryCheckpointEngine(path, **options)
+    engine.checkpoint_engine = made
+    if load_dir is not None:
+        made.show_newest_in(load_dir)
+    return made
+
+
+class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """A checkpoint engine that saves and loads through dcp_mem.
+
+    DeepSpeed's own directories get placeholders, by whose names it loads.
+
+    Args:
+        path: The job's root on storage.
+        **options: As in `dcp_mem.integrations.nebula.init`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        super().__init__()
+        self.name = type(self).__name__
+        nebula.init(path, **{"persistent_time_interval": 0, **options})
+        self._checkpoint: nebula.Checkpoint | None = None
+        self._loaded: nebula.Checkpoint | None = None
+
+    def tag_of(self, save_dir: str, tag: str) -> str:
+        """Return the tag under which dcp_mem keeps what DeepSpeed saves in a directory under a tag.
+
+        Args:
+            save_dir: DeepSpeed's directory; "" if it doesn't say.
+            tag: DeepSpeed's tag.
+        """
+        return tag
+
+    def create(self, info: Any) -> None:
+        """Begin the checkpoint of the tag that DeepSpeed is about to save.
+
+        Args:
+            info: DeepSpeed's description of the checkpoint; before version 0.17 its tag.
+        """
+        # Before DeepSpeed 0.17 the tag alone is given.
+        save_dir, tag = ("", info) if isinstance(info, str) else (info.save_dir, str(info.tag))
+        self._checkpoint = nebula.Checkpoint(self.tag_of(save_dir, tag), ON_COMMIT)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Add a file to the checkpoint in memory, and put a placeholder at its path.
+
+        Args:
+            state_dict: What DeepSpeed would write with `torch.save`.
+            path: Where it would write it; the last part is the file's name.
+
+        Raises:
+            ConfigError: No checkpoint has begun.
+        """
+        if self._checkpoint is None:
+            raise ConfigError(
+                f"DeepSpeed saves {path} outside of a checkpoint: call save_checkpoint"
+            )
+        self._checkpoint.save(os.path.basename(path), state_dict)
+        _place(Path(path))
+
+    def commit(self, info: Any) -> bool:
+        """Complete the checkpoint on all ranks; return False, and log why, if a rank failed.
+
+        Args:
+            info: Ignored; the checkpoint is the one that `create` began.
+        """
+        checkpoint, self._checkpoint, self._loaded = self._checkpoint, None, None
+        return checkpoint is not None and checkpoint.commit()
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Load a file of a checkpoint.
+
+        Args:
+            path: DeepSpeed's path of the file; its directory names the checkpoint. If that isn't
+                there, the newest one is taken.
+            map_location: As in `torch.load`.
+
+        Raises:
+            DcpMemError: No checkpoint is whole.
+        """
+        save_dir, tag = os.path.split(os.path.dirname(path))
+        tag = self.tag_of(save_dir, tag)
+        if self._loaded is None or self._loaded.tag != tag:
+            found = nebula.get_checkpoint(tag)
+            self._loaded = found if found.tag else nebula.get_latest_checkpoint()
+        if not self._loaded.tag:
+            raise DcpMemError(
+                f"neither {tag} nor any other checkpoint is whole, in this node's memory "
+                f"or on storage"
+            )
+        return self._loaded.load(os.path.basename(path), map_location)
+
+    def show_newest_in(self, load_dir: str | os.PathLike[str]) -> str:
+        """Put placeholders for the newest whole checkpoint's files into a directory.
+
+        Call it on all ranks. The checkpoint's tag goes into DeepSpeed's file `latest`.
+
+        Args:
+            load_dir: The directory that DeepSpeed is to load from.
+
+        Returns:
+            The tag; "" if there is no checkpoint, and nothing is done.
+        """
+        tag, files = nebula.newest_files()
+        if tag and int(os.environ.get("LOCAL_RANK") or 0) == 0:
+            for name in files:
+                _place(Path(load_dir) / tag / name)
+            (Path(load_dir) / _LATEST).write_text(tag)
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()
+        return tag
+
+
+def _place(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_PLACEHOLDER.format(tag=path.parent.name))

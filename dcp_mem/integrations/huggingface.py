@@ -1,0 +1,315 @@
+"""`TrainerCheckpoints`: a Hugging Face Trainer saves into node memory, and resumes from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
+
+from dcp_mem.common.log import log
+from dcp_mem.errors import CheckpointNotFound, ConfigError
+from dcp_mem.integrations.accelerate import bare_model, bare_optimizer, refuse_engines
+from dcp_mem.manager import CheckpointManager, Saved
+from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_last
+from dcp_mem.train_state import TrainState, rng_state, set_rng_state
+
+_TAKEN_OVER = (
+    "train",
+    "_save_checkpoint",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+    "_load_best_model",
+)
+_NAME = re.compile(r"step-(\d+)")
+_STATE = "trainer_state.json"
+
+
+class TrainerCheckpoints:
+    """Take over a Trainer's checkpoints: they go to node memory first, to storage behind training.
+
+    `trainer.train(resume_from_checkpoint=True)` then loads the newest whole checkpoint. If dcp_mem
+    has none, it loads what the Trainer itself has left in output_dir; if that is empty too, it
+    trains from the start. "step-40" loads that checkpoint; a directory is loaded as the Trainer
+    does. train() returns when storage has what it should have.
+
+    Args:
+        trainer: A `transformers.Trainer` or a subclass: DDP, FSDP2 or a single process. Its
+            arguments say when to save, as before (save_strategy, save_steps).
+        path: As in `CheckpointManager`.
+        **options: Further arguments of `CheckpointManager`, which is the attribute `manager`. By
+            default storage keeps save_total_limit checkpoints, and with load_best_model_at_end both
+            memory and storage keep the best one.
+
+    Raises:
+        ConfigError: An argument can't work; FSDP1 or DeepSpeed is used; or the Trainer lacks a
+            method that is to be replaced.
+    """
+
+    def __init__(
+        self,
+        trainer: transformers.Trainer,
+        path: str | os.PathLike[str] | None = None,
+        /,
+        **options: Any,
+    ) -> None:
+        _check(trainer)
+        self.manager = CheckpointManager(path, **{**_retention(trainer.args), **options})
+        self.last_saved: Saved | None = None
+        self._trainer: Any = trainer
+        self._stock = {name: getattr(trainer, name) for name in _TAKEN_OVER}
+        self._directory = Path()
+        self._resumption: _Resumption | None = None
+        self._random_numbers: dict[str, Any] = {}
+        for name in _TAKEN_OVER:
+            setattr(trainer, name, getattr(self, name.removeprefix("_")))
+
+    # -- in place of the Trainer's methods, in the order of its calls ------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train as `Trainer.train` does.
+
+        Args:
+            resume_from_checkpoint: True for the newest checkpoint; `step-<number>` for one step's;
+                another text is a directory that the Trainer loads itself; None or False for none.
+            *args: Handed on to `Trainer.train`.
+            **kwargs: Handed on to `Trainer.train`.
+        """
+        with self.manager, tempfile.TemporaryDirectory(prefix="dcp_mem-trainer-") as directory:
+            self._directory = Path(directory)
+            start = self._start(resume_from_checkpoint)
+            while True:
+                self._resumption = start if isinstance(start, _Resumption) else None
+                where = start.directory if isinstance(start, _Resumption) else start
+                try:
+                    return self._stock["train"](where, *args, **kwargs)
+                except _LoadedAnother as other:
+                    start = self._peek(other.step, is_asked_for=False)
+                finally:
+                    self._resumption = None
+
+    def load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
+    ) -> None:
+        """Leave the model of a checkpoint in memory to the later restore.
+
+        Args:
+            resume_from_checkpoint: The directory that the Trainer loads from.
+            model: Handed on to the Trainer; None for its own.
+        """
+        if self._is_ours(resume_from_checkpoint):
+            return  # The model is restored with all the rest, once it is prepared.
+        self._stock["_load_from_checkpoint"](resume_from_checkpoint, model)
+
+    def load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore the whole training state, once the Trainer has prepared it.
+
+        Args:
+            checkpoint: The directory that the Trainer loads from.
+        """
+        resumption = self._resumption
+        if resumption is None or not self._is_ours(checkpoint):
+            self._stock["_load_optimizer_and_scheduler"](checkpoint)
+            return
+        found = self.manager.restore(
+            {"app": self._app()}, resumption.step if resumption.is_asked_for else None
+        )
+        if found != resumption.step:
+            raise _LoadedAnother(found)
+        self._random_numbers = rng_state()
+
+    def load_scaler(self, checkpoint: str | None) -> None:
+        """Leave the scaler of a checkpoint in memory to the restore.
+
+        Args:
+            checkpoint: The directory that the Trainer loads from.
+        """
+        if not self._is_ours(checkpoint):
+            self._stock["_load_scaler"](checkpoint)
+
+    def load_rng_state(self, checkpoint: str | None) -> None:
+        """Put the random numbers back to where the restore left them.
+
+        Args:
+            checkpoint: The directory that the Trainer loads from.
+        """
+        if self._is_ours(checkpoint):
+            # Once more, since skipping earlier batches has drawn random numbers.
+            set_rng_state(self._random_numbers)
+        else:
+            self._stock["_load_rng_state"](checkpoint)
+
+    def save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
+        """Save the training state in memory, where the Trainer would write a directory.
+
+        Args:
+            model: Handed on to the Trainer.
+            trial: A trial of a search, which the Trainer saves itself; None for none.
+        """
+        if trial is not None:  # Each trial of a search has its own directory.
+            self._stock["_save_checkpoint"](model, trial)
+            return
+        trainer, state = self._trainer, self._trainer.state
+        trainer.store_flos()
+        state.stateful_callbacks = _callback_states(trainer)
+        state.best_model_checkpoint = self._best(state.best_global_step)
+        self.last_saved = self.manager.save(
+            state.global_step,
+            {"app": self._app(), "trainer": json.dumps(dataclasses.asdict(state))},
+            metrics=_figures(state),
+            force_persist=state.best_model_checkpoint is not None
+            and state.best_global_step == state.global_step,
+        )
+
+    def load_best_model(self) -> None:
+        """Put the best step's weights into the model; keep the last ones if they are gone."""
+        step = self._trainer.state.best_global_step
+        model = bare_model(self._trainer.accelerator, self._trainer.model)
+        weights = get_model_state_dict(model)
+        try:
+            self.manager.restore({"app": {"model": weights}}, step)
+        except CheckpointNotFound as error:
+            log.warning(
+                "the model stays that of the last step: the best one's checkpoint is gone (%s)",
+                error,
+            )
+            return
+        set_model_state_dict(model, weights)
+
+    # -- what is saved, and what is there ----------------------------------------------------------
+
+    def _app(self) -> TrainState:
+        trainer = self._trainer
+        scaler = trainer.accelerator.scaler
+        return TrainState(
+            bare_model(trainer.accelerator, trainer.model),
+            bare_optimizer(trainer.optimizer),
+            trainer.lr_scheduler,
+            extra={} if scaler is None else {"scaler": scaler},
+        )
+
+    def _start(self, given: str | bool | None) -> _Resumption | str | bool | None:
+        """Find what to resume from: a checkpoint of dcp_mem, or as the Trainer is told."""
+        if given is True:
+            return self._peek(None, is_asked_for=False) or self._trainers_own()
+        named = _NAME.fullmatch(given) if isinstance(given, str) else None
+        return given if named is None else self._peek(int(named[1]), is_asked_for=True)
+
+    def _peek(self, step: int | None, *, is_asked_for: bool) -> _Resumption | None:
+        """Find the newest checkpoint of ours, or a step's, and give the Trainer its state."""
+        saved = {"trainer": ""}
+        found = self.manager.restore(saved, step)
+        if found is None:
+            return None
+        state = json.loads(saved["trainer"])
+        state["best_model_checkpoint"] = self._best(state["best_global_step"])
+        place = self._directory / f"checkpoint-{found}"
+        place.mkdir(exist_ok=True)
+        (place / _STATE).write_text(json.dumps(state))
+        return _Resumption(found, str(place), is_asked_for)
+
+    def _best(self, step: int | None) -> str | None:
+        """Make a directory for the best model's checkpoint: the Trainer looks for one."""
+        if step is None or not self._trainer.args.load_best_model_at_end:
+            return None
+        place = self._directory / f"best-{step}"
+        place.mkdir(exist_ok=True)
+        return str(place)
+
+    def _trainers_own(self) -> str | None:
+        output = self._trainer.args.output_dir
+        found = str(get_last_checkpoint(output) or "") if os.path.isdir(output) else ""  # type: ignore[no-untyped-call]
+        log.info("there is no checkpoint of dcp_mem; resuming from %s", found or "the start")
+        return found or None
+
+    def _is_ours(self, checkpoint: str | None) -> bool:
+        return self._resumption is not None and checkpoint == self._resumption.directory
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumption:
+    """A checkpoint that is being resumed from.
+
+    Attributes:
+        step: Its step.
+        directory: Where the Trainer finds its own state.
+        is_asked_for: Whether it was asked for by name, so that no other one will do.
+    """
+
+    step: int
+    directory: str
+    is_asked_for: bool
+
+
+class _LoadedAnother(Exception):
+    """The newest checkpoint was damaged, an older one was loaded: count from that."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__(f"step {step} was loaded")
+        self.step = step
+
+
+def _check(trainer: transformers.Trainer) -> None:
+    if not isinstance(trainer, transformers.Trainer):
+        raise ConfigError(
+            f"{type(trainer).__name__} is no transformers.Trainer: "
+            f"make the Trainer first, and pass it"
+        )
+    if isinstance(getattr(trainer.train, "__self__", None), TrainerCheckpoints):
+        raise ConfigError("this Trainer has TrainerCheckpoints already: make them once")
+    missing = [name for name in _TAKEN_OVER if not callable(getattr(trainer, name, None))]
+    if missing:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has a Trainer without {', '.join(missing)}: "
+            f"versions from 4.52 to 5.23 are known to work"
+        )
+    refuse_engines(trainer.accelerator)
+
+
+def _retention(args: Any) -> dict[str, Retention]:
+    """Translate the Trainer's arguments into retention."""
+    kept: dict[str, Retention] = {}
+    best: list[Retention] = []
+    if args.load_best_model_at_end:
+        metric = str(args.metric_for_best_model)
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
+        best.append(keep_best(name, mode="max" if args.greater_is_better else "min"))
+        # In memory too: a newer checkpoint may push out one that still awaits its flush.
+        kept["keep_memory"] = any_of(keep_last(2), *best)
+    if args.save_total_limit is not None and args.save_total_limit > 0:
+        kept["keep_storage"] = any_of(keep_last(args.save_total_limit), *best)
+    return kept
+
+
+def _callback_states(trainer: Any) -> dict[str, Any]:
+    """Collect the states of callbacks as a TrainerState has them: a list for several of a class."""
+    states: dict[str, list[Any]] = {}
+    for one in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(one, ExportableState):
+            states.setdefault(type(one).__name__, []).append(one.state())
+    return {name: found[0] if len(found) == 1 else found for name, found in states.items()}
+
+
+def _figures(state: Any) -> dict[str, float]:
+    """Collect the figures that were logged at this step."""
+    return {
+        name: value
+        for entry in state.log_history
+        if entry.get("step") == state.global_step
+        for name, value in entry.items()
+        if isinstance(value, (int, float))
+    }

@@ -1,0 +1,23 @@
+"""Lightning 2.x: a plugin saves into node memory, and strategies let all ranks save their parts.
+
+trainer = Trainer(plugins=[MemoryCheckpointIO(root)],
+callbacks=[MemoryCheckpoint(every_n_train_steps=100)]) trainer.fit(model, ckpt_path="last")
+"""
+
+from dcp_mem.integrations.lightning.callback import MemoryCheckpoint
+from dcp_mem.integrations.lightning.checkpoint_io import MemoryCheckpointIO
+from dcp_mem.integrations.lightning.paths import NEWEST
+from dcp_mem.integrations.lightning.strategies import (
+    MemoryDDPStrategy,
+    MemoryFSDPStrategy,
+    MemoryModelParallelStrategy,
+)
+
+__all__ = [
+    "NEWEST",
+    "MemoryCheckpoint",
+    "MemoryCheckpointIO",
+    "MemoryDDPStrategy",
+    "MemoryFSDPStrategy",
+    "MemoryModelParallelStrategy",
+]

@@ -1,0 +1,344 @@
+"""`MemoryCheckpointIO`: the plugin through which Lightning saves, loads and removes checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_info
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_mem import functional
+from dcp_mem.common.log import log
+from dcp_mem.config import Settings, checked_metrics
+from dcp_mem.errors import ConfigError, NoRecoverableCheckpoint
+from dcp_mem.integrations.lightning.flatten import OPTIMIZERS, REST, join, split
+from dcp_mem.integrations.lightning.paths import NEWEST, is_local, name_of
+from dcp_mem.integrations.lightning.removals import Removals
+from dcp_mem.operations.inventory import job_memory
+from dcp_mem.planning.whole_checkpoint import WholePlanner
+from dcp_mem.reader import MemoryStorageReader, RecoveryReport
+from dcp_mem.runtime.states import status_of
+from dcp_mem.writer import MemoryStorageWriter
+
+_PAUSE = 0.02
+_VERSION = "pytorch-lightning_version"
+
+
+class Nothing(dict[str, Any]):
+    """The checkpoint of a job that has none yet: it is false, so Lightning restores nothing."""
+
+    def __init__(self) -> None:
+        super().__init__({_VERSION: lightning.__version__})
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class MemoryCheckpointIO(CheckpointIO):
+    """Save Lightning's checkpoints into node memory, and have them flushed behind training.
+
+    A checkpoint has its name from the path that Lightning gives: below the job's root as it is
+    there, otherwise with a checksum of the directory. Paths whose last part begins with a dot are
+    temporary files of Lightning's, and stay files.
+
+    Args:
+        path: The job's root on storage: an fsspec URL or a directory. None keeps checkpoints in
+            memory only, with job="…".
+        weights_only: Refuse what could run code when unpickled (UntrustedObject), as `dcp_mem.load`
+            does. False is for hyperparameters or callbacks that hold objects of other kinds.
+            `trainer.fit(weights_only=…)` takes precedence.
+        **options: Further arguments of `MemoryStorageWriter`.
+
+    Raises:
+        ConfigError: An argument can't work.
+    """
+
+    def __init__(
+        self, path: str | Path | None = None, *, weights_only: bool = True, **options: Any
+    ) -> None:
+        self.writer = MemoryStorageWriter(path, **options)
+        self._weights_only = weights_only
+        self._removals = Removals(self.settings)
+        self._metrics: Mapping[str, Any] = {}
+        self._report: RecoveryReport | None = None
+        self._files = TorchCheckpointIO()
+
+    @property
+    def settings(self) -> Settings:
+        """The writer's settings."""
+        return self.writer.settings
+
+    # -- Lightning's contract ----------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save a whole checkpoint from this rank alone; return when it is complete in memory.
+
+        Args:
+            checkpoint: Lightning's checkpoint of the whole model.
+            path: Lightning's path or address; its temporary files stay files.
+            storage_options: None, or ConfigError is raised.
+        """
+        if _is_temporary(path):
+            self._files.save_checkpoint(checkpoint, path, storage_options)
+            return
+        _refuse(storage_options)
+        self.save(split(checkpoint), path, checkpoint.get("global_step"), no_dist=True)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a whole checkpoint from the nearest place that has it. Call it on all ranks.
+
+        Args:
+            path: The path that it was saved to, or NEWEST.
+            map_location: A device for the tensors; by default they are on the CPU.
+            weights_only: As in the constructor.
+
+        Raises:
+            CheckpointNotFound: There is no checkpoint of this path.
+            NoRecoverableCheckpoint: There are checkpoints, and none is whole.
+            UntrustedObject: It holds what could run code when unpickled.
+            ConfigError: map_location is no device, or the checkpoint isn't Lightning's.
+        """
+        if _is_temporary(path):
+            return self._files.load_checkpoint(path, map_location)
+        if map_location is not None and not isinstance(map_location, (str, torch.device)):
+            raise ConfigError(
+                f"map_location={map_location!r}: give a device, or leave it out and move what "
+                f"is loaded"
+            )
+        state = dict[str, Any]()
+        if not self.load(lambda metadata: state, path, weights_only):
+            return Nothing()
+        if REST not in state:
+            raise ConfigError(
+                f"{path} is no checkpoint of Lightning's: load it with dcp_mem.load and a state "
+                f"dict"
+            )
+        checkpoint = join(state)
+        checkpoint.update(
+            (key, value)
+            for key, value in state.items()
+            if key not in (REST, OPTIMIZERS, *checkpoint)
+        )
+        return (
+            checkpoint if map_location is None else _moved(checkpoint, torch.device(map_location))
+        )
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint from this node's memory and from storage, behind training.
+
+        Args:
+            path: Lightning's path or address.
+        """
+        if _is_temporary(path):
+            self._files.remove_checkpoint(path)
+            return
+        self.remove(path, from_storage=True)
+
+    def teardown(self) -> None:
+        """Wait until storage has what it should have; after an exception, leave that to the agent.
+
+        Raises:
+            FlushFailed: Storage refuses a checkpoint, which stays in memory.
+        """
+        try:
+            self.writer.close(flush=sys.exc_info()[0] is None)
+        finally:
+            self._removals.close()
+
+    # -- what strategies and the callback use ------------------------------------------------------
+
+    def save(
+        self, state: dict[str, Any], path: str | Path, step: int | None, *, no_dist: bool
+    ) -> None:
+        """Save a state dict for DCP as the checkpoint of a path.
+
+        Args:
+            state: The state dict.
+            path: Lightning's path, which names the checkpoint.
+            step: The training step, if known.
+            no_dist: Whether this rank alone has all of the state.
+        """
+        name = name_of(path, self.settings.url)
+        self._removals.wait_for(name)
+        self._wait_for_flushes(name)
+        self.writer.annotate_next_save(step=step, metrics=self._metrics)
+        self._metrics = {}
+        functional.save(state, checkpoint_id=name, storage_writer=self.writer, no_dist=no_dist)
+        if is_local(path) and self._is_first():
+            # `ModelCheckpoint` looks for the directory to find out that there is such a checkpoint.
+            os.makedirs(path, exist_ok=True)
+            os.utime(path)
+
+    def load(
+        self,
+        state_for: Callable[[Metadata], dict[str, Any]],
+        path: str | Path,
+        weights_only: bool | None = None,
+    ) -> bool:
+        """Load a checkpoint into a state dict. Call it on all ranks.
+
+        Args:
+            state_for: Returns the state dict for a checkpoint with this metadata; an empty one is
+                filled with all that the checkpoint has.
+            path: The path that it was saved to, or NEWEST.
+            weights_only: As in the constructor.
+
+        Returns:
+            Whether there was a checkpoint; only NEWEST may find none.
+        """
+        restricted = self._weights_only if weights_only is None else weights_only
+        with MemoryStorageReader(
+            self.settings.url,
+            memory_root=self.settings.memory_root,
+            job=self.settings.job,
+            storage_options=self.settings.storage_options,
+        ) as reader:
+            name, is_newest = name_of(path, self.settings.url), False
+            if os.fspath(path) == NEWEST:
+                name, is_newest = _newest(reader)
+            if not name:
+                rank_zero_info(
+                    f"Job {self.settings.job} has no checkpoint yet: there is nothing to restore"
+                )
+                return False
+            state = state_for(_metadata(reader, name))
+            planner = None if state else WholePlanner(weights_only=restricted)
+            # Without a name, an older checkpoint is loaded if this one turns out to be damaged.
+            wanted = None if is_newest else name
+            functional.load(
+                state,
+                checkpoint_id=wanted,
+                storage_reader=reader,
+                planner=planner,
+                weights_only=restricted,
+            )
+            self._report = reader.report()
+        return True
+
+    def remove(self, path: str | Path, *, from_storage: bool) -> None:
+        """Remove a checkpoint from this node's memory, behind training.
+
+        Args:
+            path: The path that it was saved to.
+            from_storage: Remove it from storage as well; one rank does.
+        """
+        if is_local(path):
+            # Storage may have put files there, which are about to be removed as well.
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+        self._removals.begin(name_of(path, self.settings.url), from_storage=from_storage)
+
+    def annotate_next_save(self, metrics: Mapping[str, Any]) -> None:
+        """Keep metrics with the next checkpoint, for `keep_best` and listings.
+
+        Args:
+            metrics: Figures by name; what isn't a number is left out.
+        """
+        self._metrics = {}
+        for name, value in metrics.items():
+            with contextlib.suppress(ConfigError):
+                self._metrics |= checked_metrics({name: value})
+
+    def report(self) -> RecoveryReport:
+        """Return what the last load took, from where, and what it passed over.
+
+        Raises:
+            ConfigError: Nothing has been loaded yet.
+        """
+        if self._report is None:
+            raise ConfigError("nothing has been loaded yet")
+        return self._report
+
+    def _wait_for_flushes(self, name: str) -> None:
+        """Wait while memory is full of checkpoints that storage hasn't got yet.
+
+        A further save would supersede the oldest of them, and Lightning counts on each one that it
+        has saved. If flushes fail, training goes on without the oldest.
+        """
+        memory, is_logged = job_memory(self.settings), False
+        while memory is not None:
+            pending = [one for one in memory.checkpoints() if one.pending and one.name != name]
+            if len(pending) < self.settings.keep:
+                return
+            failed = [one.name for one in pending if status_of(one).error]
+            if failed:
+                log.warning(
+                    "%s is not waited for: its flush fails (the history says why)", failed[0]
+                )
+                return
+            if not is_logged:
+                log.info("saves come faster than flushes: %s waits for %s", name, pending[-1].name)
+            is_logged = True
+            time.sleep(_PAUSE)
+
+    def _is_first(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _newest(reader: MemoryStorageReader) -> tuple[str, bool]:
+    """Find the newest checkpoint to resume from, and whether it is the newest of all.
+
+    That is one with optimizers; if none has any, the newest. The name is "" if there is no
+    checkpoint.
+
+    Raises:
+        NoRecoverableCheckpoint: There are checkpoints and none is whole. (Training must not start
+            from nothing over them.)
+    """
+    found = reader.recoverable()
+    for name in found:
+        if OPTIMIZERS in _metadata(reader, name).state_dict_metadata:
+            return name, name == found[0]
+        log.info("%s is passed over: it was saved with weights only", name)
+    if found:
+        return found[0], True
+    try:
+        reader.read_metadata()
+    except NoRecoverableCheckpoint as error:
+        if error.reasons:
+            raise
+    return "", False
+
+
+def _metadata(reader: MemoryStorageReader, name: str) -> Metadata:
+    reader.reset(name)
+    metadata = reader.read_metadata()
+    reader.close()
+    return metadata
+
+
+def _is_temporary(path: str | Path) -> bool:
+    return os.path.basename(os.fspath(path)).startswith(".")
+
+
+def _refuse(storage_options: Any | None) -> None:
+    if storage_options is not None:
+        raise ConfigError(
+            "storage_options of one save: give them to MemoryCheckpointIO, for all of them"
+        )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _moved(value[key], device)
+    elif isinstance(value, list):
+        value[:] = [_moved(one, device) for one in value]
+    return value

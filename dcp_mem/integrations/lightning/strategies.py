@@ -1,0 +1,199 @@
+"""Strategies whose checkpoints all ranks save and load together, each its part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from dcp_mem.errors import ConfigError
+from dcp_mem.integrations.lightning.checkpoint_io import MemoryCheckpointIO, Nothing
+from dcp_mem.integrations.lightning.flatten import REST, entries_of, split
+
+_MODEL = "state_dict"
+_STATES = "optimizer_states"
+
+
+class _Together(Strategy):
+    """The common part of the strategies below: the plugin, and how a checkpoint is removed."""
+
+    @property
+    def memory(self) -> MemoryCheckpointIO:
+        """The plugin; raises ConfigError if the trainer has another one."""
+        io = self.checkpoint_io
+        if not isinstance(io, MemoryCheckpointIO):
+            raise ConfigError(
+                f"{type(self).__name__} saves through MemoryCheckpointIO: "
+                f"give Trainer(plugins=[MemoryCheckpointIO(root)])"
+            )
+        return io
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove this node's part of a checkpoint; rank 0 removes it from storage."""
+        if self.local_rank == 0:
+            self.memory.remove(filepath, from_storage=self.is_global_zero)
+
+    local_rank: int
+
+
+class MemoryDDPStrategy(_Together, DDPStrategy):
+    """DDP where each rank saves its share, instead of rank 0 all of the state.
+
+    What the ranks save is what rank 0 alone would have saved, and loads with any DDP strategy or on
+    one device. Copies and parity on other nodes (replicas=, redundancy=) need this strategy: what
+    rank 0 saves alone lies in one node's memory. Buffers, callbacks and loops are rank 0's.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save on all ranks together, each its share of what all of them have.
+
+        Args:
+            checkpoint: Lightning's checkpoint, as this rank has it.
+            filepath: Lightning's path or address.
+            storage_options: None, or ConfigError is raised.
+        """
+        _refuse(storage_options)
+        assert self.lightning_module is not None
+        parameters = {name for name, _ in self.lightning_module.named_parameters()}
+
+        def is_shared(path: tuple[Any, ...]) -> bool:
+            return path[0] == _STATES or (path[0] == _MODEL and path[-1] in parameters)
+
+        if self.is_global_zero:
+            state = split(checkpoint)
+        else:
+            shared = {key: checkpoint[key] for key in (_MODEL, _STATES) if key in checkpoint}
+            state = split(shared, is_shared)
+            # Of the rest, rank 0's counts.
+            state = {key: state[key] for key in shared if key in state}
+        self.memory.save(
+            state, self.broadcast(filepath), checkpoint.get("global_step"), no_dist=False
+        )
+
+
+class _Sharded(_Together):
+    """Save what Lightning collects of each rank, and load into what the rank has."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        _refuse(storage_options)
+        optimizers = checkpoint.pop(_STATES, None)
+        state = {_MODEL: checkpoint.pop(_MODEL)}
+        state |= {f"optimizer_{number}": of_one for number, of_one in enumerate(optimizers or [])}
+        if self.is_global_zero:
+            state |= entries_of(checkpoint, [], optimizers)
+        self.memory.save(
+            state, self.broadcast(filepath), checkpoint.get("global_step"), no_dist=False
+        )
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = self.broadcast(checkpoint_path)
+        assert self.lightning_module is not None
+        assert self.model is not None
+        module, optimizers, is_strict = (
+            self.model,
+            self.optimizers,
+            self.lightning_module.strict_loading,
+        )
+        wanted = optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
+        state = dict[str, Any]()
+
+        def state_for(metadata: Metadata) -> dict[str, Any]:
+            there = metadata.state_dict_metadata
+            if REST not in there:
+                raise ConfigError(
+                    f"{path} is no checkpoint of Lightning's: load it with dcp_mem.load and a "
+                    f"state dict"
+                )
+            model = get_model_state_dict(module)
+            if not is_strict:
+                model = {
+                    name: value for name, value in model.items() if f"{_MODEL}.{name}" in there
+                }
+            state.update({_MODEL: model, REST: None})
+            for number, optimizer in enumerate(wanted):
+                if not any(name.startswith(f"optimizer_{number}.") for name in there):
+                    raise ConfigError(
+                        f"{path} has no sharded state of optimizer {number}: it was saved with "
+                        f"weights only, or by a strategy that doesn't shard"
+                    )
+                state[f"optimizer_{number}"] = get_optimizer_state_dict(module, optimizer)
+            return state
+
+        if not self.memory.load(state_for, path, weights_only):
+            return Nothing()
+        set_model_state_dict(module, state[_MODEL], options=StateDictOptions(strict=is_strict))
+        for number, optimizer in enumerate(wanted):
+            set_optimizer_state_dict(module, optimizer, state[f"optimizer_{number}"])
+        rest: dict[str, Any] = state[REST][0]
+        return rest
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.memory.teardown()  # Lightning's own strategies leave the plugin out.
+
+
+class MemoryFSDPStrategy(_Sharded, FSDPStrategy):
+    """FSDP with sharded checkpoints, which load into any number of ranks.
+
+    Args:
+        state_dict_type: "sharded".
+        **kwargs: Further arguments of FSDPStrategy.
+
+    Raises:
+        ConfigError: state_dict_type is "full".
+    """
+
+    def __init__(self, *, state_dict_type: str = "sharded", **kwargs: Any) -> None:
+        if state_dict_type != "sharded":
+            raise ConfigError(
+                f'state_dict_type={state_dict_type!r}: leave it at "sharded", or take '
+                f"Lightning's FSDPStrategy"
+            )
+        super().__init__(state_dict_type="sharded", **kwargs)
+
+
+class MemoryModelParallelStrategy(_Sharded, ModelParallelStrategy):
+    """FSDP2 and tensor parallelism with sharded checkpoints through `MemoryCheckpointIO`.
+
+    They load into any number of ranks, and any sizes of the mesh.
+
+    Args:
+        *args: ModelParallelStrategy's.
+        save_distributed_checkpoint: True.
+        **kwargs: ModelParallelStrategy's.
+
+    Raises:
+        ConfigError: save_distributed_checkpoint is False.
+    """
+
+    def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **kwargs: Any) -> None:
+        if not save_distributed_checkpoint:
+            raise ConfigError(
+                "save_distributed_checkpoint=False: leave it out, or take Lightning's "
+                "ModelParallelStrategy"
+            )
+        super().__init__(*args, **kwargs)
+
+
+def _refuse(storage_options: Any | None) -> None:
+    if storage_options is not None:
+        raise ConfigError(
+            "storage_options of one save: give them to MemoryCheckpointIO, for all of them"
+        )

@@ -1,0 +1,6 @@
+"""Megatron's `dist_checkpointing` through node memory, and the strategies that it is made of."""
+
+from dcp_mem.integrations.megatron.checkpointing import MemoryCheckpointing
+from dcp_mem.integrations.megatron.strategies import MemoryLoadStrategy, MemorySaveStrategy
+
+__all__ = ["MemoryCheckpointing", "MemoryLoadStrategy", "MemorySaveStrategy"]

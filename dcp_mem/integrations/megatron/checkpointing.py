@@ -1,0 +1,407 @@
+"""`MemoryCheckpointing`: Megatron's `dist_checkpointing` for checkpoints in node memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+
+from dcp_mem import functional
+from dcp_mem.comm.agreement import on_rank_0
+from dcp_mem.comm.dcp_call import direct_call
+from dcp_mem.common.log import log
+from dcp_mem.config import root_url
+from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError
+from dcp_mem.integrations.megatron.common import Common, make_directory, put_beside, stand_in
+from dcp_mem.integrations.megatron.strategies import (
+    Directory,
+    MemoryLoadStrategy,
+    MemorySaveStrategy,
+    iteration_of,
+    name_of,
+)
+from dcp_mem.reader import MemoryStorageReader, RecoveryReport
+from dcp_mem.writer import MemoryStorageWriter
+
+T = TypeVar("T")
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class MemoryCheckpointing:
+    """Megatron's `dist_checkpointing` through node memory: its functions as methods.
+
+    Arguments and results are the same. Call the methods on all ranks, in the same order.
+
+        dist_checkpointing = MemoryCheckpointing(persist=every_n_saves(10), replicas=1)
+
+    A checkpoint_dir such as "/ckpts/run/iter_0000010" (or a URL, "abfs://ckpts/run/iter_0000010")
+    names the checkpoint "iter_0000010" of the root "/ckpts/run". A save returns when the checkpoint
+    is complete in memory, common state included; the flush to the root goes on behind training. A
+    load takes it from memory if it is there, else from the root; what Megatron itself has saved
+    there is loaded by Megatron.
+
+    Args:
+        storage: Other roots for some directories that Megatron names, such as
+            {"/ckpts/run": "abfs://ckpts/run"}.
+        **options: Arguments of `MemoryStorageWriter`, for the writer of each root.
+
+    Raises:
+        ConfigError: An argument can't work.
+    """
+
+    def __init__(self, *, storage: Mapping[str, str] | None = None, **options: Any) -> None:
+        self._storage = {
+            root_url(directory): root_url(root) for directory, root in (storage or {}).items()
+        }
+        self._options = options
+        self._writers: dict[str, MemoryStorageWriter] = {}
+        self._told: dict[str, Any] = {}
+        self._report: RecoveryReport | None = None
+
+    # -- Megatron's functions ----------------------------------------------------------------------
+
+    def save(
+        self,
+        sharded_state_dict: dict[str, Any],
+        checkpoint_dir: Directory,
+        sharded_strategy: Any = None,
+        *rest: Any,
+        **options: Any,
+    ) -> AsyncRequest | None:
+        """Save as `dist_checkpointing.save` does; return when the checkpoint is complete in memory.
+
+        If checkpoint_dir is a directory that exists, rank 0 also writes Megatron's `common.pt` and
+        `metadata.json` there.
+
+        Args:
+            sharded_state_dict: As for `dist_checkpointing.save`.
+            checkpoint_dir: Directory or URL that names the checkpoint.
+            sharded_strategy: None, Megatron's own for "torch_dist", or
+                FullyParallelSaveStrategyWrapper around that.
+            *rest: Further arguments of `dist_checkpointing.save`.
+            **options: Further arguments of `dist_checkpointing.save`.
+
+        Returns:
+            With async_sharded_save=True a request to schedule and finalize, which has nothing left
+            to write; else None.
+
+        Raises:
+            ConfigError: The strategy is another one.
+            CheckpointException: The save has failed, as from `dcp.save`.
+        """
+        root, name = self._place(checkpoint_dir)
+        writer = self.writer(root)
+        told, self._told = self._told, {}
+        strategy = _through_memory(
+            sharded_strategy,
+            MemorySaveStrategy(writer, **told),
+            TorchDistSaveShardedStrategy,
+            FullyParallelSaveStrategyWrapper,
+        )
+        parent = tempfile.TemporaryDirectory(prefix="dcp_mem-megatron-", ignore_cleanup_errors=True)
+        try:
+            directory = make_directory(parent.name, name)
+            request = dist_checkpointing.save(
+                sharded_state_dict, directory, strategy, *rest, **options
+            )
+        except BaseException:
+            parent.cleanup()
+            raise
+        was_skipped = writer._last_save is None  # Memory was full.
+
+        def finish() -> None:
+            if dist.get_rank() == 0 and not was_skipped:
+                put_beside(directory, os.fspath(checkpoint_dir))
+            parent.cleanup()
+
+        if request is None:
+            finish()
+        else:
+            request.add_finalize_fn(finish)
+        return request
+
+    def load(
+        self,
+        sharded_state_dict: dict[str, Any],
+        checkpoint_dir: Directory,
+        sharded_strategy: Any = None,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        """Load as `dist_checkpointing.load` does.
+
+        Args:
+            sharded_state_dict: As for `dist_checkpointing.load`.
+            checkpoint_dir: Directory or URL that names the checkpoint.
+            sharded_strategy: As in `save`, for loading.
+            *rest: Further arguments of `dist_checkpointing.load`.
+            **options: Further arguments of `dist_checkpointing.load`.
+
+        Raises:
+            CheckpointNotFound: There is no checkpoint of that name; the error lists those that can
+                be loaded.
+            DcpMemError: The checkpoint was saved again while it was loaded.
+        """
+        root, name = self._place(checkpoint_dir)
+        reader = self._reader(root)
+        common = self._load_common(reader, root, checkpoint_dir)
+        if common is None:
+            return dist_checkpointing.load(
+                sharded_state_dict, os.fspath(checkpoint_dir), sharded_strategy, *rest, **options
+            )
+        strategy = _through_memory(
+            sharded_strategy,
+            MemoryLoadStrategy(reader),
+            TorchDistLoadShardedStrategy,
+            FullyParallelLoadStrategyWrapper,
+        )
+        save_id = reader.report().save_id
+        with stand_in(name, common) as directory:
+            loaded = dist_checkpointing.load(
+                sharded_state_dict, directory, strategy, *rest, **options
+            )
+        self._report = reader.report()
+        if self._report.save_id != save_id:
+            raise DcpMemError(f"{name} was saved again while it was loaded: load it once more")
+        return loaded
+
+    def load_common_state_dict(self, checkpoint_dir: Directory) -> Any:
+        """Return the common state of a checkpoint.
+
+        Args:
+            checkpoint_dir: The checkpoint's directory, as Megatron-LM names it.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint.
+        """
+        root, name = self._place(checkpoint_dir)
+        common = self._load_common(self._reader(root), root, checkpoint_dir)
+        if common is None:
+            return dist_checkpointing.load_common_state_dict(os.fspath(checkpoint_dir))
+        with stand_in(name, common) as directory:
+            # A save that was killed as soon as it was complete has left no files there, and
+            # Megatron-LM looks for them next.
+            put = partial(put_beside, directory, os.fspath(checkpoint_dir), missing_only=True)
+            self._by_rank_0(root, put, None)
+            return dist_checkpointing.load_common_state_dict(directory)
+
+    def load_content_metadata(
+        self, checkpoint_dir: Directory | None = None, *, preloaded_state_dict: Any = None
+    ) -> dict[str, Any] | None:
+        """Return what `save(…, content_metadata=…)` was given; None if that was nothing.
+
+        Args:
+            checkpoint_dir: Directory or URL that names the checkpoint.
+            preloaded_state_dict: The common state, if it has been loaded; then no directory is
+                needed.
+
+        Raises:
+            ConfigError: Neither is given.
+        """
+        if preloaded_state_dict is None:
+            if checkpoint_dir is None:
+                raise ConfigError(
+                    "load_content_metadata: give checkpoint_dir or preloaded_state_dict"
+                )
+            preloaded_state_dict = self.load_common_state_dict(checkpoint_dir)
+        found: dict[str, Any] | None = dist_checkpointing.load_content_metadata(
+            preloaded_state_dict=preloaded_state_dict
+        )
+        return found
+
+    def load_tensors_metadata(
+        self, checkpoint_dir: Directory, sharded_strategy: Any = None
+    ) -> dict[str, Any]:
+        """Return every tensor of the checkpoint by its key, whole and without data.
+
+        Args:
+            checkpoint_dir: Directory or URL that names the checkpoint.
+            sharded_strategy: Isn't needed.
+        """
+        root, _ = self._place(checkpoint_dir)
+        return MemoryLoadStrategy(self._reader(root)).load_tensors_metadata(checkpoint_dir)
+
+    def load_plain_tensors(self, checkpoint_dir: Directory) -> dict[str, Any]:
+        """Return every tensor of the checkpoint by its key, whole, on each rank.
+
+        Args:
+            checkpoint_dir: The checkpoint's directory, as Megatron-LM names it.
+        """
+        state = self.load_tensors_metadata(checkpoint_dir)
+        loaded: dict[str, Any] = self.load(state, checkpoint_dir, validate_access_integrity=False)
+        return {key: loaded[key] for key in state}
+
+    def check_is_distributed_checkpoint(self, checkpoint_dir: Directory) -> bool:
+        """Tell whether there is a checkpoint of that name, Megatron's or ours.
+
+        Args:
+            checkpoint_dir: The checkpoint's directory, as Megatron-LM names it.
+        """
+        root, name = self._place(checkpoint_dir)
+        if self._is_megatrons(root, checkpoint_dir):
+            return True
+        return name in self._reader(root).recoverable()
+
+    # -- what else a training script needs ---------------------------------------------------------
+
+    def latest(self, save_dir: Directory) -> int:
+        """Return the newest iteration of a root that can be loaded; -1 for none.
+
+        Megatron-LM's tracker file may name a checkpoint that was lost with a node's memory.
+
+        Args:
+            save_dir: Megatron-LM's args.load or args.save.
+        """
+        root = self._root(save_dir)
+        for name in self._reader(root).recoverable():
+            iteration = iteration_of(name)
+            if iteration is not None:
+                return iteration
+        return self._tracked(root, save_dir)
+
+    def annotate_next_save(
+        self, *, metrics: Mapping[str, Any] | None = None, persist: bool = False
+    ) -> None:
+        """Keep metrics with the next checkpoint, or have it persisted whatever the policy says.
+
+        Rank 0's arguments count.
+
+        Args:
+            metrics: Figures by name.
+            persist: Have storage get it.
+        """
+        self._told = {"metrics": metrics, "persist": persist}
+
+    def report(self) -> RecoveryReport:
+        """Return what the last `load` took, from where, and what it passed over.
+
+        Raises:
+            ConfigError: Nothing has been loaded through memory yet.
+        """
+        if self._report is None:
+            raise ConfigError("nothing has been loaded through memory yet")
+        return self._report
+
+    def writer(self, save_dir: Directory) -> MemoryStorageWriter:
+        """Return the writer of a root, for its `wait`, `status` and so on.
+
+        Args:
+            save_dir: The root: Megatron-LM's `--save` directory.
+        """
+        root = self._root(save_dir)
+        if root not in self._writers:
+            self._writers[root] = MemoryStorageWriter(root, **self._options)
+        return self._writers[root]
+
+    def close(self, flush: bool = True, *, progress: bool = False) -> None:
+        """Close the writers: wait until storage has what it should have, and give back memory.
+
+        Args:
+            flush: As in `MemoryStorageWriter.close`.
+            progress: As in `MemoryStorageWriter.close`.
+        """
+        for writer in self._writers.values():
+            writer.close(flush, progress=progress)
+
+    # -- where things are --------------------------------------------------------------------------
+
+    def _root(self, directory: Directory) -> str:
+        root = root_url(directory)
+        assert root is not None
+        return self._storage.get(root) or root
+
+    def _place(self, checkpoint_dir: Directory) -> tuple[str, str]:
+        """Return the root and the name of a checkpoint."""
+        text = os.fspath(checkpoint_dir).rstrip("/")
+        text = text if "://" in text else os.path.abspath(text)
+        return self._root(os.path.dirname(text)), name_of(text)
+
+    def _reader(self, root: str) -> MemoryStorageReader:
+        chosen = self.writer(root).settings
+        return MemoryStorageReader(
+            chosen.url,
+            memory_root=chosen.memory_root,
+            job=chosen.job,
+            storage_options=chosen.storage_options,
+        )
+
+    def _load_common(
+        self, reader: MemoryStorageReader, root: str, checkpoint_dir: Directory
+    ) -> bytes | None:
+        """Load the common state of a checkpoint of ours; None for Megatron's own."""
+        common = Common()
+        try:
+            functional.load(
+                common.state, checkpoint_id=name_of(checkpoint_dir), storage_reader=reader
+            )
+        except CheckpointNotFound:
+            if not self._is_megatrons(root, checkpoint_dir):
+                raise
+        return common.data
+
+    # -- directories that Megatron has written -----------------------------------------------------
+
+    def _is_megatrons(self, root: str, checkpoint_dir: Directory) -> bool:
+        """Tell whether that is a directory which Megatron's own functions can load."""
+        directory = os.fspath(checkpoint_dir)
+
+        def look() -> bool:
+            is_named = dist_checkpointing.check_is_distributed_checkpoint(directory)
+            return bool(is_named) and os.path.exists(os.path.join(directory, ".metadata"))
+
+        return self._by_rank_0(root, look, False)
+
+    def _tracked(self, root: str, save_dir: Directory) -> int:
+        """Return the iteration of Megatron-LM's tracker file if Megatron can load it; else -1."""
+
+        def look() -> int:
+            text = Path(save_dir, _TRACKER).read_text().strip()
+            return int(text) if text.isdecimal() else -1
+
+        iteration = self._by_rank_0(root, look, -1)
+        is_there = iteration >= 0 and self._is_megatrons(
+            root, os.path.join(save_dir, f"iter_{iteration:07d}")
+        )
+        return iteration if is_there else -1
+
+    def _by_rank_0(self, root: str, look: Callable[[], T], otherwise: T) -> T:
+        """Return what rank 0 finds, on all ranks, which may see other files."""
+        ranks = direct_call(None, False, f"load {self.writer(root).settings.job}").ranks
+
+        def attempted() -> T:
+            try:
+                return look()
+            except Exception as error:
+                log.debug("Megatron's files: %s", error)
+                return otherwise
+
+        return on_rank_0(ranks, "looking at Megatron's files", attempted)
+
+
+def _through_memory(given: Any, ours: T, replaced: type, wrapper: type) -> T:
+    """Put our strategy in place of Megatron's own, alone or in its wrapper for replicas."""
+    if given is None or isinstance(given, (tuple, replaced)):
+        return ours
+    if isinstance(given, wrapper):
+        given.base_strategy = _through_memory(given.base_strategy, ours, replaced, wrapper)  # type: ignore[attr-defined]
+        return given  # type: ignore[return-value]
+    raise ConfigError(
+        f"sharded_strategy is a {type(given).__name__}: give None, Megatron's own for "
+        f"'torch_dist', or {wrapper.__name__}"
+    )

@@ -1,0 +1,236 @@
+"""Strategies for Megatron's `dist_checkpointing`: its planners, our writer and reader."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import megatron.core
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+from packaging.version import Version
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+from dcp_mem.errors import ConfigError
+from dcp_mem.integrations.megatron.common import BACKEND, COMMON, VERSION, common_object
+from dcp_mem.reader import MemoryStorageReader
+from dcp_mem.writer import MemoryStorageWriter
+
+Directory = str | os.PathLike[str]
+
+_ITERATION = re.compile(r"iter_(\d+)")
+
+
+class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """A sharded_strategy with which `dist_checkpointing.save` saves into node memory.
+
+    The save returns when the checkpoint is complete in memory. The checkpoint is called as the last
+    part of checkpoint_dir, "iter_0000010", and lies under the writer's path. If that path is
+    checkpoint_dir's parent, Megatron's own loader finds on storage what it expects. What Megatron
+    has put into `common.pt` there goes along. Several strategies may share a writer.
+
+    An async save is no different: all is done when it returns, and its request only has to be
+    finalized.
+
+    Args:
+        writer: The writer of the checkpoint's root.
+        metrics: As in `MemoryStorageWriter.annotate_next_save`, for each save.
+        persist: As in `MemoryStorageWriter.annotate_next_save`, for each save.
+    """
+
+    def __init__(
+        self,
+        writer: MemoryStorageWriter,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        persist: bool = False,
+    ) -> None:
+        _check_version()
+        super().__init__(BACKEND, VERSION)
+        self.writer = writer
+        self.metrics = metrics
+        self.persist = persist
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Directory) -> None:
+        """Save; return when the checkpoint is complete in memory. Call it on all ranks.
+
+        Args:
+            sharded_state_dict: As Megatron passes it.
+            checkpoint_dir: Directory that names the checkpoint.
+        """
+        name = name_of(checkpoint_dir)
+        sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        if dist.get_rank() == 0 and (common := common_object(checkpoint_dir)) is not None:
+            sharded[COMMON] = [common]
+        self.writer.annotate_next_save(
+            step=iteration_of(name), metrics=self.metrics, persist=self.persist
+        )
+        dcp.save(
+            mcore_to_pyt_state_dict(sharded, False),
+            checkpoint_id=name,
+            storage_writer=self.writer,
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica,
+                flatten_state_dict=False,
+                can_run_decentralized_global_plan=False,
+            ),
+        )
+
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Directory
+    ) -> AsyncRequest:
+        """Save, and return a request that is done already.
+
+        Args:
+            sharded_state_dict: Megatron's state dict of this rank.
+            checkpoint_dir: Its last part is the checkpoint's name.
+        """
+        self.save(sharded_state_dict, checkpoint_dir)
+        return AsyncRequest(None, (), [])
+
+
+class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """A sharded_strategy with which `dist_checkpointing.load` loads from memory, else from storage.
+
+    The checkpoint is the one under the reader's path that is called as the last part of
+    checkpoint_dir. It may have been saved with other TP, PP and DP sizes. `dist_checkpointing.load`
+    also needs checkpoint_dir itself, with `common.pt` and `metadata.json`;
+    `MemoryCheckpointing.load` doesn't.
+
+    Args:
+        reader: The reader of the checkpoint's root.
+    """
+
+    def __init__(self, reader: MemoryStorageReader) -> None:
+        _check_version()
+        super().__init__()
+        self.reader = reader
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Directory) -> dict[str, Any]:
+        """Load into the tensors, and return them. Call it on all ranks.
+
+        Args:
+            sharded_state_dict: As Megatron passes it.
+            checkpoint_dir: Directory that names the checkpoint.
+        """
+        tensors = [
+            value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)
+        ]
+        sharded, paths, keys = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        state = mcore_to_pyt_state_dict(sharded, True)
+        dcp.load(
+            state,
+            checkpoint_id=name_of(checkpoint_dir),
+            storage_reader=self.reader,
+            planner=MCoreLoadPlanner(
+                shapes_validation_sharded_tensors=[
+                    one for one in tensors if not one.allow_shape_mismatch
+                ],
+                allow_shape_mismatch_sharded_tensors={
+                    one.key: one for one in tensors if one.allow_shape_mismatch
+                },
+            ),
+        )
+        unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+        loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(unwrapped, paths, keys)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+    def load_tensors_metadata(
+        self, checkpoint_dir: Directory, metadata: Metadata | None = None
+    ) -> dict[str, Any]:
+        """Return every tensor of the checkpoint by its key, whole and without data.
+
+        Call it on all ranks.
+
+        Args:
+            checkpoint_dir: Directory that names the checkpoint.
+            metadata: The checkpoint's, if it is known.
+        """
+        metadata = metadata or self.metadata(checkpoint_dir)
+        for entry in metadata.state_dict_metadata.values():
+            if isinstance(entry, TensorStorageMetadata):
+                # Megatron 0.16 passes all properties to torch.empty, which doesn't take the
+                # strides that torch 2.15 notes.
+                entry.properties.__dict__.pop("strides", None)
+        found: dict[str, Any] = super().load_tensors_metadata(checkpoint_dir, metadata)
+        return found
+
+    def load_sharded_metadata(self, checkpoint_dir: Directory) -> dict[str, Any]:
+        """Return every tensor and object of the checkpoint by its key. Call it on all ranks.
+
+        Args:
+            checkpoint_dir: Its last part is the checkpoint's name.
+        """
+        metadata = self.metadata(checkpoint_dir)
+        objects = [
+            ShardedObject.empty_from_unique_key(key)
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, BytesStorageMetadata) and key != COMMON
+        ]
+        return {one.unique_key: one for one in objects} | self.load_tensors_metadata(
+            checkpoint_dir, metadata
+        )
+
+    def metadata(self, checkpoint_dir: Directory) -> Metadata:
+        """Return DCP's metadata of the checkpoint.
+
+        Args:
+            checkpoint_dir: Its last part is the checkpoint's name.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint.
+        """
+        self.reader.reset(name_of(checkpoint_dir))
+        with self.reader:
+            return self.reader.read_metadata()
+
+
+def _check_version() -> None:
+    # Earlier versions cut the optimizer's tensors into flat pieces, which loads in other shapes
+    # would have to know of.
+    if Version(megatron.core.__version__) < Version("0.16"):
+        raise ConfigError(
+            f"megatron-core {megatron.core.__version__} is too old: install 0.16 or newer"
+        )
+
+
+def name_of(checkpoint_dir: Directory) -> str:
+    """Return a checkpoint's name under its root: the last part of Megatron's directory.
+
+    Args:
+        checkpoint_dir: With or without a slash at the end.
+    """
+    return os.path.basename(os.fspath(checkpoint_dir).rstrip("/"))
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration in a checkpoint's name; None if there is none.
+
+    Args:
+        name: Megatron-LM's name for a checkpoint, such as iter_0000100.
+    """
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else None

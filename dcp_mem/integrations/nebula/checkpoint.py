@@ -1,0 +1,423 @@
+"""Nebula's checkpoints: files by name under a tag, each of them an object that can be pickled."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from dcp_mem.comm.agreement import on_rank_0
+from dcp_mem.comm.dcp_call import direct_call
+from dcp_mem.common.log import log
+from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
+from dcp_mem.config import Settings, checkpoint_name
+from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError
+from dcp_mem.format import names
+from dcp_mem.integrations.nebula.completion import EACH_FILE, ON_COMMIT
+from dcp_mem.integrations.nebula.peers import Peers
+from dcp_mem.integrations.nebula.run import Run, current, join, run_elsewhere, run_for
+from dcp_mem.operations import housekeeping, inventory
+from dcp_mem.operations.contents import contents_of
+from dcp_mem.operations.flush import promote
+from dcp_mem.operations.streams import open_stream
+from dcp_mem.saving.streams import name_of_rank
+from dcp_mem.storage import Storage
+from dcp_mem.storage.listing import committed_under
+from dcp_mem.storage.routes import open_storage
+
+
+class Checkpoint:
+    """One checkpoint: files are saved under its tag, or loaded from there.
+
+    A restart finds it once it is complete on all ranks, and not before. Make it on all ranks, also
+    on those that save nothing.
+    """
+
+    def __init__(self, tag: str = "", num_of_files: int = EACH_FILE) -> None:
+        """Name the checkpoint, and say when it is complete.
+
+        Args:
+            tag: Its name; "" has one made, the same on all ranks that have one made as well.
+            num_of_files: -1 completes it with each file that any rank saves; n, once the ranks
+                have saved n files together; -2, once every rank has called `commit`.
+
+        Raises:
+            ConfigError: `num_of_files` is none of these.
+        """
+        if type(num_of_files) is not int or num_of_files < ON_COMMIT or num_of_files == 0:
+            raise ConfigError(
+                f"num_of_files={num_of_files!r}: give how many files make a checkpoint, "
+                "-1 for any, -2 to call commit()"
+            )
+        self._num_of_files = num_of_files
+        self._run: Run | None = None
+        self._found: CheckpointStatus | None = None
+        self._path: str | os.PathLike[str] | None = None
+        self._tag = str(tag)
+        join()
+
+    @classmethod
+    def _of(
+        cls, run: Run, found: CheckpointStatus | None, path: str | os.PathLike[str] | None
+    ) -> Checkpoint:
+        checkpoint = cls("" if found is None else found.name, ON_COMMIT)
+        checkpoint._run, checkpoint._found, checkpoint._path = run, found, path
+        return checkpoint
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(tag={self._tag!r})"
+
+    @property
+    def tag(self) -> str:
+        """The checkpoint's name; "" where a search has found none."""
+        return self._tag
+
+    def save(self, name: str, obj: Any) -> None:
+        """Save an object as a file of this checkpoint; return once the file is in memory.
+
+        Where this file completes the checkpoint, it is complete on return.
+
+        Args:
+            name: The file's name; several ranks may save files of one name.
+            obj: Anything that can be pickled.
+
+        Raises:
+            MemoryBudgetExceeded: The node's memory budget is used up.
+            DcpMemError: The checkpoint can't be completed.
+        """
+        run = self._own_run()
+        if not self._tag:
+            self._tag = run.completing.new_tag()
+        tag = checkpoint_name(run.settings.url, self._tag)
+        run.completing.save(tag, _file_name(name), partial(_pickle, obj), self._num_of_files)
+
+    def commit(self) -> bool:
+        """Complete the checkpoint; call this on all ranks.
+
+        Returns:
+            Whether it is complete, on all ranks; the log says why not.
+        """
+        run = self._own_run()
+        try:
+            if not self._tag:
+                self._tag = run.completing.new_tag()
+            run.completing.commit(checkpoint_name(run.settings.url, self._tag))
+        except ConfigError:
+            raise
+        except DcpMemError as error:
+            log.error("%s is not complete: %s", self._tag, error)
+            return False
+        return True
+
+    def load(self, name: str, map_location: Any = None, *, weights_only: bool = False) -> Any:
+        """Load an object of this checkpoint, from this node's memory, other nodes' or storage.
+
+        Args:
+            name: The file; where several ranks have saved one of that name, each gets its own.
+            map_location: As in torch.load.
+            weights_only: As in torch.load; without it, unpickling may run code, as in Nebula.
+
+        Raises:
+            ConfigError: There is no such file.
+            CheckpointNotFound: There is no such checkpoint.
+            SegmentCorrupt: The file is damaged in every place that has it.
+        """
+        with self.open(name) as file:
+            return torch.load(file, map_location=map_location, weights_only=weights_only)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[IO[bytes]]:
+        """Open a file of this checkpoint for reading, as `torch.save` has written it.
+
+        Args:
+            name: As in `load`, which raises the same errors.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint.
+        """
+        run = self._own_run()
+        found = self._found or _find(run, self._tag, self._path)
+        if found is None:
+            raise CheckpointNotFound(self._tag, str(self._path or run.settings.url), [], [])
+        chosen = run.settings_for(self._path)
+        with open_stream(
+            chosen,
+            _storage(chosen),
+            found,
+            partial(_pick, _file_name(name)),
+            name,
+            _peers(run, chosen),
+        ) as data:
+            yield io.BufferedReader(_View(data))
+
+    def _own_run(self) -> Run:
+        if self._run is None:
+            self._run = current()
+        return self._run
+
+
+def save_alone(
+    tag: str,
+    name: str,
+    obj: Any,
+    is_best: bool = False,
+    persist_path: str | os.PathLike[str] | None = None,
+) -> None:
+    """Save a checkpoint of one file, which this rank completes alone.
+
+    Args:
+        tag: The checkpoint's name.
+        name: The file's name.
+        obj: Anything that can be pickled.
+        is_best: Flush it to storage, however recently storage got another one.
+        persist_path: The root of another job than the one that `init` has set.
+    """
+    run = run_elsewhere(persist_path)
+    if is_best:
+        run.writer.annotate_next_save(persist=True, metrics={"is_best": 1.0})
+    run.alone.save(
+        checkpoint_name(run.settings.url, tag), _file_name(name), partial(_pickle, obj), EACH_FILE
+    )
+
+
+def delete_checkpoint(tag: str) -> None:
+    """Delete a checkpoint from this node's memory and from storage, as far as it is there.
+
+    Args:
+        tag: The checkpoint's tag, which is its name.
+
+    Raises:
+        CheckpointInUse: It is being read or flushed.
+    """
+    chosen = current().settings
+    name = checkpoint_name(chosen.url, tag)
+    housekeeping.evict(chosen, name)
+    if chosen.url is not None:
+        with suppress(CheckpointNotFound):
+            housekeeping.delete(chosen.url, name, storage_options=chosen.storage_options)
+
+
+def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
+    """Return the checkpoints in this node's memory and on storage, newest first, as plain values.
+
+    Args:
+        persist_path: The root of another job than the one that `init` has set.
+
+    Returns:
+        For each its tag, state, size in bytes, created (seconds since the epoch), tiers (where it
+        is), its path on storage, and its problem ("": none is known).
+    """
+    run = run_for(persist_path)
+    chosen = run.settings_for(persist_path)
+    newest: dict[str, CheckpointStatus] = {}  # storage may still have an older save of a tag
+    for one in filter(_counts, inventory.list_checkpoints(chosen)):
+        newest.setdefault(one.name, one)
+    return [
+        {
+            "tag": one.name,
+            "state": one.state.value,
+            "size": one.nbytes,
+            "created": one.created,
+            "tiers": [{MEMORY: "tier1", STORAGE: "tier3"}[place] for place in one.places],
+            "path": f"{chosen.url}/{one.name}" if chosen.url is not None and one.is_durable else "",
+            "problem": one.problem,
+        }
+        for one in newest.values()
+    ]
+
+
+def get_checkpoint(tag: str = "", persist_path: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """Return the complete checkpoint of a tag, to load from.
+
+    Args:
+        tag: "" for the newest one.
+        persist_path: The root of another job than the one that `init` has set.
+
+    Returns:
+        A checkpoint whose tag is "" where there is none.
+    """
+    run = run_for(persist_path)
+    return Checkpoint._of(run, _find(run, tag, persist_path), persist_path)
+
+
+def get_latest_checkpoint(persist_path: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """Return the newest complete checkpoint in memory or on storage; its tag is "" for none.
+
+    Args:
+        persist_path: Another root on storage to look in; None for the job's own.
+    """
+    return get_checkpoint("", persist_path)
+
+
+def get_latest_checkpoint_path(
+    name: str, persist_path: str | os.PathLike[str] | None = None
+) -> str:
+    """Return the path of a file of the newest complete checkpoint, for `NebulaCheckpointIO`.
+
+    Args:
+        name: The file.
+        persist_path: The root of another job than the one that `init` has set.
+
+    Returns:
+        "" where there is no checkpoint.
+    """
+    run = run_for(persist_path)
+    found = _find(run, "", persist_path)
+    return (
+        ""
+        if found is None
+        else f"{run.settings_for(persist_path).url or ''}/{found.name}/{_file_name(name)}"
+    )
+
+
+def newest_files() -> tuple[str, list[str]]:
+    """Return tag and files of the newest complete checkpoint, as rank 0 finds it.
+
+    Call this on all ranks, which get the same.
+
+    Returns:
+        "" and no files where there is no checkpoint.
+
+    Raises:
+        RankFailed: Rank 0 can't find out; on all ranks.
+    """
+    run = current()
+
+    def find() -> tuple[str, list[str]]:
+        found = _find(run, "", None)
+        if found is None:
+            return "", []
+        items = contents_of(run.settings, _storage(run.settings), found).items
+        return found.name, [item.name for item in items]
+
+    ranks = direct_call(None, False, f"save {run.settings.job}").ranks
+    return on_rank_0(ranks, "looking for the newest checkpoint", find)
+
+
+def flush_persistence() -> bool:
+    """Flush the newest complete checkpoint to storage, and wait for that; call this on all ranks.
+
+    Returns:
+        Whether storage has it; the log says why not.
+    """
+    run = current()
+    if run.settings.url is None:
+        return False
+    try:
+        promote(run.settings, newest=1)
+        run.writer._wake_agent()
+        run.writer.wait(progress=False)
+    except DcpMemError as error:
+        log.error("not everything is on storage: %s", error)
+        return False
+    return True
+
+
+def _find(
+    run: Run, tag: str, persist_path: str | os.PathLike[str] | None
+) -> CheckpointStatus | None:
+    """Return the newest checkpoint of that tag, or of all tags where none is given."""
+    chosen = run.settings_for(persist_path)
+    peers, storage = _peers(run, chosen), _storage(chosen)
+    found = _in_memory(chosen, {} if peers is None else peers.surveyed())
+    if not tag:
+        if storage is not None:
+            found = inventory.merged(found, inventory.on_storage(storage))
+    else:
+        name = checkpoint_name(chosen.url, tag)
+        found = [one for one in found if one.name == name]
+        if storage is not None:
+            found = inventory.merged(found, inventory.stored(committed_under(storage, name)))
+    return next((one for one in found if _counts(one)), None)
+
+
+def _in_memory(
+    chosen: Settings, surveyed: Mapping[str, CheckpointStatus | None]
+) -> list[CheckpointStatus]:
+    """Return the checkpoints that can be read from the nodes' memory.
+
+    Those of this run are in this node's memory; earlier ones count if the nodes have all segments.
+    """
+    own = [one for one in inventory.in_memory(chosen) if one.save_id not in surveyed]
+    return [*own, *(one for one in surveyed.values() if one is not None)]
+
+
+def _peers(run: Run, chosen: Settings) -> Peers | None:
+    """Return other nodes' memory of the run's job; None where there are no ranks to ask."""
+    if chosen is not run.settings or not (dist.is_available() and dist.is_initialized()):
+        return None
+    return run.completing.peers
+
+
+def _storage(chosen: Settings) -> Storage | None:
+    return open_storage(chosen.url, chosen.storage_options) if chosen.url is not None else None
+
+
+def _counts(one: CheckpointStatus) -> bool:
+    """Return whether all ranks saved it, and nothing is known to keep it from being loaded."""
+    is_readable = MEMORY in one.places or not one.problem
+    return is_readable and one.scope == names.COLLECTIVE and not one.is_foreign
+
+
+def _pick(name: str, files: Sequence[str]) -> str | None:
+    """Return the file of that name: this rank's own, if several ranks saved one."""
+    rank = (
+        dist.get_rank()
+        if dist.is_available() and dist.is_initialized()
+        else int(os.environ.get("RANK") or 0)
+    )
+    of_ranks = sorted(
+        (int(file.rpartition("@")[2]), file)
+        for file in files
+        if file.rpartition("@")[0] == name and file[-1].isdigit()
+    )
+    candidates = [name, name_of_rank(name, rank), *(file for _, file in of_ranks)]
+    return next((file for file in candidates if file in files), None)
+
+
+def _file_name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"name={name!r}: give the file a name, such as 'model'")
+    return name
+
+
+def _pickle(obj: Any, file: IO[bytes]) -> None:
+    torch.save(obj, file)
+
+
+class _View(io.RawIOBase):
+    """Reads from memory that is owned elsewhere."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data, self._place = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), len(self._data) - self._place))
+        view[:count] = self._data[self._place : self._place + count]
+        self._place += count
+        return count
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = max(
+            0,
+            offset
+            + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: len(self._data)}[whence],
+        )
+        return self._place
+
+    def tell(self) -> int:
+        return self._place

@@ -1,0 +1,209 @@
+"""What `init` has set: where checkpoints go, and how they are completed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from dcp_mem.config import Settings, parse_bytes, root_url, settings
+from dcp_mem.errors import ConfigError
+from dcp_mem.integrations.nebula.completion import Completion, JointCompletion, SoloCompletion
+from dcp_mem.policy.persistence import Persist, every_seconds
+from dcp_mem.writer import MemoryStorageWriter
+
+_INTERVAL = 100.0
+_RETAINED = 2
+
+
+class Run:
+    """A job as `init` has described it. It takes hold of the job's memory with the first save.
+
+    Args:
+        options: Keyword arguments of `MemoryStorageWriter`.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.writer = MemoryStorageWriter(**options)
+        self._completing: Completion | None = None
+        self.alone = SoloCompletion(self.writer)
+        self.elsewhere: dict[str, Run] = {}
+
+    @property
+    def settings(self) -> Settings:
+        """The writer's settings."""
+        return self.writer.settings
+
+    @property
+    def completing(self) -> Completion:
+        """What completes the run's checkpoints.
+
+        Raises:
+            ConfigError: The job has several ranks, and torch.distributed isn't initialised.
+        """
+        if self._completing is None:
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                self._completing = JointCompletion(self.writer)
+            elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
+                raise ConfigError(
+                    "WORLD_SIZE is above 1, but torch.distributed isn't initialised: "
+                    "call init_process_group before the first save"
+                )
+            else:
+                self._completing = self.alone
+        return self._completing
+
+    def join(self) -> None:
+        """Take part from here on in completing other ranks' checkpoints, if there are any."""
+        if dist.is_available() and dist.is_initialized():
+            _ = self.completing
+
+    def settings_for(self, persist_path: str | os.PathLike[str] | None) -> Settings:
+        """Return the settings of this run's job, or of another path's job, which is only read.
+
+        Args:
+            persist_path: Another root on storage; None for the job's own.
+        """
+        if persist_path is None:
+            return self.settings
+        other = settings(persist_path, memory_root=self.settings.memory_root)
+        if other.url == self.settings.url:
+            return self.settings
+        return settings(
+            persist_path,
+            memory_root=self.settings.memory_root,
+            storage_options=self.options.get("storage_options"),
+        )
+
+    def close(self) -> None:
+        """Stop completing other ranks' checkpoints."""
+        if self._completing is not None:
+            self._completing.close()
+            self._completing = None
+
+
+_run: Run | None = None
+
+
+def init(
+    persistent_storage_path: str | os.PathLike[str] | None = None,
+    persistent_time_interval: float | str | None = None,
+    num_of_version_in_retention: int | str | None = None,
+    **options: Any,
+) -> None:
+    """Set where checkpoints go, and how often one is flushed to storage.
+
+    Call this on all ranks, best of all after init_process_group. $NEBULA_MEMORY_BUFFER_SIZE, in
+    bytes or as "80GiB", limits a node's memory to half of that, which its processes share.
+
+    Args:
+        persistent_storage_path: An fsspec URL or a plain path; default
+            $NEBULA_PERSISTENT_STORAGE_PATH. Without either, checkpoints stay in memory.
+        persistent_time_interval: Seconds between checkpoints that are flushed, 0 for all of them;
+            default $NEBULA_PERSISTENT_TIME_INTERVAL, else 100.
+        num_of_version_in_retention: Checkpoints that stay in memory; default 2.
+        **options: Whatever else `MemoryStorageWriter` takes, such as storage_options or replicas.
+
+    Raises:
+        ConfigError: A value makes no sense.
+    """
+    global _run
+    if "num_of_versions_in_retention" in options:
+        num_of_version_in_retention = options.pop("num_of_versions_in_retention")
+    found = {
+        "path": persistent_storage_path or os.environ.get("NEBULA_PERSISTENT_STORAGE_PATH") or None,
+        "persist": _persist(persistent_time_interval),
+        "keep_memory": _retained(num_of_version_in_retention),
+        "memory_limit": _memory_limit(),
+        **options,
+    }
+    if _run is not None:
+        _run.close()
+    _run = Run(found)
+    _run.join()
+
+
+def join() -> None:
+    """Take part from here on in completing other ranks' checkpoints, if `init` was called."""
+    if _run is not None:
+        _run.join()
+
+
+def current() -> Run:
+    """Return the run that `init` has set, or the one that the environment describes.
+
+    Raises:
+        ConfigError: Neither does.
+    """
+    if _run is None:
+        if not os.environ.get("NEBULA_PERSISTENT_STORAGE_PATH"):
+            raise ConfigError(
+                "call init(persistent_storage_path=…) first, or set NEBULA_PERSISTENT_STORAGE_PATH "
+                "in the environment"
+            )
+        init()
+    assert _run is not None
+    return _run
+
+
+def run_elsewhere(persist_path: str | os.PathLike[str] | None) -> Run:
+    """Return the current run, or one with another path, which is kept for later saves there.
+
+    Args:
+        persist_path: Another root on storage; None for the run's own.
+    """
+    run = current()
+    url = root_url(persist_path)
+    if url is None or url == run.settings.url:
+        return run
+    if url not in run.elsewhere:
+        run.elsewhere[url] = Run({**run.options, "path": url})
+    return run.elsewhere[url]
+
+
+def run_for(persist_path: str | os.PathLike[str] | None) -> Run:
+    """Return the current run; without one, a run for readers of `persist_path`.
+
+    Args:
+        persist_path: The root to read from; None for the current run's.
+    """
+    if _run is None and persist_path is not None:
+        return Run({"path": persist_path})
+    return current()
+
+
+def _persist(seconds: float | str | None) -> bool | Persist:
+    given = (
+        seconds
+        if seconds is not None
+        else os.environ.get("NEBULA_PERSISTENT_TIME_INTERVAL") or _INTERVAL
+    )
+    try:
+        number = float(given)
+    except (TypeError, ValueError):
+        number = -1.0
+    if number < 0 or isinstance(given, bool):
+        raise ConfigError(
+            f"persistent_time_interval={given!r}: give a number of seconds, 0 for every checkpoint"
+        )
+    return every_seconds(number) if number else True
+
+
+def _retained(given: int | str | None) -> int:
+    text = str(_RETAINED if given is None else given)
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"num_of_version_in_retention={given!r}: give a whole number of checkpoints, at least 1"
+        )
+    return int(text)
+
+
+def _memory_limit() -> int | None:
+    """Return half of the buffer, for a node.
+
+    Nebula's own rule is for each process: half of the buffer, divided by the node's processes.
+    """
+    text = os.environ.get("NEBULA_MEMORY_BUFFER_SIZE")
+    return parse_bytes(text, "NEBULA_MEMORY_BUFFER_SIZE") // 2 if text else None

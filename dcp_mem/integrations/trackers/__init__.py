@@ -1,0 +1,6 @@
+"""Trackers of a manager's figures: JSON lines, OpenMetrics, TensorBoard, MLflow, or your own."""
+
+from dcp_mem.integrations.trackers.jsonlines import JsonLines
+from dcp_mem.manager.tracker import Event, Tracker
+
+__all__ = ["Event", "JsonLines", "Tracker"]

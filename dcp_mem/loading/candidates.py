@@ -1,0 +1,94 @@
+"""The way through a load's candidates: survey, elect, open the newest that can be opened."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from dcp_mem.common.log import log
+from dcp_mem.errors import CheckpointNotFound, NoRecoverableCheckpoint
+from dcp_mem.format import names
+from dcp_mem.loading.elect import elect_together
+from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
+from dcp_mem.loading.open import CannotOpen, OpenCheckpoint, open_together
+from dcp_mem.loading.rebuild import rebuild_lost_segments
+from dcp_mem.loading.repair import CannotRepair
+from dcp_mem.loading.survey import Search
+from dcp_mem.policy.election import ElectedCheckpoint
+
+
+def open_newest(load: LoadAttempt) -> OpenCheckpoint:
+    """Open the newest checkpoint that all ranks can load, or the one that was asked for.
+
+    1. Survey and elect checkpoints that all ranks saved together; where there are none, those that
+       each rank saved alone.
+    2. Open the newest; fall through to older ones, noting why.
+
+    Args:
+        load: The load; its request may name a checkpoint.
+
+    Raises:
+        NoRecoverableCheckpoint: No checkpoint could be opened; on all ranks alike.
+        CheckpointNotFound: The one that was asked for couldn't; on all ranks alike.
+        ConfigError: The ranks were asked for different checkpoints.
+        RankFailed: Another rank has failed.
+    """
+    for scope in (names.COLLECTIVE, names.rank_scope(load.request.rank)):
+        load.search_in(scope)
+        plan = elect_together(load, load.search)
+        load.adopt(plan)
+        if plan.choices:
+            break
+    return open_next(load)
+
+
+def open_next(load: LoadAttempt) -> OpenCheckpoint:
+    """Open the next candidate that all ranks can open; raise as `open_newest` does.
+
+    Args:
+        load: The load; its candidates have been elected.
+    """
+    while (candidate := load.next_candidate()) is not None:
+        try:
+            opened = open_together(load, _with_lost_segments(load, candidate))
+        except CannotOpen as error:
+            load.note(candidate, str(error))
+            continue
+        for reason in load.reasons:
+            log.info("passed over %s", reason)
+        return opened
+    raise _nothing_found(load)
+
+
+def open_without(load: LoadAttempt, damaged: Collection[DamagedSegment]) -> OpenCheckpoint:
+    """Open the best checkpoint there is without these segments; raise as `open_newest` does.
+
+    That may be the last candidate again, from other copies or parity.
+
+    Args:
+        load: The load.
+        damaged: Segments that are of no use from now on, on any node.
+    """
+    load.mark_damaged(damaged)
+    load.adopt_again(elect_together(load, load.search))
+    return open_next(load)
+
+
+def _with_lost_segments(load: LoadAttempt, candidate: ElectedCheckpoint) -> ElectedCheckpoint:
+    """Return the candidate with its lost segments rebuilt; without memory where that fails."""
+    if not candidate.lost:
+        return candidate
+    try:
+        return rebuild_lost_segments(load, candidate)
+    except CannotRepair as error:
+        load.note(candidate, f"memory: {error}")
+        return replace(candidate, memory=False, lost={})
+
+
+def _nothing_found(load: LoadAttempt) -> NoRecoverableCheckpoint:
+    where, wanted = str(load.request.places), load.request.wanted
+    if wanted is None:
+        return NoRecoverableCheckpoint(where, load.reasons)
+    everything = elect_together(load, Search(None, names.COLLECTIVE))
+    available = dict.fromkeys(choice.name for choice in everything.choices if choice.name != wanted)
+    return CheckpointNotFound(wanted, where, list(available), load.reasons)

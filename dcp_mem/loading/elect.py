@@ -1,0 +1,82 @@
+"""Second stage of a load: which checkpoints can be loaded, newest first; the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dcp_mem.comm.agreement import Failures, attempt, on_rank_0, raise_together
+from dcp_mem.common import faults
+from dcp_mem.errors import ConfigError
+from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.loading.survey import Search, survey_memory
+from dcp_mem.policy.election import FoundCheckpoint, RecoveryPlan, elect, in_common
+
+_LOOKING = "looking for checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What one rank brings to the election.
+
+    Attributes:
+        wanted: Name of the checkpoint that this rank was asked for; None for the newest.
+        findings: What its node's memory has.
+        failures: Why it can't take part.
+    """
+
+    wanted: str | None
+    findings: Sequence[FoundCheckpoint]
+    failures: Failures
+
+
+def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
+    """Return what can be loaded, newest first, and why the rest can't; the same on all ranks.
+
+    1. Every rank surveys its node's memory; one exchange.
+    2. One rank surveys storage for all, and elects; one broadcast. Where ranks saved alone, each
+       does so for itself; one exchange.
+
+    Args:
+        load: The load; it is only read, but for the silence of storage.
+        search: What to look for.
+
+    Raises:
+        ConfigError: The ranks were asked for different checkpoints.
+        Exception: Why this rank can't take part.
+        RankFailed: Another rank can't.
+    """
+    ranks = load.ranks
+    found = attempt(lambda: _survey_memory(load, search))
+    findings = found.value if found.error is None else []
+    surveys = ranks.exchange(_Survey(search.wanted, findings, found.failures(ranks.rank)))
+    faults.point("recover.surveyed")
+    failures = tuple(failure for survey in surveys for failure in survey.failures)
+    raise_together(_LOOKING, failures, found.error)
+    _check_same_wanted(surveys)
+    if search.is_collective:
+        inventories = [survey.findings for survey in surveys]
+        return on_rank_0(ranks, _LOOKING, lambda: _elect(load, search, inventories))
+    # Nothing raises in front of this exchange: a silent storage is a reason, not an error.
+    return in_common(ranks.exchange(_elect(load, search, [findings])))
+
+
+def _survey_memory(load: LoadAttempt, search: Search) -> list[FoundCheckpoint]:
+    if load.request.refusal is not None:
+        raise load.request.refusal
+    return survey_memory(load.memory, search, load.damaged_ranks)
+
+
+def _check_same_wanted(surveys: Sequence[_Survey]) -> None:
+    wanted = sorted({survey.wanted or "the newest" for survey in surveys})
+    if len(wanted) > 1:
+        raise ConfigError(f"the ranks load different checkpoint ids: {', '.join(wanted)}")
+
+
+def _elect(
+    load: LoadAttempt, search: Search, inventories: Sequence[Sequence[FoundCheckpoint]]
+) -> RecoveryPlan:
+    """Survey storage, and elect from what memory and storage have."""
+    stored = load.storage_survey.findings(search, is_needed=not any(inventories))
+    plan = elect(inventories, stored)
+    return RecoveryPlan(plan.choices, (*plan.reasons, *load.storage_survey.silence))

@@ -1,0 +1,198 @@
+"""Last stages of a load: read the opened checkpoint or one in its place, report, record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from dcp_mem.comm import SingleRank
+from dcp_mem.comm.agreement import Failures, attempt, described
+from dcp_mem.common.gc_pause import collector_paused
+from dcp_mem.common.log import log
+from dcp_mem.errors import NoRecoverableCheckpoint, RankFailed, SegmentCorrupt
+from dcp_mem.loading.candidates import open_next, open_without
+from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
+from dcp_mem.loading.open import OpenCheckpoint
+from dcp_mem.loading.plan import plan_again, plans_alone
+from dcp_mem.loading.read import read_items
+from dcp_mem.loading.record import record_load
+from dcp_mem.loading.redundancy import restore_redundancy
+from dcp_mem.loading.report import RecoveryReport, report_together
+from dcp_mem.loading.shared_fetch import LoadGroup
+from dcp_mem.loading.sources.base import SOURCE_ERRORS
+from dcp_mem.loading.sources.memory import MemorySource
+from dcp_mem.planning.reads import Reads
+
+
+def load_opened(
+    load: LoadAttempt,
+    opened: OpenCheckpoint,
+    plan: LoadPlan | Reads,
+    planner: LoadPlanner,
+    *,
+    is_coordinator: bool,
+) -> RecoveryReport:
+    """Read an opened checkpoint into its tensors, and finish the load.
+
+    1. Every rank reads what it has planned; one exchange says how that went. Where bytes are
+       damaged: again from another copy, or from an older checkpoint, planned anew.
+    2. All ranks add up what they took from where; one exchange.
+    3. One rank leaves a record of the load.
+    4. Redundancy that the checkpoint has lost is made again in the background.
+
+    All ranks call this together.
+
+    Args:
+        load: The load, with the candidates that are left.
+        opened: The checkpoint; closed on return.
+        plan: What this rank reads of it.
+        planner: Of this rank; it is given the bytes, and plans again for an older checkpoint.
+        is_coordinator: Whether this rank is DCP's coordinator.
+
+    Raises:
+        SegmentCorrupt: No source has the bytes whole, and there is nothing to fall back on.
+        NoRecoverableCheckpoint: Nor is there an older checkpoint that can be loaded.
+        RankFailed: Another rank has failed.
+    """
+    try:
+        while True:
+            result = _read_together(load, opened, plan, planner)
+            if not result.failures:
+                break
+            load.note(opened.choice, result.failures[0][1])
+            _raise_if_final(load, opened, planner, result)
+            opened.close()
+            unread = opened
+            opened = _open_another(load, unread, planner, result)
+            if not _is_same_save(opened, unread):
+                plan = plan_again(load.ranks, opened, planner, is_coordinator=is_coordinator)
+    finally:
+        opened.close()
+    report, recorder = report_together(load, opened, result.used)
+    if load.request.leaves_record and load.ranks.rank == recorder:
+        record_load(load, report)
+    restore_redundancy(load, opened.choice)
+    log.info("loaded %s from %s in %.2f s", report.checkpoint_id, report.source, report.seconds)
+    return report
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+_DAMAGE = "damaged: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadResult:
+    """How reading went.
+
+    Attributes:
+        used: Bytes that this rank took, by the label of the source.
+        error: What went wrong on this rank.
+        failures: (rank, text) of all ranks that failed.
+        damaged: Segments in memory that turned out to be damaged, on any node.
+    """
+
+    used: Counter[str]
+    error: Exception | None
+    failures: Failures
+    damaged: frozenset[DamagedSegment]
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether damaged bytes are all that went wrong."""
+        return all(text.startswith(_DAMAGE) for _, text in self.failures)
+
+    def exception(self, name: str) -> Exception:
+        """Return what this rank raises: its own error, else one that names the other ranks."""
+        return self.error or RankFailed(f"loading {name}", self.failures)
+
+
+def _read_together(
+    load: LoadAttempt, opened: OpenCheckpoint, plan: LoadPlan | Reads, planner: LoadPlanner
+) -> _ReadResult:
+    """Read on every rank, and exchange how that went."""
+    request = load.request
+    # Ranks that saved alone load a checkpoint of their own each: they have nothing to share.
+    ranks = load.ranks if load.is_collective else SingleRank()
+    group = LoadGroup(
+        ranks=ranks,
+        memory_root=request.settings.memory_root,
+        across_nodes=request.across_nodes,
+    )
+    with collector_paused():
+        read = attempt(lambda: read_items(opened, plan, planner, group, verify=request.verify))
+    text, damaged = _failure_text(read.error), _damaged_in_memory(load, opened, read.error)
+    results = load.ranks.exchange((text, damaged))
+    return _ReadResult(
+        used=read.value if read.error is None else Counter(),
+        error=read.error,
+        failures=tuple((rank, text) for rank, (text, _) in enumerate(results) if text),
+        damaged=frozenset(damaged for _, damaged in results if damaged is not None),
+    )
+
+
+def _failure_text(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return f"{_DAMAGE}{error}" if isinstance(error, SOURCE_ERRORS) else described(error)
+
+
+def _damaged_in_memory(
+    load: LoadAttempt, opened: OpenCheckpoint, error: Exception | None
+) -> DamagedSegment | None:
+    """Return the segment that is newly known to be damaged in this node's memory.
+
+    Only of a checkpoint that several nodes have together: another node may have a copy.
+    """
+    if load.memory is None or opened.choice.holders is None:
+        return None
+    if not isinstance(error, SegmentCorrupt) or error.source != MemorySource.label:
+        return None
+    save_id = opened.choice.save_id
+    if load.is_damaged(save_id, error.rank):
+        return None
+    return load.memory.node, save_id, error.rank
+
+
+# -- falling back ----------------------------------------------------------------------------------
+
+
+def _raise_if_final(
+    load: LoadAttempt, opened: OpenCheckpoint, planner: LoadPlanner, result: _ReadResult
+) -> None:
+    """Raise on all ranks if neither another copy nor an older checkpoint can help."""
+    if not result.is_damage or not (result.damaged or _may_be_older(load, planner)):
+        raise result.exception(opened.choice.name)
+
+
+def _open_another(
+    load: LoadAttempt, unread: OpenCheckpoint, planner: LoadPlanner, result: _ReadResult
+) -> OpenCheckpoint:
+    """Open the same checkpoint without its damaged segments, else an older one."""
+    name, why = unread.choice.name, result.failures[0][1]
+    may_be_older = _may_be_older(load, planner)
+    try:
+        opened = open_without(load, result.damaged) if result.damaged else open_next(load)
+    except NoRecoverableCheckpoint:
+        if may_be_older:
+            raise
+        raise result.exception(name) from None
+    if _is_same_save(opened, unread):
+        log.warning("%s is damaged (%s); loading it from elsewhere", name, why)
+        return opened
+    if not may_be_older:
+        opened.close()
+        raise result.exception(name)
+    log.warning("%s is damaged (%s); loading %s", name, why, opened.choice.name)
+    return opened
+
+
+def _may_be_older(load: LoadAttempt, planner: LoadPlanner) -> bool:
+    """Return whether an older checkpoint will do: none was asked for, and ranks can plan again."""
+    return load.request.wanted is None and plans_alone(planner)
+
+
+def _is_same_save(one: OpenCheckpoint, other: OpenCheckpoint) -> bool:
+    return (one.choice.name, one.choice.save_id) == (other.choice.name, other.choice.save_id)

@@ -1,0 +1,145 @@
+"""How far a load has got, and what it has learned on the way: the one thing here that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from dcp_mem.comm import Ranks
+from dcp_mem.format import names
+from dcp_mem.loading.request import LoadRequest
+from dcp_mem.loading.survey import Search, StorageSurvey
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.policy.election import ElectedCheckpoint, RecoveryPlan
+from dcp_mem.storage import Storage
+
+DamagedSegment = tuple[str, str, int]
+"""(node, save id, rank): a segment in that node's memory that can't be used."""
+
+
+class LoadAttempt:
+    """A load's way through its candidates, newest first.
+
+    Args:
+        request: What was asked for.
+
+    Attributes:
+        request: What was asked for.
+        search: What surveys look for now.
+        memory: What this node's memory has of the job. A rebuild gives one to a node without.
+        storage_survey: Asks storage, and remembers whether it is silent.
+        reasons: Why candidates were passed over.
+    """
+
+    def __init__(self, request: LoadRequest) -> None:
+        self.request = request
+        self.search = Search(request.wanted, names.COLLECTIVE)
+        self.memory: JobMemory | None = request.places.memory
+        self.storage_survey = StorageSurvey(request.places.storage)
+        self.reasons: list[str] = []
+        self._candidates: tuple[ElectedCheckpoint, ...] = ()
+        self._tried = 0
+        self._damaged: set[tuple[str, int]] = set()  # (save id, rank), in this node's memory
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that load together."""
+        return self.request.ranks
+
+    @property
+    def storage(self) -> Storage | None:
+        """The job's storage."""
+        return self.request.places.storage
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the candidates are checkpoints that all ranks saved together."""
+        return self.search.is_collective
+
+    # -- candidates --------------------------------------------------------------------------------
+
+    def search_in(self, scope: str) -> None:
+        """Let surveys look for checkpoints of this scope from now on.
+
+        Args:
+            scope: "" for checkpoints that all ranks saved together, or the rank that saved alone.
+        """
+        self.search = replace(self.search, scope=scope)
+
+    def adopt(self, plan: RecoveryPlan) -> None:
+        """Try the candidates of this plan, from the newest on.
+
+        Args:
+            plan: What the ranks have elected.
+        """
+        self.reasons = list(dict.fromkeys([*self.reasons, *plan.reasons]))
+        self._candidates, self._tried = plan.choices, 0
+
+    def adopt_again(self, plan: RecoveryPlan) -> None:
+        """Try the candidates of this plan, without those passed over before the last one.
+
+        Args:
+            plan: What the ranks have elected since.
+        """
+        passed_over = {_identity(choice) for choice in self._candidates[: self._tried - 1]}
+        left = [choice for choice in plan.choices if _identity(choice) not in passed_over]
+        self._candidates, self._tried = tuple(left), 0
+
+    def next_candidate(self) -> ElectedCheckpoint | None:
+        """Return the next candidate to try; None where there are no more."""
+        if self._tried == len(self._candidates):
+            return None
+        self._tried += 1
+        return self._candidates[self._tried - 1]
+
+    def note(self, choice: ElectedCheckpoint, why: str) -> None:
+        """Remember what speaks against a candidate, or one of its sources.
+
+        Args:
+            choice: The candidate.
+            why: What speaks against it, for people.
+        """
+        self.reasons.append(f"{choice.name}: {why}")
+
+    # -- this node's memory ------------------------------------------------------------------------
+
+    def mark_damaged(self, damaged: Iterable[DamagedSegment]) -> None:
+        """Leave these segments out of all further surveys, where they are this node's.
+
+        Args:
+            damaged: Segments of any node.
+        """
+        node = None if self.memory is None else self.memory.node
+        self._damaged |= {(save_id, rank) for of, save_id, rank in damaged if of == node}
+
+    def mark_rebuilt(self, save_id: str, ranks: Collection[int]) -> None:
+        """Count these segments again: they were rebuilt on this node.
+
+        Args:
+            save_id: The checkpoint's save id.
+            ranks: The ranks whose segments are whole again.
+        """
+        self._damaged -= {(save_id, rank) for rank in ranks}
+
+    def is_damaged(self, save_id: str, rank: int) -> bool:
+        """Return whether a segment turned out to be damaged in this node's memory.
+
+        Args:
+            save_id: The checkpoint's save id.
+            rank: The rank whose segment it is.
+        """
+        return (save_id, rank) in self._damaged
+
+    def damaged_ranks(self, checkpoint: LocalCheckpoint) -> list[int]:
+        """Return the ranks whose segments of a checkpoint turned out to be damaged here.
+
+        Args:
+            checkpoint: What this node has of the checkpoint.
+        """
+        wanted = checkpoint.manifest.save_id
+        return [rank for save_id, rank in self._damaged if save_id == wanted]
+
+
+def _identity(choice: ElectedCheckpoint) -> tuple[str, str]:
+    return choice.name, choice.save_id

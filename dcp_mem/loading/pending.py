@@ -1,0 +1,326 @@
+"""Items that wait for bytes. Pieces come in any order; complete items go to the planner."""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from dcp_mem.errors import DcpMemError
+from dcp_mem.format.checksums import BLOCK
+from dcp_mem.loading.payloads import TableIndex, hull, strides
+from dcp_mem.memory.copying import Move, copy
+from dcp_mem.memory.views import view_of
+from dcp_mem.planning.plain_tensors import is_plain
+from dcp_mem.planning.reads import ItemRead
+
+_MOST_NAMES = 8
+_delivering = threading.Lock()
+
+
+class PendingItem:
+    """One item that waits for its bytes.
+
+    Bytes that may lie in the tensor as they lie in the segment go there directly. Others go to a
+    buffer, from which torch makes the values.
+
+    Attributes:
+        item: What is read.
+        start: First byte of the segment that it needs.
+        stop: One past the last; with checksums, these are edges of whole blocks.
+    """
+
+    def __init__(
+        self, item: ItemRead, planner: LoadPlanner, index: TableIndex | None, *, by_blocks: bool
+    ) -> None:
+        """Find out which bytes the item needs, and whether they go directly into its tensor.
+
+        Args:
+            item: What is read.
+            planner: Resolves the tensor, and is given the values.
+            index: The segment's table; None for one that torch's own writer made.
+            by_blocks: Whether bytes are checked, by whole blocks.
+
+        Raises:
+            DcpMemError: The planner's tensor has another shape than it asked for.
+        """
+        self.item, self._planner = item, planner
+        self._payload = index.payload(item) if index is not None else None
+        self._hull = hull(self._payload, item.request) if self._payload is not None else None
+        self.start, self.stop = _extent(item, self._hull, by_blocks=by_blocks)
+        self._target: torch.Tensor | None = None
+        self._low, self._high, self._address = self.start, self.stop, 0
+        self._buffer: np.ndarray[Any, Any] | None = None
+        self._lock = threading.Lock()
+        self._missing = self.stop - self.start
+        if self._payload is not None and self._hull is not None:
+            self._resolve_directly(self._payload.dtype, *self._hull)
+
+    def _resolve_directly(self, dtype: torch.dtype, low: int, high: int) -> None:
+        """Take the tensor itself as target, if its values lie in it as they do in the segment."""
+        request = self.item.request
+        if high - low != math.prod(request.lengths) * dtype.itemsize:
+            return
+        target = self._planner.resolve_tensor(request).detach()
+        _check_shape(request, target)
+        if target.dtype is dtype and is_plain(target):
+            self._target, self._address = target, target.data_ptr()
+            self._low, self._high = low, high
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes go directly into the tensor."""
+        return self._target is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has to be read for it."""
+        return self.start == self.stop
+
+    def place_for(self, start: int, stop: int) -> memoryview | None:
+        """Return the tensor's memory for bytes [start, stop) of the segment, if all go there.
+
+        Args:
+            start: First byte of the range, in the segment.
+            stop: End of the range, exclusive.
+        """
+        if self._target is None or start < self._low or self._high < stop:
+            return None
+        return view_of(self._address + start - self._low, stop - start)
+
+    def direct_move(self) -> Move:
+        """Return what to read from the segment into the tensor."""
+        return self._address, self._low, self._high - self._low
+
+    def buffers_for(self, start: int, stop: int) -> list[memoryview]:
+        """Return memory for bytes [start, stop) of the segment: scratch, tensor, scratch.
+
+        Args:
+            start: First byte of the range, in the segment.
+            stop: End of the range, exclusive.
+        """
+        low, high = min(max(start, self._low), stop), max(min(stop, self._high), start)
+        if low >= high:
+            return [memoryview(bytearray(stop - start))]
+        middle = view_of(self._address + low - self._low, high - low)
+        return [memoryview(bytearray(low - start)), middle, memoryview(bytearray(stop - high))]
+
+    def moves(self, start: int, stop: int, address: int) -> list[Move]:
+        """Return what to copy for this item.
+
+        Args:
+            start: First byte of the segment that has come.
+            stop: One past the last.
+            address: Where these bytes lie in memory.
+        """
+        low, high = max(start, self._low), min(stop, self._high)
+        if low >= high:
+            return []
+        with self._lock:
+            if self._address == 0 and self._buffer is None:
+                self._buffer = np.empty(self._high - self._low, np.uint8)
+                self._address = self._buffer.ctypes.data
+        return [(self._address + low - self._low, address + low - start, high - low)]
+
+    def note(self, start: int, stop: int) -> bool:
+        """Count bytes [start, stop) of the segment as received; return whether all are now.
+
+        Args:
+            start: First byte of the range, in the segment.
+            stop: End of the range, exclusive.
+        """
+        count = min(stop, self.stop) - max(start, self.start)
+        if count <= 0:
+            return False
+        with self._lock:
+            self._missing -= count
+            if self._missing < 0:
+                raise AssertionError(
+                    f"{self.item.request.storage_index.fqn}: some bytes came twice"
+                )
+            return not self._missing
+
+    def deliver(self) -> None:
+        """Give the planner the values. Threads may call this; a planner gets one item at a time."""
+        with _delivering:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        request = self.item.request
+        if self._target is not None:
+            self._planner.commit_tensor(request, self._target)
+            return
+        buffer, self._buffer = self._buffer, None
+        data = buffer.data if buffer is not None else memoryview(b"")
+        if request.type == LoadItemType.BYTE_IO:
+            self._planner.load_bytes(request, io.BytesIO(_plain_stream(self.item, data).read()))
+            return
+        target = self._planner.resolve_tensor(request)
+        if target.layout is torch.strided:
+            # Values copied into a detached sparse tensor would not reach the tensor itself.
+            target = target.detach()
+        _check_shape(request, target)
+        with torch.no_grad():
+            target.copy_(self._values(data))
+        self._planner.commit_tensor(request, target)
+
+    def _values(self, data: memoryview) -> torch.Tensor:
+        request, payload = self.item.request, self._payload
+        if payload is None or self._hull is None:
+            whole = torch.load(
+                _plain_stream(self.item, data), map_location="cpu", weights_only=True
+            )
+            return narrow_tensor_by_index(whole, request.storage_offsets, request.lengths)
+        low, high = self._hull
+        if low == high:
+            return torch.empty(request.lengths, dtype=payload.dtype)
+        values = torch.frombuffer(data[low - self.start : high - self.start], dtype=payload.dtype)
+        return values.as_strided(request.lengths, strides(payload.shape))
+
+
+class PendingItems:
+    """All items for which one rank waits, by segment. Each needs some bytes.
+
+    Args:
+        items: All items that the rank waits for.
+    """
+
+    def __init__(self, items: Sequence[PendingItem]) -> None:
+        self._by_file: dict[str, list[PendingItem]] = {}
+        for pending in items:
+            self._by_file.setdefault(pending.item.file, []).append(pending)
+        for of_file in self._by_file.values():
+            of_file.sort(key=lambda pending: pending.start)
+        self._starts = {
+            file: [pending.start for pending in of_file] for file, of_file in self._by_file.items()
+        }
+        self._stops = {
+            file: list(accumulate((pending.stop for pending in of_file), max))
+            for file, of_file in self._by_file.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are needed; those that several items need count for each."""
+        return sum(pending.stop - pending.start for pending in self._all())
+
+    def extents(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the bytes of each segment that are needed, in order; they may overlap."""
+        return {
+            file: [(pending.start, pending.stop) for pending in of_file]
+            for file, of_file in self._by_file.items()
+        }
+
+    def by_file(self) -> Iterable[tuple[str, list[PendingItem]]]:
+        """Return all items, segment by segment."""
+        return self._by_file.items()
+
+    def without_direct(self) -> PendingItems:
+        """Return the items whose bytes go through a buffer."""
+        return PendingItems([pending for pending in self._all() if not pending.is_direct])
+
+    def place_for(self, file: str, start: int, stop: int) -> memoryview | None:
+        """Return the tensor memory into which bytes may be received directly, if there is such.
+
+        Args:
+            file: Name of the segment's file.
+            start: First byte of the segment.
+            stop: One past the last.
+        """
+        items = self.within(file, start, stop)
+        return items[0].place_for(start, stop) if len(items) == 1 else None
+
+    def take(self, file: str, start: int, stop: int, address: int) -> None:
+        """Copy bytes of a segment to the items that need them, and deliver complete items.
+
+        Args:
+            file: Name of the segment's file.
+            start: First byte of the segment.
+            stop: One past the last.
+            address: Where the bytes lie in memory.
+        """
+        items = self.within(file, start, stop)
+        copy([move for pending in items for move in pending.moves(start, stop, address)])
+        self.mark_received(file, start, stop)
+
+    def mark_received(self, file: str, start: int, stop: int) -> None:
+        """Count bytes that are where they belong as received, and deliver complete items.
+
+        Args:
+            file: Name of the segment's file.
+            start: First byte of the segment.
+            stop: One past the last.
+        """
+        for pending in self.within(file, start, stop):
+            if pending.note(start, stop):
+                pending.deliver()
+
+    def names(self, file: str, start: int, stop: int) -> str:
+        """Return the names of the first few items that need some of these bytes, for people.
+
+        Args:
+            file: The segment's file.
+            start: First byte of the range, in the segment.
+            stop: End of the range, exclusive.
+        """
+        items = self.within(file, start, stop)[:_MOST_NAMES]
+        return ", ".join(pending.item.request.storage_index.fqn for pending in items)
+
+    def within(self, file: str, start: int, stop: int) -> list[PendingItem]:
+        """Return the items that need some of the bytes [start, stop) of a segment.
+
+        Args:
+            file: The segment's file.
+            start: First byte of the range, in the segment.
+            stop: End of the range, exclusive.
+        """
+        if file not in self._by_file:
+            return []
+        first, last = bisect_right(self._stops[file], start), bisect_left(self._starts[file], stop)
+        return [pending for pending in self._by_file[file][first:last] if pending.stop > start]
+
+    def _all(self) -> Iterable[PendingItem]:
+        return chain.from_iterable(self._by_file.values())
+
+
+def _extent(item: ItemRead, values: tuple[int, int] | None, *, by_blocks: bool) -> tuple[int, int]:
+    """Return the bytes to read: the values, in whole blocks; where unknown, the whole item."""
+    if values is None:
+        return item.offset, item.stop
+    start, stop = values
+    if start == stop:
+        return item.offset, item.offset
+    if not by_blocks:
+        return start, stop
+    first, last = (start - item.offset) // BLOCK, -(-(stop - item.offset) // BLOCK)
+    return item.offset + first * BLOCK, min(item.offset + last * BLOCK, item.stop)
+
+
+def _check_shape(request: ReadItem, target: torch.Tensor) -> None:
+    """Raise DcpMemError where the planner's tensor has another shape than the planner asked for."""
+    if target.size() != request.lengths:
+        given = f"the planner gave a tensor of {target.size()} for {request.lengths}"
+        raise DcpMemError(f"{request.dest_index.fqn}: {given}")
+
+
+def _plain_stream(item: ItemRead, data: memoryview) -> Any:
+    stream: Any = io.BytesIO(data)
+    if item.transforms:
+        transforms = getattr(filesystem, "_StorageReaderTransforms", None)
+        if transforms is None:
+            raise DcpMemError(
+                f"{item.file} was written with stream extensions, which need torch 2.7 or newer"
+            )
+        stream = transforms().transform_load_stream(item.request, item.transforms, stream)
+        stream = io.BytesIO(stream.read(-1))
+    return stream

@@ -1,0 +1,105 @@
+"""A rank's plan of what to read from an opened checkpoint, made by itself: no plan is exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from dcp_mem.comm import Ranks
+from dcp_mem.comm.agreement import on_all_ranks
+from dcp_mem.loading.open import OpenCheckpoint
+from dcp_mem.planning.load_planner import LocalLoadPlanner
+from dcp_mem.planning.reads import Reads
+
+
+def plan_together(
+    ranks: Ranks,
+    opened: OpenCheckpoint,
+    planner: DefaultLoadPlanner,
+    state: Callable[[], dict[str, Any]],
+    *,
+    is_coordinator: bool,
+) -> LoadPlan | Reads:
+    """Return this rank's plan, once every rank has one; one all-reduce.
+
+    Args:
+        ranks: The ranks that load together.
+        opened: The checkpoint.
+        planner: Of this rank.
+        state: Returns the state dict to load into, or raises why there is none.
+        is_coordinator: Whether this rank is DCP's coordinator.
+
+    Raises:
+        Exception: This rank can't plan.
+        RankFailed: Another rank can't.
+    """
+    return on_all_ranks(
+        ranks,
+        f"planning the load of {opened.choice.name}",
+        lambda: _plan(opened, planner, state(), is_coordinator),
+    )
+
+
+def plan_again(
+    ranks: Ranks, opened: OpenCheckpoint, planner: LoadPlanner, *, is_coordinator: bool
+) -> LoadPlan | Reads:
+    """Return this rank's plan for another checkpoint than the planner has planned for.
+
+    Args:
+        ranks: The ranks that load together.
+        opened: The other checkpoint.
+        planner: One that `plans_alone`.
+        is_coordinator: Whether this rank is DCP's coordinator.
+
+    Raises:
+        Exception: This rank can't plan.
+        RankFailed: Another rank can't.
+    """
+    assert isinstance(planner, DefaultLoadPlanner)
+
+    def state() -> dict[str, Any]:
+        found: dict[str, Any] = planner.original_state_dict
+        if hasattr(planner, "keys"):  # torch's planner that fills an empty state dict
+            found.clear()
+        return found
+
+    return plan_together(ranks, opened, planner, state, is_coordinator=is_coordinator)
+
+
+def plans_alone(planner: LoadPlanner) -> bool:
+    """Return whether ranks may plan again by themselves.
+
+    They may where the global plan exchanges nothing, as that of torch's default planner.
+
+    Args:
+        planner: The planner of this load.
+    """
+    default: Callable[..., Any] = DefaultLoadPlanner.create_global_plan
+    return isinstance(planner, DefaultLoadPlanner) and type(planner).create_global_plan is default
+
+
+def _plan(
+    opened: OpenCheckpoint,
+    planner: DefaultLoadPlanner,
+    state: dict[str, Any],
+    is_coordinator: bool,
+) -> LoadPlan | Reads:
+    """Plan by the catalog where that will do, else as DCP does, by its metadata."""
+    reads = _plan_by_catalog(opened, planner, state)
+    if reads is not None:
+        return reads
+    planner.set_up_planner(state, opened.metadata, is_coordinator)
+    plan = planner.create_global_plan([planner.create_local_plan()])[0]
+    return planner.finish_plan(plan)
+
+
+def _plan_by_catalog(
+    opened: OpenCheckpoint, planner: DefaultLoadPlanner, state: dict[str, Any]
+) -> Reads | None:
+    description = opened.description
+    if description.catalog is None or not isinstance(planner, LocalLoadPlanner):
+        return None
+    return planner.plan(state, description.catalog, description.save_id, description.tails)

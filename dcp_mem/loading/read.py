@@ -1,0 +1,285 @@
+"""Reading a whole plan: each segment from the nearest source that has it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+from dcp_mem.common.log import log
+from dcp_mem.errors import UntrustedMetadata
+from dcp_mem.loading.fetch import Fetcher, fetch_all
+from dcp_mem.loading.open import OpenCheckpoint
+from dcp_mem.loading.pending import PendingItem, PendingItems
+from dcp_mem.loading.shared_fetch import LoadGroup, fetch_together
+from dcp_mem.loading.sources.base import SOURCE_ERRORS, Source
+from dcp_mem.loading.sources.memory import MemorySource
+from dcp_mem.loading.sources.remote import PEERS, RemoteSource
+from dcp_mem.planning.reads import ItemRead, Reads, Saved
+
+
+def read_items(
+    opened: OpenCheckpoint,
+    plan: LoadPlan | Reads,
+    planner: LoadPlanner,
+    group: LoadGroup,
+    *,
+    verify: bool,
+) -> Counter[str]:
+    """Read every item of the plan, from the nearest source that has it whole.
+
+    Where some node lacks the checkpoint in memory, all ranks call this together: what several of
+    them need is fetched once. Where it fails, some tensors hold new bytes already.
+
+    Args:
+        opened: The checkpoint.
+        plan: What this rank reads.
+        planner: Resolves tensors, and is given the bytes.
+        group: The ranks that load together.
+        verify: Hold bytes against checksums.
+
+    Returns:
+        Bytes that this rank took, by the label of the source.
+
+    Raises:
+        SegmentCorrupt: No source has an item whole.
+    """
+    reading = _Reading(opened, plan, planner, verify)
+    if opened.choice.holders:
+        return _read_from_all_nodes(reading, group)
+    if not opened.choice.memory:
+        return _read_from_storage(reading, group)
+    nearest = opened.sources[0]
+    if isinstance(plan, LoadPlan) or not isinstance(nearest, MemorySource):
+        return _read_by_file(reading, reading.items())
+    return _read_from_own_memory(reading, plan, nearest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What is read from an opened checkpoint, and how."""
+
+    opened: OpenCheckpoint
+    plan: LoadPlan | Reads
+    planner: LoadPlanner
+    verify: bool
+
+    def items(self) -> Sequence[ItemRead]:
+        """Return all items of the plan, one by one."""
+        if isinstance(self.plan, Reads):
+            return self.plan.everything()
+        return list(_items_of(self.opened.metadata, self.plan))
+
+
+# -- from this node's memory alone -----------------------------------------------------------------
+
+
+def _read_from_own_memory(reading: _Reading, plan: Reads, memory: MemorySource) -> Counter[str]:
+    """Read by columns where the plan has such, and item by item what is left."""
+    sources = reading.opened.sources
+    try:
+        used = Counter({memory.label: _read_columns(memory, plan, reading.verify)})
+        used.update(_read_by_file(reading, plan.rest()))
+        return used
+    except SOURCE_ERRORS as error:
+        if len(sources) == 1:
+            raise
+        log.warning("%s; going on with %s", error, sources[1].label)
+        return _read_by_file(reading, plan.everything())
+
+
+def _read_columns(memory: MemorySource, plan: Reads, verify: bool) -> int:
+    """Read payloads of segments that lie here straight into tensors; return their bytes."""
+    nbytes = 0
+    for file, payloads in plan.direct_reads():
+        memory.read_many(file, payloads, verify=verify)
+        nbytes += int(payloads.nbytes.sum())
+    return nbytes
+
+
+def _read_by_file(reading: _Reading, items: Iterable[ItemRead]) -> Counter[str]:
+    """Read each segment from the nearest source that has what is needed of it whole."""
+    sources, used = reading.opened.sources, Counter[str]()
+    for of_file in _by_file(items).values():
+        for source, further in zip(sources, [*sources[1:], None], strict=True):
+            try:
+                used[source.label] += _read_from(source, reading, of_file)
+                break
+            except SOURCE_ERRORS as error:
+                if further is None:
+                    raise
+                log.warning("%s; going on with %s", error, further.label)
+    return used
+
+
+def _by_file(items: Iterable[ItemRead]) -> dict[str, list[ItemRead]]:
+    files: dict[str, list[ItemRead]] = {}
+    for item in items:
+        files.setdefault(item.file, []).append(item)
+    return files
+
+
+# -- together with other ranks ---------------------------------------------------------------------
+
+
+def _read_from_storage(reading: _Reading, group: LoadGroup) -> Counter[str]:
+    """Read what storage alone has, all ranks together."""
+    stored = reading.opened.sources[0]
+    used = Counter({stored.label: 0})
+
+    def prepare() -> tuple[Fetcher, PendingItems]:
+        fetcher, pending = _prepared(stored, reading, reading.items(), verify=reading.verify)
+        used[stored.label] += pending.nbytes
+        return fetcher, pending
+
+    fetch_together(prepare, group)
+    return used
+
+
+def _read_from_all_nodes(reading: _Reading, group: LoadGroup) -> Counter[str]:
+    """Read what lies on several nodes.
+
+    Each rank reads by itself what its node has in memory. Meanwhile all ranks together fetch what
+    other nodes have, and what storage alone has.
+    """
+    opened = reading.opened
+    memory = next((source for source in opened.sources if isinstance(source, MemorySource)), None)
+    stored = next(
+        (source for source in opened.sources if not isinstance(source, MemorySource)), None
+    )
+    used: Counter[str] = Counter()
+
+    def label_of(file: str) -> str:
+        return PEERS if opened.is_in_memory(file) or stored is None else stored.label
+
+    def prepare() -> tuple[Fetcher, PendingItems]:
+        items = _items_not_in(memory, reading)
+        used.update({label_of(item.file): 0 for item in items})
+        source = RemoteSource(opened.description, stored, opened.is_in_memory)
+        fetcher, pending = _prepared(source, reading, items, verify=reading.verify)
+        for file, extents in pending.extents().items():
+            used[label_of(file)] += sum(stop - start for start, stop in extents)
+        return fetcher, pending
+
+    def read_local() -> None:
+        if memory is not None:
+            used[memory.label] += _read_local(memory, reading)
+
+    group = replace(group, memory=memory, holders=opened.choice.holders or {})
+    fetch_together(prepare, group, alongside=read_local)
+    return used
+
+
+def _items_not_in(memory: MemorySource | None, reading: _Reading) -> Sequence[ItemRead]:
+    """Return the items that don't lie in this node's memory."""
+    if memory is None:
+        return reading.items()
+    if isinstance(reading.plan, Reads):
+        # Thousands of items are looked at one by one only where some of them don't lie here.
+        files = {file for file, _ in reading.plan.direct_reads()}
+        files |= {item.file for item in reading.plan.rest()}
+        if all(map(memory.has, files)):
+            return ()
+    return [item for item in reading.items() if not memory.has(item.file)]
+
+
+def _read_local(memory: MemorySource, reading: _Reading) -> int:
+    """Read what lies in this node's memory; return its bytes."""
+    nbytes = 0
+    plan = reading.plan
+    rest = plan.rest() if isinstance(plan, Reads) else reading.items()
+    for file, payloads in plan.direct_reads() if isinstance(plan, Reads) else ():
+        if memory.has(file):
+            memory.read_many(file, payloads, verify=reading.verify)
+            nbytes += int(payloads.nbytes.sum())
+    return nbytes + _read_from(memory, reading, [item for item in rest if memory.has(item.file)])
+
+
+# -- from one source -------------------------------------------------------------------------------
+
+
+def _read_from(source: Source, reading: _Reading, items: Sequence[ItemRead]) -> int:
+    """Read these items from one source; return their bytes."""
+    if isinstance(source, MemorySource):
+        return _read_from_memory(source, reading, items)
+    fetcher, pending = _prepared(source, reading, items, verify=reading.verify)
+    fetch_all(fetcher, pending, pending.extents())
+    return pending.nbytes
+
+
+def _read_from_memory(memory: MemorySource, reading: _Reading, items: Sequence[ItemRead]) -> int:
+    """Read items straight into their tensors where that will do, the others through buffers."""
+    fetcher, pending = _prepared(memory, reading, items, verify=False)
+    buffered: dict[str, list[tuple[int, int]]] = {}
+    for file, of_file in pending.by_file():
+        if reading.verify:
+            memory.verify(file, [(item.start, item.stop) for item in of_file])
+        direct = [item for item in of_file if item.is_direct]
+        memory.read(file, [item.direct_move() for item in direct])
+        for item in direct:
+            item.deliver()
+        buffered[file] = [(item.start, item.stop) for item in of_file if not item.is_direct]
+    fetch_all(fetcher, pending.without_direct(), buffered)
+    return pending.nbytes
+
+
+def _prepared(
+    source: Source, reading: _Reading, items: Sequence[ItemRead], *, verify: bool
+) -> tuple[Fetcher, PendingItems]:
+    """Return what fetches items from a source, and the items that wait for bytes."""
+    files = {item.file for item in items}
+    fetcher = Fetcher(source, reading.opened.choice.name, files, verify=verify)
+    pending = [
+        PendingItem(
+            item, reading.planner, fetcher.table(item.file), by_blocks=fetcher.checks(item.file)
+        )
+        for item in items
+    ]
+    for item in pending:
+        if item.is_empty:
+            item.deliver()
+    waiting = PendingItems([item for item in pending if not item.is_empty])
+    fetcher.names_of = waiting.names
+    return fetcher, waiting
+
+
+# -- what torch's plans say ------------------------------------------------------------------------
+
+
+def _items_of(metadata: Metadata, plan: LoadPlan) -> Iterator[ItemRead]:
+    """Yield the items of a plan of torch's, by DCP's metadata.
+
+    Raises:
+        UntrustedMetadata: It names a file outside of the checkpoint.
+    """
+    for request in plan.items:
+        info = metadata.storage_data[request.storage_index]
+        if "/" in info.relative_path or info.relative_path in ("", "..", "."):
+            raise UntrustedMetadata(
+                f"metadata that names a file outside of the checkpoint: {info.relative_path}"
+            )
+        transforms = getattr(info, "transform_descriptors", None) or ()
+        yield ItemRead(
+            request=request,
+            file=info.relative_path,
+            offset=info.offset,
+            length=info.length,
+            saved=_saved(metadata, request),
+            transforms=transforms,
+        )
+
+
+def _saved(metadata: Metadata, request: ReadItem) -> Saved | None:
+    """Return dtype and shape of a chunk as it was saved; None for what isn't a tensor."""
+    known = metadata.state_dict_metadata.get(request.storage_index.fqn)
+    if not isinstance(known, TensorStorageMetadata):
+        return None
+    chunks, hint, offset = known.chunks, request.storage_index.index, request.storage_index.offset
+    if hint is not None and hint < len(chunks) and chunks[hint].offsets == offset:
+        return known.properties.dtype, chunks[hint].sizes
+    return next(
+        ((known.properties.dtype, chunk.sizes) for chunk in chunks if chunk.offsets == offset), None
+    )

@@ -1,0 +1,99 @@
+"""Last stage of a load: a line in `recoveries.jsonl`, in memory and in the job's root on storage.
+
+Nothing of this can fail a load.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from dcp_mem.comm import SingleRank
+from dcp_mem.common.log import log
+from dcp_mem.common.parallel import daemon
+from dcp_mem.common.values import RECOVERIES
+from dcp_mem.errors import DcpMemError, StorageKeyMissing, StorageRefused
+from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveries, to_lines
+from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.loading.report import RecoveryReport
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.recoveries import add_recovery
+from dcp_mem.storage import Storage
+
+_MOST_LINES = 1_000
+_STORAGE_TIMEOUT = 1.0
+"""Seconds that training waits for storage to take the record; after that it goes on meanwhile."""
+
+
+def record_load(load: LoadAttempt, report: RecoveryReport) -> None:
+    """Leave a record of a load; one rank does so for all.
+
+    Args:
+        load: The load, which has ended well.
+        report: What was loaded, and where it came from.
+    """
+    if isinstance(load.ranks, SingleRank) and dist.is_initialized() and dist.get_rank() > 0:
+        return  # every rank loads by itself, and rank 0 leaves the record
+    record = RecoveryRecord(
+        token=uuid.uuid4().hex[:12],
+        time=time.time(),
+        name=report.checkpoint_id,
+        save_id=report.save_id,
+        step=report.step,
+        seconds=report.seconds,
+        sources=report.sources,
+        passed_over=report.passed_over,
+        world_size=load.ranks.size,
+    )
+    leave_record(record, load.memory, None if load.storage_survey.silence else load.storage)
+
+
+def leave_record(record: RecoveryRecord, memory: JobMemory | None, storage: Storage | None) -> None:
+    """Add a record to memory and storage, where there are such. What goes wrong is logged.
+
+    Args:
+        record: Of one load.
+        memory: What this node's memory has of the job.
+        storage: The job's; None also where it was silent.
+    """
+    known: Sequence[RecoveryRecord] = [record]
+    if memory is not None:
+        try:
+            known = add_recovery(memory, record)
+        except (OSError, DcpMemError) as error:
+            log.warning(
+                "that %s was loaded can't be written down in memory: %s", record.name, error
+            )
+    if storage is not None:
+        daemon(lambda: _put(storage, record.name, known)).join(_STORAGE_TIMEOUT)
+
+
+def recoveries_on(storage: Storage) -> list[RecoveryRecord]:
+    """Return the records in the job's root, oldest first.
+
+    Args:
+        storage: The job's.
+
+    Raises:
+        StorageUnavailable: Storage doesn't answer.
+        StorageRefused: Storage doesn't let us read them.
+    """
+    try:
+        return merge_recoveries(from_lines(storage.get(RECOVERIES)), most=_MOST_LINES)
+    except StorageKeyMissing:
+        return []
+
+
+def _put(storage: Storage, name: str, known: Sequence[RecoveryRecord]) -> None:
+    """Add records to those on storage; also earlier ones, which it may not have taken then."""
+    try:
+        storage.put(
+            RECOVERIES, to_lines(merge_recoveries(recoveries_on(storage), known, most=_MOST_LINES))
+        )
+    except StorageRefused as error:  # a job that only reads may not be allowed to
+        log.info("that %s was loaded isn't written down in %s: %s", name, storage.url, error)
+    except Exception as error:  # the checkpoint is loaded, whatever this may be
+        log.warning("that %s was loaded can't be written down in %s: %s", name, storage.url, error)

@@ -1,0 +1,83 @@
+"""What a load took from where, added up over all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.loading.open import OpenCheckpoint
+from dcp_mem.loading.sources.memory import MemorySource
+from dcp_mem.loading.sources.remote import PEERS
+
+_STORAGE = "storage"
+_KINDS = (MemorySource.label, PEERS, _STORAGE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryReport:
+    """What a load did, on all ranks together.
+
+    Attributes:
+        checkpoint_id: Name of the checkpoint.
+        save_id: Of the save; "" for a checkpoint that torch's own writer made.
+        source: "memory" (of the rank's own node), "peers" (other nodes' memory), "storage", or
+            several of them with "and".
+        passed_over: Candidates that weren't taken, and why.
+        seconds: How long the load took.
+        step: Training step of the checkpoint; None where the writer wasn't told.
+        sources: Bytes that ranks took, by "memory", "peers" and "storage". What several ranks need
+            counts for each.
+    """
+
+    checkpoint_id: str
+    save_id: str
+    source: str
+    passed_over: tuple[str, ...]
+    seconds: float
+    step: int | None = None
+    sources: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that ranks took, all together."""
+        return sum(self.sources.values())
+
+
+def report_together(
+    load: LoadAttempt, opened: OpenCheckpoint, used: Counter[str]
+) -> tuple[RecoveryReport, int]:
+    """Return the report, and the rank that leaves a record of it; one exchange.
+
+    The recorder is a rank whose node has memory of the job, where there is one.
+
+    Args:
+        load: The load.
+        opened: The checkpoint that was read; it may be closed by now.
+        used: Bytes that this rank took, by the label of the source.
+    """
+    results = load.ranks.exchange((used, load.memory is not None))
+    sources = _by_kind(used for used, _ in results)
+    choice = opened.choice
+    report = RecoveryReport(
+        checkpoint_id=choice.name,
+        save_id=choice.save_id,
+        source=" and ".join(sources) or (MemorySource.label if choice.memory else _STORAGE),
+        passed_over=tuple(load.reasons),
+        seconds=time.monotonic() - load.request.started,
+        step=opened.description.step,
+        sources=sources,
+    )
+    recorders = (rank for rank, (_, has_memory) in enumerate(results) if has_memory)
+    return report, next(recorders, 0)
+
+
+def _by_kind(used: Iterable[Counter[str]]) -> dict[str, int]:
+    """Return all ranks' bytes by kind; a label other than memory's and peers' is a storage's."""
+    added: Counter[str] = Counter()
+    for of_rank in used:
+        for label, nbytes in of_rank.items():
+            added[label if label in _KINDS else _STORAGE] += nbytes
+    return {kind: added[kind] for kind in _KINDS if kind in added}

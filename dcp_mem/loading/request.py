@@ -1,0 +1,59 @@
+"""What a load was asked for, and where it may look; nothing of this changes on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcp_mem.comm import Ranks
+from dcp_mem.config import Settings
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a load looks for checkpoints.
+
+    Attributes:
+        memory: What this node's memory has of the job; None where that is nothing.
+        storage: None for jobs that are kept in memory only.
+        job: Name of the job.
+    """
+
+    memory: JobMemory | None
+    storage: Storage | None
+    job: str
+
+    def __str__(self) -> str:
+        storage = [] if self.storage is None else [self.storage.url]
+        return " and ".join([f"memory (job {self.job})", *storage])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """What a load was asked for, and by which ranks.
+
+    Attributes:
+        settings: Of the reader.
+        ranks: The ranks that load together.
+        rank: This rank's number as DCP counts it for this call: a rank that saved alone named its
+            files by it.
+        wanted: Name of the checkpoint; None for the newest.
+        places: Where to look.
+        refusal: Why this rank can't load at all. The survey raises it, on all ranks.
+        started: When the load began, by `time.monotonic`.
+        verify: Whether bytes from storage, and copied ones in memory, are held against checksums.
+        across_nodes: Whether nodes send each other what they have fetched from storage.
+        leaves_record: Whether `recoveries.jsonl` gets a line.
+    """
+
+    settings: Settings
+    ranks: Ranks
+    rank: int
+    wanted: str | None
+    places: Places
+    refusal: Exception | None
+    started: float
+    verify: bool
+    across_nodes: bool
+    leaves_record: bool

@@ -1,0 +1,155 @@
+"""What a checkpoint consists of, and what every source of its bytes can do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, UntrustedMetadata
+from dcp_mem.format import names
+from dcp_mem.format.catalog import Catalog, Extent, catalog_key, catalog_named
+from dcp_mem.format.catalog_conversion import metadata_of
+from dcp_mem.format.locations import locations_of
+from dcp_mem.format.manifest import ItemTable, Manifest, items_of
+
+SOURCE_ERRORS = (SegmentCorrupt, UntrustedMetadata, ManifestInvalid)
+"""Errors that make one source unusable; others may still have the bytes whole."""
+
+
+class Description:
+    """What a checkpoint consists of.
+
+    Attributes:
+        catalog: Names, shapes and places of its items; None for what torch's own writer made.
+        manifest: Its segments; None for what torch's own writer made.
+    """
+
+    def __init__(
+        self, catalog: Catalog | None, manifest: Manifest | None, metadata: Metadata | None = None
+    ) -> None:
+        """Describe a checkpoint by catalog and manifest, or by DCP's metadata alone.
+
+        Args:
+            catalog: The checkpoint's catalog.
+            manifest: The checkpoint's manifest.
+            metadata: Needed where there is no catalog.
+
+        Raises:
+            ManifestInvalid: Catalog and manifest don't belong together.
+            UntrustedMetadata: The planner data holds what no DCP metadata is made of.
+        """
+        self.catalog = catalog
+        self.manifest = manifest
+        self._metadata = metadata
+        if catalog is not None:
+            locations_of(catalog).tail.extents(self.tails)
+            if catalog.planner_pickle:
+                _ = self.metadata
+
+    @property
+    def save_id(self) -> str:
+        """Of the save; "" for what torch's own writer made."""
+        return "" if self.manifest is None else self.manifest.save_id
+
+    @property
+    def step(self) -> int | None:
+        """The training step; None where the writer wasn't told."""
+        return None if self.manifest is None else self.manifest.step
+
+    @property
+    def tails(self) -> Mapping[int, Sequence[Extent]]:
+        """By rank, the extents of the items behind the layout of its segment."""
+        return {} if self.manifest is None else self.manifest.tails
+
+    @property
+    def metadata(self) -> Metadata:
+        """The checkpoint's DCP metadata, made when it is first needed."""
+        if self._metadata is None:
+            assert self.catalog is not None
+            assert self.manifest is not None
+            self._metadata = metadata_of(self.catalog, self.manifest.save_id, self.tails)
+        return self._metadata
+
+
+@dataclass(frozen=True, slots=True)
+class DescriptionFiles:
+    """The files that describe a checkpoint, as they lie in memory or on storage.
+
+    Attributes:
+        manifest: Ours.
+        catalog: Ours.
+        metadata: DCP's `.metadata`, where there is nothing of ours.
+    """
+
+    manifest: bytes = b""
+    catalog: bytes = b""
+    metadata: bytes = b""
+
+    def description(self) -> Description:
+        """Return what manifest and catalog say. Raises ManifestInvalid."""
+        manifest = Manifest.from_json(self.manifest)
+        return Description(catalog_named(manifest.catalog, self.catalog), manifest)
+
+
+class Source(Protocol):
+    """One place that has a checkpoint, or part of it.
+
+    Every method raises SegmentCorrupt where bytes are missing or wrong.
+
+    Attributes:
+        label: Names the source in errors and reports.
+    """
+
+    label: str
+
+    def describe(self) -> Description:
+        """Return what the checkpoint consists of. Raises UntrustedMetadata as well."""
+
+    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
+        """Return extents, payloads and checksums of these segments' items.
+
+        None stands for a segment of a checkpoint that torch's own writer made.
+
+        Args:
+            files: The segments' files.
+        """
+
+    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, one after the other, with a segment's bytes from `offset` on.
+
+        Args:
+            file: Name of the segment's file.
+            offset: In bytes.
+            buffers: Memory to fill; all of it.
+        """
+
+    def close(self) -> None:
+        """End leases and close files."""
+
+
+def described_table(catalog: Catalog, file: str) -> ItemTable:
+    """Return the items that a catalog has of a segment's file, without checksums.
+
+    Args:
+        catalog: The checkpoint's catalog.
+        file: The segment's file.
+    """
+    return items_of(catalog.layout(names.rank_of(file)), ())
+
+
+def checked_catalog(key: str, data: bytes) -> bytes:
+    """Return a catalog's bytes, once they are shown to be those of that key.
+
+    Args:
+        key: Hash by which manifests name the catalog.
+        data: The bytes.
+
+    Raises:
+        ManifestInvalid: They are other bytes.
+    """
+    if catalog_key(data) != key:
+        raise ManifestInvalid(f"catalog {key} is damaged")
+    return data

@@ -1,0 +1,355 @@
+"""What this node's memory has of a checkpoint, as a source of its bytes."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcp_mem.common.files import read_bytes
+from dcp_mem.common.values import Segment
+from dcp_mem.errors import ManifestInvalid, SegmentCorrupt
+from dcp_mem.format import names
+from dcp_mem.format.catalog import Catalog, Extent
+from dcp_mem.format.checksums import BlockChecksums, Blocks, Crcs, Extents, blocks_of, checksum
+from dcp_mem.format.manifest import ItemTable, Manifest
+from dcp_mem.loading.sources.base import (
+    Description,
+    DescriptionFiles,
+    checked_catalog,
+    described_table,
+)
+from dcp_mem.memory.catalogs import read_catalog
+from dcp_mem.memory.checkpoint import LocalCheckpoint, checksums_of
+from dcp_mem.memory.copying import Move, read, read_many, work_off
+from dcp_mem.memory.locks import end_lease, open_leased
+from dcp_mem.memory.views import lent, view_of
+from dcp_mem.planning.reads import DirectRead
+from dcp_mem.policy.pieces import cut, merged
+
+_BLOCKS_EACH = 64
+_LARGE = 1 << 20
+"""Payloads of so many bytes on average are read with a call each."""
+
+
+class MemorySource:
+    """What this node's memory has of a complete checkpoint.
+
+    Leases keep it from being recycled until the source is closed.
+
+    Attributes:
+        label: "memory".
+        present: Ranks whose segments lie here whole.
+        lacking: By rank, why segments that should lie here don't.
+    """
+
+    label = "memory"
+
+    def __init__(
+        self, checkpoint: LocalCheckpoint, node: str, damaged: Collection[int] = ()
+    ) -> None:
+        """Open the manifest and all segments that lie here.
+
+        Args:
+            checkpoint: What this node has.
+            node: Id of this node.
+            damaged: Ranks whose segments here turned out to be damaged.
+
+        Raises:
+            SegmentCorrupt: The checkpoint has left memory, or was replaced.
+        """
+        self._checkpoint = checkpoint
+        self._resources = ExitStack()
+        self._descriptors: dict[str, int] = {}
+        self._catalog: Catalog | None = None
+        self._ranks = {segment.file: segment.rank for segment in checkpoint.manifest.segments}
+        self._checksums: dict[str, tuple[Blocks, Crcs] | None] = {}
+        self.lacking: dict[int, str] = {}
+        try:
+            self._open_all(node, damaged)
+        except BaseException:
+            self.close()
+            raise
+        self.present = frozenset(self._ranks[file] for file in self._descriptors)
+
+    def _open_all(self, node: str, damaged: Collection[int]) -> None:
+        path, manifest = self._checkpoint.manifest_path, self._checkpoint.manifest
+        self._open(path, 0)
+        if Manifest.from_json(self._read_file(path)).save_id != manifest.save_id:
+            raise self._corrupt(0, "it was replaced by a newer save")
+        listed = set(os.listdir(self._checkpoint.directory))
+        for segment in manifest.segments:
+            if segment.rank in damaged:
+                self.lacking[segment.rank] = f"segment of rank {segment.rank}: it is damaged"
+            elif segment.file in listed:
+                self._open_segment(segment)
+            elif segment.node == node:
+                why = f"{segment.file}: {os.strerror(errno.ENOENT)}"
+                self.lacking[segment.rank] = f"segment of rank {segment.rank}: {why}"
+
+    def _open_segment(self, segment: Segment) -> None:
+        try:
+            descriptor = self._open(self._checkpoint.segment_path(segment.file), segment.rank)
+        except SegmentCorrupt as error:  # it has just been recycled
+            self.lacking[segment.rank] = str(error)
+            return
+        nbytes = os.fstat(descriptor).st_size
+        if nbytes < segment.nbytes:
+            why = f"{nbytes} of {segment.nbytes} bytes"
+            self.lacking[segment.rank] = f"segment of rank {segment.rank}: {why}"
+            return
+        self._descriptors[segment.file] = descriptor
+
+    def has(self, file: str) -> bool:
+        """Return whether the segment lies here whole.
+
+        Args:
+            file: The segment's file.
+        """
+        return file in self._descriptors
+
+    def verify(self, file: str, extents: Iterable[Extent]) -> None:
+        """Hold bytes of a segment against the checksums beside it, which it has if it was copied.
+
+        Args:
+            file: Name of the segment's file.
+            extents: Bytes [start, stop) each.
+
+        Raises:
+            SegmentCorrupt: They are other bytes.
+        """
+        if self._checksums_of(file) is not None:
+            pieces = [piece for extent in merged(extents) for piece in cut(extent, None)]
+            work_off(pieces, lambda piece: self.checked(file, *piece))
+
+    def checked(self, file: str, start: int, stop: int) -> tuple[memoryview, int]:
+        """Return bytes [start, stop) of a segment, mapped, and their CRC32C.
+
+        The whole blocks that they lie in are held against the checksums beside the segment.
+
+        Args:
+            file: Name of the segment's file.
+            start: First byte.
+            stop: One past the last byte.
+
+        Raises:
+            SegmentCorrupt: They are other bytes.
+        """
+        known, data = self._checksums_of(file), self._view(file, start, stop)
+        if known is None:
+            return data, checksum(data)
+        blocks = known[0]
+        checksums = BlockChecksums(blocks)
+        crc = checksums.add(start, data)
+        ends = blocks.offsets + blocks.lengths
+        first = np.searchsorted(ends, start, "right")
+        last = np.searchsorted(blocks.offsets, stop, "left")
+        for low, high in self._around(blocks, int(first), int(last), start, stop):
+            checksums.add(low, self._view(file, low, high))
+        self._compare(file, slice(first, last), checksums.result()[first:last])
+        return data, crc
+
+    def _view(self, file: str, start: int, stop: int) -> memoryview:
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        return lent(self._descriptors[file], first, stop - first)[start - first :]
+
+    def _compare(self, file: str, numbers: slice | Extents, found: Crcs) -> None:
+        """Raise SegmentCorrupt unless these blocks have the checksums beside the segment."""
+        known = self._checksums_of(file)
+        assert known is not None
+        blocks, crcs = known[0], known[1][numbers]
+        for number in np.flatnonzero(found != crcs).tolist():
+            low = int(blocks.offsets[numbers][number])
+            high = low + int(blocks.lengths[numbers][number])
+            sums = f"CRC32C {int(found[number]):08x} where {int(crcs[number]):08x} was copied"
+            raise self._corrupt(self._ranks[file], f"{sums}, in bytes {low} to {high} of {file}")
+
+    def _around(
+        self, blocks: Blocks, first: int, last: int, start: int, stop: int
+    ) -> list[tuple[int, int]]:
+        """Return the bytes of blocks [first, last) before `start`, and from `stop` on."""
+        if first >= last:
+            return []
+        low = int(blocks.offsets[first])
+        high = int(blocks.offsets[last - 1] + blocks.lengths[last - 1])
+        return [extent for extent in ((low, start), (stop, high)) if extent[0] < extent[1]]
+
+    def _checksums_of(self, file: str) -> tuple[Blocks, Crcs] | None:
+        if file not in self._checksums:
+            self._checksums[file] = self._read_checksums(file)
+        return self._checksums[file]
+
+    def _read_checksums(self, file: str) -> tuple[Blocks, Crcs] | None:
+        try:
+            table = checksums_of(self._checkpoint, file)
+            return blocks_of(table.offsets, table.lengths), table.crc32c
+        except FileNotFoundError:
+            return None
+        except ManifestInvalid as error:
+            raise self._corrupt(self._ranks[file], f"its checksums: {error}") from None
+
+    def describe(self) -> Description:
+        try:
+            return Description(self._read_catalog(), self._checkpoint.manifest)
+        except ManifestInvalid as error:
+            raise self._corrupt(0, str(error)) from None
+
+    def description_files(self) -> DescriptionFiles:
+        """Return the files that describe the checkpoint, for other nodes. Raises SegmentCorrupt."""
+        manifest = self._checkpoint.manifest
+        path = os.path.join(self._checkpoint.directory, names.catalog_file(manifest.catalog))
+        try:
+            catalog = checked_catalog(manifest.catalog, self._read_file(path))
+            return DescriptionFiles(manifest.to_json(), catalog)
+        except ManifestInvalid as error:
+            raise self._corrupt(0, str(error)) from None
+
+    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
+        return {file: self._table(file) for file in files}
+
+    def _table(self, file: str) -> ItemTable | None:
+        return described_table(self._read_catalog(), file) if file in self._ranks else None
+
+    def read(self, file: str, moves: Sequence[Move]) -> None:
+        """Read ranges of a segment straight into memory.
+
+        Args:
+            file: Name of the segment's file.
+            moves: (address, offset in the segment, bytes) each.
+
+        Raises:
+            SegmentCorrupt: The segment is shorter, or can't be read.
+        """
+        self._read(file, lambda descriptor: read(descriptor, moves))
+
+    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        moves = []
+        for buffer in filter(None, buffers):
+            moves.append((np.frombuffer(buffer, np.uint8).ctypes.data, offset, len(buffer)))
+            offset += len(buffer)
+        self.read(file, moves)
+
+    def read_many(self, file: str, payloads: DirectRead, *, verify: bool) -> None:
+        """Read payloads straight into memory.
+
+        Args:
+            file: Name of the segment's file.
+            payloads: By ascending offsets.
+            verify: Hold them against the checksums beside the segment. Payloads of whole blocks are
+                checked where they were read to, which saves a second pass over the segment.
+
+        Raises:
+            SegmentCorrupt: The bytes are missing, or others.
+        """
+        known = self._checksums_of(file) if verify else None
+        covered = None if known is None else _covered(known[0], payloads)
+        if known is not None and covered is None:
+            stops = payloads.offset + payloads.nbytes
+            self.verify(file, zip(payloads.offset.tolist(), stops.tolist(), strict=True))
+        self._read_many(file, payloads)
+        if covered is not None:
+            self._compare(file, covered.numbers, covered.checksums())
+
+    def _read_many(self, file: str, payloads: DirectRead) -> None:
+        address, offset, nbytes = payloads.address, payloads.offset, payloads.nbytes
+        if nbytes.sum() > _LARGE * len(nbytes):
+            rows = zip(address.tolist(), offset.tolist(), nbytes.tolist(), strict=True)
+            self.read(file, list(rows))
+            return
+        self._read(file, lambda descriptor: read_many(descriptor, address, offset, nbytes))
+
+    def _read(self, file: str, act: Callable[[int], None]) -> None:
+        if file not in self._descriptors:
+            raise self._corrupt(0, f"{file} is not part of it")
+        try:
+            act(self._descriptors[file])
+        except (OSError, EOFError) as error:
+            raise self._corrupt(self._ranks[file], str(error)) from None
+
+    def close(self) -> None:
+        self._resources.close()
+
+    def _open(self, path: str, rank: int) -> int:
+        try:
+            descriptor = open_leased(path)
+        except OSError as error:
+            raise self._corrupt(rank, _why(path, error)) from None
+        self._resources.callback(os.close, descriptor)
+        self._resources.callback(end_lease, descriptor)
+        return descriptor
+
+    def _read_catalog(self) -> Catalog:
+        if self._catalog is None:
+            key = self._checkpoint.manifest.catalog
+            try:
+                self._catalog = read_catalog(self._checkpoint.directory, key)
+            except OSError as error:
+                raise self._corrupt(0, _why(names.catalog_file(key), error)) from None
+            except ManifestInvalid as error:
+                raise self._corrupt(0, str(error)) from None
+        return self._catalog
+
+    def _read_file(self, path: str) -> bytes:
+        try:
+            return read_bytes(path)
+        except OSError as error:
+            raise self._corrupt(0, _why(path, error)) from None
+
+    def _corrupt(self, rank: int, detail: str) -> SegmentCorrupt:
+        return SegmentCorrupt(self._checkpoint.name, rank, self.label, detail)
+
+
+def _why(path: str, error: OSError) -> str:
+    return f"{os.path.basename(path)}: {os.strerror(error.errno or 0)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CoveredBlocks:
+    """Blocks of a segment that were read whole.
+
+    Attributes:
+        numbers: Of the blocks.
+        addresses: Where each block was read to.
+        lengths: Bytes of each block.
+    """
+
+    numbers: Extents
+    addresses: Extents
+    lengths: Extents
+
+    def checksums(self) -> Crcs:
+        """Compute the blocks' checksums where they were read to."""
+        found = np.zeros(len(self.numbers), "<u4")
+        rows = list(zip(self.addresses.tolist(), self.lengths.tolist(), strict=True))
+
+        def check(start: int) -> None:
+            for number, (address, nbytes) in enumerate(rows[start : start + _BLOCKS_EACH], start):
+                found[number] = checksum(view_of(address, nbytes))
+
+        work_off(range(0, len(rows), _BLOCKS_EACH), check)
+        return found
+
+
+def _covered(blocks: Blocks, payloads: DirectRead) -> _CoveredBlocks | None:
+    """Return the blocks that payloads consist of; None where one has part of a block only."""
+    is_any = payloads.nbytes > 0
+    starts, stops = payloads.offset[is_any], (payloads.offset + payloads.nbytes)[is_any]
+    ends = blocks.offsets + blocks.lengths
+    first = np.searchsorted(blocks.offsets, starts, "left")
+    last = np.searchsorted(ends, stops, "right")
+    counts = last - first
+    if (
+        (counts <= 0).any()
+        or (blocks.offsets[first] != starts).any()
+        or (ends[last - 1] != stops).any()
+    ):
+        return None
+    numbers = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
+    shifts = (payloads.address - payloads.offset)[is_any]
+    addresses = blocks.offsets[numbers] + np.repeat(shifts, counts)
+    return _CoveredBlocks(numbers, addresses, blocks.lengths[numbers])

@@ -1,0 +1,176 @@
+"""First stage of a load: what this node's memory has, and what storage has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from dcp_mem.comm.agreement import described
+from dcp_mem.common.parallel import daemon, in_daemons
+from dcp_mem.common.values import Outcome
+from dcp_mem.errors import DcpMemError
+from dcp_mem.format import names
+from dcp_mem.loading.sources.memory import MemorySource
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.policy.election import FoundCheckpoint
+from dcp_mem.policy.redundancy import Redundancy
+from dcp_mem.storage import Storage
+from dcp_mem.storage.listing import checkpoint_names, stored_under
+
+_FIRST_ANSWER_TIMEOUT = 10.0
+"""Seconds that a load waits for storage to answer at all when memory has a checkpoint as well."""
+_LISTING_TIMEOUT = 60.0
+"""Seconds that it waits for the rest of the listing, once storage has answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a survey looks for.
+
+    Attributes:
+        wanted: Name of the checkpoint; None for all checkpoints.
+        scope: `names.COLLECTIVE`, or the scope of one rank that saved alone.
+    """
+
+    wanted: str | None
+    scope: str
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it looks for what all ranks saved together."""
+        return self.scope == names.COLLECTIVE
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def survey_memory(
+    memory: JobMemory | None,
+    search: Search,
+    damaged_ranks: Callable[[LocalCheckpoint], Collection[int]],
+) -> list[FoundCheckpoint]:
+    """Return what this node's memory has.
+
+    Args:
+        memory: None where it has nothing of the job.
+        search: What to look for.
+        damaged_ranks: Ranks whose segments of a checkpoint turned out to be damaged here.
+    """
+    if memory is None:
+        return []
+    found = memory.checkpoints() if search.wanted is None else memory.find(search.wanted)
+    return [
+        _finding(memory, checkpoint, damaged_ranks(checkpoint))
+        for checkpoint in found
+        if checkpoint.manifest.scope == search.scope
+    ]
+
+
+def _finding(
+    memory: JobMemory, checkpoint: LocalCheckpoint, damaged_ranks: Collection[int]
+) -> FoundCheckpoint:
+    """Return what this node has of a checkpoint: all, some segments, or a problem."""
+    manifest = checkpoint.manifest
+    count = len(manifest.segments)
+    finding = FoundCheckpoint(
+        name=checkpoint.name, save_id=manifest.save_id, created=manifest.created, count=count
+    )
+    try:
+        source = MemorySource(checkpoint, memory.node, damaged_ranks)
+    except DcpMemError as error:
+        return replace(finding, problem=str(error))
+    source.close()
+    if checkpoint.replication.outcome == Outcome.REPLICATED:
+        made = checkpoint.replication
+        finding = replace(finding, redundancy=Redundancy(made.copies, made.parity))
+    if len(source.present) == count:
+        return finding
+    return replace(
+        _with_parity(finding, memory, checkpoint),
+        segments=source.present,
+        lacking=next(iter(source.lacking.values()), ""),
+    )
+
+
+def _with_parity(
+    finding: FoundCheckpoint, memory: JobMemory, checkpoint: LocalCheckpoint
+) -> FoundCheckpoint:
+    """Return the finding with the parity here, and the sizes of the segments that it is of."""
+    nbytes = checkpoint.manifest.segments.nbytes
+    stripes = {file: record.stripe for file, record in checkpoint.stripes().items()}
+    covered = {share.rank for stripe in stripes.values() for share in stripe.shares}
+    empty = {rank for rank, size in enumerate(nbytes) if not size}  # parity doesn't mention these
+    sizes = {rank: nbytes[rank] for rank in sorted(covered | empty)}
+    return replace(finding, stripes=tuple(stripes.items()), sizes=sizes)
+
+
+# -- storage ---------------------------------------------------------------------------------------
+
+
+class StorageSurvey:
+    """Asks storage what it has, for as long as it answers.
+
+    Args:
+        storage: The job's; None for a job without.
+
+    Attributes:
+        silence: Why storage didn't answer; empty where it did. It isn't asked again then.
+    """
+
+    def __init__(self, storage: Storage | None) -> None:
+        self.silence: list[str] = []
+        self._storage = storage
+        self._has_answered = threading.Event()
+
+    def findings(self, search: Search, *, is_needed: bool) -> list[FoundCheckpoint]:
+        """Return what storage has; nothing, and a line in `silence`, where it doesn't answer.
+
+        Args:
+            search: What to look for.
+            is_needed: Wait for as long as it takes: memory has nothing.
+        """
+        storage = self._storage
+        if storage is None or self.silence:
+            return []
+        answer: list[list[FoundCheckpoint]] = []
+        listing = daemon(lambda: answer.append(self._list(storage, search)))
+        if is_needed:
+            listing.join()
+        elif self._has_answered.wait(_FIRST_ANSWER_TIMEOUT):
+            listing.join(_LISTING_TIMEOUT)
+        if not answer and not self.silence:
+            waited = _LISTING_TIMEOUT if self._has_answered.is_set() else _FIRST_ANSWER_TIMEOUT
+            self.silence.append(f"storage {storage.url} did not answer within {waited:.0f} s")
+        return answer[0] if answer else []
+
+    def _list(self, storage: Storage, search: Search) -> list[FoundCheckpoint]:
+        try:
+            wanted = [search.wanted] if search.wanted is not None else checkpoint_names(storage)
+            if search.wanted is None:
+                self._has_answered.set()
+            found = in_daemons(lambda name: stored_findings(storage, name, search.scope), wanted)
+            return [finding for findings in found for finding in findings]
+        except Exception as error:  # a checkpoint in memory may do without storage
+            self.silence.append(str(error) if isinstance(error, DcpMemError) else described(error))
+            return []
+        finally:
+            self._has_answered.set()
+
+
+def stored_findings(storage: Storage, name: str, scope: str) -> list[FoundCheckpoint]:
+    """Return what storage has under one name.
+
+    Args:
+        storage: The job's.
+        name: The checkpoint's name.
+        scope: "" or the rank that saved alone.
+    """
+    found = stored_under(storage, name, scope)
+    return [
+        FoundCheckpoint(
+            name=one.name, save_id=one.save_id, created=one.created, problem=one.problem
+        )
+        for one in found
+    ]

@@ -1,0 +1,11 @@
+"""What a training loop holds to save, restore, list and delete its checkpoints.
+
+Read `checkpoint_manager.py` first. `saved.py` is what its `save` returns, `preemption.py` handles
+the signals that end a job, `tracker.py` is the interface of trackers, and `feed.py` tells them. The
+room may import everything but integrations and the command line.
+"""
+
+from dcp_mem.manager.checkpoint_manager import CheckpointManager
+from dcp_mem.manager.saved import Saved
+
+__all__ = ["CheckpointManager", "Saved"]

@@ -1,0 +1,510 @@
+"""`CheckpointManager`: what a training loop holds to save, restore and delete its checkpoints."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from dcp_mem import functional
+from dcp_mem.comm.agreement import described, from_all_ranks
+from dcp_mem.comm.dcp_call import direct_call
+from dcp_mem.common.log import log
+from dcp_mem.common.values import CheckpointStatus, Outcome, SaveInfo, State
+from dcp_mem.config import checked_metrics, checked_step
+from dcp_mem.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    DcpMemError,
+    FlushFailed,
+    NoRecoverableCheckpoint,
+    RankFailed,
+)
+from dcp_mem.manager.feed import Feed
+from dcp_mem.manager.preemption import Preemption
+from dcp_mem.manager.saved import Saved
+from dcp_mem.manager.tracker import Tracker
+from dcp_mem.operations import housekeeping
+from dcp_mem.operations.inventory import job_memory, list_checkpoints
+from dcp_mem.policy.frequency import Advice, Auto, advice, parse_seconds, steps_between
+from dcp_mem.policy.persistence import Persist
+from dcp_mem.policy.retention import Retention
+from dcp_mem.reader import MemoryStorageReader, RecoveryReport
+from dcp_mem.runtime.session import open_session
+from dcp_mem.runtime.states import status_of
+from dcp_mem.writer import MemoryStorageWriter
+
+_NAME = re.compile(r"step-(\d+)")
+_LAST_NUMBER = re.compile(r"(\d+)\D*$")
+_MEASURED = 9
+_BUSY_SECONDS = 60.0
+_PAUSE = 0.05
+
+
+class CheckpointManager:
+    """Save a training loop's state step by step, keep what retention chooses, restore the newest.
+
+    Make it, and call its methods, on all ranks (of process_group). Checkpoints are called
+    `step-<number>`.
+
+    Args:
+        path: The job's root on storage: an fsspec URL or a plain path. None keeps checkpoints in
+            memory only.
+        persist: Which saves go to storage, as in `MemoryStorageWriter`.
+        save_interval_steps: Training steps from one save to the next, so that `save` may be called
+            at every step; `auto(mtbf="12h")` finds the number from what steps and saves take.
+        keep_memory: Which checkpoints stay in memory, as in `MemoryStorageWriter`.
+        keep_storage: Which checkpoints stay on storage, as in `MemoryStorageWriter`.
+        replicas: Copies of each segment in other nodes' memory, as in `MemoryStorageWriter`.
+        on_error: "warn" logs what fails, in saves and behind training, and training goes on;
+            "raise" raises it from the next `save`, on all ranks alike. Wrong
+            arguments always raise.
+        preemption: Names of signals ("SIGTERM", "SIGUSR1") at which the newest checkpoint is
+            flushed before the signal takes its usual effect; see `Preemption`.
+        preemption_deadline: Seconds that this flush may take at most.
+        trackers: Are told on rank 0 what becomes of checkpoints, behind training; see
+            `dcp_mem.integrations.trackers`.
+        process_group: The ranks that save together; by default all ranks.
+        **options: Further arguments of `MemoryStorageWriter`.
+
+    Raises:
+        ConfigError: An argument can't work.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        persist: bool | Persist = True,
+        save_interval_steps: int | Auto = 1,
+        keep_memory: int | Retention = 2,
+        keep_storage: int | Retention | None = None,
+        replicas: int | None = None,
+        on_error: str = "warn",
+        preemption: str | Sequence[str] = (),
+        preemption_deadline: float = 25.0,
+        trackers: Sequence[Tracker] = (),
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        if on_error not in ("warn", "raise"):
+            raise ConfigError(f"on_error={on_error!r}: choose 'warn' or 'raise'")
+        if not isinstance(save_interval_steps, Auto) and (
+            type(save_interval_steps) is not int or save_interval_steps < 1
+        ):
+            raise ConfigError(
+                f"save_interval_steps={save_interval_steps!r}: give a number of steps, at least 1, "
+                f"or auto(mtbf=…)"
+            )
+        self._writer = MemoryStorageWriter(
+            path,
+            persist=persist,
+            keep_memory=keep_memory,
+            keep_storage=keep_storage,
+            replicas=replicas,
+            process_group=process_group,
+            **options,
+        )
+        self._process_group = process_group
+        self._raises = on_error == "raise"
+        self._interval = save_interval_steps
+        self._pace = _Pace(1 if isinstance(save_interval_steps, Auto) else save_interval_steps)
+        self._said: set[tuple[str, str]] = set()
+        self._report: RecoveryReport | None = None
+        self._feed = Feed(trackers, self._writer.settings, process_group)
+        self._preemption = Preemption(self._writer, preemption, preemption_deadline)
+        self._preemption.install()
+
+    # -- saving and restoring ----------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        force_persist: bool = False,
+    ) -> Saved:
+        """Save if a save is due; return when the checkpoint is complete in memory.
+
+        Args:
+            step: The training step.
+            state: As for `dcp_mem.save`; `TrainState` makes one entry of all that a loop has.
+            metrics: Figures of this step, for `keep_best` and listings; rank 0's count.
+            force_persist: Save now, whatever the interval says, and have storage get it.
+
+        Returns:
+            What became of it; true if a checkpoint was made.
+
+        Raises:
+            ConfigError: An argument can't work.
+            DcpMemError: With on_error="raise": the save has failed, or, once this step is saved, a
+                flush or copy behind training has (FlushFailed).
+        """
+        number, figures = _number(step), checked_metrics(metrics)
+        saved = Saved(step=number, name=f"step-{number}", outcome="not due")
+        if not (force_persist or self._pace.is_due(number)):
+            return saved
+        saved = replace(saved, troubles=self._troubles())
+        started = time.monotonic()
+        try:
+            self._writer._annotate(
+                SaveInfo(number, figures, force_persist, self._steps_until_next(number))
+            )
+            functional.save(
+                dict(state),
+                checkpoint_id=saved.name,
+                storage_writer=self._writer,
+                process_group=self._process_group,
+            )
+        except ConfigError:
+            raise
+        except Exception as error:
+            seconds = time.monotonic() - started
+            saved = replace(saved, outcome="failed", seconds=seconds, error=described(error))
+            self._feed.saved(saved)
+            if self._raises:
+                raise
+            is_unexpected = not isinstance(error, DcpMemError)
+            log.warning("%s is not saved: %s", saved.name, error, exc_info=is_unexpected)
+            self._pace.passed(number)
+            return saved
+        saved = self._with_outcome(replace(saved, seconds=time.monotonic() - started))
+        self._feed.saved(saved)
+        self._raise_on_all_ranks(saved.troubles)
+        return saved
+
+    def _with_outcome(self, saved: Saved) -> Saved:
+        """Fill in what the writer has made of the save, and when the next one is due."""
+        made = self._writer._last_save
+        if made is None:
+            self._pace.passed(saved.step)
+            return replace(saved, outcome="skipped")
+        manifest, info = made
+        self._pace.saved(saved.step, saved.seconds, info.pause)
+        return replace(saved, outcome="complete", nbytes=manifest.nbytes, persist=manifest.persist)
+
+    def restore(
+        self, state: dict[str, Any], step: int | None = None, *, weights_only: bool = True
+    ) -> int | None:
+        """Load the newest whole checkpoint, or that of a step, into the state.
+
+        Args:
+            state: As for `dcp_mem.load`; it is loaded into, in place.
+            step: The step to load; None for the newest.
+            weights_only: As in `dcp_mem.load`.
+
+        Returns:
+            The step that was loaded; None, with nothing changed, if there is no checkpoint at all.
+
+        Raises:
+            NoRecoverableCheckpoint: There are checkpoints, and none can be loaded. (It raises, so
+                that training doesn't start from nothing over them.)
+            CheckpointNotFound: The step that was asked for isn't there.
+        """
+        name = None if step is None else f"step-{_number(step)}"
+        with self._reader() as reader:
+            try:
+                functional.load(
+                    state,
+                    checkpoint_id=name,
+                    storage_reader=reader,
+                    process_group=self._process_group,
+                    weights_only=weights_only,
+                )
+            except NoRecoverableCheckpoint as error:
+                if isinstance(error, CheckpointNotFound) or error.reasons:
+                    raise
+                return None
+            self._report = reader.report()
+        self._feed.restored(self._report)
+        found = _step_of(self._report)
+        self._pace.passed(found)
+        return found
+
+    def report(self) -> RecoveryReport:
+        """Return what the last restore took, from where, and what it passed over.
+
+        Raises:
+            ConfigError: Nothing has been restored yet.
+        """
+        if self._report is None:
+            raise ConfigError("nothing has been restored yet")
+        return self._report
+
+    # -- what there is -----------------------------------------------------------------------------
+
+    def latest(self) -> int | None:
+        """Return the step that `restore` would load, alike on all ranks; None for none."""
+        with self._reader() as reader:
+            steps = [
+                int(match[1]) for name in reader.recoverable() if (match := _NAME.fullmatch(name))
+            ]
+        return steps[0] if steps else None
+
+    def list(self) -> list[CheckpointStatus]:
+        """Return every checkpoint in this node's memory and on storage, newest first."""
+        return list_checkpoints(self._writer.settings)
+
+    def status(self) -> Sequence[CheckpointStatus]:
+        """Return what became of each checkpoint of this node, newest first.
+
+        Those that have left memory are among them.
+        """
+        return self._writer.status()
+
+    def wait(
+        self,
+        step: int | None = None,
+        state: State | str = State.DURABLE,
+        timeout: float | None = None,
+        *,
+        progress: bool = True,
+    ) -> None:
+        """Block until a step's checkpoint has reached a state.
+
+        Args:
+            step: The training step; None for the newest checkpoint that is meant to reach the
+                state.
+            state: `State.COMPLETE`, `State.REPLICATED` or `State.DURABLE`, or its text.
+            timeout: Seconds; None waits for as long as there is hope.
+            progress: Show progress on standard error if that is a terminal.
+
+        Raises:
+            WaitTimeout: The time ran out.
+            FlushFailed: Storage refused the checkpoint, or it left memory before it was durable.
+            ReplicationFailed: The checkpoint gets no copies.
+            CheckpointNotFound: There is no such checkpoint.
+        """
+        name = None if step is None else f"step-{_number(step)}"
+        self._writer.wait(name, state, timeout, progress=progress)
+
+    def delete(self, step: int) -> None:
+        """Delete a step's checkpoint from the nodes' memory and from storage. Call it on all ranks.
+
+        Args:
+            step: The training step that the checkpoint was saved at.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint; on all ranks alike.
+            RankFailed: It can't be deleted, as while somebody reads it; on all ranks alike. (A rank
+                that failed names itself alone.)
+        """
+        name = f"step-{_number(step)}"
+        ranks = direct_call(self._process_group, False, self._purpose).ranks
+
+        def delete_from_storage(evicted: Sequence[bool]) -> bool:
+            return self._delete_from_storage(name) or any(evicted)
+
+        what = f"deleting {name}"
+        try:
+            is_found = from_all_ranks(ranks, what, partial(self._evict, name), delete_from_storage)
+        except RankFailed:
+            raise
+        except Exception as error:
+            raise RankFailed(what, [(ranks.rank, described(error))]) from error
+        if not is_found:
+            available = [one.name for one in self.list()]
+            raise CheckpointNotFound(name, f"job {self._writer.settings.job}", available, [])
+
+    def _evict(self, name: str) -> bool:
+        memory, deadline = job_memory(self._writer.settings), time.monotonic() + _BUSY_SECONDS
+        if memory is None or not memory.find(name):
+            return False
+        while True:
+            _, why_not = housekeeping.evict(self._writer.settings, name)
+            if not why_not:
+                return True
+            if time.monotonic() > deadline:
+                raise DcpMemError(f"{name}: {why_not}")
+            time.sleep(_PAUSE)
+
+    def _delete_from_storage(self, name: str) -> bool:
+        chosen = self._writer.settings
+        if chosen.url is None:
+            return False
+        try:
+            housekeeping.delete(chosen.url, name, storage_options=chosen.storage_options)
+        except CheckpointNotFound:
+            return False
+        return True
+
+    # -- how often to save -------------------------------------------------------------------------
+
+    def advice(self, mtbf: float | str, *, recovery_seconds: float = 0.0) -> Advice:
+        """Return how often to save, by what saves and flushes have taken here.
+
+        Args:
+            mtbf: Mean time between failures of the whole job: seconds, or a text such as "12h".
+            recovery_seconds: From a failure until training goes on.
+
+        Raises:
+            ConfigError: Nothing has been saved yet, or mtbf is no duration.
+        """
+        if not self._pace.blocking:
+            raise ConfigError("advice() goes by what saves take: save at least once before")
+        flushes = [one.flush_seconds for one in self.status() if one.state is State.DURABLE]
+        return advice(
+            median(self._pace.blocking),
+            parse_seconds(mtbf, "mtbf"),
+            flush_seconds=median(flushes) if flushes else 0.0,
+            recovery_seconds=recovery_seconds,
+        )
+
+    def _steps_until_next(self, step: int) -> int:
+        """Return the steps this rank would leave until the next save; the coordinator's count."""
+        if not isinstance(self._interval, Auto):
+            return self._interval
+        seconds = self._pace.step_seconds(step)
+        if not (self._pace.blocking and seconds):
+            return self._interval.at_least_steps
+        return steps_between(self._interval, median(self._pace.blocking), seconds)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self, flush: bool = True, *, progress: bool = True) -> None:
+        """Wait until storage has what it should have, then give back memory.
+
+        What `keep_memory` keeps stays in memory, for a restart. Closing twice is fine.
+
+        Args:
+            flush: False returns at once; the agent goes on flushing.
+            progress: Show progress on standard error if that is a terminal.
+
+        Raises:
+            FlushFailed: Storage refuses a checkpoint, which stays in memory (logged with
+                on_error="warn").
+        """
+        self._preemption.uninstall()
+        try:
+            self._writer.close(flush, progress=progress)
+        except FlushFailed as error:
+            if self._raises:
+                raise
+            log.warning("%s", error)
+        finally:
+            self._feed.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(flush=kind is None)
+
+    def _reader(self) -> MemoryStorageReader:
+        chosen = self._writer.settings
+        return MemoryStorageReader(
+            chosen.url,
+            memory_root=chosen.memory_root,
+            job=chosen.job,
+            storage_options=chosen.storage_options,
+            process_group=self._process_group,
+        )
+
+    @property
+    def _purpose(self) -> str:
+        """Purpose of the ranks' connections: the writer's; no call here runs beside a save."""
+        return f"save {self._writer.settings.job}"
+
+    def _troubles(self) -> tuple[str, ...]:
+        """Find what has failed behind training on this node since the last call, and log it.
+
+        Copies that were never begun, or are fewer because there are fewer nodes, have not failed.
+        """
+        found = []
+        session = open_session(self._writer.settings)
+        for held in session.memory.checkpoints() if session is not None else ():
+            one, copies = status_of(held), held.replication
+            error = (
+                one.error
+                if one.state is State.FAILED
+                else copies.error
+                if copies.outcome == Outcome.FAILED
+                else ""
+            )
+            if error and (one.save_id, error) not in self._said:
+                self._said.add((one.save_id, error))
+                found.append(f"{one.name}: {error}")
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            for text in found:
+                log.warning("%s", text)
+        return tuple(found)
+
+    def _raise_on_all_ranks(self, troubles: Sequence[str]) -> None:
+        """Raise FlushFailed, with on_error="raise", on all ranks if a node has had trouble."""
+        if not self._raises:
+            return
+        ranks = direct_call(self._process_group, False, self._purpose).ranks
+        all_troubles = ranks.all_reduce({ranks.rank: troubles[0]} if troubles else {}, operator.or_)
+        if all_troubles:
+            rank = min(all_troubles)
+            name, _, text = all_troubles[rank].partition(": ")
+            raise FlushFailed(name, f"{text} (rank {rank})")
+
+
+class _Pace:
+    """When the next save is due, and how long steps and saves take."""
+
+    def __init__(self, pause: int) -> None:
+        self._pause = pause
+        self._last: int | None = None
+        self._ended = 0.0
+        self._is_warm = False
+        self.blocking: deque[float] = deque(maxlen=_MEASURED)
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether a save is due.
+
+        Steps that went back, after a restore by hand, count from there.
+        """
+        return self._last is None or not 0 <= step - self._last < self._pause
+
+    def step_seconds(self, step: int) -> float:
+        """Return the seconds that a step has taken since the last save; 0.0 if unknown."""
+        if self._last is None or step <= self._last or not self._ended:
+            return 0.0
+        return (time.monotonic() - self._ended) / (step - self._last)
+
+    def passed(self, step: int) -> None:
+        """Count from a step that was restored, or couldn't be saved: the next save is due later."""
+        self._last, self._ended = step, time.monotonic()
+
+    def saved(self, step: int, seconds: float, pause: int) -> None:
+        if self._is_warm:  # The first save makes slots and plans, which later ones find.
+            self.blocking.append(seconds)
+        self._is_warm, self._pause = True, pause
+        self.passed(step)
+
+
+def _number(step: object) -> int:
+    number = checked_step(step)
+    if number is None:
+        raise ConfigError("step=None: give the number of the training step")
+    return number
+
+
+def _step_of(report: RecoveryReport) -> int:
+    match = _LAST_NUMBER.search(report.checkpoint_id)
+    if report.step is not None:
+        return report.step
+    if match is None:
+        raise ConfigError(
+            f"{report.checkpoint_id} is loaded, but nobody said which step it is of: "
+            f"a manager saved no such checkpoint"
+        )
+    return int(match[1])

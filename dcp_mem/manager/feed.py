@@ -1,0 +1,234 @@
+"""The thread of rank 0 that tells trackers what becomes of checkpoints: training never waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from queue import Full, Queue
+
+import torch.distributed as dist
+
+from dcp_mem.common.log import log
+from dcp_mem.common.values import CheckpointStatus, State
+from dcp_mem.config import Settings
+from dcp_mem.errors import ConfigError
+from dcp_mem.manager.saved import Saved
+from dcp_mem.manager.tracker import Event, Tracker
+from dcp_mem.operations.inventory import job_memory
+from dcp_mem.reader import RecoveryReport
+from dcp_mem.runtime import states
+
+_MOST_WAITING = 10_000
+_PATIENCE = 15.0
+_STEPS = 1_000
+
+
+class Feed:
+    """Tells trackers what becomes of a job's checkpoints.
+
+    Saves and restores are told as they happen. Flushes and copies, which happen behind training,
+    are looked up in this node's memory after each save and at the end. What was known before the
+    feed was made isn't told.
+
+    Args:
+        trackers: To be told; a tracker that raises is left out from then on.
+        settings: The job's.
+        group: The ranks that save together; its first rank tells.
+
+    Raises:
+        ConfigError: One of the trackers is none.
+    """
+
+    def __init__(
+        self, trackers: Sequence[Tracker], settings: Settings, group: dist.ProcessGroup | None
+    ) -> None:
+        for tracker in trackers:
+            if not isinstance(tracker, Tracker):
+                raise ConfigError(
+                    f"trackers: a {type(tracker).__name__} has no track() and close()"
+                )
+        self._trackers = list(trackers)
+        self._settings, self._group = settings, group
+        self._since = time.time()
+        self._told: set[tuple[str, ...]] = set()
+        # Steps of the last saves, by name: a checkpoint that has left memory doesn't tell its own.
+        self._steps: dict[str, int] = {}
+        self._events: Queue[Event | None] = Queue(_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._is_behind = False
+
+    def saved(self, saved: Saved) -> None:
+        """Tell of a save, and of what has become of those before it.
+
+        Args:
+            saved: What `CheckpointManager.save` returned.
+        """
+        self._put(
+            Event(
+                kind="save",
+                outcome=saved.outcome,
+                time=time.time(),
+                job=self._settings.job,
+                checkpoint=saved.name,
+                step=saved.step,
+                seconds=saved.seconds,
+                nbytes=saved.nbytes,
+                detail=saved.error,
+            )
+        )
+
+    def restored(self, report: RecoveryReport) -> None:
+        """Tell of a restore.
+
+        Args:
+            report: What the load found, and where it came from.
+        """
+        self._put(
+            Event(
+                kind="restore",
+                outcome="restored",
+                time=time.time(),
+                job=self._settings.job,
+                checkpoint=report.checkpoint_id,
+                step=report.step,
+                seconds=report.seconds,
+                nbytes=report.nbytes,
+                figures={f"{source}_bytes": float(n) for source, n in report.sources.items()},
+                detail="; ".join(f"passed over {reason}" for reason in report.passed_over),
+            )
+        )
+
+    def close(self) -> None:
+        """Tell what has become known since the last save, and close the trackers.
+
+        Closing twice is fine.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            self._events.put(None, timeout=_PATIENCE)
+            thread.join(_PATIENCE)
+        except Full:
+            pass
+        if thread.is_alive():
+            log.warning("trackers haven't taken all that they were told within %.0f s", _PATIENCE)
+
+    def _put(self, event: Event) -> None:
+        if not self._trackers or _rank(self._group) != 0:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="dcp_mem-trackers", daemon=True)
+            self._thread.start()
+        try:
+            self._events.put_nowait(event)
+        except Full:
+            if not self._is_behind:
+                log.warning("trackers are far behind; further events are left out")
+            self._is_behind = True
+
+    def _work(self) -> None:
+        while (event := self._events.get()) is not None:
+            self._tell(event)
+            if event.kind == "save":
+                self._note_step(event)
+                self._look()
+        self._look()
+        for tracker in list(self._trackers):
+            self._try(tracker, tracker.close)
+
+    def _note_step(self, event: Event) -> None:
+        if event.step is not None:
+            self._steps[event.checkpoint] = event.step
+        if len(self._steps) > _STEPS:
+            del self._steps[next(iter(self._steps))]
+
+    def _look(self) -> None:
+        try:
+            is_there = job_memory(self._settings) is not None
+            for event in self._news(states.status(self._settings)) if is_there else ():
+                self._tell(event)
+        except Exception as error:  # The next look may find more.
+            log.warning("what became of checkpoints can't be looked up for trackers: %s", error)
+
+    def _news(self, checkpoints: Sequence[CheckpointStatus]) -> Iterator[Event]:
+        """Yield the events that haven't been told yet, oldest first."""
+        known = {one.save_id for one in checkpoints}
+        # A run of months makes many checkpoints: forget those that are no longer listed.
+        self._told = {key for key in self._told if key[0] in known}
+        for one in reversed(checkpoints):
+            job = self._settings.job
+            for key, event in (*_flushes(job, one), *_copies(job, one)):
+                is_new = (one.save_id, *key) not in self._told
+                self._told.add((one.save_id, *key))
+                if event.step is None:
+                    event = replace(event, step=self._steps.get(one.name))
+                if is_new and max(one.created, one.durable) >= self._since:
+                    yield event
+
+    def _tell(self, event: Event) -> None:
+        for tracker in list(self._trackers):
+            self._try(tracker, partial(tracker.track, event))
+
+    def _try(self, tracker: Tracker, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # Whatever it is, training goes on.
+            self._trackers.remove(tracker)
+            log.warning(
+                "%s is told no more: %s: %s", type(tracker).__name__, type(error).__name__, error
+            )
+
+
+def _flushes(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], Event]]:
+    """Yield the event of a checkpoint's flush, if there is one, and the key that tells it apart."""
+    outcome, when, key = "", time.time(), ""
+    if one.durable and one.state in (State.DURABLE, State.DELETED):
+        outcome, when = "durable", one.durable
+    elif one.state is State.FAILED:
+        outcome, key = "failed", str(one.flush_attempts)
+    elif one.state is State.SKIPPED and one.save_id and one.persist:
+        outcome = "skipped"
+    if outcome:
+        event = Event(
+            kind="flush",
+            outcome=outcome,
+            time=when,
+            job=job,
+            checkpoint=one.name,
+            step=one.step,
+            seconds=one.flush_seconds,
+            nbytes=one.nbytes,
+            figures={
+                "attempts": float(one.flush_attempts),
+                "retries": float(one.transfer.retries),
+            },
+            detail=one.error,
+        )
+        yield ("flush", outcome, key), event
+
+
+def _copies(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], Event]]:
+    """Yield the event of a checkpoint's copies or parity, if there is one, behind its key."""
+    outcome = "replicated" if one.is_replicated else "failed" if one.replication_error else ""
+    if outcome:
+        event = Event(
+            kind="copies",
+            outcome=outcome,
+            time=time.time(),
+            job=job,
+            checkpoint=one.name,
+            step=one.step,
+            seconds=one.replication_seconds,
+            nbytes=one.nbytes * one.replicas,
+            figures={"on_nodes": float(one.replicas), "parity_over": float(one.parity)},
+            detail=one.replication_error,
+        )
+        yield ("copies", outcome), event
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0

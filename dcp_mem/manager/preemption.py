@@ -1,0 +1,263 @@
+"""Signals that end a job: the newest checkpoint is flushed before the signal takes its effect."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from dcp_mem.common.log import log
+from dcp_mem.common.values import Outcome
+from dcp_mem.errors import ConfigError
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.operations.inventory import job_memory
+from dcp_mem.writer import MemoryStorageWriter
+
+_PAUSE = 0.05
+_NEWEST = 2
+"""Checkpoints to flush. Nodes that are told to end in the middle of a save may differ on whether
+the newest is complete; the one before it is complete on all."""
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Preemption:
+    """Handlers for signals that announce the job's end, such as SIGTERM, or SIGUSR1 under Slurm.
+
+    A thread has the newest complete checkpoint flushed, even one that was to stay in memory, and
+    waits until it is durable, for at most `deadline_seconds`. Then the handler that was there
+    before is called; if there was none, the process ends by the signal, as it would have. Nothing
+    is saved: storage gets what was saved last. Each rank acts by itself and waits for no other
+    rank.
+
+    Python calls handlers in the main thread, between bytecodes: a rank that waits in a collective
+    would be killed before its handler runs. So the thread learns of signals from a wake-up
+    descriptor, to which the interpreter writes at once.
+
+    Args:
+        writer: The writer whose checkpoints are flushed.
+        signals: One name or several; none installs nothing.
+        deadline_seconds: Longest wait for the flush.
+
+    Raises:
+        ConfigError: There is no such signal, the writer has no path, or the deadline isn't above 0.
+    """
+
+    def __init__(
+        self, writer: MemoryStorageWriter, signals: str | Sequence[str], deadline_seconds: float
+    ) -> None:
+        names = [signals] if isinstance(signals, str) else list(signals)
+        self._signals = [_signal(name) for name in names]
+        if names and writer.settings.url is None:
+            raise ConfigError("preemption=: there is no storage to go to; give a path")
+        if not 0 < deadline_seconds < float("inf"):
+            raise ConfigError(
+                f"preemption_deadline={deadline_seconds!r}: give a number of seconds above 0"
+            )
+        self._writer, self._deadline = writer, deadline_seconds
+        self._before: dict[int, Handler] = {}
+        self._seen: dict[int, str] = {}
+        self._listener: _SignalListener | None = None
+
+    def install(self) -> None:
+        """Install the handlers.
+
+        Raises:
+            ConfigError: This isn't the main thread, where alone Python allows handlers.
+        """
+        if self._signals and threading.current_thread() is not threading.main_thread():
+            raise ConfigError(
+                "preemption=: make the manager in the main thread, where signals come"
+            )
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._handle)
+        if self._signals:
+            self._listener = _SignalListener(self._on_signal)
+
+    def uninstall(self) -> None:
+        """Put back the handlers that were there before, except where others came since."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, before if before is not None else signal.SIG_DFL)
+        self._before.clear()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _on_signal(self, number: int) -> None:
+        """Flush, in the thread; then end the process by the signal unless a handler will run."""
+        if number not in self._before:
+            return
+        before = self._before[number]
+        try:
+            self._flush(number)
+        except Exception:
+            log.exception("the newest checkpoint may not be on storage")
+        if not callable(before) and before != signal.SIG_IGN:
+            # Python's own `signal` may be called in the main thread alone. None: the default.
+            ctypes.CDLL(None).signal(number, None)
+            os.kill(os.getpid(), number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Wait for the flush, in the main thread whenever it gets here; pass the signal on."""
+        before = self._before.get(number, signal.getsignal(number))
+        if self._listener is not None and self._listener.is_own:
+            self._listener.settle(number)
+        elif not callable(before) and before != signal.SIG_IGN:
+            # This is a forked child, which has nothing to flush.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if callable(before):
+            before(number, frame)
+
+    def _flush(self, number: int) -> None:
+        started, name = time.monotonic(), signal.Signals(number).name
+        memory = job_memory(self._writer.settings)
+        newest = _saved_together(memory)[:_NEWEST] if memory is not None else []
+        if memory is None or not newest:
+            log.warning("%s: nothing is in memory that storage could get", name)
+            return
+        if self._seen.get(number) == newest[0].manifest.save_id:
+            return  # The signal came twice; the first deadline stands.
+        self._seen[number] = newest[0].manifest.save_id
+        for checkpoint in newest:
+            if checkpoint.flush.outcome != Outcome.DURABLE and not checkpoint.manifest.persist:
+                memory.promote(checkpoint)
+        self._writer._wake_agent(now=True)
+        while True:
+            present = {one.manifest.save_id: one for one in memory.checkpoints()}
+            now = present.get(newest[0].manifest.save_id)
+            seconds = time.monotonic() - started
+            if now is None or now.flush.outcome == Outcome.DURABLE:
+                log.warning("%s: %s is durable (%.1f s)", name, newest[0].name, seconds)
+                return
+            if seconds > self._deadline:
+                rest = _alternative(newest, present)
+                log.error("%s: %s is not durable after %.0f s; %s", name, now.name, seconds, rest)
+                return
+            time.sleep(_PAUSE)
+
+
+class _SignalListener:
+    """A thread that learns of signals at once, however busy the main thread is.
+
+    It is made and closed in the main thread.
+
+    Args:
+        act: Called with the number of each signal that Python has a handler for; the handler is
+            called as well.
+    """
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        self._act, self._process = act, os.getpid()
+        self._guard, self._is_busy = threading.Lock(), False
+        self._near, self._far = socket.socketpair()
+        self._far.setblocking(False)
+        self._other = -1
+        self.resume()
+        _listeners.append(self)
+        threading.Thread(target=self._listen, name="dcp_mem-signals", daemon=True).start()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the process that made it."""
+        return self._process == os.getpid()
+
+    def settle(self, number: int) -> None:
+        """Return once a signal that has come, and those before it, have been acted on."""
+        self._far.send(bytes([number]))  # It may have come while this was paused.
+        while True:
+            with self._guard:
+                if not self._is_busy and not select.select([self._near], [], [], 0)[0]:
+                    return
+            time.sleep(_PAUSE)
+
+    def resume(self) -> None:
+        """Take over the wake-up descriptor; what it was before gets the signals passed on."""
+        self._other = signal.set_wakeup_fd(self._far.fileno(), warn_on_full_buffer=False)
+
+    def pause(self) -> None:
+        """Give the wake-up descriptor back to whoever had it before."""
+        current = signal.set_wakeup_fd(self._other)
+        if current != self._far.fileno():  # Another library has taken it since.
+            signal.set_wakeup_fd(current)
+
+    def close(self) -> None:
+        _listeners.remove(self)
+        self.pause()
+        self._far.close()
+
+    def _listen(self) -> None:
+        while True:
+            select.select([self._near], [], [])
+            with self._guard:
+                numbers = self._near.recv(64)
+                self._is_busy = bool(numbers)
+            if not numbers:
+                self._near.close()
+                return
+            if self._other != -1:
+                os.write(self._other, numbers)
+            for number in dict.fromkeys(numbers):
+                self._act(number)
+            with self._guard:
+                self._is_busy = False
+
+
+_listeners: list[_SignalListener] = []
+
+
+def _pause_all() -> None:
+    """Stop listening while a child is forked: it shares the descriptor with this process."""
+    if threading.current_thread() is threading.main_thread():
+        for listener in reversed(_listeners):
+            listener.pause()
+
+
+def _resume_all() -> None:
+    if threading.current_thread() is threading.main_thread():
+        for listener in _listeners:
+            listener.resume()
+
+
+def _ignore_signals_in_child() -> None:
+    if _listeners:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(
+    before=_pause_all, after_in_parent=_resume_all, after_in_child=_ignore_signals_in_child
+)
+
+
+def _alternative(newest: Sequence[LocalCheckpoint], present: dict[str, LocalCheckpoint]) -> str:
+    found = [present.get(one.manifest.save_id, one) for one in newest[1:]]
+    durable = [one.name for one in found if one.flush.outcome == Outcome.DURABLE]
+    return f"{durable[0]} is" if durable else "the agent goes on for as long as it lives"
+
+
+def _saved_together(memory: JobMemory) -> list[LocalCheckpoint]:
+    return [one for one in memory.checkpoints() if not one.manifest.scope]
+
+
+def _signal(name: object) -> signal.Signals:
+    try:
+        found = signal.Signals[str(name)]
+    except KeyError:
+        found = None
+    if found is None or found in (signal.SIGKILL, signal.SIGSTOP):
+        raise ConfigError(
+            f"preemption={name!r}: give names of signals that can be handled, such as 'SIGTERM' "
+            f"or 'SIGUSR1'"
+        )
+    return found

@@ -1,0 +1,35 @@
+"""`Saved`: what `CheckpointManager.save` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What became of one call of `save`; true where it made a checkpoint.
+
+    Attributes:
+        step: The training step.
+        name: The checkpoint id, `step-<number>`.
+        outcome: "complete" (in memory), "not due" (by save_interval_steps), "skipped" (memory was
+            full) or "failed".
+        seconds: How long the call blocked training.
+        nbytes: Size of the checkpoint, all ranks together.
+        persist: Whether storage will get it.
+        error: Why it failed.
+        troubles: Flushes and copies that have failed on this node since the call before.
+    """
+
+    step: int
+    name: str
+    outcome: Literal["complete", "not due", "skipped", "failed"]
+    seconds: float = 0.0
+    nbytes: int = 0
+    persist: bool = False
+    error: str = ""
+    troubles: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.outcome == "complete"

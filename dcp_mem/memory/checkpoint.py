@@ -1,0 +1,201 @@
+"""One complete checkpoint as it lies in this node's memory: its manifest, records and files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dcp_mem.common import files
+from dcp_mem.common.log import log
+from dcp_mem.common.values import Outcome
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format import names
+from dcp_mem.format.manifest import (
+    FlushRecord,
+    ItemTable,
+    Manifest,
+    NodeManifest,
+    ReplicationRecord,
+    StripeRecord,
+)
+
+Record = TypeVar("Record", FlushRecord, ReplicationRecord)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCheckpoint:
+    """A complete checkpoint in this node's memory.
+
+    Attributes:
+        directory: Where it lies.
+        flush: How far its flush has come.
+        replication: What became of its copies on other nodes.
+    """
+
+    manifest: Manifest
+    directory: str
+    flush: FlushRecord
+    replication: ReplicationRecord
+
+    @property
+    def name(self) -> str:
+        """The checkpoint id."""
+        return self.manifest.name
+
+    @property
+    def pending(self) -> bool:
+        """Whether it is meant to reach storage, and still may."""
+        ended = (Outcome.DURABLE, Outcome.SKIPPED)
+        return self.manifest.persist and self.flush.outcome not in ended
+
+    @property
+    def manifest_path(self) -> str:
+        """Path of its manifest: the file exists for as long as the checkpoint does."""
+        return os.path.join(self.directory, names.manifest_file(self.manifest.scope))
+
+    @property
+    def flushing_path(self) -> str:
+        """Path of the file on which the process that flushes this attempt holds a lease."""
+        return os.path.join(self.directory, names.flushing_file(self.manifest.save_id))
+
+    def segment_path(self, file: str) -> str:
+        """Return the path of a segment, or of parity.
+
+        Args:
+            file: Its name.
+        """
+        return os.path.join(self.directory, file)
+
+    def segment_files(self) -> list[str]:
+        """Return the names of the segments, and of the parity, that lie here."""
+        return [
+            entry
+            for entry in files_in(self.directory)
+            if names.save_id_of(entry) == self.manifest.save_id
+        ]
+
+    def local_nbytes(self) -> int:
+        """Return the bytes that lie here: own segments, and copies or parity of other nodes'."""
+        here = self.segment_files()
+        ranks = {names.rank_of(file) for file in here if names.SEGMENT.fullmatch(file)}
+        segments = self.manifest.segments
+        sizes = zip(segments.rank, segments.nbytes, strict=True)
+        parity = (_size(self.segment_path(file)) for file in here if names.PARITY.fullmatch(file))
+        return sum(nbytes for rank, nbytes in sizes if rank in ranks) + sum(parity)
+
+    def stripes(self) -> dict[str, StripeRecord]:
+        """Return the parity that lies here, by file, without what is damaged."""
+        found = {}
+        for file in filter(names.PARITY.fullmatch, self.segment_files()):
+            path = os.path.join(self.directory, names.stripe_file(file))
+            try:
+                record = StripeRecord.from_json(files.read_bytes(path))
+            except (FileNotFoundError, ManifestInvalid) as error:
+                log.warning("passing over %s: %s", self.segment_path(file), error)
+                continue
+            if _size(self.segment_path(file)) >= record.stripe.nbytes:
+                found[file] = record
+        return found
+
+
+def local_checkpoint(directory: str, manifest: Manifest) -> LocalCheckpoint:
+    """Return the checkpoint of a manifest that lies in a directory, with its records.
+
+    Args:
+        directory: The checkpoint's.
+        manifest: As read from there.
+    """
+    flush = os.path.join(directory, names.flush_file(manifest.scope))
+    replication = os.path.join(directory, names.replication_file(manifest.scope))
+    return LocalCheckpoint(
+        manifest,
+        directory,
+        _record(FlushRecord, flush, manifest),
+        _record(ReplicationRecord, replication, manifest),
+    )
+
+
+def _record(kind: type[Record], path: str, manifest: Manifest) -> Record:
+    """Return what was recorded of this very save; a blank record where there is nothing."""
+    try:
+        record = kind.from_json(files.read_bytes(path))
+    except (FileNotFoundError, ManifestInvalid):
+        return kind(save_id=manifest.save_id)
+    return record if record.save_id == manifest.save_id else kind(save_id=manifest.save_id)
+
+
+def checksums_of(checkpoint: LocalCheckpoint, file: str) -> ItemTable:
+    """Return the items and checksums that lie beside a segment, or beside its parity.
+
+    Args:
+        checkpoint: In memory on this node.
+        file: Name of the segment, or of its parity.
+
+    Raises:
+        FileNotFoundError: There are none.
+        ManifestInvalid: They are damaged, or those of another segment.
+    """
+    path = os.path.join(checkpoint.directory, names.checksums_file(file))
+    manifest = NodeManifest.from_json(files.read_bytes(path))
+    if file not in manifest.tables:
+        raise ManifestInvalid(f"the checksums of {file} are those of another segment")
+    return manifest.tables[file]
+
+
+def checksums_files(manifest: Manifest, checksums: Mapping[str, ItemTable]) -> dict[str, bytes]:
+    """Return the files that hold segments' checksums in memory, by path in the directory.
+
+    Args:
+        manifest: Of the checkpoint; it says which node saved each segment.
+        checksums: By the segment's name.
+    """
+    node_of = dict(zip(manifest.segments.rank, manifest.segments.node, strict=True))
+    return {
+        names.checksums_file(file): NodeManifest(
+            manifest.save_id, node_of[names.rank_of(file)], {file: table}
+        ).to_json()
+        for file, table in checksums.items()
+    }
+
+
+def own_files(manifest: Manifest, here: Collection[str]) -> set[str]:
+    """Return the names, under `.dcp_mem`, of all that belongs to a complete checkpoint.
+
+    Args:
+        manifest: Of the checkpoint.
+        here: Segments and parity of it that lie in its directory.
+    """
+    parity = list(filter(names.PARITY.fullmatch, here))
+    checked = [segment.file for segment in manifest.segments] if parity else here
+    paths = [
+        names.manifest_file(manifest.scope),
+        names.flush_file(manifest.scope),
+        names.own_metadata_file(manifest.save_id, manifest.catalog),
+        names.flushing_file(manifest.save_id),
+        names.catalog_file(manifest.catalog),
+        names.replication_file(manifest.scope),
+        *map(names.checksums_file, checked),
+        *map(names.stripe_file, parity),
+    ]
+    return {path.rpartition("/")[2] for path in paths}
+
+
+def files_in(directory: str) -> Sequence[str]:
+    """Return the names in a directory; none where it is gone.
+
+    Args:
+        directory: Any path.
+    """
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return ()
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,89 @@
+"""The history of a job's checkpoints, as its directory in a node's memory has it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import replace
+
+from dcp_mem.common import files
+from dcp_mem.common.log import log
+from dcp_mem.common.values import HISTORIES, Outcome
+from dcp_mem.errors import ManifestInvalid, MemoryBudgetExceeded
+from dcp_mem.format import history
+from dcp_mem.format.history import HistoryRow, row_of
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.locks import in_turn
+
+_MOST_ROWS = 1_000
+
+
+class LocalHistory:
+    """`checkpointHistories.csv` in a job's directory.
+
+    A row for each checkpoint that has left memory, or whose flush has ended.
+
+    Args:
+        directory: The job's.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._path = os.path.join(directory, HISTORIES)
+
+    def rows(self) -> list[HistoryRow]:
+        """Return all rows, oldest first; none where the file is missing or damaged."""
+        try:
+            return history.from_csv(self._bytes())
+        except ManifestInvalid:
+            return []
+
+    def add(self, row: HistoryRow) -> None:
+        """Add a row, in the place of an earlier one of the same save.
+
+        Where memory is full, the row is lost; that is logged.
+
+        Args:
+            row: Of a checkpoint that has left memory, or whose flush has ended.
+        """
+        try:
+            with in_turn(self._directory):  # the agent and the trainers all write to it
+                before = self._bytes()
+                try:
+                    after = history.with_row(before, row, _MOST_ROWS)
+                except ManifestInvalid:  # the file is missing or damaged
+                    after = history.to_csv([row])
+                if after != before:
+                    files.write_atomically(self._path, after)
+        except (OSError, MemoryBudgetExceeded) as error:
+            log.warning("what became of %s can't be written down: %s", row.name, error)
+
+    def add_leaving(self, checkpoint: LocalCheckpoint, reason: str) -> None:
+        """Add that a checkpoint leaves memory; one that is still pending is thereby skipped.
+
+        Args:
+            checkpoint: As it was in memory.
+            reason: Goes into the row of a skipped checkpoint that has no error yet.
+        """
+        flush = checkpoint.flush
+        if checkpoint.pending:
+            flush = replace(flush, outcome=Outcome.SKIPPED, error=flush.error or reason)
+        elif flush.outcome == Outcome.SKIPPED:
+            flush = replace(flush, error=flush.error or reason)
+        self.add(row_of(checkpoint.manifest, flush))
+
+    def note_deleted(self, names: Collection[str]) -> None:
+        """Note that durable checkpoints of these names have left storage.
+
+        Args:
+            names: Checkpoint ids.
+        """
+        for row in self.rows() if names else ():
+            if row.name in names and row.outcome == Outcome.DURABLE:
+                self.add(replace(row, outcome=Outcome.DELETED))
+
+    def _bytes(self) -> bytes:
+        try:
+            return files.read_bytes(self._path)
+        except FileNotFoundError:
+            return b""

@@ -1,0 +1,98 @@
+"""Segments that no checkpoint needs become free slots; files that no manifest lists are removed."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+
+from dcp_mem.common import files
+from dcp_mem.format import names
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.memory.checkpoint import files_in, own_files
+from dcp_mem.memory.locks import end_lease, in_turn, is_leased, try_lease
+
+
+def retire(path: str, slots: str) -> None:
+    """Make a free slot of a segment, by rename; one that is gone already is fine.
+
+    A process that still reads or flushes the segment has a lease, under which no slot is claimed.
+
+    Args:
+        path: Of the segment, or of parity.
+        slots: The job's directory of free slots.
+    """
+    try:
+        os.rename(path, os.path.join(slots, f"{uuid.uuid4().hex[:12]}.slot"))
+    except FileNotFoundError:
+        return
+
+
+def remove_unlisted(directory: str, slots: str, manifests: Sequence[Manifest]) -> None:
+    """Remove from a checkpoint's directory what its manifests don't list.
+
+    1. Segments of other attempts become free slots, unless a live process stages or holds them.
+    2. Where some are staged or held, end here: their process needs the files around them.
+    3. Other files that no manifest lists are removed, and the directory where nothing is left.
+
+    Args:
+        directory: The checkpoint's; the caller holds its turn.
+        slots: The job's directory of free slots.
+        manifests: Those that lie in the directory.
+    """
+    save_ids = {manifest.save_id for manifest in manifests}
+
+    def unlisted() -> list[str]:
+        ids = ((entry, names.save_id_of(entry)) for entry in files_in(directory))
+        return [entry for entry, save_id in ids if save_id and save_id not in save_ids]
+
+    for entry in unlisted():
+        _retire_unless_leased(os.path.join(directory, entry), slots)
+    if unlisted():
+        return
+    here = [entry for entry in files_in(directory) if names.save_id_of(entry)]
+    own = os.path.join(directory, names.OWN)
+    _remove_others(own, set().union(*(own_files(one, here) for one in manifests)))
+    metadata = (names.metadata_file(one.scope) for one in manifests)
+    _remove_others(directory, {*here, names.OWN, *metadata})
+    if not manifests:
+        files.remove_directory_if_empty(own)
+        files.remove_directory_if_empty(directory)
+
+
+def drop_free_slots(slots: str) -> None:
+    """Give the memory of free slots back to the system, but for those that a process holds.
+
+    Args:
+        slots: The job's directory of free slots.
+    """
+    with in_turn(slots):
+        for entry in files_in(slots):
+            _remove_unless_leased(os.path.join(slots, entry))
+
+
+def _retire_unless_leased(path: str, slots: str) -> None:
+    try:
+        if not is_leased(path):
+            retire(path, slots)
+    except FileNotFoundError:
+        return
+
+
+def _remove_unless_leased(path: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if try_lease(descriptor, exclusive=True):
+            files.remove(path)
+            end_lease(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_others(directory: str, keep: set[str]) -> None:
+    for entry in files_in(directory):
+        if entry not in keep:
+            files.remove(os.path.join(directory, entry))

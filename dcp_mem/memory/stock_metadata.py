@@ -1,0 +1,63 @@
+"""`.metadata` beside a complete checkpoint in memory, for torch's own readers.
+
+Nothing of dcp_mem's depends on it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+from dcp_mem.common import files
+from dcp_mem.format import names
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.format.metadata_template import MetadataTemplate, template_of
+from dcp_mem.memory.catalogs import read_catalog
+
+
+def put_stock_metadata(
+    directory: str, manifest: Manifest, template: MetadataTemplate | None = None
+) -> None:
+    """Put `.metadata` beside a checkpoint that lies on one node alone.
+
+    No other reader gets at the segments of other nodes.
+
+    Args:
+        directory: The checkpoint's; the caller holds its turn.
+        manifest: Of the checkpoint.
+        template: Of the checkpoint's catalog; None: it is made of the catalog in the directory.
+
+    Raises:
+        FileNotFoundError, ManifestInvalid: The catalog is missing or damaged.
+        MemoryBudgetExceeded: Memory is full.
+    """
+    if len(manifest.nodes) > 1:
+        return
+    own = _own_path(directory, manifest)
+    if not os.path.exists(own):
+        template = template or template_of(read_catalog(directory, manifest.catalog))
+        files.write_atomically(own, template.render(manifest.save_id, manifest.tails))
+    target = os.path.join(directory, names.metadata_file(manifest.scope))
+    temporary = f"{target}.{uuid.uuid4().hex[:8]}"
+    os.link(own, temporary)
+    os.rename(temporary, target)
+    files.remove(temporary)  # a rename onto another name of the same file leaves both
+
+
+def has_stock_metadata(directory: str, manifest: Manifest) -> bool:
+    """Return whether the `.metadata` that lies in the directory is that of this checkpoint.
+
+    Args:
+        directory: The checkpoint's.
+        manifest: Of the checkpoint.
+    """
+    target = os.path.join(directory, names.metadata_file(manifest.scope))
+    try:
+        return os.path.samefile(_own_path(directory, manifest), target)
+    except FileNotFoundError:
+        return False
+
+
+def _own_path(directory: str, manifest: Manifest) -> str:
+    file = names.own_metadata_file(manifest.save_id, manifest.catalog)
+    return os.path.join(directory, file)

@@ -1,0 +1,294 @@
+"""Show what a checkpoint consists of: tensors, byte items and segments.
+
+It goes by the checkpoint's catalog or, for a checkpoint that torch wrote, by DCP's metadata. No
+tensor is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
+from dcp_mem.config import Settings
+from dcp_mem.errors import CheckpointNotFound, ManifestInvalid, SegmentCorrupt, StorageKeyMissing
+from dcp_mem.format import names
+from dcp_mem.format.catalog import BYTES, Catalog, Ints, catalog_named
+from dcp_mem.format.locations import LayoutItems
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.memory.catalogs import read_catalog
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.operations.inventory import job_memory
+from dcp_mem.storage import Storage
+from dcp_mem.storage.listing import get_parsed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: As torch prints it, without "torch.".
+        shape: Of the whole tensor.
+        shards: How many pieces were saved.
+        nbytes: Of all pieces.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ByteItem:
+    """Anything that is no tensor, pickled.
+
+    Attributes:
+        nbytes: Of the pickle, in its file form.
+    """
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentFile:
+    """One rank's file.
+
+    Attributes:
+        node: The node that saved it; "" for a checkpoint that torch wrote.
+        places: Where it lies, as far as this node can see: MEMORY, STORAGE, both or none.
+    """
+
+    file: str
+    rank: int
+    node: str
+    nbytes: int
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a checkpoint consists of.
+
+    Attributes:
+        manifests: Files that describe it on storage.
+        nodes: The nodes that saved it.
+        catalog: Key of its catalog; "" where there is none.
+    """
+
+    tensors: tuple[Tensor, ...]
+    items: tuple[ByteItem, ...]
+    segments: tuple[SegmentFile, ...]
+    manifests: tuple[str, ...]
+    nodes: tuple[str, ...] = ()
+    catalog: str = ""
+
+
+def contents_of(
+    settings: Settings, storage: Storage | None, checkpoint: CheckpointStatus
+) -> Contents:
+    """Return what a checkpoint consists of, by what lies in memory if it does, else by storage.
+
+    Args:
+        settings: The job's.
+        storage: The job's; None where it has none.
+        checkpoint: From the inventory.
+
+    Raises:
+        SegmentCorrupt: What describes it is damaged wherever it lies.
+        UntrustedMetadata: Its metadata would run code.
+        CheckpointNotFound: It has left since it was listed.
+    """
+    stored = (
+        {entry.name: entry.nbytes for entry in storage.ls(checkpoint.name)}
+        if storage is not None
+        else {}
+    )
+    described = _described(settings, storage, checkpoint)
+    if described is None:
+        assert storage is not None
+        return _foreign(storage, checkpoint, stored)
+    manifest, catalog, local = described
+    in_memory = set(os.listdir(local.directory)) if local is not None else set()
+    segments = [
+        SegmentFile(
+            file=one.file,
+            rank=one.rank,
+            node=one.node,
+            nbytes=one.nbytes,
+            places=_places(one.file, one.nbytes, in_memory, stored),
+        )
+        for one in manifest.segments
+    ]
+    tensors, items = _entries(catalog, manifest)
+    return Contents(
+        tensors=tuple(tensors),
+        items=tuple(items),
+        segments=tuple(segments),
+        manifests=_own_files(storage, checkpoint.name, manifest),
+        nodes=manifest.nodes,
+        catalog=manifest.catalog,
+    )
+
+
+def _own_files(storage: Storage | None, name: str, manifest: Manifest) -> tuple[str, ...]:
+    """Return the files on storage that describe this save of a checkpoint."""
+    listed = storage.ls(f"{name}/{names.OWN}") if storage is not None else []
+    keys = (manifest.save_id, manifest.catalog)
+    return tuple(sorted(one.name for one in listed if any(key in one.name for key in keys)))
+
+
+def _places(file: str, nbytes: int, in_memory: set[str], stored: dict[str, int]) -> tuple[str, ...]:
+    return (
+        *([MEMORY] if file in in_memory else []),
+        *([STORAGE] if stored.get(file) == nbytes else []),
+    )
+
+
+def _described(
+    settings: Settings, storage: Storage | None, checkpoint: CheckpointStatus
+) -> tuple[Manifest, Catalog, LocalCheckpoint | None] | None:
+    """Return manifest, catalog and the local checkpoint; None for a checkpoint that torch wrote."""
+    local, trouble = local_checkpoint_of(settings, checkpoint), ""
+    if local is not None:
+        try:
+            return local.manifest, read_catalog(local.directory, local.manifest.catalog), local
+        except (ManifestInvalid, FileNotFoundError) as error:
+            trouble = str(error)
+    if STORAGE not in checkpoint.places or storage is None:
+        if trouble:
+            raise SegmentCorrupt(checkpoint.name, 0, MEMORY, trouble)
+        raise CheckpointNotFound(
+            checkpoint.name, f"memory (job {settings.job})", [], ["it has just left"]
+        )
+    if not checkpoint.save_id:
+        return None
+    try:
+        own = names.stored_manifest(checkpoint.save_id)
+        manifest = get_parsed(storage, f"{checkpoint.name}/{own}", Manifest.from_json)
+        key = manifest.catalog
+        catalog = get_parsed(
+            storage,
+            f"{checkpoint.name}/{names.catalog_file(key)}",
+            lambda data: catalog_named(key, data),
+        )
+    except (ManifestInvalid, StorageKeyMissing) as error:
+        raise SegmentCorrupt(checkpoint.name, 0, storage.url, str(error)) from None
+    return manifest, catalog, local
+
+
+def local_checkpoint_of(settings: Settings, checkpoint: CheckpointStatus) -> LocalCheckpoint | None:
+    """Return the checkpoint in this node's memory; None where it isn't there.
+
+    Args:
+        settings: The job's.
+        checkpoint: From the inventory.
+    """
+    memory = job_memory(settings) if MEMORY in checkpoint.places else None
+    found = [] if memory is None else memory.find(checkpoint.name)
+    return next((local for local in found if local.manifest.save_id == checkpoint.save_id), None)
+
+
+# -- by the catalog --------------------------------------------------------------------------------
+
+
+def _entries(catalog: Catalog, manifest: Manifest) -> tuple[list[Tensor], list[ByteItem]]:
+    sizes = _nbytes_of_rows(catalog, manifest)
+    columns = (catalog.name, catalog.properties, catalog.dimensions)
+    tensors, items = [], []
+    for (name, kind, dimensions), size, (start, stop) in zip(
+        zip(*(column.tolist() for column in columns), strict=True),
+        catalog.size.tolist(),
+        pairwise(catalog.first.tolist()),
+        strict=True,
+    ):
+        nbytes = int(sizes[start:stop].sum())
+        if kind >= 0:
+            dtype = catalog.table[kind].dtype.removeprefix("torch.")
+            tensors.append(
+                Tensor(
+                    name=catalog.names[name],
+                    dtype=dtype,
+                    shape=tuple(size[:dimensions]),
+                    shards=stop - start,
+                    nbytes=nbytes,
+                )
+            )
+        elif kind == BYTES:
+            items.append(ByteItem(catalog.names[name], nbytes))
+    return tensors, items
+
+
+def _nbytes_of_rows(catalog: Catalog, manifest: Manifest) -> Ints:
+    """Return for each row the bytes of its payload, or of its whole item where that has no payload.
+
+    A row that no rank has written has 0.
+    """
+    found = np.zeros(len(catalog.writer), np.int64)
+    written = np.flatnonzero(catalog.writer >= 0)
+    items = LayoutItems(catalog)
+    numbers = items.of(written)
+    _, lengths, payload_offsets, payload_nbytes = items.columns
+    found[written] = np.where(payload_offsets >= 0, payload_nbytes, lengths)[numbers]
+    behind, tails = items.index_in_tail(written), manifest.tails
+    for row, number in zip(
+        written[numbers < 0].tolist(), behind[numbers < 0].tolist(), strict=True
+    ):
+        tail: Sequence[tuple[int, int]] = tails.get(int(catalog.ranks[catalog.writer[row]]), ())
+        found[row] = tail[number][1] if number < len(tail) else 0
+    return found
+
+
+# -- by DCP's metadata -----------------------------------------------------------------------------
+
+
+def _foreign(storage: Storage, checkpoint: CheckpointStatus, stored: dict[str, int]) -> Contents:
+    # Imported here because it takes seconds, and our own checkpoints are shown without torch.
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from dcp_mem.format.metadata import read_metadata
+
+    metadata = read_metadata(
+        storage.get(f"{checkpoint.name}/{names.metadata_file(checkpoint.scope)}")
+    )
+    lengths: dict[str, int] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        lengths[index.fqn] = lengths.get(index.fqn, 0) + info.length
+    tensors, items = [], []
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = entry.properties.dtype
+            nbytes = dtype.itemsize * sum(chunk.sizes.numel() for chunk in entry.chunks)
+            shape = tuple(entry.size)
+            tensors.append(
+                Tensor(
+                    name=name,
+                    dtype=str(dtype).removeprefix("torch."),
+                    shape=shape,
+                    shards=len(entry.chunks),
+                    nbytes=nbytes,
+                )
+            )
+        else:
+            items.append(ByteItem(name, lengths.get(name, 0)))
+    files = sorted({info.relative_path for info in (metadata.storage_data or {}).values()})
+    segments = [
+        SegmentFile(
+            file=file,
+            rank=rank,
+            node="",
+            nbytes=stored.get(file, 0),
+            places=(STORAGE,) if file in stored else (),
+        )
+        for rank, file in enumerate(files)
+    ]
+    return Contents(
+        tensors=tuple(tensors), items=tuple(items), segments=tuple(segments), manifests=()
+    )

@@ -1,0 +1,399 @@
+"""Check what training will need of this machine and of the storage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from dcp_mem.common.values import State
+from dcp_mem.errors import CheckpointExists, DcpMemError, gib
+from dcp_mem.flushing import agent
+from dcp_mem.memory.root import file_system, open_root
+from dcp_mem.operations.inventory import list_jobs
+from dcp_mem.storage import Entry, Storage
+from dcp_mem.storage.retry import RetryPolicy
+from dcp_mem.storage.routes import open_storage
+
+_RETRIES = RetryPolicy(
+    tries=2,
+    first_pause_seconds=0.5,
+    longest_pause_seconds=1.0,
+    longest_asked_seconds=5.0,
+    deadline_seconds=15.0,
+)
+_LEAST_TMPFS_NBYTES = 1 << 30
+_LEAST_OPEN_FILES = 4096
+_OLDEST_TORCH, _NEWEST_TORCH = (2, 6), (2, 13)
+_MOST_SECONDS_APART = 30.0
+_UNLIMITED = 1 << 60
+"""Bytes from which on a limit is none."""
+_LOG_TAIL_NBYTES = 64 << 10
+_CGROUP = "/sys/fs/cgroup"
+
+
+class Severity(str, Enum):
+    """What a check has come to."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was checked.
+
+    Attributes:
+        found: What it is like.
+        advice: What to do; "" if nothing.
+    """
+
+    name: str
+    verdict: Severity
+    found: str
+    advice: str = ""
+
+
+def examine(
+    memory_root: str, url: str | None, storage_options: Mapping[str, Any]
+) -> Iterator[Check]:
+    """Check this machine, and the storage if there is a URL; yield each check as it is made.
+
+    No check raises. On storage, a small object is written under a name of its own, read, and
+    deleted.
+
+    Args:
+        memory_root: The memory root.
+        url: The job's root on storage; None to leave storage out.
+        storage_options: For the storage.
+    """
+    for look in (_versions, lambda: _memory(memory_root), _limits, lambda: _agent(memory_root)):
+        yield from look()
+    if url is not None:
+        yield from _storage(url, storage_options)
+
+
+# -- software --------------------------------------------------------------------------------------
+
+
+def _versions() -> Iterator[Check]:
+    yield Check("python", Severity.OK, f"{platform.python_version()} on Linux {platform.release()}")
+    found = _version("torch")
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
+    if not numbers:
+        yield Check("torch", Severity.FAIL, "not installed", "pip install torch")
+    elif not _OLDEST_TORCH <= numbers <= _NEWEST_TORCH:
+        yield Check("torch", Severity.WARN, found, "dcp_mem is tested with torch 2.6 to 2.13")
+    else:
+        yield Check("torch", Severity.OK, found)
+    packages = {name: _version(name) for name in ("fsspec", "s3fs", "adlfs")}
+    installed = ", ".join(f"{name} {number}" for name, number in packages.items() if number)
+    yield Check("storage packages", Severity.OK, installed or "none")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _memory(root: str) -> Iterator[Check]:
+    existing = root
+    while not os.path.isdir(existing):
+        existing = os.path.dirname(existing)
+    if existing == root:
+        try:
+            open_root(root)
+        except DcpMemError as error:
+            yield Check("memory root", Severity.FAIL, root, str(error))
+            return
+    elif existing != os.path.dirname(root) or not os.access(existing, os.W_OK):
+        yield Check(
+            "memory root",
+            Severity.FAIL,
+            f"{root} can't be made",
+            "make its parent directory, or set DCP_MEM_ROOT",
+        )
+        return
+    kind = file_system(existing)
+    if kind in ("tmpfs", "ramfs", "hugetlbfs"):
+        yield Check(
+            "memory root",
+            Severity.OK,
+            f"{root} on {kind}" + ("" if existing == root else ", made by the first save"),
+        )
+    else:
+        yield Check(
+            "memory root",
+            Severity.WARN,
+            f"{root} lies on {kind}",
+            "saves are as slow as that: set DCP_MEM_ROOT to a tmpfs",
+        )
+    yield _room(existing)
+    yield _huge_pages(existing)
+    yield _container(existing)
+
+
+def _room(path: str) -> Check:
+    facts = os.statvfs(path)
+    size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+    found = f"{gib(free)} of {gib(size)} free"
+    if size >= _LEAST_TMPFS_NBYTES and free >= size // 10:
+        return Check("room in memory", Severity.OK, found)
+    advice = (
+        "keep + 1 checkpoints must fit: mount a larger tmpfs (Docker: --shm-size), or run "
+        "dcp-mem gc"
+    )
+    return Check("room in memory", Severity.WARN, found, advice)
+
+
+def _huge_pages(path: str) -> Check:
+    release = tuple(
+        int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdecimal()
+    )
+    of_mount = next((option for option in _mount_options(path) if option.startswith("huge=")), "")
+    setting = _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    chosen = setting.partition("[")[2].partition("]")[0]
+    found = ", ".join(
+        filter(
+            None, (of_mount, chosen and f"shmem_enabled={chosen}", f"Linux {platform.release()}")
+        )
+    )
+    if not setting or chosen == "deny":
+        return Check(
+            "huge pages",
+            Severity.WARN,
+            found,
+            "the kernel makes none in tmpfs: first saves take several times longer",
+        )
+    if release >= (6, 1) or of_mount in ("huge=always", "huge=within_size"):
+        return Check("huge pages", Severity.OK, found)
+    return Check(
+        "huge pages",
+        Severity.WARN,
+        found,
+        "mount a tmpfs with huge=within_size (README): first saves get several times faster",
+    )
+
+
+def _mount_options(path: str) -> list[str]:
+    best, options = "", ""
+    for line in _read("/proc/self/mounts").splitlines():
+        fields = line.split()
+        mount = fields[1].replace("\\040", " ")
+        if (path == mount or path.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
+            best, options = mount, fields[3]
+    return options.split(",")
+
+
+def _container(path: str) -> Check:
+    limit, used = _memory_limit()
+    facts = os.statvfs(path)
+    size = facts.f_blocks * facts.f_frsize
+    if limit >= _UNLIMITED:
+        return Check("container's memory", Severity.OK, "no limit")
+    found = f"{gib(used)} of {gib(limit)} used"
+    if size > limit:
+        advice = (
+            f"what lies in tmpfs counts, and may grow to {gib(size)}: leave the trainers room by "
+            f"memory_limit="
+        )
+        return Check("container's memory", Severity.WARN, found, advice)
+    return Check("container's memory", Severity.OK, found)
+
+
+def _memory_limit() -> tuple[int, int]:
+    """Return the tightest limit of this process's cgroups, and how much of it is used.
+
+    The limit is _UNLIMITED where there is none.
+    """
+    limit, used = _UNLIMITED, 0
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top, files = (_CGROUP, ("memory.max", "memory.current"))
+        if controllers:
+            top, files = f"{_CGROUP}/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        path = group.rstrip("/")
+        while True:  # a group can't use more than the groups that it is part of
+            here = _number(f"{top}{path}/{files[0]}")
+            if here < limit:
+                limit, used = here, _number(f"{top}{path}/{files[1]}") % _UNLIMITED
+            if not path:
+                break
+            path = path.rpartition("/")[0]
+    return limit, used
+
+
+def _number(path: str) -> int:
+    text = _read(path).strip()
+    return int(text) if text.isdecimal() else _UNLIMITED
+
+
+def _read(path: str) -> str:
+    """Return the text of a file of the kernel's; "" where it can't be read."""
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as stream:
+            return stream.read()
+    except OSError:
+        return ""
+
+
+def _limits() -> Iterator[Check]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = min(hard, 65536) if hard > 0 else 65536
+    advice = f"raise it (ulimit -n {enough}): a load opens every segment that lies on the node"
+    is_low = 0 <= soft < _LEAST_OPEN_FILES
+    yield Check(
+        "open files",
+        Severity.WARN if is_low else Severity.OK,
+        f"up to {soft}" if soft >= 0 else "no limit",
+        advice if is_low else "",
+    )
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    yield Check("locked memory", Severity.OK, "no limit" if soft < 0 else f"up to {gib(soft)}")
+
+
+# -- agent -----------------------------------------------------------------------------------------
+
+
+def _agent(root: str) -> Iterator[Check]:
+    try:
+        found = list_jobs(root)
+    except DcpMemError:
+        return  # `_memory` has reported it
+    ended = (State.DURABLE, State.SKIPPED)
+    waiting = sum(
+        one.persist and one.state not in ended for job in found for one in job.checkpoints
+    )
+    counts = f"jobs in memory: {len(found)}, live: {sum(job.is_live for job in found)}"
+    if agent.is_alive(root):
+        yield Check("agent", Severity.OK, f"runs; {counts}")
+    elif waiting:
+        advice = "dcp-mem flush ROOT brings them there; so does the job's next start"
+        yield Check(
+            "agent",
+            Severity.WARN,
+            f"doesn't run, and checkpoints await their flush: {waiting}",
+            advice,
+        )
+    else:
+        yield Check("agent", Severity.OK, f"not needed; {counts}")
+    trouble = [
+        line for line in _tail(agent.log_path(root)) if " ERROR " in line or " WARNING " in line
+    ]
+    if trouble:
+        yield Check(
+            "agent's log",
+            Severity.WARN,
+            trouble[-1].strip(),
+            f"the last of {len(trouble)} in {agent.log_path(root)}",
+        )
+
+
+def _tail(path: str) -> list[str]:
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LOG_TAIL_NBYTES))
+            return stream.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+# -- storage ---------------------------------------------------------------------------------------
+
+
+def _storage(url: str, storage_options: Mapping[str, Any]) -> Iterator[Check]:
+    directory = f".dcp_mem-doctor-{uuid.uuid4().hex[:8]}"
+    key, data = f"{directory}/probe", os.urandom(1024)
+    try:
+        storage = open_storage(url, storage_options, _RETRIES)
+    except DcpMemError as error:
+        yield Check("storage", Severity.FAIL, url, str(error))
+        return
+    steps: dict[str, Callable[[], Check | None]] = {
+        "storage: list": lambda: _ok("storage: list", storage.ls("")),
+        "storage: put": lambda: storage.put(key, data),
+        "storage: get": lambda: _is_same(storage, key, data),
+        "storage: commit": lambda: _commits(storage, key),
+        "storage: clock": lambda: _clock(storage, directory),
+        "storage: delete": lambda: _is_deleted(storage, directory, key),
+    }
+    for name, step in steps.items():
+        started = time.monotonic()
+        try:
+            found = step()
+        except DcpMemError as error:
+            yield Check(name, Severity.FAIL, "failed", str(error))
+            break
+        yield found or Check(name, Severity.OK, f"{1000 * (time.monotonic() - started):.0f} ms")
+    with contextlib.suppress(DcpMemError):
+        storage.delete(key)
+
+
+def _ok(name: str, entries: list[Entry]) -> Check:
+    return Check(name, Severity.OK, f"{sum(entry.is_directory for entry in entries)} names")
+
+
+def _is_same(storage: Storage, key: str, data: bytes) -> Check | None:
+    return (
+        None
+        if storage.get(key) == data
+        else Check("storage: get", Severity.FAIL, "other bytes than were put", "don't trust it")
+    )
+
+
+def _commits(storage: Storage, key: str) -> Check | None:
+    """Check what the commit rests on: that a conditional put doesn't replace what is there."""
+    try:
+        storage.put(key, b"", create=True)
+    except CheckpointExists:
+        return None
+    return Check(
+        "storage: commit",
+        Severity.FAIL,
+        "a conditional put replaced what was there",
+        "overwrite=False isn't safe on this storage",
+    )
+
+
+def _clock(storage: Storage, directory: str) -> Check | None:
+    put = next((entry.modified for entry in storage.ls(directory) if entry.modified), 0.0)
+    apart = time.time() - put
+    if not put:
+        return Check("storage: clock", Severity.OK, "storage doesn't tell")
+    found = f"{abs(apart):.0f} s apart"
+    if abs(apart) < _MOST_SECONDS_APART:
+        return Check("storage: clock", Severity.OK, found)
+    return Check(
+        "storage: clock",
+        Severity.WARN,
+        found,
+        "set this machine's clock (NTP): signed requests fail once it is far off",
+    )
+
+
+def _is_deleted(storage: Storage, directory: str, key: str) -> Check | None:
+    storage.delete(key)
+    if not storage.ls(directory):
+        return None
+    return Check(
+        "storage: delete",
+        Severity.FAIL,
+        f"{key} is still there",
+        "allow deleting: retention and dcp-mem rm need it",
+    )

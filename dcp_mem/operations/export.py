@@ -1,0 +1,420 @@
+"""Write checkpoints out for other programs, with one process and without a process group.
+
+The forms: a DCP directory elsewhere, one file of torch's, safetensors, or the files that were
+saved. Tensors are read straight into the mapped pages of the new file, which the system writes back
+as needed: only what is on its way takes memory of the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import operator
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcp_mem.common.values import STORAGE, CheckpointStatus
+from dcp_mem.config import Settings, checkpoint_name, root_url
+from dcp_mem.errors import ConfigError, DcpMemError, SegmentCorrupt
+from dcp_mem.flushing.commit import Evicted, NotYet, flush
+from dcp_mem.flushing.parts import FlushJob
+from dcp_mem.format import names
+from dcp_mem.format.checksums import BlockChecksums, blocks_of, checksum
+from dcp_mem.format.manifest import ItemTable
+from dcp_mem.functional import load
+from dcp_mem.loading.sources.stored import StorageSource
+from dcp_mem.memory.root import node_id
+from dcp_mem.operations.contents import contents_of, local_checkpoint_of
+from dcp_mem.operations.safetensors_file import DTYPES, create_file, cut_into_shards, nbytes_of
+from dcp_mem.operations.streams import open_stream
+from dcp_mem.operations.verify import Observer
+from dcp_mem.planning.whole_checkpoint import blank_tensors, nested, paths_of
+from dcp_mem.reader import MemoryStorageReader
+from dcp_mem.storage import Storage, part_count
+from dcp_mem.storage.routes import open_storage
+
+SHARD_NBYTES = 5_000_000_000
+"""Bytes of a safetensors file, as Hugging Face cuts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        files: Paths or keys, in the order in which they were written.
+    """
+
+    target: str
+    files: tuple[str, ...]
+    nbytes: int
+
+
+# -- as a DCP directory ----------------------------------------------------------------------------
+
+
+def export_dcp(
+    settings: Settings,
+    storage: Storage | None,
+    checkpoint: CheckpointStatus,
+    target: str,
+    target_options: Mapping[str, Any],
+    observer: Observer,
+) -> Exported:
+    """Copy a checkpoint to a directory or URL; torch's readers load it there, and ours verify it.
+
+    `.metadata` is written last. What is read from storage is compared with its checksums on the
+    way.
+
+    Args:
+        settings: The job's.
+        storage: The job's; None where it has none.
+        checkpoint: From the inventory.
+        target: Path or URL of the new checkpoint.
+        target_options: For the target's storage.
+        observer: Is told of the progress.
+
+    Raises:
+        ConfigError: There is a checkpoint at the target already, or the target can't hold one.
+        SegmentCorrupt: A segment is damaged; no `.metadata` is written then.
+        StorageUnavailable: The job's storage or the target doesn't answer.
+        StorageRefused: The job's storage or the target refuses.
+    """
+    target = target if "://" in target else os.path.abspath(os.path.expanduser(target))
+    parent, _, name = target.rstrip("/").rpartition("/")
+    url = root_url(parent or "/") if not parent.endswith(":/") else None
+    if url is None:
+        raise ConfigError(
+            f"{target!r} is no place for a checkpoint: give a directory, or a URL below a bucket "
+            f"or container"
+        )
+    name = checkpoint_name(url, name)
+    destination = open_storage(url, target_options)
+    if any(entry.name == names.metadata_file(checkpoint.scope) for entry in destination.ls(name)):
+        raise ConfigError(f"there is a checkpoint at {target} already: give another target")
+    if STORAGE in checkpoint.places and storage is not None:
+        _copy(storage, checkpoint, destination, name, observer)
+    else:
+        _flush_to(settings, checkpoint, destination, name)
+    files = [
+        (f"{name}/{entry.name}", entry.nbytes)
+        for entry in destination.ls(name)
+        if not entry.is_directory
+    ]
+    return Exported(target, tuple(file for file, _ in files), sum(nbytes for _, nbytes in files))
+
+
+def _flush_to(
+    settings: Settings, checkpoint: CheckpointStatus, destination: Storage, name: str
+) -> None:
+    local = local_checkpoint_of(settings, checkpoint)
+    if local is None:
+        raise DcpMemError(f"{checkpoint.name} has just left memory")
+    if len(local.manifest.nodes) > 1:
+        raise DcpMemError(
+            f"{checkpoint.name} lies on several nodes: bring it to storage first (dcp-mem flush "
+            f"--all), then export it"
+        )
+    local = replace(local, manifest=replace(local.manifest, name=name))
+    try:
+        flush(FlushJob(local, node_id(settings.memory_root), destination, overwrite=False))
+    except (NotYet, Evicted) as error:
+        raise DcpMemError(
+            f"{checkpoint.name} can't be exported from memory just now: {error}"
+        ) from None
+
+
+def _copy(
+    storage: Storage,
+    checkpoint: CheckpointStatus,
+    destination: Storage,
+    name: str,
+    observer: Observer,
+) -> None:
+    files = {
+        entry.name: entry.nbytes for entry in storage.ls(checkpoint.name) if not entry.is_directory
+    }
+    own = {
+        f"{names.OWN}/{entry.name}": entry.nbytes
+        for entry in storage.ls(f"{checkpoint.name}/{names.OWN}")
+    }
+    metadata = names.metadata_file(checkpoint.scope)
+    tables: Mapping[str, ItemTable | None] = {}
+    manifest = None
+    if checkpoint.save_id:
+        source = StorageSource(storage, checkpoint.name, checkpoint.save_id, checkpoint.scope)
+        manifest = source.describe().manifest
+        assert manifest is not None
+        tables = source.tables([segment.file for segment in manifest.segments])
+        files = {segment.file: segment.nbytes for segment in manifest.segments}
+        kept = (checkpoint.save_id, manifest.catalog)
+        files |= {file: nbytes for file, nbytes in own.items() if any(one in file for one in kept)}
+    observer.expect(f"copying {checkpoint.name}", sum(files.values()))
+    for file, nbytes in files.items():
+        if file == metadata:
+            continue
+        if manifest is not None and file == names.stored_manifest(checkpoint.save_id):
+            destination.put(f"{name}/{file}", replace(manifest, name=name).to_json())
+        else:
+            _copy_file(
+                storage,
+                f"{checkpoint.name}/{file}",
+                nbytes,
+                destination,
+                f"{name}/{file}",
+                tables.get(file),
+                observer,
+            )
+    destination.put(f"{name}/{metadata}", storage.get(f"{checkpoint.name}/{metadata}"))
+
+
+def _copy_file(
+    storage: Storage,
+    key: str,
+    nbytes: int,
+    destination: Storage,
+    to: str,
+    table: ItemTable | None,
+    observer: Observer,
+) -> None:
+    checksums = None if table is None else BlockChecksums(blocks_of(table.offsets, table.lengths))
+    upload = destination.upload(to, nbytes)
+    try:
+        buffer = memoryview(bytearray(min(upload.part_nbytes, nbytes)))
+        for number in range(part_count(nbytes, upload.part_nbytes)):
+            start = number * upload.part_nbytes
+            part = buffer[: min(upload.part_nbytes, nbytes - start)]
+            if storage.read_into(key, start, [part]) < len(part):
+                raise SegmentCorrupt(
+                    key.partition("/")[0], 0, storage.url, f"{key} ends before {nbytes} bytes"
+                )
+            crc = checksum(part) if checksums is None else checksums.add(start, part)
+            upload.put_part(number, part, crc)
+            observer.add(len(part))
+        if (
+            checksums is not None
+            and table is not None
+            and (checksums.result() != table.crc32c).any()
+        ):
+            file = key.rpartition("/")[2]
+            raise SegmentCorrupt(
+                key.partition("/")[0],
+                names.rank_of(file),
+                storage.url,
+                "other bytes than were saved (dcp-mem verify says which)",
+            )
+        upload.finish()
+    finally:
+        upload.close()
+
+
+# -- as torch's and safetensors' files -------------------------------------------------------------
+
+
+def export_torch(
+    settings: Settings, checkpoint: CheckpointStatus, target: str, *, trust: bool = False
+) -> Exported:
+    """Write one file for torch.load, nested as the state dict was.
+
+    Args:
+        settings: The job's.
+        checkpoint: From the inventory.
+        target: Path of the file.
+        trust: Unpickle byte items without restrictions, as torch does.
+
+    Raises:
+        ConfigError: The file is there already.
+        UntrustedObject: A byte item would run code, and `trust` is False.
+    """
+    with _reading(settings, checkpoint) as reading, _new_file(target) as path:
+        items: dict[str, Any] = {
+            name: None for name, entry in reading.entries if not _is_tensor(entry)
+        }
+        reading.load(items, trust=trust)
+        with FakeTensorMode():
+            fakes = blank_tensors(reading.metadata)
+        flat = {name: fakes.get(name, items.get(name)) for name, _ in reading.entries}
+        paths = paths_of(reading.metadata)
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(nested(reading.metadata, flat), path)
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            mapped: Any = torch.load(path, mmap=True, weights_only=False)
+        reading.load(
+            {name: functools.reduce(operator.getitem, paths[name], mapped) for name in fakes},
+            trust=trust,
+        )
+    return Exported(target, (target,), os.path.getsize(target))
+
+
+def export_safetensors(
+    settings: Settings,
+    checkpoint: CheckpointStatus,
+    target: str,
+    *,
+    prefix: str = "",
+    shard_nbytes: int = SHARD_NBYTES,
+) -> Exported:
+    """Write a directory of safetensors files and their index for Hugging Face; tensors only.
+
+    The files are called model-0000X-of-0000Y.safetensors. The index is written last.
+
+    Args:
+        settings: The job's.
+        checkpoint: From the inventory.
+        target: Path of the directory.
+        prefix: Only tensors whose names begin with it are written; the names lose it.
+        shard_nbytes: Bytes of a file at most.
+
+    Raises:
+        ConfigError: The directory isn't empty, or the format lacks a dtype.
+    """
+    if os.path.isdir(target) and os.listdir(target):
+        raise ConfigError(f"{target} is not empty: give another directory")
+    with _reading(settings, checkpoint) as reading:
+        tensors = _tensors_of(reading, checkpoint.name, prefix)
+        shards = list(cut_into_shards(tensors, shard_nbytes))
+        os.makedirs(target, exist_ok=True)
+        files, index = [], dict[str, str]()
+        for number, of_shard in enumerate(shards, 1):
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            with _new_file(os.path.join(target, file)) as path:
+                reading.load(
+                    create_file(path, {name: tensors[name] for name in of_shard}, prefix),
+                    trust=False,
+                )
+            index.update((name.removeprefix(prefix), file) for name in of_shard)
+            files.append(os.path.join(target, file))
+    total = sum(map(nbytes_of, tensors.values()))
+    listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+    files.append(os.path.join(target, "model.safetensors.index.json"))
+    with _new_file(files[-1]) as path, open(path, "w") as stream:
+        json.dump(listing, stream, indent=2)
+    return Exported(target, tuple(files), total)
+
+
+def _tensors_of(
+    reading: _Reading, checkpoint: str, prefix: str
+) -> dict[str, TensorStorageMetadata]:
+    """Return the tensors whose names begin with the prefix; raise where the format lacks one."""
+    tensors = {
+        name: entry
+        for name, entry in reading.entries
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix) and name != prefix
+    }
+    if not tensors:
+        raise ConfigError(f"{checkpoint} has no tensor whose name begins with {prefix!r}")
+    for name, entry in tensors.items():
+        if entry.properties.dtype not in DTYPES:
+            raise ConfigError(f"{name} is {entry.properties.dtype}, which safetensors don't have")
+    return tensors
+
+
+def export_files(
+    settings: Settings, storage: Storage | None, checkpoint: CheckpointStatus, target: str
+) -> Exported:
+    """Write the files that were saved through Nebula's API or by DeepSpeed, as torch.save had them.
+
+    Of a name that several ranks have saved, each rank's file is called name@rank. All are compared
+    with their checksums.
+
+    Args:
+        settings: The job's.
+        storage: The job's; None where it has none.
+        checkpoint: From the inventory.
+        target: Path of the directory.
+
+    Raises:
+        ConfigError: The checkpoint has tensors, or a file is there already.
+        SegmentCorrupt: A file is damaged wherever it lies.
+    """
+    storage = storage if STORAGE in checkpoint.places else None
+    found = contents_of(settings, storage, checkpoint)
+    if found.tensors or not found.items:
+        raise ConfigError(
+            f"{checkpoint.name} has tensors, not files: choose --format dcp, torch or safetensors"
+        )
+    root, files, total = os.path.abspath(os.path.expanduser(target)), list[str](), 0
+    paths = {item.name: os.path.abspath(os.path.join(root, item.name)) for item in found.items}
+    for name, path in paths.items():
+        if os.path.commonpath([root, path]) != root or path == root:
+            raise ConfigError(f"{checkpoint.name} has a file {name!r}, which isn't below {target}")
+    for name, path in paths.items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        pick = functools.partial(_if_present, name)
+        with (
+            open_stream(settings, storage, checkpoint, pick, name) as data,
+            _new_file(path) as part,
+        ):
+            with open(part, "wb") as stream:
+                stream.write(data)
+            total += data.nbytes
+        files.append(path)
+    return Exported(target, tuple(files), total)
+
+
+def _if_present(name: str, streams: Sequence[str]) -> str | None:
+    return name if name in streams else None
+
+
+def _is_tensor(entry: object) -> bool:
+    return isinstance(entry, TensorStorageMetadata)
+
+
+class _Reading:
+    """A checkpoint from which several state dicts are loaded."""
+
+    def __init__(self, reader: MemoryStorageReader, name: str) -> None:
+        self._reader, self._name = reader, name
+        reader.reset(name)
+        self.metadata: Metadata = reader.read_metadata()
+        self.entries = list(self.metadata.state_dict_metadata.items())
+
+    def load(self, state: dict[str, Any], *, trust: bool) -> None:
+        if state:
+            load(
+                state,
+                checkpoint_id=self._name,
+                storage_reader=self._reader,
+                no_dist=True,
+                weights_only=not trust,
+            )
+
+
+@contextmanager
+def _reading(settings: Settings, checkpoint: CheckpointStatus) -> Iterator[_Reading]:
+    reader = MemoryStorageReader(
+        settings.url,
+        memory_root=settings.memory_root,
+        job=settings.job,
+        storage_options=settings.storage_options,
+        record=False,
+    )
+    with reader:
+        yield _Reading(reader, checkpoint.name)
+
+
+@contextmanager
+def _new_file(path: str) -> Iterator[str]:
+    """Yield where to write a file; it gets its name once it is whole.
+
+    Raises:
+        ConfigError: The file is there already.
+    """
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} is there already: give another target")
+    part = f"{path}.{uuid.uuid4().hex[:8]}.part"
+    try:
+        yield part
+        os.rename(part, path)
+    finally:
+        if os.path.exists(part):
+            os.unlink(part)

@@ -1,0 +1,117 @@
+"""Bring to storage what lies complete in this node's memory, from outside of the training loop."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from dcp_mem.common.progress_bar import Show
+from dcp_mem.common.values import CheckpointStatus, State
+from dcp_mem.config import Settings
+from dcp_mem.errors import ConfigError, FlushFailed
+from dcp_mem.flushing.agent import AgentHandle
+from dcp_mem.flushing.registration import registration_of
+from dcp_mem.memory.locks import job_is_live
+from dcp_mem.operations.inventory import job_memory
+from dcp_mem.runtime.states import status, wait_for_all
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What became of a checkpoint that awaited its flush.
+
+    Attributes:
+        error: Why it isn't durable; "" if it is.
+    """
+
+    name: str
+    save_id: str
+    nbytes: int
+    error: str
+
+
+def promote(settings: Settings, newest: int | None = None) -> list[str]:
+    """Mean checkpoints for storage that were saved to stay in memory; return their names.
+
+    Only this node is told. Where several nodes hold a checkpoint, each of them must be told, or
+    their parts never come.
+
+    Args:
+        settings: The job's.
+        newest: How many of them; all by default.
+
+    Raises:
+        ConfigError: The job has no URL.
+    """
+    if settings.url is None:
+        raise ConfigError("nothing can be brought to storage without its URL: give the job's root")
+    memory = job_memory(settings)
+    kept = (
+        []
+        if memory is None
+        else [checkpoint for checkpoint in memory.checkpoints() if not checkpoint.manifest.persist]
+    )
+    return [
+        checkpoint.name
+        for checkpoint in kept[:newest]
+        if memory is not None and memory.promote(checkpoint)
+    ]
+
+
+def flush_now(
+    settings: Settings,
+    *,
+    is_promoted: bool = False,
+    show: Show | None = None,
+    timeout: float | None = None,
+) -> list[Flushed]:
+    """Wait until nothing in this node's memory awaits its flush.
+
+    Return what became of each checkpoint that did, newest first.
+
+    The node's agent does it, with the credentials of this process. Where a live job's own agent
+    knows what is pending, it is left to that agent and its credentials.
+
+    Args:
+        settings: The job's.
+        is_promoted: Some of it was promoted, of which the job's agent doesn't know.
+        show: Is told of the progress.
+        timeout: Seconds; None waits for as long as it takes.
+
+    Raises:
+        WaitTimeout: The time ran out.
+        ConfigError: The job has no URL.
+    """
+    if settings.url is None:
+        raise ConfigError("nothing can be brought to storage without its URL: give the job's root")
+    memory = job_memory(settings)
+    pending = (
+        []
+        if memory is None
+        else [checkpoint.manifest for checkpoint in memory.checkpoints() if checkpoint.pending]
+    )
+    agent = AgentHandle(settings.memory_root)
+    is_left_alone = (
+        job_is_live(os.path.join(settings.memory_root, settings.job)) and not is_promoted
+    )
+
+    def wake(now: bool) -> None:
+        if not is_left_alone:
+            agent.wake(registration_of(settings, now=now))
+
+    try:
+        if pending:
+            wait_for_all(settings, wake, show, timeout)
+    except FlushFailed:
+        pass  # each checkpoint's own error is returned
+    known = {one.save_id: one for one in status(settings)} if pending else {}
+    return [
+        Flushed(one.name, one.save_id, one.nbytes, _error(known.get(one.save_id)))
+        for one in pending
+    ]
+
+
+def _error(found: CheckpointStatus | None) -> str:
+    if found is None:
+        return "it has left memory"
+    return "" if found.state is State.DURABLE else found.error or f"it is {found.state.value}"

@@ -1,0 +1,260 @@
+"""Join what is known of a job's checkpoints and loads, from memory's and storage's histories."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from statistics import median
+
+from dcp_mem.common.values import HISTORIES, Outcome
+from dcp_mem.config import Settings
+from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
+from dcp_mem.format.history import HistoryRow, from_csv, row_of
+from dcp_mem.format.recoveries import RecoveryRecord, merge_recoveries
+from dcp_mem.loading.record import recoveries_on
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.recoveries import recoveries_in
+from dcp_mem.operations.inventory import job_memory
+from dcp_mem.storage import Storage
+from dcp_mem.storage.retry import RETRIES, RetryPolicy
+from dcp_mem.storage.routes import open_storage
+
+_MOST_RECOVERIES = 1_000
+_LAST_MOMENT = 32_503_680_000.0  # the year 3000: a row with a later moment is damaged
+_LARGEST = 1 << 63
+
+
+class Fate(str, Enum):
+    """What became of a checkpoint, in words for people."""
+
+    DURABLE = "durable"  # also where retention has taken it off storage since
+    MEMORY = "memory only"
+    WAITING = "on its way"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+
+_FATES = {  # By the text of a row; a damaged row may hold any text.
+    Outcome.DURABLE.value: Fate.DURABLE,
+    Outcome.DELETED.value: Fate.DURABLE,
+    Outcome.EVICTED.value: Fate.MEMORY,
+    Outcome.SKIPPED.value: Fate.SKIPPED,
+    Outcome.NONE.value: Fate.WAITING,
+}
+
+
+def fate_of(row: HistoryRow) -> Fate:
+    """Return what became of a checkpoint; FAILED for an outcome that isn't known.
+
+    Args:
+        row: The checkpoint's history row.
+    """
+    return _FATES.get(row.outcome, Fate.FAILED)
+
+
+def flush_span(row: HistoryRow) -> tuple[float, float] | None:
+    """Return when the flush began and ended; None where it never ended well.
+
+    Both are in seconds since the epoch. Pauses between attempts are left out.
+
+    Args:
+        row: The checkpoint's history row.
+    """
+    is_durable = fate_of(row) is Fate.DURABLE and row.durable
+    return (row.durable - row.flush_seconds, row.durable) if is_durable else None
+
+
+def flush_throughput(row: HistoryRow) -> float:
+    """Return the bytes per second of the flush, of all nodes together; 0.0 where there was none.
+
+    Args:
+        row: The checkpoint's history row.
+    """
+    is_known = flush_span(row) is not None and row.flush_seconds > 0
+    return row.nbytes / row.flush_seconds if is_known else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """A job's past.
+
+    Attributes:
+        job: The job's name.
+        url: Its root on storage; None where storage wasn't asked.
+        checkpoints: A row for each checkpoint, and for each save that never began; oldest first.
+        recoveries: Its loads, oldest first.
+        troubles: Why there may be more than these.
+        in_memory: Save ids of the checkpoints that lie in this node's memory.
+        has_memory: Whether the job has memory on this node.
+    """
+
+    job: str
+    url: str | None
+    checkpoints: tuple[HistoryRow, ...]
+    recoveries: tuple[RecoveryRecord, ...]
+    troubles: tuple[str, ...] = ()
+    in_memory: frozenset[str] = frozenset()
+    has_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums of a history: times in seconds, sizes in bytes.
+
+    Attributes:
+        saves: Saves that began. The next five count them by their fate.
+        first: When the first thing happened, since the epoch.
+        last: When the last thing happened, since the epoch.
+        blocked_seconds: How long saves blocked training.
+        blocked_share: The share of that in the time from the first to the last.
+        blocked_median: Per save; 0.0 where there was none, as in the other medians.
+        flushed_nbytes: What reached storage.
+        flush_median: Seconds of a flush.
+        throughput_median: Bytes per second of a flush.
+        retries: Requests to storage that were repeated.
+        recovery_seconds: What all loads took.
+        recovery_median: What a load took.
+    """
+
+    saves: int
+    durable: int
+    memory_only: int
+    waiting: int
+    skipped: int
+    failed: int
+    recoveries: int
+    first: float
+    last: float
+    blocked_seconds: float
+    blocked_share: float
+    blocked_median: float
+    flushed_nbytes: int
+    flush_median: float
+    throughput_median: float
+    retries: int
+    recovery_seconds: float
+    recovery_median: float
+
+
+def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> History:
+    """Return all that is known of a job's past.
+
+    Args:
+        settings: The job's. Without a URL, storage isn't asked.
+        retry_policy: For storage that doesn't answer.
+
+    Raises:
+        StorageUnavailable: Storage doesn't answer.
+        StorageRefused: Storage refuses to be read.
+        MemoryRootRefused: The memory root isn't this user's, or others may write to it.
+        MemoryUnavailable: The memory root can't be opened.
+    """
+    memory = job_memory(settings)
+    local = memory.checkpoints() if memory is not None else []
+    rows = memory.history() if memory is not None else []
+    recoveries = recoveries_in(memory) if memory is not None else []
+    troubles = []
+    if settings.url is not None:
+        storage = open_storage(settings.url, settings.storage_options, retry_policy)
+        try:
+            rows = [*_stored_rows(storage), *rows]
+        except ManifestInvalid as error:
+            troubles.append(f"{HISTORIES} in {settings.url} can't be read: {error}")
+        recoveries = merge_recoveries(recoveries_on(storage), recoveries, most=_MOST_RECOVERIES)
+    checkpoints = sorted(_joined(rows, local), key=lambda one: (one.created, one.name))
+    return History(
+        job=settings.job,
+        url=settings.url,
+        checkpoints=tuple(checkpoints),
+        recoveries=tuple(one for one in recoveries if 0 < one.time < _LAST_MOMENT),
+        troubles=tuple(troubles),
+        in_memory=frozenset(one.manifest.save_id for one in local),
+        has_memory=memory is not None,
+    )
+
+
+def totals(history: History) -> Totals:
+    """Return the sums of a history; zeros where it is empty.
+
+    Args:
+        history: The job's history.
+    """
+    checkpoints, recoveries = history.checkpoints, history.recoveries
+    saves = [one for one in checkpoints if one.save_id]
+    flushes = [one for one in checkpoints if flush_span(one) is not None]
+    counts = {fate: sum(fate_of(one) is fate for one in checkpoints) for fate in Fate}
+    moments = [one.created for one in checkpoints] + [one.time for one in recoveries]
+    moments += [one.durable for one in flushes]
+    first, last = min(moments, default=0.0), max(moments, default=0.0)
+    blocked = [one.stage_seconds for one in saves]
+    return Totals(
+        saves=len(saves),
+        durable=counts[Fate.DURABLE],
+        memory_only=counts[Fate.MEMORY],
+        waiting=counts[Fate.WAITING],
+        skipped=counts[Fate.SKIPPED],
+        failed=counts[Fate.FAILED],
+        recoveries=len(recoveries),
+        first=first,
+        last=last,
+        blocked_seconds=sum(blocked),
+        blocked_share=min(1.0, sum(blocked) / (last - first)) if last > first else 0.0,
+        blocked_median=_median(blocked),
+        flushed_nbytes=sum(one.nbytes for one in flushes),
+        flush_median=_median(one.flush_seconds for one in flushes),
+        throughput_median=_median(filter(None, map(flush_throughput, flushes))),
+        retries=sum(one.retries for one in checkpoints),
+        recovery_seconds=sum(one.seconds for one in recoveries),
+        recovery_median=_median(one.seconds for one in recoveries),
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    found = list(values)
+    return median(found) if found else 0.0
+
+
+def _stored_rows(storage: Storage) -> list[HistoryRow]:
+    try:
+        return from_csv(storage.get(HISTORIES))
+    except StorageKeyMissing:
+        return []
+
+
+def _joined(rows: Sequence[HistoryRow], local: Sequence[LocalCheckpoint]) -> list[HistoryRow]:
+    """Return one row for each checkpoint.
+
+    The row that says "durable" or "deleted" counts, else the one that is said last.
+
+    Args:
+        rows: Storage's rows, then memory's.
+        local: The checkpoints in memory, whose own records are newer than any row.
+    """
+    found: dict[object, HistoryRow] = {}
+    for row in [*filter(_is_sane, rows), *map(_row_of, local)]:
+        key: object = row.save_id or (row.name, row.created)
+        if key not in found or _finality(row) >= _finality(found[key]):
+            found[key] = row
+    return list(found.values())
+
+
+def _row_of(checkpoint: LocalCheckpoint) -> HistoryRow:
+    row = row_of(checkpoint.manifest, checkpoint.flush)
+    is_unsettled = checkpoint.pending and not checkpoint.flush.outcome
+    # Never written to a file: the checkpoint awaits its flush.
+    return replace(row, outcome=Outcome.NONE) if is_unsettled else row
+
+
+def _finality(row: HistoryRow) -> int:
+    return {Outcome.DURABLE.value: 1, Outcome.DELETED.value: 2}.get(row.outcome, 0)
+
+
+def _is_sane(row: HistoryRow) -> bool:
+    """Tell whether the figures can be those of a checkpoint: people may have edited the file."""
+    figures = (row.stage_seconds, row.flush_seconds, row.throughput_mib_s)
+    are_finite = all(math.isfinite(figure) and 0 <= figure < _LAST_MOMENT for figure in figures)
+    are_moments = 0 < row.created < _LAST_MOMENT and 0 <= row.durable < _LAST_MOMENT
+    are_counts = all(0 <= number < _LARGEST for number in (row.nbytes, row.retries))
+    return are_finite and are_moments and are_counts

@@ -1,0 +1,218 @@
+"""List a job's checkpoints, in this node's memory and on storage, and the jobs in a memory root."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dcp_mem.common.files import allocated_bytes
+from dcp_mem.common.parallel import in_daemons
+from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, State
+from dcp_mem.config import Settings
+from dcp_mem.errors import CheckpointNotFound
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.job import JobMemory, jobs_in, last_use
+from dcp_mem.memory.locks import job_is_live
+from dcp_mem.runtime.states import status_of
+from dcp_mem.storage import Storage
+from dcp_mem.storage.listing import StoredCheckpoint, checkpoint_names, committed_under
+from dcp_mem.storage.retry import RETRIES, RetryPolicy
+from dcp_mem.storage.routes import open_storage
+
+_GONE = "storage has it no more"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job's part of a node's memory.
+
+    Attributes:
+        name: The job's name; its directory in the memory root is called so.
+        is_live: A process works for it.
+        nbytes: Bytes that it occupies, free slots included.
+        last_use: When it last saved, in seconds since the epoch.
+        checkpoints: What it has there, newest first.
+    """
+
+    name: str
+    is_live: bool
+    nbytes: int
+    last_use: float
+    checkpoints: tuple[CheckpointStatus, ...]
+
+
+def list_checkpoints(
+    settings: Settings, *, retry_policy: RetryPolicy = RETRIES
+) -> list[CheckpointStatus]:
+    """List a job's checkpoints in this node's memory and on storage, newest first.
+
+    A checkpoint that lies in both is listed once. No process group is needed.
+
+    Args:
+        settings: The job's. Without a URL, storage isn't asked.
+        retry_policy: For storage that doesn't answer.
+
+    Raises:
+        StorageUnavailable: Storage doesn't answer.
+        StorageRefused: Storage refuses to be read.
+        MemoryRootRefused: The memory root isn't this user's, or others may write to it.
+        MemoryUnavailable: The memory root can't be opened.
+    """
+    local = in_memory(settings)
+    if settings.url is None:
+        return local
+    storage = open_storage(settings.url, settings.storage_options, retry_policy)
+    return merged(local, on_storage(storage))
+
+
+def find(checkpoints: Sequence[CheckpointStatus], name: str, where: str) -> CheckpointStatus:
+    """Return the newest checkpoint of a name, or the one of a save id.
+
+    Args:
+        checkpoints: All there are, newest first.
+        name: Checkpoint id or save id.
+        where: Where they were looked for, for the error.
+
+    Raises:
+        CheckpointNotFound: There is none; the error lists those that there are.
+    """
+    for one in checkpoints:
+        if name in (one.name, one.save_id):
+            return one
+    raise CheckpointNotFound(name, where, list(dict.fromkeys(one.name for one in checkpoints)), [])
+
+
+def list_jobs(memory_root: str) -> list[Job]:
+    """List the jobs that have memory in a root, the one that saved last first.
+
+    Args:
+        memory_root: The root's path.
+
+    Raises:
+        MemoryRootRefused: The memory root isn't this user's, or others may write to it.
+        MemoryUnavailable: The memory root can't be opened.
+    """
+    found = []
+    for name in jobs_in(memory_root):
+        directory = os.path.join(memory_root, name)
+        job = Job(
+            name=name,
+            checkpoints=tuple(_of_job(JobMemory(memory_root, name))),
+            is_live=job_is_live(directory),
+            nbytes=allocated_bytes(directory),
+            last_use=last_use(directory),
+        )
+        found.append(job)
+    return sorted(found, key=lambda job: job.last_use, reverse=True)
+
+
+def job_memory(settings: Settings) -> JobMemory | None:
+    """Return the job's memory on this node; None where it has none, and none is made.
+
+    Args:
+        settings: The job's, with its memory root.
+    """
+    directory = os.path.join(settings.memory_root, settings.job)
+    return (
+        JobMemory(settings.memory_root, settings.job)
+        if os.path.isdir(os.path.join(directory, ".slots"))
+        else None
+    )
+
+
+def in_memory(settings: Settings) -> list[CheckpointStatus]:
+    """List the checkpoints in this node's memory, newest first.
+
+    Args:
+        settings: The job's, with its memory root.
+    """
+    memory = job_memory(settings)
+    return [] if memory is None else _of_job(memory)
+
+
+def on_storage(storage: Storage) -> list[CheckpointStatus]:
+    """List what is committed on storage, newest first; several names are looked at at once.
+
+    Args:
+        storage: The job's.
+    """
+    found = in_daemons(lambda name: committed_under(storage, name), checkpoint_names(storage))
+    return stored([one for under in found for one in under])
+
+
+def stored(found: Sequence[StoredCheckpoint]) -> list[CheckpointStatus]:
+    """Return what a listing of storage has found, newest first.
+
+    Args:
+        found: Committed checkpoints, in any order.
+    """
+    return _newest_first([_of_storage(one) for one in found])
+
+
+def merged(
+    local: Sequence[CheckpointStatus], remote: Sequence[CheckpointStatus]
+) -> list[CheckpointStatus]:
+    """Join the checkpoints of memory and of storage, newest first.
+
+    Storage decides what is durable: a checkpoint that memory takes to be durable and that storage
+    lacks gets a problem.
+
+    Args:
+        local: Checkpoints in memory.
+        remote: Checkpoints on storage.
+    """
+    unmatched = {(one.name, one.save_id, one.scope): one for one in remote}
+    found = []
+    for one in local:
+        same = unmatched.pop((one.name, one.save_id, one.scope), None)
+        if same is not None:
+            places = (MEMORY, STORAGE)
+            found.append(
+                replace(one, state=State.DURABLE, places=places, error="", problem=same.problem)
+            )
+        elif one.state is State.DURABLE:
+            found.append(replace(one, state=State.COMPLETE, problem=_GONE))
+        else:
+            found.append(one)
+    return _newest_first([*found, *unmatched.values()])
+
+
+def _newest_first(checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:
+    return sorted(checkpoints, key=lambda one: (one.created, one.name), reverse=True)
+
+
+def _of_job(memory: JobMemory) -> list[CheckpointStatus]:
+    return [_of_memory(checkpoint) for checkpoint in memory.checkpoints()]
+
+
+def _of_memory(checkpoint: LocalCheckpoint) -> CheckpointStatus:
+    # Only storage knows whether it lies there: `merged` adds that.
+    return replace(status_of(checkpoint), places=(MEMORY,))
+
+
+def _of_storage(one: StoredCheckpoint) -> CheckpointStatus:
+    manifest = one.manifest
+    found = CheckpointStatus(
+        name=one.name,
+        save_id=one.save_id,
+        state=State.DURABLE,
+        in_memory=False,
+        persist=True,
+        nbytes=one.nbytes,
+        created=one.created,
+        places=(STORAGE,),
+        scope=one.scope,
+        problem=one.problem,
+        is_foreign=manifest is None and not one.problem,
+    )
+    if manifest is None:
+        return found
+    return replace(
+        found,
+        nbytes=manifest.nbytes,
+        stage_seconds=manifest.stage_seconds,
+        world_size=manifest.world_size,
+        step=manifest.step,
+        metrics=manifest.metrics,
+    )

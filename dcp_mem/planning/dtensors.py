@@ -1,0 +1,109 @@
+"""DTensors: which chunk of each a rank holds.
+
+Thousands are described at once, as most of them share mesh and placements.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dcp_mem.planning.plain_tensors import PLAIN, properties_of
+from dcp_mem.planning.plan_columns import ItemKind, NotDescribable, TensorGroup
+
+_SPEC, _LOCAL = operator.attrgetter("_spec"), operator.attrgetter("_local_tensor")
+_MESH, _PLACEMENTS = operator.attrgetter("mesh"), operator.attrgetter("placements")
+_SHAPE, _REQUIRES_GRAD = operator.attrgetter("shape"), operator.attrgetter("requires_grad")
+Extent = tuple[int, ...]
+
+
+def tensor_group_of(numbers: Sequence[int], tensors: Sequence[DTensor]) -> TensorGroup:
+    """Return the chunks of those DTensors whose mesh this rank is in; chunks may be empty.
+
+    Args:
+        numbers: Index of each one's name.
+        tensors: The DTensors.
+
+    Raises:
+        NotDescribable: Only DCP's planner can plan one of them.
+        ValueError: One has partial placements.
+    """
+    specs = list(map(_SPEC, tensors))
+    ways = _ways(specs) if specs else []
+    spec_of = dict(zip(ways, specs, strict=True))
+    elsewhere = {way for way, spec in spec_of.items() if spec.mesh.get_coordinate() is None}
+    if elsewhere:
+        here = [number for number, way in enumerate(ways) if way not in elsewhere]
+        return tensor_group_of([numbers[one] for one in here], [tensors[one] for one in here])
+    if any(placement.is_partial() for spec in spec_of.values() for placement in spec.placements):
+        raise ValueError(
+            "a DTensor with partial placements has no value that could be saved: "
+            "redistribute it first"
+        )
+    local = list(map(_LOCAL, tensors))
+    for kind in set(map(type, local)) - PLAIN:
+        raise NotDescribable(f"a DTensor of {kind.__name__}")
+    sizes = list(map(_SHAPE, tensors))
+    keys = list(zip(sizes, ways, strict=True))
+    chunk_of = {
+        key: _chunk(key[0], spec_of[key[1]].mesh, spec_of[key[1]].placements)
+        for key in dict.fromkeys(keys)
+    }
+    chunks = list(map(chunk_of.__getitem__, keys))
+    extents, offsets = zip(*chunks, strict=True) if chunks else ((), ())
+    if any(map(operator.ne, extents, map(_SHAPE, local))):
+        raise NotDescribable("a DTensor whose local tensor isn't what its placements say")
+    # As their to_local() would have it, without making an autograd node for each.
+    needs_grad = map(_REQUIRES_GRAD, tensors if torch.is_grad_enabled() else local)
+    return TensorGroup(
+        name=numbers,
+        kind=ItemKind.SHARD,
+        properties=properties_of(local, needs_grad),
+        sizes=sizes,
+        offsets=offsets,
+        extents=extents,
+    )
+
+
+def are_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether two DTensors' placements are the same.
+
+    Types are compared, too: in torch 2.6 a strided shard equals a plain one.
+
+    Args:
+        one: Placements, as `DTensor.placements` has them.
+        other: The placements to compare with.
+    """
+    return one is other or (one == other and list(map(type, one)) == list(map(type, other)))
+
+
+def _ways(specs: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return a key of each one's mesh and placements."""
+    meshes, placements = list(map(_MESH, specs)), list(map(_PLACEMENTS, specs))
+    if all(map(operator.is_, meshes, repeat(meshes[0]))) and all(
+        map(are_alike, placements, repeat(placements[0]))
+    ):
+        # As in most models; hashing each takes twice as long.
+        return [(0, 0)] * len(specs)
+    different: dict[tuple[Any, ...], int] = {}
+    keys = list(map(id, placements))
+    number = {
+        key: different.setdefault((one, *map(type, one)), len(different))
+        for key, one in zip(keys, placements, strict=True)
+    }
+    return list(zip(map(id, meshes), map(number.__getitem__, keys), strict=True))
+
+
+def _chunk(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]
+) -> tuple[Extent, Extent]:
+    """Return extent and offset of this rank's chunk; torch takes up to a millisecond for it."""
+    extent, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(map(int, extent)), tuple(map(int, offset))

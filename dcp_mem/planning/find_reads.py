@@ -1,0 +1,314 @@
+"""What a rank has to read: its plan's columns joined with a catalog's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints
+from dcp_mem.format.locations import LayoutItems
+from dcp_mem.format.names import segment_file
+from dcp_mem.format.torch_names import dtype_named
+from dcp_mem.planning.chunk_index import Boxes, ChunkIndex, Overlaps
+from dcp_mem.planning.plain_tensors import addresses_of, is_plain
+from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened
+from dcp_mem.planning.reads import DirectRead, ItemRead, Reads
+
+Bools = npt.NDArray[np.bool_]
+_NOT_PLAIN = -1
+
+
+def find_reads(
+    plan: LocalPlan,
+    values: Sequence[Any],
+    catalog: Catalog,
+    save_id: str,
+    tails: Mapping[int, Sequence[Extent]],
+    *,
+    optional: Callable[[str], bool] | None = None,
+) -> Reads | None:
+    """Return what to read for a plan; None for what torch has to plan.
+
+    Torch plans missing keys and partial loads, entries of other kinds or sizes, items that were
+    never written, and tensors on the meta device.
+
+    Args:
+        plan: What this rank loads.
+        values: The value of each item of the plan: tensors to read into.
+        catalog: What the checkpoint consists of.
+        save_id: The save attempt.
+        tails: By rank, offset and length of each item of its tail.
+        optional: Tells which names needn't be loaded, such as those that belong to other ranks. A
+            load that lacks only such isn't partial.
+    """
+    entry = _entries(plan, catalog, optional)
+    if entry is None:
+        return None
+    locations = _Locations(catalog, save_id, tails)
+    tensors, objects = (
+        _Tensors.of(plan, values, entry, locations),
+        _Objects.of(plan, entry, locations),
+    )
+    if tensors is None or objects is None:
+        return None
+    is_direct = tensors.are_direct()
+    direct = np.flatnonzero(is_direct)
+
+    def rest() -> list[ItemRead]:
+        return [*tensors.items(np.flatnonzero(~is_direct)), *objects.items()]
+
+    def everything() -> list[ItemRead]:
+        return [*tensors.items(direct), *rest()]
+
+    return Reads(locations.files, tensors.direct_reads(direct), rest, everything)
+
+
+def _entries(
+    plan: LocalPlan, catalog: Catalog, optional: Callable[[str], bool] | None
+) -> Ints | None:
+    """Return each plan row's entry in the catalog; None if names, kinds or sizes differ."""
+    numbers = np.flatnonzero(catalog.properties >= BYTES)
+    known = dict(zip(catalog.entry_names(), numbers.tolist(), strict=True))
+    found = list(map(known.get, plan.names))
+    if None in found:
+        return None
+    if len(known) != len(found) and not (
+        optional and all(map(optional, known.keys() - set(plan.names)))
+    ):
+        return None
+    entry = np.array(found, np.int64)[plan.name]
+    width = max(plan.size.shape[1], catalog.size.shape[1])
+    is_other = (catalog.properties[entry] == BYTES) != (plan.kind == ItemKind.OBJECT)
+    is_other |= catalog.dimensions[entry] != plan.dimensions
+    is_other |= (widened(catalog.size, width, 1)[entry] != widened(plan.size, width, 1)).any(axis=1)
+    return None if is_other.any() else entry
+
+
+@dataclass(frozen=True, eq=False)
+class _Locations:
+    """Where the items of a catalog's rows lie, in one save."""
+
+    catalog: Catalog
+    save_id: str
+    tails: Mapping[int, Sequence[Extent]]
+
+    @cached_property
+    def files(self) -> list[str]:
+        """Names of the segments, by writer."""
+        return [segment_file(rank, self.save_id) for rank in self.catalog.ranks.tolist()]
+
+    @cached_property
+    def items(self) -> LayoutItems:
+        return LayoutItems(self.catalog)
+
+    def extents(self, rows: Ints) -> list[Extent]:
+        """Return offset and length of these rows' items in their segments."""
+        ranks = self.catalog.ranks[self.catalog.writer[rows]].tolist()
+        in_layouts = self.items.columns[:2, self.items.of(rows)].T.tolist()
+        return [
+            (offset, length) if in_tail < 0 else self.tails[rank][in_tail]
+            for (offset, length), rank, in_tail in zip(
+                in_layouts, ranks, self.items.index_in_tail(rows).tolist(), strict=True
+            )
+        ]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Tensors:
+    """The tensors to load, and how they overlap with the saved chunks.
+
+    Attributes:
+        rows: Rows of the plan.
+        entry: Of each: its entry in the catalog.
+        addresses: Of each: where its tensor's data lies; `_NOT_PLAIN` if the tensor isn't plain.
+        wanted: Of each: the box that it needs.
+    """
+
+    plan: LocalPlan
+    locations: _Locations
+    rows: Ints
+    entry: Ints
+    addresses: Ints
+    wanted: Boxes
+    index: ChunkIndex
+    overlaps: Overlaps
+
+    @staticmethod
+    def of(
+        plan: LocalPlan, values: Sequence[Any], entry: Ints, locations: _Locations
+    ) -> _Tensors | None:
+        rows = np.flatnonzero(plan.kind != ItemKind.OBJECT)
+        tensors = list(map(values.__getitem__, rows.tolist()))
+        addresses = _addresses(plan, tensors)
+        if (addresses == _NOT_PLAIN).any() and any(tensor.is_meta for tensor in tensors):
+            return None
+        catalog = locations.catalog
+        width = max(plan.size.shape[1], catalog.size.shape[1])
+        wanted = Boxes(
+            entry[rows], widened(plan.offset[rows], width, 0), widened(plan.extent[rows], width, 1)
+        )
+        index = ChunkIndex(
+            widened(catalog.offset, width, 0), widened(catalog.extent, width, 1), catalog.first
+        )
+        overlaps = index.find(wanted)
+        if (catalog.writer[overlaps.row] < 0).any():
+            return None
+        return _Tensors(
+            plan=plan,
+            locations=locations,
+            rows=rows,
+            entry=entry[rows],
+            addresses=addresses,
+            wanted=wanted,
+            index=index,
+            overlaps=overlaps,
+        )
+
+    @cached_property
+    def _kinds(self) -> Ints:
+        """Of each overlap, the index of its tensor's properties in the catalog."""
+        return self.locations.catalog.properties[self.entry[self.overlaps.wanted]]
+
+    def _payloads(self, rows: Ints) -> Ints:
+        """Return offset and bytes of these rows' payloads; the offset is -1 where there is none."""
+        return self.locations.items.columns[2:, self.locations.items.of(rows)]
+
+    def are_direct(self) -> Bools:
+        """Return, for each overlap, whether it can be a direct read.
+
+        It can if a chunk is wanted just as it was saved, in memory that its bytes can be read into.
+        """
+        overlaps, saved, wanted = self.overlaps, self.locations.catalog.table, self.plan.table
+        numbers = {
+            name: number
+            for number, name in enumerate(dict.fromkeys(one.dtype for one in (*saved, *wanted)))
+        }
+        dtype_saved, dtype_wanted = (
+            np.array([numbers[one.dtype] for one in table], np.int64) for table in (saved, wanted)
+        )
+        itemsize = np.array([dtype_named(one.dtype).itemsize for one in saved], np.int64)
+        payload_offset, payload_nbytes = self._payloads(overlaps.row)
+        is_whole: Bools = (overlaps.extent == self.wanted.extent[overlaps.wanted]).all(axis=1)
+        is_whole &= (overlaps.extent == self.index.extent[overlaps.row]).all(axis=1)
+        is_whole &= (payload_offset >= 0) & (
+            payload_nbytes == overlaps.extent.prod(axis=1) * itemsize[self._kinds]
+        )
+        is_whole &= (
+            dtype_saved[self._kinds]
+            == dtype_wanted[self.plan.properties[self.rows[overlaps.wanted]]]
+        )
+        is_whole &= self.addresses[overlaps.wanted] != _NOT_PLAIN
+        return is_whole
+
+    def direct_reads(self, which: Ints) -> DirectRead:
+        """Return the payloads of these overlaps."""
+        rows = self.overlaps.row[which]
+        payload_offset, payload_nbytes = self._payloads(rows)
+        writer = self.locations.catalog.writer[rows]
+        return DirectRead(
+            writer, self.addresses[self.overlaps.wanted[which]], payload_offset, payload_nbytes
+        )
+
+    def items(self, which: Ints) -> list[ItemRead]:
+        """Return these overlaps as items, as DCP would plan them."""
+        row, box = self.overlaps.row[which], self.overlaps.wanted[which]
+        catalog = self.locations.catalog
+        dtypes = [dtype_named(one.dtype) for one in catalog.table]
+        columns = (
+            self.plan.name[self.rows[box]],
+            self.plan.dimensions[self.rows[box]],
+            self.wanted.offset[box],
+            self.index.offset[row],
+            self.index.extent[row],
+            self.overlaps.offset[which],
+            self.overlaps.extent[which],
+            self._kinds[which],
+            catalog.writer[row],
+        )
+        result = []
+        for (name, dimensions, target, saved, saved_extent, start, extent, kind, writer), (
+            offset,
+            length,
+        ) in zip(
+            zip(*(column.tolist() for column in columns), strict=True),
+            self.locations.extents(row),
+            strict=True,
+        ):
+            fqn, within = self.plan.names[name], slice(dimensions)
+            request = ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(fqn, torch.Size(target[within]), 0),
+                dest_offsets=_difference(start[within], target[within]),
+                storage_index=MetadataIndex(fqn, torch.Size(saved[within])),
+                storage_offsets=_difference(start[within], saved[within]),
+                lengths=torch.Size(extent[within]),
+            )
+            saved_as = dtypes[kind], torch.Size(saved_extent[within])
+            result.append(
+                ItemRead(
+                    request=request,
+                    file=self.locations.files[writer],
+                    offset=offset,
+                    length=length,
+                    saved=saved_as,
+                )
+            )
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class _Objects:
+    """The byte items to load: indexes of their names, and rows of the catalog."""
+
+    plan: LocalPlan
+    locations: _Locations
+    names: Ints
+    rows: Ints
+
+    @staticmethod
+    def of(plan: LocalPlan, entry: Ints, locations: _Locations) -> _Objects | None:
+        wanted = np.flatnonzero(plan.kind == ItemKind.OBJECT)
+        first = locations.catalog.first
+        rows = first[entry[wanted]]
+        if (first[entry[wanted] + 1] == rows).any() or (locations.catalog.writer[rows] < 0).any():
+            return None
+        return _Objects(plan, locations, plan.name[wanted], rows)
+
+    def items(self) -> list[ItemRead]:
+        """Return these items, as DCP would plan them."""
+        nowhere = torch.Size((0,))
+        writers, result = self.locations.catalog.writer[self.rows].tolist(), []
+        for name, writer, (offset, length) in zip(
+            self.names.tolist(), writers, self.locations.extents(self.rows), strict=True
+        ):
+            index = MetadataIndex(self.plan.names[name])
+            request = ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)
+            result.append(
+                ItemRead(
+                    request=request, file=self.locations.files[writer], offset=offset, length=length
+                )
+            )
+        return result
+
+
+def _addresses(plan: LocalPlan, tensors: Sequence[torch.Tensor]) -> Ints:
+    """Return where each tensor's data lies; `_NOT_PLAIN` for those that aren't plain."""
+    if {one.layout for one in plan.table} <= {str(torch.strided)}:
+        may_be_conj = any(dtype_named(one.dtype).is_complex for one in plan.table)
+        found = addresses_of(tensors, may_be_conj)
+        if found is not None:
+            return np.array(found, np.int64)
+    one_by_one = (tensor.data_ptr() if is_plain(tensor) else _NOT_PLAIN for tensor in tensors)
+    return np.fromiter(one_by_one, np.int64, len(tensors))
+
+
+def _difference(start: Sequence[int], origin: Sequence[int]) -> torch.Size:
+    return torch.Size([one - other for one, other in zip(start, origin, strict=True)])

@@ -1,0 +1,157 @@
+"""Planning a load: each rank finds what it needs by itself, without any exchange.
+
+Where a catalog describes the checkpoint, the rank's columns are joined with the catalog's. Unusual
+loads go through torch's `DefaultLoadPlanner` and DCP's metadata, so that results and errors are
+torch's.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint._traverse import get_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.tensor import DTensor
+
+from dcp_mem.errors import UntrustedObject
+from dcp_mem.format.catalog import Catalog, Extent, Path
+from dcp_mem.planning.find_reads import find_reads
+from dcp_mem.planning.plan_columns import NotDescribable
+from dcp_mem.planning.reads import Reads
+from dcp_mem.planning.state_structure import DescribedState
+
+
+class LocalLoadPlanner(DefaultLoadPlanner):
+    """Torch's default planner, which can also plan by a catalog and unpickles byte items safely.
+
+    Args:
+        weights_only: Unpickle byte items as `torch.load(weights_only=True)` does; otherwise freely,
+            as torch's planner does.
+        allow_partial_load: As of torch's planner.
+        optional: Tells which flattened names the checkpoint, or the state dict, may lack. Their
+            paths must not lead through lists.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights_only: bool,
+        allow_partial_load: bool = False,
+        optional: Callable[[str], bool] | None = None,
+    ) -> None:
+        super().__init__(allow_partial_load=allow_partial_load)
+        self._weights_only = weights_only
+        self._optional = optional
+        self._lacking: list[Path] = []
+        self._is_by_catalog = False
+
+    def plan(
+        self,
+        state: dict[str, Any],
+        catalog: Catalog,
+        save_id: str,
+        tails: Mapping[int, Sequence[Extent]],
+    ) -> Reads | None:
+        """Plan by a catalog.
+
+        Args:
+            state: The state dict to load into.
+            catalog: What the checkpoint consists of.
+            save_id: The save attempt.
+            tails: By rank, offset and length of each item of its tail.
+
+        Returns:
+            What to read; None for what torch has to plan.
+        """
+        self._is_by_catalog = False
+        try:
+            described = DescribedState(state)
+        except (NotDescribable, ValueError):
+            return None
+        if described.has_sharded_tensors:
+            return None
+        wanted = described.plan
+        lacking = self._find_lacking(wanted.names, catalog.entry_names)
+        if lacking:
+            described.leave_out(lacking)
+        plan = described.plan
+        found = find_reads(
+            plan,
+            described.item_values(described.leaves),
+            catalog,
+            save_id,
+            tails,
+            optional=self._optional,
+        )
+        if found is None:
+            return None
+        self._is_by_catalog = True
+        self._lacking = [wanted.paths[wanted.names.index(name)] for name in lacking]
+        self.original_state_dict = state
+        self.mappings = dict(zip(plan.names, plan.paths, strict=True))
+        self.state_dict = dict(zip(plan.names, described.leaves, strict=True))
+        return found
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan by DCP's metadata, as torch does, without optional entries that it lacks."""
+        metadata = self.metadata
+        assert metadata is not None
+        lacking = self._find_lacking(self.state_dict, lambda: metadata.state_dict_metadata)
+        self._lacking = [self.mappings[name] for name in lacking]
+        self.state_dict = {
+            name: leaf for name, leaf in self.state_dict.items() if name not in lacking
+        }
+        return super().create_local_plan()
+
+    def take_out_lacking(self) -> None:
+        """Remove the optional entries from the state dict that the last loaded checkpoint lacks."""
+        for *path, last in self._lacking:
+            entries: Any = get_element(self.original_state_dict, tuple(path))
+            del entries[last]
+
+    def _find_lacking(
+        self, wanted: Iterable[str], known: Callable[[], Collection[str]]
+    ) -> Collection[str]:
+        """Return the optional ones of these names that aren't known.
+
+        `known` is called only if any is optional.
+        """
+        optional = list(filter(self._optional, wanted)) if self._optional is not None else []
+        return set(optional).difference(known()) if optional else ()
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the tensor to read into: the whole local one where that is what the item fills.
+
+        Args:
+            read_item: Of a tensor of the state dict.
+        """
+        if self._is_by_catalog:
+            leaf = self.state_dict[read_item.dest_index.fqn]
+            local: torch.Tensor = leaf._local_tensor if type(leaf) is DTensor else leaf
+            if local.shape == read_item.lengths:
+                return local
+        return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle a byte item into the state dict.
+
+        Args:
+            read_item: Names the entry of the state dict.
+            value: The pickle.
+
+        Raises:
+            UntrustedObject: It holds more than `weights_only` admits.
+        """
+        fqn = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=self._weights_only)
+        except Exception as error:
+            if not self._weights_only:
+                raise
+            raise UntrustedObject(fqn, str(error).split("\n")[0]) from None
+        set_element(self.original_state_dict, self.mappings[fqn], loaded)

@@ -1,0 +1,90 @@
+"""Loading all of a checkpoint into plain tensors, without a state dict to load into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcp_mem.format.catalog import Catalog, Extent
+from dcp_mem.planning.load_planner import LocalLoadPlanner
+from dcp_mem.planning.reads import Reads
+
+
+def blank_tensors(metadata: Metadata) -> dict[str, torch.Tensor]:
+    """Return an uninitialised CPU tensor for each of a checkpoint's tensors, by flattened name.
+
+    Args:
+        metadata: DCP's metadata of the checkpoint.
+    """
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def paths_of(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
+    """Return the path of each flattened name in the state dict that was saved.
+
+    Args:
+        metadata: DCP's metadata of the checkpoint; without planner data a path is the name alone.
+    """
+    paths = metadata.planner_data or {}
+    return {name: paths.get(name, (name,)) for name in metadata.state_dict_metadata}
+
+
+def nested(metadata: Metadata, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nest values as they were nested in the state dict that was saved.
+
+    Args:
+        metadata: DCP's metadata of the checkpoint.
+        values: By flattened name.
+    """
+    return unflatten_state_dict(dict(values), paths_of(metadata))
+
+
+class WholePlanner(LocalLoadPlanner):
+    """Fills an empty state dict with all of a checkpoint.
+
+    Each rank gets whole tensors, however they were sharded.
+    """
+
+    def plan(
+        self,
+        state: dict[str, Any],
+        catalog: Catalog,
+        save_id: str,
+        tails: Mapping[int, Sequence[Extent]],
+    ) -> Reads | None:
+        """Return None: an empty state dict is filled by `set_up_planner`, from DCP's metadata.
+
+        Args:
+            state: Not used.
+            catalog: Not used.
+            save_id: Not used.
+            tails: Not used.
+        """
+        return None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Fill the state dict with what the metadata lists, then plan as usual.
+
+        Args:
+            state_dict: What it held is dropped.
+            metadata: DCP's metadata of the checkpoint; never None here.
+            is_coordinator: Whether this rank coordinates the load.
+        """
+        assert metadata is not None
+        values = dict[str, Any].fromkeys(metadata.state_dict_metadata) | blank_tensors(metadata)
+        state_dict.clear()
+        state_dict.update(nested(metadata, values))
+        super().set_up_planner(state_dict, metadata, is_coordinator)

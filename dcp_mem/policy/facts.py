@@ -1,0 +1,37 @@
+"""What the policies know of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """A checkpoint as retention and admission see it.
+
+    Retention decides by the first four fields, admission by the others (and `created`).
+
+    Attributes:
+        key: Tells the checkpoint from others: a save id in memory, a name on storage.
+        created: When it was saved; orders checkpoints by age.
+        step: Training step; None where it isn't known.
+        metrics: Figures of the training loop, such as {"loss": 0.3}.
+        nbytes: Bytes that it takes on this node.
+        persist: It is meant for storage.
+        pending: It is meant for storage and isn't there yet.
+        busy: It is being read, flushed or replicated at this moment.
+        replicated: Other nodes have copies of it, and newer checkpoints are to get copies too.
+        chosen: The retention policy keeps it, as long as there is room.
+    """
+
+    key: str
+    created: float
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    nbytes: int = 0
+    persist: bool = False
+    pending: bool = False
+    busy: bool = False
+    replicated: bool = False
+    chosen: bool = True

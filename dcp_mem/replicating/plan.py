@@ -1,0 +1,318 @@
+"""Which rank sends which bytes to which rank, and which file they make there.
+
+All functions are pure: every rank computes the same plans from what all ranks know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+
+from dcp_mem.format import names
+from dcp_mem.format.segments import Segments
+from dcp_mem.policy.parity import Stripe, groups, stripes
+from dcp_mem.policy.placement import Original, place
+from dcp_mem.policy.redundancy import Redundancy
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy of one segment.
+
+    Attributes:
+        sender: The rank that saved the segment.
+        receiver: A rank on another node.
+        nbytes: What the copy's slot takes.
+    """
+
+    sender: int
+    receiver: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePart:
+    """Bytes [start, stop) of a file on the sender's node, which go to `place` of another file."""
+
+    sender: int
+    file: str
+    start: int
+    stop: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """A file to assemble on the receiver: the XOR of its parts; bytes that no part covers are zero.
+
+    Attributes:
+        receiver: The rank that assembles the file.
+        file: The file's name in the checkpoint's directory.
+        nbytes: The file's length.
+        slot_nbytes: Bytes of the slot that is set aside for the file.
+        parts: In an order that all ranks share.
+        stripe: What the file is the parity of; None for a segment.
+    """
+
+    receiver: int
+    file: str
+    nbytes: int
+    slot_nbytes: int
+    parts: tuple[FilePart, ...]
+    stripe: Stripe | None = None
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the file is a plain copy of a file of one rank's node."""
+        return len(self.parts) == 1 and self.stripe is None and self.parts[0].file == self.file
+
+    @property
+    def senders(self) -> Sequence[int]:
+        """The ranks that send parts, each once."""
+        return tuple(dict.fromkeys(part.sender for part in self.parts))
+
+    def parts_from(self, sender: int) -> Sequence[FilePart]:
+        """Return the parts that a rank sends.
+
+        Args:
+            sender: The rank that sends.
+        """
+        return [part for part in self.parts if part.sender == sender]
+
+    def checksums_from(self, sender: int) -> Sequence[str]:
+        """Return the segments whose checksums a rank sends after its parts.
+
+        With parity they are those of the segments that it is the parity of; with a segment that is
+        rebuilt from parity, those of the segment.
+
+        Args:
+            sender: The rank that sends.
+        """
+        files = [part.file for part in self.parts_from(sender)]
+        if self.stripe is not None:
+            return list(dict.fromkeys(files))
+        return [self.file] if any(map(names.PARITY.fullmatch, files)) else []
+
+
+@lru_cache(maxsize=8)
+def incoming(
+    nodes: tuple[str, ...],
+    domains: tuple[str, ...],
+    nbytes: tuple[int, ...],
+    redundancy: Redundancy,
+) -> tuple[tuple[int, ...], ...]:
+    """Return for each rank the bytes of every slot that it sets aside for copies or parity.
+
+    The result is cached, since the sizes of slots seldom change from one save to the next.
+
+    Args:
+        nodes: The node of every rank, by rank.
+        domains: The failure domain of every rank's node.
+        nbytes: What the slot of every rank's own segment takes.
+        redundancy: What each checkpoint is to have.
+    """
+    found: list[list[int]] = [[] for _ in nodes]
+    if redundancy.parity:
+        for stripe in stripes_of(nodes, domains, nbytes, redundancy.parity):
+            found[stripe.keeper].append(stripe.nbytes)
+    else:
+        for copy in copies_of(nodes, domains, nbytes, redundancy.copies):
+            found[copy.receiver].append(copy.nbytes)
+    return tuple(map(tuple, found))
+
+
+def file_plans(
+    rank: int,
+    nodes: tuple[str, ...],
+    domains: tuple[str, ...],
+    slots_nbytes: tuple[int, ...],
+    redundancy: Redundancy,
+    segments: Segments,
+) -> Sequence[FilePlan]:
+    """Return the plans of a save that a rank has a part in.
+
+    Args:
+        rank: The rank in question; with parity, the plans of its whole parity group are returned.
+        nodes: The node of every rank, by rank.
+        domains: The failure domain of every rank's node.
+        slots_nbytes: What the slot of every rank's own segment takes.
+        redundancy: What the checkpoint is to have.
+        segments: The checkpoint's segments.
+    """
+    if not redundancy.parity:
+        return [
+            copy_plan(
+                segments,
+                copy.sender,
+                sender=copy.sender,
+                receiver=copy.receiver,
+                slot_nbytes=copy.nbytes,
+            )
+            for copy in copies_of(nodes, domains, slots_nbytes, redundancy.copies)
+            if rank in (copy.sender, copy.receiver)
+        ]
+    set_aside = incoming(nodes, domains, slots_nbytes, redundancy)
+    found = stripes_of(nodes, domains, segments.nbytes, redundancy.parity, nodes[rank])
+    return [parity_plan(stripe, sum(set_aside[stripe.keeper]), segments, {}) for stripe in found]
+
+
+def copy_plan(
+    segments: Segments, segment: int, *, sender: int, receiver: int, slot_nbytes: int
+) -> FilePlan:
+    """Return the plan of a copy of one segment.
+
+    Args:
+        segments: The checkpoint's segments.
+        segment: The rank that saved the segment.
+        sender: A rank whose node has the segment.
+        receiver: A rank on another node.
+        slot_nbytes: What the copy's slot takes.
+    """
+    file, nbytes = segments[segment].file, segments.nbytes[segment]
+    part = FilePart(sender=sender, file=file, start=0, stop=nbytes, place=0)
+    return FilePlan(
+        receiver=receiver, file=file, nbytes=nbytes, slot_nbytes=slot_nbytes, parts=(part,)
+    )
+
+
+def parity_plan(
+    stripe: Stripe, slot_nbytes: int, segments: Segments, senders: Mapping[int, int]
+) -> FilePlan:
+    """Return the plan of the parity of a stripe.
+
+    Args:
+        stripe: The stripe.
+        slot_nbytes: Bytes set aside on the keeper; the slot takes at least the stripe's length.
+        segments: The checkpoint's segments.
+        senders: The rank that sends of a segment, where that isn't the segment's own rank.
+    """
+    parts = tuple(
+        FilePart(
+            sender=senders.get(share.rank, share.rank),
+            file=segments[share.rank].file,
+            start=share.start,
+            stop=share.stop,
+            place=share.place,
+        )
+        for share in stripe.shares
+    )
+    return FilePlan(
+        receiver=stripe.keeper,
+        file=names.parity_file(stripe.keeper, _key(stripe), segments.save_id),
+        nbytes=stripe.nbytes,
+        slot_nbytes=max(slot_nbytes, stripe.nbytes),
+        parts=parts,
+        stripe=stripe,
+    )
+
+
+def _key(stripe: Stripe) -> str:
+    """Return a short text that tells the stripes of a checkpoint apart by their shares."""
+    return sha256(repr((stripe.nbytes, stripe.shares)).encode()).hexdigest()[:8]
+
+
+def stripes_of(
+    nodes: Sequence[str],
+    domains: Sequence[str],
+    nbytes: Sequence[int],
+    k: int,
+    node: str | None = None,
+) -> list[Stripe]:
+    """Return the stripes that ranks keep where each rank has its own segment.
+
+    Args:
+        nodes: The node of every rank, by rank.
+        domains: The failure domain of every rank's node.
+        nbytes: The length of every rank's segment.
+        k: Nodes of a stripe, its keeper's aside.
+        node: Return the stripes of this node's group only; None for all groups.
+    """
+    members = members_of(nodes)
+    segments = [{rank: nbytes[rank] for rank in ranks} for ranks in members.values()]
+    domain_of = [domains[ranks[0]] for ranks in members.values()]
+    only = None if node is None else list(members).index(node)
+    return stripes_over(segments, list(members.values()), domain_of, k, only)
+
+
+def stripes_over(
+    segments: Sequence[Mapping[int, int]],
+    keepers: Sequence[Sequence[int]],
+    domains: Sequence[str],
+    k: int,
+    only: int | None = None,
+) -> list[Stripe]:
+    """Return the stripes over nodes that have certain segments.
+
+    Args:
+        segments: For each node, the lengths of its segments, by the segments' ranks.
+        keepers: For each node, its ranks.
+        domains: For each node, its failure domain.
+        k: Nodes of a stripe, its keeper's aside.
+        only: Return the stripes of this node's group only; None for all groups.
+    """
+    found = []
+    for group in groups(domains, k) if len(segments) > 1 else ():
+        if only is None or only in group:
+            sizes = {node: sum(segments[node].values()) for node in group}
+            found += stripes(
+                sizes,
+                {node: segments[node] for node in group},
+                {node: keepers[node] for node in group},
+            )
+    return found
+
+
+def members_of(nodes: Sequence[str]) -> dict[str, list[int]]:
+    """Return the ranks on each node, nodes in the order of their first ranks.
+
+    Args:
+        nodes: Each rank's node, by rank.
+    """
+    members: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    return members
+
+
+@lru_cache(maxsize=8)
+def copies_of(
+    nodes: tuple[str, ...], domains: tuple[str, ...], nbytes: tuple[int, ...], replicas: int
+) -> tuple[Copy, ...]:
+    """Return all copies of a checkpoint's segments, by sender; a node's are spread over its ranks.
+
+    Args:
+        nodes: The node of every rank, by rank.
+        domains: The failure domain of every rank's node.
+        nbytes: What every rank's segment takes.
+        replicas: Copies of each segment; fewer where there are too few nodes.
+    """
+    members = members_of(nodes)
+    numbers = {node: number for number, node in enumerate(members)}
+    originals = [Original(rank, numbers[node], nbytes[rank]) for rank, node in enumerate(nodes)]
+    placed = place(
+        originals,
+        [domains[ranks[0]] for ranks in members.values()],
+        min(replicas, len(members) - 1),
+    )
+    senders_to: list[list[int]] = [[] for _ in members]
+    for rank, targets in enumerate(placed):
+        for target in targets:
+            senders_to[target].append(rank)
+    found = []
+    for ranks, senders in zip(members.values(), senders_to, strict=True):
+        found += _spread(ranks, senders, nbytes)
+    return tuple(sorted(found, key=lambda copy: (copy.sender, copy.receiver)))
+
+
+def _spread(ranks: Sequence[int], senders: Sequence[int], nbytes: Sequence[int]) -> list[Copy]:
+    """Assign a node's copies to its ranks: the largest first, to the rank with the least so far."""
+    loads = dict.fromkeys(ranks, (0, 0))
+    found = []
+    for sender in sorted(senders, key=lambda sender: (-nbytes[sender], sender)):
+        receiver = min(ranks, key=lambda rank: (loads[rank], rank))
+        assigned_nbytes, count = loads[receiver]
+        loads[receiver] = assigned_nbytes + nbytes[sender], count + 1
+        found.append(Copy(sender, receiver, nbytes[sender]))
+    return found

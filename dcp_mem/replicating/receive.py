@@ -1,0 +1,193 @@
+"""The files that this rank assembles from parts that other ranks send, or that its own node has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from dcp_mem.comm.transfer import IncomingChunk
+from dcp_mem.errors import DcpMemError
+from dcp_mem.format.checksums import BLOCK, BlockChecksums, Crcs, blocks_of, checksum
+from dcp_mem.format.manifest import ItemTable
+from dcp_mem.memory.slots import Slot
+from dcp_mem.replicating.plan import FilePlan
+from dcp_mem.replicating.task import SegmentTables, chunk_nbytes
+
+
+class IncomingFile:
+    """A file that is assembled in a slot. Its senders' threads add to it at the same time.
+
+    Each of them calls `begin`, then receives `chunks_from` its sender, then calls `end`.
+    """
+
+    def __init__(
+        self,
+        plan: FilePlan,
+        slot: Slot | str,
+        tables: SegmentTables,
+        seal: Callable[[IncomingFile], None],
+    ) -> None:
+        """Describe the file.
+
+        Args:
+            plan: How the file is assembled.
+            slot: The slot that was claimed for it, or why there is none.
+            tables: The items of the checkpoint's segments.
+            seal: Puts the file into the checkpoint; called once all senders have ended.
+        """
+        self.plan, self.slot = plan, slot
+        self.is_sealed = False
+        self.checksums: dict[str, Crcs] = {}
+        """Of segments, as the senders gave them."""
+        files = {part.file for part in plan.parts} if plan.stripe is not None else {plan.file}
+        self._tables, self._seal = {file: tables[file] for file in files}, seal
+        self._senders_left = max(len(plan.senders), 1)
+        self._guard = threading.Lock()
+        self._memory: memoryview | None = None
+        self._copied: BlockChecksums | None = None
+
+    def begin(self) -> None:
+        """Map the slot; where parts are added up, fill it with zeros.
+
+        Raises:
+            DcpMemError: There is no slot, or no room.
+        """
+        with self._guard:
+            if self._memory is not None:
+                return
+            if isinstance(self.slot, str):
+                raise DcpMemError(self.slot)
+            try:
+                self._memory = self._mapped(self.slot)
+            except Exception as error:
+                raise DcpMemError(f"{type(error).__name__}: {error}") from None
+
+    def _mapped(self, slot: Slot) -> memoryview:
+        plan = self.plan
+        slot.frames = ""
+        slot.shrink(plan.nbytes)
+        slot.map(plan.nbytes, plan.slot_nbytes)
+        assert slot.mapping is not None
+        memory = memoryview(slot.mapping.buffer).cast("B")[: plan.nbytes]
+        if plan.is_copy:
+            self._copied = self._blocks()
+        elif plan.nbytes:
+            np.frombuffer(memory, np.uint8)[:] = 0
+        return memory
+
+    def _blocks(self) -> BlockChecksums:
+        table = self._tables[self.plan.file]
+        return BlockChecksums(blocks_of(table.offsets, table.lengths))
+
+    # -- receiving ---------------------------------------------------------------------------------
+
+    def chunks_from(self, sender: int) -> Iterator[IncomingChunk]:
+        """Yield all that a rank sends for the plan, in the order of `OutgoingFiles.chunks`.
+
+        Args:
+            sender: The rank that sends.
+        """
+        if self.plan.is_copy:
+            yield from self._chunks_in_place()
+            return
+        nbytes = chunk_nbytes(self.plan)
+        buffers: list[bytearray] = []  # free ones, used again and again
+        for part in self.plan.parts_from(sender):
+            for start in range(part.start, part.stop, nbytes):
+                buffer = buffers.pop() if buffers else bytearray(nbytes)
+                data = memoryview(buffer)[: min(nbytes, part.stop - start)]
+                place = part.place + start - part.start
+                accept = partial(self._add_and_free, place, data, buffer, buffers)
+                yield IncomingChunk(data, partial(checksum, data), accept)
+        for file in self.plan.checksums_from(sender):
+            crcs = bytearray(4 * self._block_count(file))
+            self.checksums[file] = np.frombuffer(crcs, "<u4")
+            if crcs:
+                yield IncomingChunk(crcs, partial(checksum, memoryview(crcs)), _nothing)
+
+    def _chunks_in_place(self) -> Iterator[IncomingChunk]:
+        assert self._memory is not None
+        assert self._copied is not None
+        nbytes = chunk_nbytes(self.plan)
+        for start in range(0, self.plan.nbytes, nbytes):
+            data = self._memory[start : start + nbytes]
+            yield IncomingChunk(data, partial(self._copied.add, start, data), _nothing)
+
+    def _block_count(self, file: str) -> int:
+        table = self._tables[file]
+        return len(blocks_of(table.offsets, table.lengths).offsets)
+
+    def _add_and_free(
+        self, place: int, data: memoryview, buffer: bytearray, buffers: list[bytearray]
+    ) -> None:
+        self.add(place, data)
+        buffers.append(buffer)
+
+    def add(self, place: int, data: memoryview) -> None:
+        """Add a part's bytes to the file, by XOR, from `place` on.
+
+        Args:
+            place: First byte of the part, in the file.
+            data: The part's bytes.
+        """
+        assert self._memory is not None
+        target = np.frombuffer(self._memory, np.uint8)[place : place + len(data)]
+        with self._guard:
+            np.bitwise_xor(target, np.frombuffer(data, np.uint8), out=target)
+
+    def end(self) -> None:
+        """Note that all of a sender has been received; seal the file after the last sender.
+
+        Raises:
+            Exception: What sealing raises.
+        """
+        with self._guard:
+            self._senders_left -= 1
+            is_last = self._senders_left == 0
+        if is_last:
+            self._seal(self)
+
+    # -- the assembled file ------------------------------------------------------------------------
+
+    def table(self) -> ItemTable:
+        """Return the segment's items, with the checksums of the assembled bytes.
+
+        Raises:
+            DcpMemError: A rebuilt segment has other checksums than the lost one.
+        """
+        table = self._tables[self.plan.file]
+        if self._copied is not None:
+            return replace(table, crc32c=self._copied.result())
+        assert self._memory is not None
+        blocks = self._blocks()
+        blocks.add(0, self._memory)
+        crcs = blocks.result()
+        known = self.checksums.get(self.plan.file)
+        wrong = len(crcs) if known is None else int(np.count_nonzero(crcs != known))
+        if wrong:
+            raise DcpMemError(
+                f"{wrong} of {len(crcs)} blocks of {self.plan.file} don't come back from its parity"
+            )
+        return replace(table, crc32c=crcs)
+
+    def stripe_tables(self) -> dict[str, ItemTable]:
+        """Return the items, with checksums, of the segments that the file is the parity of."""
+        return {
+            file: replace(self._tables[file], crc32c=crcs) for file, crcs in self.checksums.items()
+        }
+
+    def crcs(self) -> tuple[int, ...]:
+        """Return the CRC32C of each BLOCK of the file."""
+        assert self._memory is not None
+        return tuple(
+            checksum(self._memory[start : start + BLOCK])
+            for start in range(0, self.plan.nbytes, BLOCK)
+        )
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,272 @@
+"""The files that a rank sends from, in its node's memory, and their checksums."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from dcp_mem.comm.transfer import OutgoingChunk
+from dcp_mem.common import faults
+from dcp_mem.errors import DcpMemError
+from dcp_mem.format import names
+from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of, checksum
+from dcp_mem.format.manifest import ItemTable
+from dcp_mem.memory.checkpoint import checksums_of
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import end_lease, open_leased
+from dcp_mem.memory.slots import Slot
+from dcp_mem.memory.views import lent
+from dcp_mem.policy.pieces import Extent
+from dcp_mem.replicating.plan import FilePlan
+from dcp_mem.replicating.task import ReplicationTask, SegmentTables, chunk_nbytes
+
+Read = Callable[[int, int], memoryview]
+
+
+class OutgoingFiles:
+    """The files that this rank sends from, opened as they are needed, and leased until `close`.
+
+    Args:
+        memory: The job's memory on this node.
+        task: This rank's part in the replication.
+        tables: The items of the checkpoint's segments.
+    """
+
+    def __init__(self, memory: JobMemory, task: ReplicationTask, tables: SegmentTables) -> None:
+        self._memory, self._task, self._tables = memory, task, tables
+        self._directory = memory.checkpoint_directory(task.manifest.name)
+        self._files: dict[str, OutgoingFile] = {}
+        self._opening = threading.Lock()
+        self._resources = ExitStack()
+
+    def chunks(self, plan: FilePlan) -> Iterator[OutgoingChunk]:
+        """Yield all that this rank sends for a plan: its parts, then checksums of segments.
+
+        Args:
+            plan: The file that another rank makes of the chunks.
+        """
+        rank = self._task.ranks.rank
+        for part in plan.parts_from(rank):
+            file = self.open(part.file, plan)
+            for chunk in file.chunks(part.start, part.stop, chunk_nbytes(plan)):
+                yield chunk
+                faults.point("replicate.chunk")
+        for name in plan.checksums_from(rank):
+            data = bytearray(self.checksums(name, plan).tobytes())
+            if data:
+                yield OutgoingChunk(data, partial(checksum, memoryview(data)))
+
+    def open(self, name: str, plan: FilePlan) -> OutgoingFile:
+        """Return a file of this node, to be sent for a plan.
+
+        Args:
+            name: The file's name.
+            plan: What the file is sent for.
+
+        Raises:
+            OSError: The file is gone.
+            DcpMemError: It doesn't match its checksums.
+        """
+        with self._opening:
+            if name not in self._files:
+                self._files[name] = self._opened(name, plan)
+            return self._files[name]
+
+    def checksums(self, name: str, plan: FilePlan) -> Crcs:
+        """Return the checksums of a segment's blocks, which follow the parts of a plan.
+
+        Args:
+            name: The segment's file.
+            plan: What the checksums are sent for.
+        """
+        if plan.stripe is None:  # the segment is lost: its checksums are kept beside its parity
+            return self._kept_checksums(name)
+        return self.open(name, plan).table().crc32c
+
+    def own_table(self) -> tuple[str, ItemTable] | None:
+        """Return this rank's own segment and its items, once all checksums of it were computed."""
+        name = self._task.manifest.segments[self._task.ranks.rank].file
+        file = self._files.get(name)
+        return (name, file.table()) if file is not None and file.is_summed else None
+
+    def close(self) -> None:
+        """End the leases."""
+        self._files.clear()
+        self._resources.close()
+
+    def _opened(self, name: str, plan: FilePlan) -> OutgoingFile:
+        nbytes = self._nbytes_of(name)
+        is_parity = names.PARITY.fullmatch(name) is not None
+        own_slot = self._task.own_slot
+        is_own = not is_parity and names.rank_of(name) == self._task.ranks.rank
+        if is_own and own_slot is not None:
+            return of_slot(own_slot, nbytes, self._tables[name])
+        is_sent_whole = not is_parity and (plan.is_copy or plan.stripe is not None)
+        table = self._tables[name] if is_sent_whole else None
+        file = of_file(os.path.join(self._directory, name), nbytes, table, self._resources)
+        if is_sent_whole:  # another process staged it: it may be damaged since
+            file.verify(self._kept_checksums(name))
+        return file
+
+    def _nbytes_of(self, name: str) -> int:
+        if names.PARITY.fullmatch(name):
+            parts = (part for plan in self._task.plans for part in plan.parts)
+            return max(part.stop for part in parts if part.file == name)
+        return self._task.manifest.segments.nbytes[names.rank_of(name)]
+
+    def _kept_checksums(self, name: str) -> Crcs:
+        """Return the checksums of a segment from this node's memory."""
+        manifest = self._task.manifest
+        for local in self._memory.find(manifest.name):
+            if local.manifest.save_id == manifest.save_id:
+                try:
+                    return np.asarray(checksums_of(local, name).crc32c)
+                except FileNotFoundError:
+                    break
+        raise DcpMemError(f"the checksums of {name} don't lie here")
+
+
+class OutgoingFile:
+    """A file that is sent, in whole or in part, to one rank or several.
+
+    The checksums of its items are computed once, by the threads that send its chunks.
+    """
+
+    def __init__(self, nbytes: int, read: Read, table: ItemTable | None = None) -> None:
+        """Describe the file.
+
+        Args:
+            nbytes: Its length.
+            read: Returns its bytes [start, stop).
+            table: Its items; None for what is no segment, or isn't sent as a whole.
+        """
+        self.nbytes, self.read, self._table = nbytes, read, table
+        self._checksums = (
+            None if table is None else BlockChecksums(blocks_of(table.offsets, table.lengths))
+        )
+        # Each extent is claimed by the first thread that sums it up; `_gaps` had no such thread.
+        self._claimed: set[Extent] = set()
+        self._gaps: list[Extent] = []
+        self._nbytes_left = nbytes
+        self._progress = threading.Condition()
+
+    def chunks(self, start: int, stop: int, nbytes: int) -> Iterator[OutgoingChunk]:
+        """Yield bytes [start, stop) in chunks of `nbytes` each.
+
+        Args:
+            start: First byte.
+            stop: End, exclusive.
+            nbytes: Bytes of a chunk; the last one may have fewer.
+        """
+        for low in range(start, stop, nbytes):
+            data = self.read(low, min(low + nbytes, stop))
+            yield OutgoingChunk(data, partial(self._chunk_crc, low, data))
+
+    def _chunk_crc(self, start: int, data: memoryview) -> int:
+        """Return a chunk's CRC32C; sum up its items as well, unless another thread does."""
+        stop = start + len(data)
+        with self._progress:
+            is_claimed = (start, stop) in self._claimed or any(
+                low <= start and stop <= high for low, high in self._gaps
+            )
+            self._claimed.add((start, stop))
+        if is_claimed or self._checksums is None:
+            return checksum(data)
+        return self._sum_up(start, data)
+
+    def _sum_up(self, start: int, data: memoryview) -> int:
+        assert self._checksums is not None
+        crc = self._checksums.add(start, data)
+        with self._progress:
+            self._nbytes_left -= len(data)
+            self._progress.notify_all()
+        return crc
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the checksums of all items have been computed."""
+        return self._checksums is not None and not self._nbytes_left
+
+    def table(self) -> ItemTable:
+        """Return the segment's items with their checksums, and compute those that are missing."""
+        assert self._table is not None
+        assert self._checksums is not None
+        with self._progress:
+            gaps = _gaps([*self._claimed, *self._gaps], self.nbytes)
+            self._gaps += gaps
+        for start, stop in gaps:
+            self._sum_up(start, self.read(start, stop))
+        with self._progress:
+            self._progress.wait_for(lambda: not self._nbytes_left)
+            return replace(self._table, crc32c=self._checksums.result())
+
+    def verify(self, known: Crcs) -> None:
+        """Raise DcpMemError unless the segment has these checksums.
+
+        Args:
+            known: One checksum per block, in the order of the blocks.
+
+        Raises:
+            DcpMemError: Blocks of the segment are damaged.
+        """
+        wrong = int(np.count_nonzero(self.table().crc32c != known))
+        if wrong:
+            raise DcpMemError(f"{wrong} of {len(known)} blocks of the copy here are damaged")
+
+
+def _gaps(claimed: list[Extent], nbytes: int) -> list[Extent]:
+    """Return the extents of a file that no claim covers."""
+    gaps, reached = [], 0
+    for start, stop in sorted(claimed):
+        if start > reached:
+            gaps.append((reached, start))
+        reached = max(reached, stop)
+    return [*gaps, (reached, nbytes)] if reached < nbytes else gaps
+
+
+def of_slot(slot: Slot, nbytes: int, table: ItemTable) -> OutgoingFile:
+    """Return the segment in the slot that it was staged into.
+
+    Args:
+        slot: A mapped slot.
+        nbytes: Bytes of the segment.
+        table: The segment's items.
+    """
+    assert slot.mapping is not None
+    mapped, mapped_nbytes = memoryview(slot.mapping.buffer).cast("B"), slot.mapping.nbytes
+    descriptor = slot.descriptor
+
+    def read(start: int, stop: int) -> memoryview:
+        if stop <= mapped_nbytes:
+            return mapped[start:stop]
+        # Byte items may have grown beyond the slot's mapping.
+        rest = bytearray(stop - start)
+        os.preadv(descriptor, [rest], start)
+        return memoryview(rest)
+
+    return OutgoingFile(nbytes, read, table)
+
+
+def of_file(path: str, nbytes: int, table: ItemTable | None, resources: ExitStack) -> OutgoingFile:
+    """Return a file of a checkpoint on this node.
+
+    Args:
+        path: Where the file is.
+        nbytes: Its length.
+        table: Its items; None for what is no segment, or isn't sent as a whole.
+        resources: Close them to end the file's lease.
+
+    Raises:
+        OSError: The file is gone.
+    """
+    descriptor = open_leased(path)
+    resources.callback(os.close, descriptor)
+    resources.callback(end_lease, descriptor)
+    mapped = lent(descriptor, 0, nbytes) if nbytes else memoryview(b"")
+    return OutgoingFile(nbytes, lambda start, stop: mapped[start:stop], table)

@@ -1,0 +1,76 @@
+"""What one rank does to replicate, or rebuild, a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dcp_mem.comm import Ranks
+from dcp_mem.comm.transfer import CHUNK
+from dcp_mem.format import names
+from dcp_mem.format.catalog import Catalog
+from dcp_mem.format.manifest import ItemTable, Manifest, items_of
+from dcp_mem.memory.catalogs import read_catalog
+from dcp_mem.memory.slots import Slot
+from dcp_mem.replicating.plan import FilePlan
+
+_SMALL_CHUNK = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationTask:
+    """Files of a checkpoint to assemble, and this rank's part in that.
+
+    Attributes:
+        manifest: The checkpoint.
+        ranks: All ranks, on dedicated connections.
+        plans: The plans that this rank sends or receives for, in an order that all ranks share.
+        slots: For each file that this rank receives, its slot, or why there is none.
+        own_slot: The slot of this rank's own segment, if this process has staged it.
+        timeout: Seconds that a rank waits for another.
+    """
+
+    manifest: Manifest
+    ranks: Ranks
+    plans: Sequence[FilePlan]
+    slots: Mapping[str, Slot | str]
+    own_slot: Slot | None
+    timeout: float
+
+    @property
+    def makes_slots(self) -> bool:
+        """Whether slots had to be made for the files that this rank receives."""
+        return any(
+            not isinstance(slot, str) and slot.mapping is None for slot in self.slots.values()
+        )
+
+
+class SegmentTables:
+    """The item tables of a checkpoint's segments, from its catalog, which is read once.
+
+    Args:
+        directory: The checkpoint's directory in memory, where its catalog lies.
+        manifest: The checkpoint's.
+    """
+
+    def __init__(self, directory: str, manifest: Manifest) -> None:
+        self._directory, self._manifest = directory, manifest
+        self._catalog: Catalog | None = None
+
+    def __getitem__(self, file: str) -> ItemTable:
+        if self._catalog is None:
+            self._catalog = read_catalog(self._directory, self._manifest.catalog)
+        segment = self._manifest.segments[names.rank_of(file)]
+        return items_of(self._catalog.layout(segment.rank), segment.tail)
+
+
+def chunk_nbytes(plan: FilePlan) -> int:
+    """Return the bytes of a chunk of a file.
+
+    A copy is received in place. Other files are added up from chunks in private memory, of which
+    each sender takes a few: these are smaller.
+
+    Args:
+        plan: The file's.
+    """
+    return CHUNK if plan.is_copy else _SMALL_CHUNK

@@ -1,0 +1,247 @@
+"""One rank's part in a replication task: sending, receiving, and agreeing on how it went."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+from dcp_mem.comm.agreement import Failures, joined
+from dcp_mem.comm.collectives import Channel
+from dcp_mem.comm.transfer import receive, refuse, send
+from dcp_mem.common import faults
+from dcp_mem.common.parallel import daemon
+from dcp_mem.errors import DcpMemError, RankFailed
+from dcp_mem.format.manifest import StripeRecord
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.slots import SlotPool
+from dcp_mem.replicating.plan import FilePlan
+from dcp_mem.replicating.receive import IncomingFile
+from dcp_mem.replicating.send import OutgoingFiles
+from dcp_mem.replicating.task import ReplicationTask, SegmentTables, chunk_nbytes
+
+_LONGEST_ROUND = 5.0
+
+
+class Overtaken(Exception):
+    """A newer checkpoint is to be replicated instead, or the job ends."""
+
+
+class _Progress(NamedTuple):
+    """What the ranks tell each other while they work."""
+
+    is_done: bool
+    is_cancelled: bool
+    failures: Failures
+
+    def join(self, other: _Progress) -> _Progress:
+        return _Progress(
+            self.is_done and other.is_done,
+            self.is_cancelled or other.is_cancelled,
+            joined(self.failures, other.failures),
+        )
+
+
+class Worker:
+    """Does one rank's part."""
+
+    def __init__(
+        self, memory: JobMemory, slots: SlotPool, task: ReplicationTask, cancelled: threading.Event
+    ) -> None:
+        """Prepare the task.
+
+        Args:
+            memory: The job's memory on this node.
+            slots: Where the slots of the task come from, and go back to.
+            task: What to do.
+            cancelled: Set it to end the task, on all ranks; set by this where another rank did so.
+        """
+        self._memory, self._slots, self._task, self._cancelled = memory, slots, task, cancelled
+        self._ranks, self._manifest, self._rank = task.ranks, task.manifest, task.ranks.rank
+        directory = memory.checkpoint_directory(task.manifest.name)
+        self._tables = SegmentTables(directory, task.manifest)
+        self._outgoing = OutgoingFiles(memory, task, self._tables)
+        self._incoming: list[IncomingFile] = []
+        self._failures: list[tuple[int, str]] = []
+        self._has_kept_checksums = False
+
+    def run(self) -> Failures:
+        """Carry out this rank's part; return what failed on which rank, and raise nothing.
+
+        1. Start a thread for each rank that this rank sends to, or receives from.
+        2. Agree with all ranks, round by round, until all of them are done (`_agree`).
+        3. Keep the checksums of this rank's own segment, if all of it was sent (`_agree`).
+        4. Let readers in to the files that were sealed; give back the other slots.
+        5. If anything failed, leave the ranks: their connections aren't used any more.
+        """
+        threads: list[threading.Thread] = []
+        self._guarded("replicating", lambda: faults.point("replicate.started"))
+        self._guarded("replicating", lambda: threads.extend(self._start()))
+        try:
+            failures = self._agree(threads)
+        except RankFailed as error:
+            for thread in threads:
+                thread.join()
+            self._keep_checksums()
+            failures = (
+                *self._failures,
+                *((rank, f"agreeing: {plain(text)}") for rank, text in error.failures),
+            )
+        finally:
+            self._give_back()
+        if failures:
+            self._ranks.leave("; ".join(text for _, text in failures))
+        return failures
+
+    def _guarded(self, what: str, act: Callable[[], None]) -> None:
+        """Call `act`, and keep an error as a failure of this rank."""
+        try:
+            act()
+        except Exception as error:
+            self._failures.append(
+                (self._rank, f"{what}: {type(error).__name__}: {plain(str(error))}")
+            )
+
+    # -- 1. sending and receiving ------------------------------------------------------------------
+
+    def _start(self) -> list[threading.Thread]:
+        own, plans = self._rank, self._task.plans
+        self._incoming = [
+            IncomingFile(plan, self._task.slots[plan.file], self._tables, self._seal)
+            for plan in plans
+            if plan.receiver == own
+        ]
+        by_receiver: dict[int, list[FilePlan]] = {}
+        by_sender: dict[int, list[IncomingFile]] = {}
+        for plan in plans:
+            if own in plan.senders and plan.receiver != own:
+                by_receiver.setdefault(plan.receiver, []).append(plan)
+        for file in self._incoming:
+            for sender in file.plan.senders or (own,):
+                by_sender.setdefault(sender, []).append(file)
+        acts: list[tuple[str, Callable[[], None]]] = [
+            (f"sending to rank {receiver}", partial(self._send, receiver, sent))
+            for receiver, sent in by_receiver.items()
+        ]
+        for sender, files in by_sender.items():
+            act = partial(self._receive, sender) if sender != own else self._add_own
+            acts.append((f"receiving from rank {sender}", partial(act, files)))
+        return [daemon(partial(self._guarded, what, act), "dcp_mem-copy") for what, act in acts]
+
+    def _send(self, receiver: int, plans: Sequence[FilePlan]) -> None:
+        with self._channel(self._rank, receiver) as channel:
+            for plan in plans:
+                send(channel, self._outgoing.chunks(plan), self._go_on)
+
+    def _receive(self, sender: int, files: Sequence[IncomingFile]) -> None:
+        with self._channel(sender, self._rank) as channel:
+            for file in files:
+                try:
+                    file.begin()
+                except DcpMemError as error:
+                    refuse(channel, str(error))
+                    raise
+                receive(channel, file.chunks_from(sender), self._go_on)
+                file.end()
+
+    def _add_own(self, files: Sequence[IncomingFile]) -> None:
+        """Add the parts that this rank's own node has."""
+        for file in files:
+            plan = file.plan
+            file.begin()
+            for part in plan.parts_from(self._rank):
+                source, nbytes = self._outgoing.open(part.file, plan), chunk_nbytes(plan)
+                for start in range(part.start, part.stop, nbytes):
+                    self._go_on()
+                    data = source.read(start, min(start + nbytes, part.stop))
+                    file.add(part.place + start - part.start, data)
+            for name in plan.checksums_from(self._rank):
+                file.checksums[name] = self._outgoing.checksums(name, plan)
+            file.end()
+
+    def _seal(self, file: IncomingFile) -> None:
+        """Put an assembled file into the checkpoint, beside what verifies it."""
+        faults.point("replicate.received")
+        plan, slot = file.plan, file.slot
+        assert not isinstance(slot, str)
+        seal = partial(self._slots.seal, slot)
+        if plan.stripe is None:
+            self._memory.add_segment_copy(self._manifest, plan.file, file.table(), seal)
+        else:
+            record = StripeRecord(self._manifest.save_id, plan.stripe, file.crcs())
+            tables = file.stripe_tables()
+            self._memory.add_parity(self._manifest, plan.file, record, tables, seal)
+        file.is_sealed = True
+        faults.point("replicate.sealed")
+
+    @contextmanager
+    def _channel(self, sender: int, receiver: int) -> Iterator[Channel]:
+        """Close the channel where the block raises, so that the peer doesn't wait."""
+        channel = self._ranks.channel(sender, receiver)
+        try:
+            yield channel
+        except BaseException:
+            channel.close()
+            raise
+
+    def _go_on(self) -> None:
+        if self._cancelled.is_set():
+            raise Overtaken("a newer checkpoint is saved, or the job ends")
+
+    # -- 2. agreeing -------------------------------------------------------------------------------
+
+    def _agree(self, threads: Sequence[threading.Thread]) -> Failures:
+        """Tell all ranks how far this one is, until all are done; return all ranks' failures.
+
+        A rank that is done waits for slower ranks for as long as each of them takes part in the
+        rounds: only a rank that misses one is given up.
+        """
+        while True:
+            deadline = time.monotonic() + min(_LONGEST_ROUND, self._task.timeout / 4)
+            for thread in threads:
+                thread.join(max(deadline - time.monotonic(), 0.0))
+            is_done = not any(thread.is_alive() for thread in threads)
+            if is_done:
+                self._keep_checksums()
+            own = _Progress(is_done, self._cancelled.is_set(), joined(tuple(self._failures), ()))
+            progress = self._ranks.all_reduce(own, _Progress.join)
+            if progress.is_cancelled:
+                self._cancelled.set()
+            if progress.is_done:
+                return progress.failures
+
+    # -- 3. and 4. ending --------------------------------------------------------------------------
+
+    def _keep_checksums(self) -> None:
+        """Write the checksums of this rank's own segment beside it; once.
+
+        A copy that is read, or a segment that is rebuilt, is verified by them (invariant 1).
+        """
+        if self._task.own_slot is None or self._has_kept_checksums:
+            return
+        own = self._outgoing.own_table()
+        if own is not None:
+            self._has_kept_checksums = True
+            write = partial(self._memory.add_checksums, self._manifest, dict([own]))
+            self._guarded("writing checksums", write)
+
+    def _give_back(self) -> None:
+        sealed = {file.plan.file for file in self._incoming if file.is_sealed}
+        for file, slot in self._task.slots.items():
+            if not isinstance(slot, str):
+                (self._slots.share if file in sealed else self._slots.abandon)(slot)
+        self._outgoing.close()
+
+
+def plain(text: str) -> str:
+    """Return the text of an error, without gloo's source file and advice.
+
+    Args:
+        text: The error's text, as torch has it.
+    """
+    first_line = re.sub(r"^\[[^]]*\] ", "", text.split("\n")[0])
+    return first_line.partition(". This is typically caused")[0][:300]

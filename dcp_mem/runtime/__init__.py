@@ -1,0 +1,7 @@
+"""What a process keeps between saves, and how it follows its checkpoints from outside of a save.
+
+Imports flushing, replicating and what lies below them. To be read in this order: `session.py` (what
+there is, and its end), then its parts `layouts.py`, `prefaulting.py` (`heap.py`), `topology.py`,
+`last_saves.py`, `publishing.py` and `agent_link.py`; `states.py` waits for what
+becomes of a checkpoint.
+"""

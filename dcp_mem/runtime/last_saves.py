@@ -1,0 +1,96 @@
+"""What the last saves have left for the next ones to go by.
+
+A save like the one before says little more than "as before".
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from dcp_mem.format.segments import Segments
+from dcp_mem.policy.persistence import Since
+
+GroupKey = tuple[str, str]
+"""Tells ranks that save together from others: scope, and key of the set of ranks."""
+
+PlanKey = tuple[str, str, str]
+"""Saves with the same key follow each other with the same plan, as a rule: group and plan id."""
+
+
+@dataclass(slots=True)
+class SavedPlan:
+    """What the last complete save of a plan was made of; while that stays, so does the catalog.
+
+    Attributes:
+        catalog: Key of the catalog.
+        items: Fingerprint of this rank's items, by name and offset.
+        segments: Of all ranks.
+        save_id: Of that save.
+    """
+
+    catalog: str
+    items: int
+    segments: Segments
+    save_id: str = ""
+
+
+@dataclass(slots=True)
+class PersistCounter:
+    """When a save last went to storage."""
+
+    _saves: int | None = None
+    _at: float = 0.0
+    _step: int | None = None
+
+    def note(self, persisted: bool, step: int | None) -> None:
+        """Count a complete save.
+
+        Args:
+            persisted: Whether it goes to storage.
+            step: Its training step, where that was said.
+        """
+        if persisted:
+            self._saves, self._at, self._step = 1, time.monotonic(), step
+        elif self._saves is not None:
+            self._saves += 1
+
+    def since(self, step: int | None) -> Since | None:
+        """Return how long ago that was, seen from a save of this step; None: it never was.
+
+        Args:
+            step: The training step of the save in question; None where it told none.
+        """
+        if self._saves is None:
+            return None
+        steps = None if step is None or self._step is None else step - self._step
+        return Since(self._saves, time.monotonic() - self._at, steps)
+
+
+class LastSaves:
+    """What one process remembers of its last saves of a job.
+
+    Attributes:
+        plans: By plan, what its last complete save was made of.
+        persisted: When a save last went to storage.
+        expected_copies: By group of ranks, bytes of each slot that the last save's copies took on
+            this rank.
+        is_swept: Whether nothing of a failed save is left in memory.
+    """
+
+    def __init__(self) -> None:
+        self.plans: dict[PlanKey, SavedPlan] = {}
+        self.persisted = PersistCounter()
+        self.expected_copies: dict[GroupKey, tuple[int, ...]] = {}
+        self.is_swept = False
+        self._warned: set[str] = set()
+
+    def is_first_warning(self, text: str) -> bool:
+        """Return whether this warning is new: one that holds for every save is logged once.
+
+        Args:
+            text: The whole warning.
+        """
+        is_first = text not in self._warned
+        self._warned.add(text)
+        return is_first

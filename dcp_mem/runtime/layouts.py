@@ -1,0 +1,105 @@
+"""How the segments of recent plans are laid out.
+
+The same plan gets the same layout, so that its slots need no new frames.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dcp_mem.format.frames import QUANTISED, Spec, Specs, frame_pieces, frames_key, lay_out
+from dcp_mem.format.layout import Layout
+from dcp_mem.memory import pinning
+from dcp_mem.memory.slots import Slot
+
+_LAYOUTS_KEPT = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PlanLayout:
+    """The layout of one rank's plan.
+
+    Attributes:
+        expected: Dtypes and shapes as the plan has them.
+        dense: Dtypes and shapes as the tensors really have them; None for a tensor without a plain
+            dense payload, which is pickled behind the layout.
+        layout: Where each dense tensor lies.
+        described: The layout as the catalog has it, for readers that go by the plan.
+        frames: Names the bytes around the payloads (heads and tails of `torch.save`). Other shapes
+            or dtypes may well lie at the same offsets.
+        is_plain: Whether `dense` and `expected` agree for every tensor.
+    """
+
+    expected: Specs
+    dense: Sequence[Spec | None]
+    layout: Layout
+    described: Layout
+    frames: str
+    is_plain: bool
+
+
+class Layouts:
+    """The layouts of the last few plans."""
+
+    def __init__(self) -> None:
+        self._layouts: OrderedDict[int, PlanLayout] = OrderedDict()
+
+    def of(self, expected: Specs) -> PlanLayout:
+        """Return the layout of a plan with these dtypes and shapes: a known one, or a new one.
+
+        Args:
+            expected: Dtypes and shapes as the plan has them.
+        """
+        for key, known in reversed(self._layouts.items()):
+            if known.expected == expected:
+                self._layouts.move_to_end(key)
+                return known
+        return self.learn(
+            expected, [spec if spec[0] not in QUANTISED else None for spec in expected]
+        )
+
+    def learn(self, expected: Specs, dense: Sequence[Spec | None]) -> PlanLayout:
+        """Lay a plan out by what its tensors turned out to be, and keep that for this plan.
+
+        Args:
+            expected: Dtypes and shapes as the plan has them.
+            dense: As the tensors have them; None for one without a plain dense payload.
+        """
+        specs = [spec for spec in dense if spec is not None]
+        layout = lay_out(specs)
+        is_as_planned = [
+            spec == plan for spec, plan in zip(dense, expected, strict=True) if spec is not None
+        ]
+        for key in [key for key, known in self._layouts.items() if known.expected == expected]:
+            del self._layouts[key]
+        learnt = PlanLayout(
+            expected=expected,
+            dense=dense,
+            layout=layout,
+            described=layout.with_payloads_where(is_as_planned),
+            frames=frames_key(specs),
+            is_plain=list(expected) == dense,
+        )
+        self._layouts[id(learnt)] = learnt
+        while len(self._layouts) > _LAYOUTS_KEPT:
+            self._layouts.popitem(last=False)
+        return learnt
+
+
+def put_frames(slot: Slot, plan_layout: PlanLayout) -> None:
+    """Write the bytes around the payloads into a mapped slot, unless they are there already.
+
+    Args:
+        slot: Of the layout's size at least.
+        plan_layout: Where payloads and the bytes around them lie.
+    """
+    if slot.frames != plan_layout.frames:
+        slot.frames = ""  # a slot that is only half done must not pass for one that is
+        specs = [spec for spec in plan_layout.dense if spec is not None]
+        for offset, piece in frame_pieces(plan_layout.layout, specs):
+            ctypes.memmove(slot.address + offset, piece, len(piece))
+        slot.frames = plan_layout.frames
+    pinning.pin(slot)

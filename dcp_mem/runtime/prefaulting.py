@@ -1,0 +1,123 @@
+"""Slots are made ready between saves, in the background: pages populated, frames written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dcp_mem.common.log import log
+from dcp_mem.config import Settings
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.slots import SlotPool
+from dcp_mem.runtime.heap import GrownHeap
+from dcp_mem.runtime.layouts import PlanLayout, put_frames
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSizes:
+    """What one checkpoint takes of a rank's slots.
+
+    Attributes:
+        own: Bytes of the slot of the rank's own segment.
+        layout: What that slot is made ready for.
+        copies: Bytes of each slot for a segment, or parity, that comes from another rank.
+    """
+
+    own: int
+    layout: PlanLayout
+    copies: Sequence[int] = ()
+
+    @property
+    def count(self) -> int:
+        """How many slots that are."""
+        return 1 + len(self.copies)
+
+
+class Prefaulting:
+    """The thread that makes a rank's free slots ready; at most one at a time.
+
+    Args:
+        memory: The job's memory on this node.
+        slots: Where free slots are made ready.
+        heap: Trimmed once the slots are ready.
+    """
+
+    def __init__(self, memory: JobMemory, slots: SlotPool, heap: GrownHeap) -> None:
+        self._memory, self._slots, self._heap = memory, slots, heap
+        self._thread: threading.Thread | None = None
+        self._wanted = threading.Event()
+
+    def start(self, sizes: SlotSizes, checkpoints: int) -> threading.Thread:
+        """Make free slots for so many checkpoints ready in the background; return the thread.
+
+        Args:
+            sizes: What one checkpoint takes.
+            checkpoints: For how many checkpoints there are to be free slots.
+        """
+        self.stop()
+        self._wanted.set()
+        self._thread = threading.Thread(
+            target=self._work, args=(sizes, checkpoints), name="dcp_mem-prefault", daemon=True
+        )
+        self._thread.start()
+        return self._thread
+
+    def stop(self) -> None:
+        """End the background work where it is; what it has done by then isn't lost."""
+        self._wanted.clear()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def fill_up(
+        self,
+        settings: Settings,
+        sizes: SlotSizes,
+        *,
+        rank: int,
+        node_nbytes: int,
+        pending_nbytes: int = 0,
+    ) -> None:
+        """Bring the rank's slots up to what `keep` + 1 checkpoints take, within the memory budget.
+
+        Args:
+            settings: Of the job: how many checkpoints stay, and the memory limit.
+            sizes: What one checkpoint takes of this rank's slots.
+            rank: Names this rank's segments.
+            node_nbytes: Bytes that one checkpoint takes on this node, copies included.
+            pending_nbytes: Bytes that are about to be taken on this node for copies.
+        """
+        # In this order: a segment that retires in between is counted twice, and never overlooked.
+        in_use = self._memory.count_segments(rank)
+        free = self._slots.free_count() // sizes.count
+        per_checkpoint = max(node_nbytes, 1)
+        room = (self._memory.free_bytes() - pending_nbytes) // per_checkpoint - 1
+        if settings.memory_limit is not None:
+            left = settings.memory_limit - self._memory.allocated_bytes() - pending_nbytes
+            room = min(room, left // per_checkpoint)
+        wanted = min(settings.keep + 1 - in_use, free + max(room, 0))
+        if wanted > free:
+            self.start(sizes, wanted)
+
+    def _work(self, sizes: SlotSizes, checkpoints: int) -> None:
+        try:
+            for count in range(1, checkpoints * sizes.count + 1):  # one checkpoint after the other
+                self._make_ready(sizes, count)
+        except Exception:
+            log.warning(
+                "prefaulting failed; saves will fault their pages in themselves", exc_info=True
+            )
+        self._heap.trim()
+
+    def _make_ready(self, sizes: SlotSizes, count: int) -> None:
+        """Have so many free slots, the last of them of the size that is next in turn."""
+        kind = (count - 1) % sizes.count
+        if kind:
+            self._slots.prefault(
+                count, sizes.copies[kind - 1], lambda slot: None, self._wanted.is_set
+            )
+        else:
+            self._slots.prefault(
+                count, sizes.own, lambda slot: put_frames(slot, sizes.layout), self._wanted.is_set
+            )

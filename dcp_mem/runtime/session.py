@@ -1,0 +1,218 @@
+"""What one process keeps of a job between saves.
+
+Writers are light, and `dcp.async_save`'s process executor pickles them into another process for
+every save. What is worth keeping lives here instead, once for each process, memory root and job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Iterable
+
+from dcp_mem.comm import Ranks
+from dcp_mem.config import Settings
+from dcp_mem.errors import DcpMemError
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.memory.catalogs import Catalogs
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import JobLock, RunIdentity
+from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.replicating.plan import FilePlan
+from dcp_mem.replicating.replicator import Replicator
+from dcp_mem.runtime.agent_link import AgentLink
+from dcp_mem.runtime.heap import GrownHeap
+from dcp_mem.runtime.last_saves import LastSaves
+from dcp_mem.runtime.layouts import Layouts
+from dcp_mem.runtime.prefaulting import Prefaulting
+from dcp_mem.runtime.publishing import Publisher
+from dcp_mem.runtime.topology import JobNodes, Topology
+
+_DRAIN_AT_EXIT = 60.0
+_CANCEL_AT_EXIT = 5.0
+
+
+class Session:
+    """One process's hold on one job: opens the parts, closes them, and does what needs several.
+
+    Not thread-safe but for the threads that its parts run themselves.
+
+    Attributes:
+        memory: The job's directory in this node's memory.
+        lock: Keeps other runs of the same job out.
+        slots: Files to stage into.
+        catalogs: The catalogs of the job's checkpoints.
+        layouts: How the segments of recent plans are laid out.
+        heap: Heap to give back to the system.
+        prefaulting: Makes slots ready between saves.
+        last_saves: What the last saves have left for the next ones to go by.
+        replicator: Has complete checkpoints copied to other nodes.
+        publisher: Makes checkpoints COMPLETE on this node.
+        nodes: On which nodes the job runs.
+    """
+
+    def __init__(self, root: str, job: str, identity: RunIdentity) -> None:
+        """Open the job's memory.
+
+        Args:
+            root: The memory root.
+            job: The job's name.
+            identity: By which another run of the job is told from this one.
+
+        Raises:
+            JobInUse: Another run saves under this name on this node.
+            MemoryRootRefused: The memory root belongs to someone else, or isn't safe.
+            MemoryUnavailable: The memory root can't be made.
+        """
+        self.memory = JobMemory(root, job)
+        self.lock = JobLock(self.memory.directory, job, identity)
+        self.slots = SlotPool(self.memory.slots)
+        self.catalogs = Catalogs(self.memory.directory)
+        self.layouts = Layouts()
+        self.heap = GrownHeap()
+        self.prefaulting = Prefaulting(self.memory, self.slots, self.heap)
+        self.last_saves = LastSaves()
+        self.replicator = Replicator(self.memory, self.slots)
+        self.publisher = Publisher(self.memory, self.catalogs)
+        self.nodes = JobNodes(self.memory.node)
+        self._agent = AgentLink(root)
+
+    def topology(self, ranks: Ranks, failure_domain: str = "") -> Topology:
+        """Return where these ranks run; see `JobNodes.topology`.
+
+        Args:
+            ranks: The ranks that save together.
+            failure_domain: Of this node; "" for one of its own.
+        """
+        return self.nodes.topology(ranks, failure_domain)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Make a checkpoint COMPLETE on this node; see `Publisher.publish`.
+
+        Args:
+            manifest: Of the checkpoint.
+        """
+        self.publisher.publish(manifest)
+
+    def slots_for(self, plans: Iterable[FilePlan]) -> dict[str, Slot | str]:
+        """Claim a slot for each file that other ranks will send; populate none of them.
+
+        Args:
+            plans: Of the files that this rank receives.
+
+        Returns:
+            By file, its slot, or why there is none.
+        """
+        return {plan.file: self._slot_for(plan) for plan in plans}
+
+    def _slot_for(self, plan: FilePlan) -> Slot | str:
+        try:
+            return self.slots.take(plan.slot_nbytes, "")
+        except (DcpMemError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    def wake_agent(self, settings: Settings, *, now: bool = False) -> None:
+        """Have pending checkpoints flushed.
+
+        Args:
+            settings: Of the job: where it flushes to, and who does.
+            now: Try at once again what failed; otherwise that has its time.
+        """
+        self._agent.wake(settings, self.nodes.of_all_ranks, now=now)
+
+    def tell_nodes(self, settings: Settings) -> None:
+        """Tell the agent on which nodes the job runs now, if that is news and something is pending.
+
+        The flush of a checkpoint of an earlier run may be waiting for nodes that are gone.
+
+        Args:
+            settings: The writer's, with which the agent is to flush.
+        """
+        is_news = self._agent.is_news(self.nodes.of_all_ranks)
+        if is_news and any(checkpoint.pending for checkpoint in self.memory.checkpoints()):
+            self.wake_agent(settings)
+
+    def close(self, *, drop_free: bool) -> None:
+        """Give back slots, mappings and the job's lock.
+
+        Args:
+            drop_free: Give back the memory of free slots as well.
+        """
+        self.prefaulting.stop()
+        self.replicator.wait()
+        self.publisher.close()
+        self._agent.stop()
+        self.slots.close(keep_free=not drop_free)
+        if drop_free:
+            self.memory.sweep()
+            self.memory.drop_free_slots()
+            self.catalogs.clear()
+        self.lock.close()
+
+    def drain(self) -> None:
+        """Let this process's threads finish what is pending."""
+        self.replicator.wait(_DRAIN_AT_EXIT)
+        if self.replicator.is_busy:
+            self.replicator.cancel()
+            self.replicator.wait(_CANCEL_AT_EXIT)
+        self.publisher.drain()
+        self._agent.drain()
+
+
+_sessions: dict[tuple[int, str, str], Session] = {}
+_guard = threading.Lock()
+
+
+def session_for(settings: Settings, identity: RunIdentity) -> Session:
+    """Return this process's session of the job, opened now if need be.
+
+    Args:
+        settings: Memory root and name of the job.
+        identity: The run that this process belongs to; another run of the same job is kept out.
+
+    Raises:
+        JobInUse: Another run saves under this name on this node.
+        MemoryRootRefused: The memory root belongs to someone else, or isn't safe.
+        MemoryUnavailable: The memory root can't be made.
+    """
+    key = (os.getpid(), settings.memory_root, settings.job)
+    with _guard:
+        session = _sessions.get(key)
+        if session is None or not os.path.isdir(session.memory.directory):
+            if session is not None:
+                session.lock.close()
+            session = _sessions[key] = Session(settings.memory_root, settings.job, identity)
+        return session
+
+
+def open_session(settings: Settings) -> Session | None:
+    """Return this process's session of the job if it has one.
+
+    Args:
+        settings: The job's, with its memory root.
+    """
+    return _sessions.get((os.getpid(), settings.memory_root, settings.job))
+
+
+def close_session(settings: Settings, *, drop_free: bool) -> None:
+    """Close this process's session of the job, if it has one.
+
+    Args:
+        settings: Memory root and name of the job.
+        drop_free: Give back the memory of free slots as well.
+    """
+    with _guard:
+        session = _sessions.pop((os.getpid(), settings.memory_root, settings.job), None)
+    if session is not None:
+        session.close(drop_free=drop_free)
+
+
+def _drain_sessions() -> None:
+    for (pid, _, _), session in list(_sessions.items()):
+        if pid == os.getpid():
+            session.drain()
+
+
+# Before concurrent.futures ends its pools, which plain atexit functions come too late for.
+getattr(threading, "_register_atexit", atexit.register)(_drain_sessions)

@@ -1,0 +1,355 @@
+"""Following checkpoints from outside of a save: their status, and waiting for a state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dcp_mem.common.log import log
+from dcp_mem.common.progress_bar import Show
+from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Outcome, State, Transfer
+from dcp_mem.config import Settings
+from dcp_mem.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    FlushFailed,
+    ReplicationFailed,
+    WaitTimeout,
+)
+from dcp_mem.flushing import agent
+from dcp_mem.format.history import HistoryRow
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import is_leased
+
+_FIRST_PAUSE = 0.005
+_LONGEST_PAUSE = 0.2
+_WAKE_EVERY = 2.0
+_COMPLAIN_EVERY = 30.0
+
+_AWAITABLE = (State.COMPLETE, State.REPLICATED, State.DURABLE)
+
+Wake = Callable[[bool], None]
+"""Has the agent look at what is pending; with True it tries at once again what failed."""
+
+
+def status(settings: Settings) -> list[CheckpointStatus]:
+    """Return every known checkpoint of the job on this node, newest first.
+
+    Args:
+        settings: The job's, with its memory root.
+    """
+    memory = JobMemory(settings.memory_root, settings.job)
+    present = [status_of(checkpoint) for checkpoint in memory.checkpoints()]
+    known = {entry.save_id for entry in present}
+    past = [_of_history(row) for row in memory.history() if row.save_id not in known]
+    return sorted([*present, *past], key=lambda entry: entry.created, reverse=True)
+
+
+def agent_log(settings: Settings) -> str:
+    """Return the path of the file where this node's agent writes what it does.
+
+    Args:
+        settings: The job's; only its memory root matters.
+    """
+    return agent.log_path(settings.memory_root)
+
+
+def wait(
+    settings: Settings,
+    name: str | None,
+    state: State | str,
+    *,
+    timeout: float | None,
+    wake: Wake,
+    show: Show | None = None,
+) -> None:
+    """Wait until a checkpoint has reached a state; raise what `MemoryStorageWriter.wait` raises.
+
+    Args:
+        settings: Of the job.
+        name: Of the checkpoint; None for the newest one that is meant to reach the state.
+        state: COMPLETE, REPLICATED or DURABLE, or its text.
+        timeout: Seconds; None waits for as long as there is hope.
+        wake: Wakes the agent.
+        show: Shown the checkpoint several times a second.
+
+    Raises:
+        ConfigError: This state isn't one to wait for, or the timeout is no number of seconds.
+    """
+    wanted = _awaitable(state)
+    if wanted is State.REPLICATED and not settings.redundancy:
+        raise ConfigError("nothing is replicated: the writer has replicas=0, and no parity")
+    is_never_durable = settings.url is None or (name is None and settings.persist.is_never)
+    if wanted is State.DURABLE and is_never_durable:
+        raise ConfigError("nothing becomes durable: the writer has no path, or persist=False")
+    before = _refusals(settings)
+    waiting = _Wait(
+        settings=settings,
+        what=f"{name or 'the newest checkpoint'} is not {wanted.value} yet",
+        is_over=lambda: _has_reached(settings, name, wanted, before),
+        awaited=lambda: _candidates(settings, name, wanted)[:1],
+        wake=wake,
+        show=show,
+    )
+    waiting.run(timeout)
+
+
+def _awaitable(state: State | str) -> State:
+    """Return the state that is meant. Raises ConfigError for those that can't be waited for."""
+    for one in _AWAITABLE:
+        if state == one:
+            return one
+    text = state.value if isinstance(state, State) else state
+    raise ConfigError(f"state={text!r}: wait for 'complete', 'replicated' or 'durable'")
+
+
+def wait_for_all(
+    settings: Settings,
+    wake: Wake,
+    show: Show | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Wait until nothing in memory awaits its flush.
+
+    Args:
+        settings: Of the job.
+        wake: Wakes the agent.
+        show: Shown the checkpoints several times a second.
+        timeout: Seconds; None waits for as long as there is hope.
+
+    Raises:
+        FlushFailed: Storage refused all that is left; names the newest of them.
+        WaitTimeout: The time ran out first.
+    """
+    before = _refusals(settings)
+
+    def is_over() -> bool:
+        memory = JobMemory(settings.memory_root, settings.job)
+        pending = [checkpoint for checkpoint in memory.checkpoints() if checkpoint.pending]
+        refused = [checkpoint for checkpoint in pending if _is_refused_again(checkpoint, before)]
+        if refused and len(refused) == len(pending):
+            raise FlushFailed(refused[0].name, refused[0].flush.error)
+        return not pending
+
+    waiting = _Wait(
+        settings=settings,
+        what="not all is flushed",
+        is_over=is_over,
+        awaited=lambda: [entry for entry in status(settings) if entry.persist],
+        wake=wake,
+        show=show,
+    )
+    waiting.run(timeout)
+
+
+# -- how far a checkpoint is -----------------------------------------------------------------------
+
+
+def _refusals(settings: Settings) -> dict[str, int]:
+    """Return how many attempts storage has refused, by save id, that began before a wait.
+
+    An attempt that is under way may have begun before the user had mended what was wrong, so it
+    counts as one of those, unless it is the first.
+    """
+    found = {}
+    for checkpoint in JobMemory(settings.memory_root, settings.job).checkpoints():
+        attempts = checkpoint.flush.attempts
+        is_again = attempts > 0 and _is_under_way(checkpoint)
+        if checkpoint.flush.outcome == Outcome.REFUSED or is_again:
+            found[checkpoint.manifest.save_id] = attempts + is_again
+    return found
+
+
+def _is_under_way(checkpoint: LocalCheckpoint) -> bool:
+    try:
+        return is_leased(checkpoint.flushing_path)
+    except FileNotFoundError:
+        return False
+
+
+def _is_refused_again(checkpoint: LocalCheckpoint, before: dict[str, int]) -> bool:
+    """Tell whether storage has refused it in an attempt that began after the wait."""
+    known = before.get(checkpoint.manifest.save_id, 0)
+    return checkpoint.flush.outcome == Outcome.REFUSED and checkpoint.flush.attempts > known
+
+
+def _has_reached(
+    settings: Settings, name: str | None, wanted: State, before: dict[str, int]
+) -> bool:
+    """Tell whether the checkpoint has reached the state; raise if it never will."""
+    candidates = _candidates(settings, name, wanted)
+    if not candidates:
+        if name is None:
+            return True  # nothing was saved that would get there
+        where = f"job {settings.job}, which has never saved it on this node"
+        raise CheckpointNotFound(name, where, [entry.name for entry in status(settings)], [])
+    newest = candidates[0]
+    if wanted is State.REPLICATED:
+        return _is_replicated(newest)
+    if wanted is State.COMPLETE or newest.state is State.DURABLE:
+        if newest.state is State.SKIPPED and not newest.in_memory:
+            raise _flush_failed(newest)
+        return True
+    if newest.state is State.SKIPPED or (not newest.in_memory and newest.persist):
+        raise _flush_failed(newest)
+    if not newest.persist:
+        raise FlushFailed(newest.name, "it is not meant for storage: persist= chose other saves")
+    # Looked at again: what memory says may be newer than the status.
+    for checkpoint in JobMemory(settings.memory_root, settings.job).checkpoints():
+        is_same_save = checkpoint.manifest.save_id == newest.save_id
+        if is_same_save and _is_refused_again(checkpoint, before):
+            raise FlushFailed(checkpoint.name, checkpoint.flush.error)
+    return False
+
+
+def _is_replicated(entry: CheckpointStatus) -> bool:
+    """Tell whether it survives the loss of a node; raise ReplicationFailed if it never will."""
+    if not entry.is_replicated and (entry.replication_error or not entry.in_memory):
+        raise ReplicationFailed(entry.name, entry.replication_error or "it has left memory")
+    return entry.is_replicated
+
+
+def _flush_failed(entry: CheckpointStatus) -> FlushFailed:
+    return FlushFailed(entry.name, entry.error or "it left memory before it was durable")
+
+
+def _candidates(settings: Settings, name: str | None, wanted: State) -> list[CheckpointStatus]:
+    """Return the checkpoints that a wait may be for, newest first."""
+    return [
+        entry
+        for entry in status(settings)
+        if entry.name == name or (name is None and (entry.persist or wanted is not State.DURABLE))
+    ]
+
+
+# -- waiting ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wait:
+    """A wait for something to happen in the job's memory.
+
+    Attributes:
+        settings: Of the job.
+        what: What has not happened yet, for texts.
+        is_over: Returns whether it has; raises where it never will.
+        awaited: Returns what to show.
+        wake: Wakes the agent.
+        show: Shown what is awaited several times a second.
+    """
+
+    settings: Settings
+    what: str
+    is_over: Callable[[], bool]
+    awaited: Callable[[], Sequence[CheckpointStatus]]
+    wake: Wake
+    show: Show | None
+
+    def run(self, timeout: float | None) -> None:
+        """Return once it has happened. Raises WaitTimeout, or what `is_over` raises."""
+        if self.is_over():
+            return
+        self.wake(True)
+        started = woken = complained = time.monotonic()
+        pause = _FIRST_PAUSE
+        while not self._is_over_and_shown():
+            now = time.monotonic()
+            if timeout is not None and now - started > timeout:
+                raise WaitTimeout(f"{self.what} after {timeout:g} s; {_trouble(self.settings)}")
+            if now - woken > _WAKE_EVERY:
+                self.wake(False)  # should the agent have died
+                woken = now
+            if now - complained > _COMPLAIN_EVERY:
+                seconds = now - started
+                log.warning("%s after %.0f s; %s", self.what, seconds, _trouble(self.settings))
+                complained = now
+            time.sleep(pause)
+            pause = min(pause * 1.3, _LONGEST_PAUSE)
+
+    def _is_over_and_shown(self) -> bool:
+        try:
+            return self.is_over()
+        finally:
+            if self.show is not None:
+                self.show(self.awaited())  # the end as well, good or bad
+
+
+def _trouble(settings: Settings) -> str:
+    errors = [
+        f"{entry.name}: {entry.error}"
+        for entry in status(settings)
+        if entry.error and entry.in_memory
+    ]
+    log_file = "" if settings.agent == "thread" else f" (the agent's log: {agent_log(settings)})"
+    return (errors[0] if errors else "no error so far") + log_file
+
+
+# -- status ----------------------------------------------------------------------------------------
+
+
+def status_of(checkpoint: LocalCheckpoint) -> CheckpointStatus:
+    """Return what is known of a checkpoint in memory.
+
+    Args:
+        checkpoint: A complete checkpoint in this node's memory.
+    """
+    manifest, flush, replication = checkpoint.manifest, checkpoint.flush, checkpoint.replication
+    is_replicated = replication.outcome == Outcome.REPLICATED
+    states = {
+        Outcome.DURABLE.value: State.DURABLE,
+        Outcome.FAILED.value: State.FAILED,
+        Outcome.REFUSED.value: State.FAILED,
+        Outcome.SKIPPED.value: State.SKIPPED,
+    }
+    return CheckpointStatus(
+        name=manifest.name,
+        save_id=manifest.save_id,
+        state=states.get(flush.outcome, State.REPLICATED if is_replicated else State.COMPLETE),
+        in_memory=True,
+        persist=manifest.persist,
+        nbytes=manifest.nbytes,
+        created=manifest.created,
+        durable=flush.durable,
+        stage_seconds=manifest.stage_seconds,
+        flush_seconds=flush.seconds,
+        flush_attempts=flush.attempts,
+        error=flush.error,
+        flush_stage=flush.stage,
+        flush_again=flush.again,
+        transfer=flush.transfer,
+        replicas=replication.copies,
+        replication_seconds=replication.seconds,
+        replication_error=replication.error,
+        parity=replication.parity,
+        step=manifest.step,
+        metrics=manifest.metrics,
+        places=(MEMORY, STORAGE) if flush.outcome == Outcome.DURABLE else (MEMORY,),
+        scope=manifest.scope,
+        world_size=manifest.world_size,
+    )
+
+
+def _of_history(row: HistoryRow) -> CheckpointStatus:
+    # One that failed and has left memory since will not be tried again.
+    states = {
+        Outcome.DURABLE.value: State.DURABLE,
+        Outcome.EVICTED.value: State.EVICTED,
+        Outcome.DELETED.value: State.DELETED,
+    }
+    return CheckpointStatus(
+        name=row.name,
+        save_id=row.save_id,
+        state=states.get(row.outcome, State.SKIPPED),
+        in_memory=False,
+        persist=bool(row.save_id) and row.outcome != Outcome.EVICTED,
+        nbytes=row.nbytes,
+        created=row.created,
+        durable=row.durable,
+        stage_seconds=row.stage_seconds,
+        flush_seconds=row.flush_seconds,
+        flush_attempts=row.attempts,
+        error=row.error,
+        transfer=Transfer(parts=row.parts, retries=row.retries),
+    )

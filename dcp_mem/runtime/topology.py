@@ -1,0 +1,91 @@
+"""Which ranks share a node, and which nodes fail together."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dcp_mem.comm import Ranks, world_size
+
+
+class Home(NamedTuple):
+    """Where a rank runs. A plain tuple, for it goes to all ranks.
+
+    Attributes:
+        node: The node's id.
+        domain: What fails together with that node.
+    """
+
+    node: str
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where the ranks of one save or load run.
+
+    Attributes:
+        nodes: Node id of each rank.
+        domains: Failure domain of each rank's node.
+        rank: This rank.
+    """
+
+    nodes: tuple[str, ...]
+    domains: tuple[str, ...]
+    rank: int
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the first one on its node, which acts for the node."""
+        return self.nodes.index(self.nodes[self.rank]) == self.rank
+
+    @property
+    def node_count(self) -> int:
+        """How many nodes there are."""
+        return len(set(self.nodes))
+
+    def neighbours(self, node: str) -> list[int]:
+        """Return the ranks on a node.
+
+        Args:
+            node: The node's name.
+        """
+        return [rank for rank, other in enumerate(self.nodes) if other == node]
+
+
+class JobNodes:
+    """The nodes on which the job's ranks run, as far as saves have told."""
+
+    def __init__(self, node: str) -> None:
+        """Start with nothing known.
+
+        Args:
+            node: Id of this node.
+        """
+        self._node = node
+        self._of_all_ranks: frozenset[str] | None = None
+        self._seen: tuple[str, ...] = ()  # what these were made of, by rank
+
+    @property
+    def of_all_ranks(self) -> frozenset[str] | None:
+        """The nodes of all the job's ranks; None before a save of all of them."""
+        return self._of_all_ranks
+
+    def topology(self, ranks: Ranks, failure_domain: str = "") -> Topology:
+        """Return where these ranks run; the first time, in an exchange of all of them.
+
+        Args:
+            ranks: The ranks, which all call this.
+            failure_domain: Of this node; "" for one of its own.
+        """
+        known = ranks.cache.get(self._node)
+        if known is None:
+            domain = f"domain {failure_domain}" if failure_domain else f"node {self._node}"
+            homes = ranks.all_reduce({ranks.rank: Home(self._node, domain)}, operator.or_)
+            nodes, domains = zip(*(homes[rank] for rank in range(ranks.size)), strict=True)
+            known = ranks.cache[self._node] = nodes, domains
+            ranks.set_nodes(nodes)
+        if known[0] is not self._seen and ranks.size == world_size():
+            self._seen, self._of_all_ranks = known[0], frozenset(known[0])
+        return Topology(known[0], known[1], ranks.rank)

@@ -1,0 +1,69 @@
+"""What goes on in the background once a checkpoint is complete: flush, copies, new slots."""
+
+from __future__ import annotations
+
+from dcp_mem.memory.slots import capacity_for
+from dcp_mem.policy.admission import most_at_once
+from dcp_mem.runtime.prefaulting import SlotSizes
+from dcp_mem.saving.plan import TAIL_ROOM
+from dcp_mem.saving.redundancy import incoming_sizes, replication_of
+from dcp_mem.saving.values import Completed, SaveContext
+
+
+def start_background_work(context: SaveContext, completed: Completed) -> None:
+    """Start what training needn't wait for.
+
+    1. The node's leader has `.metadata` put beside the checkpoint, for stock readers, and wakes the
+       agent.
+    2. Copies or parity on other nodes are set up.
+    3. Slots for the next saves are made ready.
+    4. The copies begin: last, for they take the cores that all this runs on.
+
+    Args:
+        context: Of the save.
+        completed: What is complete.
+    """
+    session, manifest = context.session, completed.manifest
+    if completed.agreed.topology.is_leader:
+        session.publisher.show(manifest)
+        if completed.agreed.persist:
+            session.wake_agent(context.settings)
+        else:
+            session.tell_nodes(context.settings)
+    replication = replication_of(context, completed)
+    try:
+        takes_slots = replication is not None and replication.task.makes_slots
+        _prefault_spare_slots(context, completed, takes_slots=takes_slots)
+    finally:
+        if replication is not None:
+            session.replicator.start(replication)
+
+
+def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_slots: bool) -> None:
+    """Have slots ready for the next saves.
+
+    Args:
+        context: Of the save.
+        completed: What is complete.
+        takes_slots: Whether copies of this checkpoint are about to take new slots.
+    """
+    settings, session, staged = context.settings, context.session, completed.staged
+    topology, manifest = completed.agreed.topology, completed.manifest
+    incoming = incoming_sizes(context, topology, manifest)
+    copies_nbytes = sum(map(sum, incoming))
+    own_nbytes = sum(
+        capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node)
+    )
+    node_nbytes = own_nbytes + copies_nbytes
+    if topology.is_leader:
+        session.memory.trim(most_at_once(settings.keep, any(incoming)) * node_nbytes)
+    sizes = SlotSizes(
+        staged.segment.nbytes + TAIL_ROOM, staged.layout, incoming[context.ranks.rank]
+    )
+    session.prefaulting.fill_up(
+        settings,
+        sizes,
+        rank=context.rank,
+        node_nbytes=node_nbytes,
+        pending_nbytes=copies_nbytes if takes_slots else 0,
+    )

@@ -1,0 +1,113 @@
+"""What ranks tell each other before they stage: reports, and a ballot that joins them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dcp_mem.policy.admission import NodeMemory
+
+Proposal = tuple[Any, ...]
+"""What the coordinator decides: save id, whether the checkpoint goes to storage, and its time; then
+the fields of SaveInfo, if anything was said.
+
+A plain tuple that leaves out an empty SaveInfo, so that a ballot fits into one letter (128 bytes).
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What a rank needs for the save, and what it sees against it.
+
+    Attributes:
+        name: The checkpoint's.
+        proposal: The coordinator's.
+        needed: Bytes of the slot for this rank's segment.
+        slots: Bytes of this rank's free slots, the largest first.
+        node: Of the rank's node; from the node's leader alone, like `exists` and `newest`.
+        exists: Whether the checkpoint is there already, and must not be overwritten.
+        newest: When the node's newest checkpoint was created; seconds since the epoch.
+        plan_id: As in Planned, like `other_plan_ids`.
+        other_plan_ids: Plans that would fit here just as well.
+        why_not: As in Unplanned.
+        error: What went wrong; "" for nothing.
+    """
+
+    name: str
+    proposal: Proposal | None = None
+    needed: int = 0
+    slots: tuple[int, ...] = ()
+    node: NodeMemory | None = None
+    exists: bool = False
+    newest: float = 0.0
+    plan_id: str = ""
+    other_plan_ids: tuple[str, ...] = ()
+    why_not: str = ""
+    error: str = ""
+
+
+class Ballot(NamedTuple):
+    """The reports of some ranks, joined; about as small as this however many ranks there are.
+
+    A tuple, not a dataclass: it is pickled by position, and must fit into one letter.
+
+    Attributes:
+        name: A digest of the checkpoint's name.
+        plan_id: "" where the ranks have no plan in common.
+        is_usual: Whether no rank sees anything against staging at once, but for plans.
+        newest: When the newest checkpoint was created.
+        proposal: The coordinator's.
+        other_plan_ids: Plans that fit on every rank as well.
+        why_not: (rank, why only DCP's planner can plan its state dict); of one rank at most.
+        is_replicating: Whether some rank still has copies of an older checkpoint under way.
+    """
+
+    name: bytes
+    plan_id: str
+    is_usual: bool
+    newest: float
+    proposal: Proposal | None
+    other_plan_ids: tuple[str, ...] = ()
+    why_not: tuple[tuple[int, str], ...] = ()
+    is_replicating: bool = False
+
+    def join(self, other: Ballot) -> Ballot:
+        """Return what two sets of ranks say together.
+
+        Args:
+            other: What the other ranks say.
+        """
+        fitting = {self.plan_id, *self.other_plan_ids} & {other.plan_id, *other.other_plan_ids}
+        plan_id = self.plan_id if self.plan_id == other.plan_id else ""
+        return Ballot(
+            self.name,
+            plan_id,
+            self.name == other.name and self.is_usual and other.is_usual,
+            max(self.newest, other.newest),
+            self.proposal or other.proposal,
+            tuple(sorted(fitting - {plan_id, ""})),
+            tuple(sorted(self.why_not + other.why_not)[:1]),
+            self.is_replicating or other.is_replicating,
+        )
+
+
+def ballot_of(rank: int, report: RankReport, *, has_room: bool, is_replicating: bool) -> Ballot:
+    """Return one rank's ballot.
+
+    Args:
+        rank: The rank.
+        report: What it needs, and what it sees against the save.
+        has_room: Whether it could stage at once.
+        is_replicating: Whether it still has copies of an older checkpoint under way.
+    """
+    return Ballot(
+        hashlib.sha256(report.name.encode()).digest()[:8],
+        report.plan_id,
+        has_room and not (report.error or report.exists),
+        report.newest,
+        report.proposal,
+        report.other_plan_ids,
+        ((rank, report.why_not),) if report.why_not else (),
+        is_replicating,
+    )

@@ -1,0 +1,248 @@
+"""Saves that DCP has planned: their items, and what is known of the global plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_mem.common.values import Outcome
+from dcp_mem.format.catalog import Catalog
+from dcp_mem.format.catalog_conversion import RankItems, catalog_of
+from dcp_mem.format.manifest import FlushRecord, Manifest
+from dcp_mem.runtime.last_saves import SavedPlan
+from dcp_mem.saving.plan import plan_segment
+from dcp_mem.saving.stage import stage
+from dcp_mem.saving.values import Agreed, IndexedParts, Planned, SaveContext, Staged
+
+
+class DcpPlanItems:
+    """The items of a plan that DCP has made: an ItemProvider for one save."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, tracker: DcpPlanTracker) -> None:
+        """Take what DCP hands to `write_data`.
+
+        Args:
+            plan: This rank's.
+            planner: Resolves the items of the plan.
+            tracker: Has seen the global plan, on the coordinator.
+        """
+        self._plan, self._planner, self._tracker = plan, planner, tracker
+
+    def plan(self, context: SaveContext) -> Planned:
+        """Take this rank's plan apart."""
+        return plan_segment(context, self._plan, self._planner)
+
+    def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
+        """Return False: DCP's plan is the only one."""
+        return False
+
+    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
+        """Copy what the planner resolves into a slot."""
+        return stage(context, agreed, planned)
+
+    def has_changed(self, saved: SavedPlan | None) -> bool:
+        """Return whether the metadata may differ from that of the last save."""
+        return self._tracker.has_changed(self._planner, saved)
+
+    def catalog_source(self, planned: Planned) -> CatalogOfDcpPlan:
+        """Return what makes a catalog of DCP's metadata and the ranks' items."""
+        return CatalogOfDcpPlan(lambda: self._tracker.metadata(self._planner))
+
+    def settle(self, saved: SavedPlan) -> None:
+        """Remember that the checkpoint is complete with this structure."""
+        self._tracker.settle(self._planner, saved)
+
+
+class DcpPlanTracker:
+    """What the coordinator knows of DCP's global plan: its metadata, and whether it has changed.
+
+    The metadata that DCP will hand to `finish` is made before `write_data`, but not shown to the
+    writer: it is looked up in DCP's own frame. Under other drivers of the contract, planners
+    derived from torch's default keep it; for other planners it is made again from the global plans.
+    `finish` then puts right what differs.
+    """
+
+    def __init__(self) -> None:
+        self._plans: Sequence[SavePlan] = ()
+        self._structure: object = None
+        self._given: Metadata | None = None
+        self._kept: Metadata | None = None
+        self._saved: SavedPlan | None = None
+        self._has_changed = True
+
+    def see(self, plans: Sequence[SavePlan], metadata: Metadata | None) -> None:
+        """Take note of the global plan of the save that begins.
+
+        Args:
+            plans: Of all ranks. One that isn't usable stands for "as before" (torch's plan
+                caching).
+            metadata: That goes with them, if it was found.
+        """
+        self._plans, self._given = plans, metadata
+        structure = [_structure(plan) for plan in plans] if all(map(_is_usable, plans)) else None
+        self._has_changed = self._has_changed or structure != self._structure
+        self._structure = structure
+
+    def has_changed(self, planner: SavePlanner, saved: SavedPlan | None) -> bool:
+        """Return whether the metadata must be described again; False but on the coordinator.
+
+        Args:
+            planner: Of the save.
+            saved: What was saved last by DCP's plans, perhaps through another writer of the same
+                job.
+        """
+        if not self._plans:
+            return False
+        if saved is not self._saved:
+            return True
+        # Plan caching keeps the very same metadata for as long as nothing changes.
+        is_cached_anew = self._structure is None and self._known(planner) is not self._kept
+        return self._has_changed or is_cached_anew or _describes_by_itself(planner)
+
+    def metadata(self, planner: SavePlanner) -> Metadata:
+        """Return the metadata of the global plan, without storage data.
+
+        Args:
+            planner: DCP's planner of this rank, which remembers plans between saves.
+        """
+        known = self._known(planner)
+        if known is not None:
+            return known
+        _, metadata = create_default_global_save_plan(list(self._plans), rewrite_index_hints=False)
+        mappings = [
+            plan.planner_data for plan in self._plans if isinstance(plan.planner_data, dict)
+        ]
+        metadata.planner_data = {
+            key: value for mapping in reversed(mappings) for key, value in mapping.items()
+        } or None
+        return metadata
+
+    def settle(self, planner: SavePlanner, saved: SavedPlan) -> None:
+        """Remember that a checkpoint is complete with this structure.
+
+        Args:
+            planner: Of the save.
+            saved: What the checkpoint is made of.
+        """
+        if self._plans:
+            self._kept, self._saved = self._known(planner), saved
+            self._has_changed = _describes_by_itself(planner)
+
+    def release(self) -> None:
+        """Let go of the plans; called outside of what the save waits for."""
+        self._plans, self._given = (), None
+        if self._structure is not None:
+            self._kept = None  # plan caching alone asks for it again
+
+    def is_published(self, metadata: Metadata) -> bool:
+        """Return whether this is the very metadata that the checkpoint was published with.
+
+        Args:
+            metadata: What DCP hands to `finish`.
+        """
+        return metadata is self._kept
+
+    def _known(self, planner: SavePlanner) -> Metadata | None:
+        if self._given is not None:
+            return self._given
+        kept = (
+            getattr(planner, "metadata", None) if isinstance(planner, DefaultSavePlanner) else None
+        )
+        return kept if isinstance(kept, Metadata) else None
+
+
+def _describes_by_itself(planner: SavePlanner) -> bool:
+    """Tell whether the planner's metadata may change while its plan doesn't."""
+    hooks = ("create_global_plan", "_create_global_plan")
+    return any(
+        getattr(type(planner), hook, None) is not getattr(DefaultSavePlanner, hook, None)
+        for hook in hooks
+    )
+
+
+def _is_usable(plan: SavePlan) -> bool:
+    """Tell whether this is a plan, and doesn't stand for the last one (plan caching, torch 2.7)."""
+    return bool(getattr(plan, "usable", True))
+
+
+def _structure(plan: SavePlan) -> object:
+    """Return a fingerprint of what a plan's metadata is made of.
+
+    It is the content itself where the planner's data can't be hashed.
+    """
+    items = tuple(
+        (item.index.fqn, item.index.offset, item.type)
+        if item.tensor_data is None
+        else (
+            item.index.fqn,
+            item.index.offset,
+            item.type,
+            item.tensor_data.size,
+            item.tensor_data.chunk.sizes,
+            item.tensor_data.properties.dtype,
+            item.tensor_data.properties.requires_grad,
+        )
+        for item in plan.items
+    )
+    data = plan.planner_data
+    try:
+        return hash(items), hash(tuple(data.items()) if isinstance(data, dict) else data)
+    except TypeError:
+        return items, data
+
+
+class CatalogOfDcpPlan(IndexedParts):
+    """A catalog of DCP's metadata, and of what each rank says where its items lie.
+
+    Args:
+        metadata: Returns DCP's metadata; called on the coordinator only.
+    """
+
+    def __init__(self, metadata: Callable[[], Metadata]) -> None:
+        self._metadata = metadata
+
+    def catalog(self, parts: Sequence[RankItems]) -> Catalog:
+        """Join the parts with DCP's metadata."""
+        return catalog_of(self._metadata(), parts)
+
+
+def republish(
+    context: SaveContext,
+    manifest: Manifest,
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+) -> None:
+    """Give a complete checkpoint the metadata that its planner handed over only now.
+
+    Args:
+        context: Of the save.
+        manifest: Of the checkpoint.
+        metadata: The planner's.
+        results: Of all ranks, as DCP hands them to `finish`.
+    """
+    session, memory = context.session, context.session.memory
+    layouts = session.catalogs.get(manifest.catalog)
+    items = [
+        RankItems(segment.rank, [result.index for result in of_rank], layouts.layout(segment.rank))
+        for segment, of_rank in zip(manifest.segments, results, strict=True)
+    ]
+    catalog = session.catalogs.put(catalog_of(metadata, items).to_bytes())
+    manifest = replace(manifest, catalog=catalog)
+    session.catalogs.link(manifest.catalog, memory.checkpoint_directory(manifest.name))
+    memory.publish(manifest)
+    session.publisher.show(manifest)
+    for checkpoint in memory.find(manifest.name):
+        is_same_save = checkpoint.manifest.save_id == manifest.save_id
+        if is_same_save and checkpoint.flush.outcome == Outcome.DURABLE:
+            # The flush was quicker, and committed the metadata that is replaced here.
+            memory.record_flush(checkpoint, FlushRecord(save_id=manifest.save_id))
+    if manifest.persist:
+        session.wake_agent(context.settings)

@@ -1,0 +1,87 @@
+"""The save, from one end to the other.
+
+What is saved comes from a provider of items; all else is the same for every save.
+"""
+
+from __future__ import annotations
+
+import time
+
+from dcp_mem.comm.agreement import attempt
+from dcp_mem.common.values import Outcome
+from dcp_mem.format.history import HistoryRow
+from dcp_mem.saving.agree import agree
+from dcp_mem.saving.background import start_background_work
+from dcp_mem.saving.complete import complete
+from dcp_mem.saving.values import (
+    Agreed,
+    Completed,
+    ItemProvider,
+    NoCommonPlan,
+    Planned,
+    SaveContext,
+)
+
+
+def save(context: SaveContext, provider: ItemProvider) -> Completed | None:
+    """Save what the provider gives, on all ranks together; return once it is complete in memory.
+
+    1. Plan: this rank's part of the save, and the layout of its segment (`plan.py`).
+    2. Agree: all ranks settle on one save, and make room for it (`agree.py`).
+    3. Stage: this rank's items are copied into a segment (`stage.py`).
+    4. Complete: receipts, catalog, and the manifest on every node (`complete.py`).
+    5. Background: flush, copies, slots for the next saves (`background.py`).
+
+    What goes wrong on one rank before an exchange travels with the exchange, so that all ranks
+    raise together and none is left waiting (invariant 8).
+
+    Args:
+        context: Of the save.
+        provider: Where its items come from.
+
+    Returns:
+        None where the save was skipped: memory was full.
+
+    Raises:
+        NoCommonPlan: The ranks have no plan in common, and the provider can't find one.
+        MemoryBudgetExceeded: There is no room.
+        CheckpointExists: The name is taken, and overwrite=False.
+        ConfigError: The ranks save under different names.
+        RankFailed: Another rank failed.
+    """
+    settled = _plan_and_agree(context, provider)
+    if settled is None:
+        _record_skipped(context, "memory was full")
+        return None
+    planned, agreed = settled
+    staged = attempt(lambda: provider.stage(context, agreed, planned))
+    completed = complete(context, agreed, planned, staged, provider)
+    start_background_work(context, completed)
+    return completed
+
+
+def _plan_and_agree(context: SaveContext, provider: ItemProvider) -> tuple[Planned, Agreed] | None:
+    """Plan until the ranks have a plan in common, and agree on the save; None: it is skipped."""
+    while True:
+        planned = attempt(lambda: provider.plan(context))
+        try:
+            agreed = agree(context, planned)
+        except NoCommonPlan as reason:
+            # Within the clause, which forgets the reason: its traceback keeps this frame, and with
+            # it the state dict, until the cycle collector runs.
+            if not provider.find_common_plan(context, reason.why_not, reason.in_common):
+                raise
+            continue
+        if agreed is None:
+            return None
+        assert isinstance(planned.value, Planned)  # agree has raised for all else
+        return planned.value, agreed
+
+
+def _record_skipped(context: SaveContext, why: str) -> None:
+    """Add a save that never began to the history of the job's memory."""
+    if context.ranks.rank == 0:
+        row = HistoryRow(
+            name=context.name, save_id="", created=time.time(), outcome=Outcome.SKIPPED, error=why
+        )
+        context.session.memory.add_to_history(row)

@@ -1,0 +1,164 @@
+"""Copies or parity of a complete checkpoint are set up: what can be made, and slots for it.
+
+The replicator's thread does the rest, in the background.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+from dcp_mem.common.log import log
+from dcp_mem.common.values import Outcome
+from dcp_mem.format import names
+from dcp_mem.format.manifest import Manifest, ReplicationRecord
+from dcp_mem.memory.locks import share
+from dcp_mem.memory.slots import capacity_for
+from dcp_mem.replicating.plan import file_plans, incoming
+from dcp_mem.replicating.replicator import Replication
+from dcp_mem.replicating.task import ReplicationTask
+from dcp_mem.runtime.topology import Topology
+from dcp_mem.saving.plan import TAIL_ROOM
+from dcp_mem.saving.retention import apply_retention
+from dcp_mem.saving.values import Agreed, Completed, SaveContext
+
+
+def replication_of(context: SaveContext, completed: Completed) -> Replication | None:
+    """Set up what makes a complete checkpoint safe on other nodes, if that is wanted.
+
+    Nothing is raised: the checkpoint is complete, whatever this may be. Where there can be no
+    replication, the record of the checkpoint says why.
+
+    Args:
+        context: Of the save.
+        completed: What is complete.
+
+    Returns:
+        What the replicator is to do; None where there is nothing.
+    """
+    if not context.settings.redundancy:
+        return None
+    agreed, manifest = completed.agreed, completed.manifest
+    try:
+        why_not, remark = _obstacles(context, agreed)
+        if not why_not:
+            return _set_up(context, completed, remark)
+        record = ReplicationRecord(save_id=manifest.save_id, outcome=Outcome.SKIPPED, error=why_not)
+        _write_down(context, agreed, record, manifest)
+    except Exception as error:
+        log.warning(
+            "the replication of %s could not begin on this rank", manifest.name, exc_info=True
+        )
+        record = ReplicationRecord(
+            save_id=manifest.save_id, outcome=Outcome.FAILED, error=f"it could not begin: {error}"
+        )
+        with suppress(OSError):
+            _write_down(context, agreed, record, manifest)
+    return None
+
+
+def _obstacles(context: SaveContext, agreed: Agreed) -> tuple[str, str]:
+    """Return why there will be no copies (or parity), and why fewer than wanted; "" for neither."""
+    nodes, wanted = agreed.topology.node_count, context.settings.redundancy
+    if nodes == 1:
+        text = "all ranks that save together run on one node"
+        _warn_once(context, f"{wanted} makes no copies: {text}")
+        return text, ""
+    if not agreed.may_replicate:
+        return "the replication of an older checkpoint was under way", ""
+    found = wanted.on(nodes)
+    if found == wanted:
+        return "", ""
+    text = f"the ranks run on {nodes} nodes, which is enough for {found}"
+    _warn_once(context, f"{wanted}: {text}")
+    return "", text
+
+
+def _warn_once(context: SaveContext, text: str) -> None:
+    """Log what would be the same at every save, and on every rank."""
+    if context.ranks.rank == 0 and context.session.last_saves.is_first_warning(text):
+        log.warning(text)
+
+
+def _write_down(
+    context: SaveContext, agreed: Agreed, record: ReplicationRecord, manifest: Manifest
+) -> None:
+    """Record what became of the copies, once on each node, for those who wait for them."""
+    if agreed.topology.is_leader:
+        context.session.memory.record_replication(manifest, record)
+
+
+def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replication:
+    """Claim slots for what comes to this rank, connect, and keep the checkpoint in memory."""
+    session, settings = context.session, context.settings
+    topology, manifest = completed.agreed.topology, completed.manifest
+    rooms, made = _rooms(manifest), context.redundancy_on(topology)
+    sizes = incoming(topology.nodes, topology.domains, rooms, made)
+    session.last_saves.expected_copies[context.group] = sizes[topology.rank]
+    ranks = context.ranks.dedicated(
+        f"replicate {settings.job}", settings.replication_timeout, "DCP_MEM_REPLICATION_TIMEOUT"
+    )
+    ranks.set_nodes(topology.nodes)
+    lease = _lease_on(context, manifest)
+    plans = file_plans(
+        topology.rank, topology.nodes, topology.domains, rooms, made, manifest.segments
+    )
+    slots = session.slots_for(plan for plan in plans if plan.receiver == topology.rank)
+    task = ReplicationTask(
+        manifest=manifest,
+        ranks=ranks,
+        plans=plans,
+        slots=slots,
+        own_slot=completed.staged.slot,
+        timeout=settings.replication_timeout,
+    )
+
+    def retain(is_replicated: bool) -> None:
+        apply_retention(session.memory, context.scope, settings.keep_memory, gets_copies=True)
+
+    return Replication(
+        task=task,
+        redundancy=made,
+        lease=lease,
+        is_leader=topology.is_leader,
+        remark=remark,
+        on_recorded=retain,
+    )
+
+
+def _lease_on(context: SaveContext, manifest: Manifest) -> int:
+    """Return a descriptor that keeps the checkpoint in memory."""
+    directory = context.session.memory.checkpoint_directory(manifest.name)
+    path = os.path.join(directory, names.manifest_file(manifest.scope))
+    lease = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    share(lease)
+    return lease
+
+
+def incoming_sizes(
+    context: SaveContext, topology: Topology, manifest: Manifest
+) -> Sequence[Sequence[int]]:
+    """Return the bytes of each slot that this node's ranks set aside for other ranks' files.
+
+    Args:
+        context: Of the save.
+        topology: Where the ranks run.
+        manifest: Of the checkpoint.
+
+    Returns:
+        By rank; nothing for ranks of other nodes.
+    """
+    made = context.redundancy_on(topology)
+    if not made:
+        return [() for _ in topology.nodes]
+    sizes = incoming(topology.nodes, topology.domains, _rooms(manifest), made)
+    here = topology.nodes[topology.rank]
+    return [
+        of_rank if node == here else () for node, of_rank in zip(topology.nodes, sizes, strict=True)
+    ]
+
+
+def _rooms(manifest: Manifest) -> tuple[int, ...]:
+    """Return the bytes that each rank's slot takes."""
+    return tuple(capacity_for(nbytes + TAIL_ROOM) for nbytes in manifest.segments.nbytes)

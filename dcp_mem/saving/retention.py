@@ -1,0 +1,94 @@
+"""What stays in this node's memory: the retention policy is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dcp_mem.common.log import log
+from dcp_mem.common.values import Outcome
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import is_leased
+from dcp_mem.policy.admission import retire
+from dcp_mem.policy.facts import CheckpointFacts
+from dcp_mem.policy.retention import KeepLast, Retention
+
+
+def apply_retention(memory: JobMemory, scope: str, policy: Retention, *, gets_copies: bool) -> None:
+    """Evict what the policy doesn't keep, except what is being read or flushed, or still needed.
+
+    Args:
+        memory: The job's memory on this node.
+        scope: "" or the rank whose own checkpoints these are.
+        policy: What stays.
+        gets_copies: Whether checkpoints are replicated. The newest one that is then stays until a
+            newer one is.
+    """
+    kept = kept_checkpoints(memory, scope, policy, gets_copies=gets_copies)
+    evict(memory, retire(kept, policy.most or 1), "superseded by a newer checkpoint")
+
+
+def kept_checkpoints(
+    memory: JobMemory, scope: str, policy: Retention, *, gets_copies: bool
+) -> tuple[CheckpointFacts, ...]:
+    """Return the checkpoints in memory as policies see them.
+
+    Args:
+        memory: The job's memory on this node.
+        scope: "" or the rank whose own checkpoints these are.
+        policy: What stays.
+        gets_copies: Whether checkpoints are replicated.
+    """
+    checkpoints = [one for one in memory.checkpoints() if one.manifest.scope == scope]
+    chosen = _chosen(policy, checkpoints)
+    kept = []
+    for checkpoint in checkpoints:
+        manifest = checkpoint.manifest
+        try:
+            busy = is_leased(checkpoint.manifest_path)
+        except FileNotFoundError:  # it has left memory meanwhile
+            continue
+        kept.append(
+            CheckpointFacts(
+                key=manifest.save_id,
+                created=manifest.created,
+                nbytes=checkpoint.local_nbytes(),
+                persist=manifest.persist,
+                pending=checkpoint.pending,
+                busy=busy,
+                replicated=gets_copies and checkpoint.replication.outcome == Outcome.REPLICATED,
+                chosen=manifest.save_id in chosen,
+            )
+        )
+    return tuple(kept)
+
+
+def _chosen(policy: Retention, checkpoints: Sequence[LocalCheckpoint]) -> frozenset[str]:
+    """Return the save ids that the policy keeps; all of them, where only their number counts."""
+    manifests = [checkpoint.manifest for checkpoint in checkpoints]
+    if isinstance(policy, KeepLast):
+        return frozenset(manifest.save_id for manifest in manifests)
+    return policy.chosen(
+        [
+            CheckpointFacts(
+                key=one.save_id, created=one.created, step=one.step, metrics=one.metrics
+            )
+            for one in manifests
+        ]
+    )
+
+
+def evict(memory: JobMemory, save_ids: frozenset[str], why: str) -> None:
+    """Take checkpoints out of memory.
+
+    Args:
+        memory: The job's memory on this node.
+        save_ids: Of the checkpoints.
+        why: For the job's history.
+    """
+    for checkpoint in memory.checkpoints() if save_ids else ():
+        if checkpoint.manifest.save_id in save_ids:
+            try:
+                memory.evict(checkpoint, why)
+            except OSError as error:  # the other ranks go on to the next exchange; so must this one
+                log.warning("%s could not be evicted: %s", checkpoint.name, error)

@@ -1,0 +1,174 @@
+"""Requests that are repeated for as long as that may help.
+
+With jittered pauses, a deadline, and one circuit breaker for all requests to a storage.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
+
+from dcp_mem.common.log import log
+from dcp_mem.errors import CredentialsExpired, StorageUnavailable
+from dcp_mem.storage import Entry, Storage, Unfinished, Upload
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How often and for how long a request is repeated.
+
+    Attributes:
+        tries: How often it is sent.
+        first_pause_seconds: Pauses are random, up to this one, which doubles with each try.
+        longest_pause_seconds: Where the doubling ends.
+        longest_asked_seconds: A pause that the storage asks for counts up to this.
+        deadline_seconds: The request isn't repeated after this time.
+    """
+
+    tries: int = 8
+    first_pause_seconds: float = 0.5
+    longest_pause_seconds: float = 8.0
+    longest_asked_seconds: float = 60.0
+    deadline_seconds: float = 120.0
+
+
+RETRIES = RetryPolicy()
+
+
+class RetryingStorage:
+    """A storage whose requests are repeated while that may help.
+
+    Once a request has failed for good, and none has succeeded meanwhile, all others give up with
+    their next failure: a storage that is down fails a hundred parts no later than one.
+
+    Args:
+        storage: Sends each request once.
+        retry_policy: How often, and for how long, a request is repeated.
+    """
+
+    def __init__(self, storage: Storage, retry_policy: RetryPolicy = RETRIES) -> None:
+        self.url = storage.url
+        self._storage = storage
+        self._requests = _Requests(retry_policy)
+
+    @property
+    def retries(self) -> int:
+        """How many requests were repeats so far."""
+        return self._requests.retries
+
+    def upload(self, key: str, nbytes: int) -> Upload:
+        upload = self._requests.repeat(lambda: self._storage.upload(key, nbytes))
+        return upload if upload.in_order else _RetryingUpload(upload, self._requests)
+
+    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
+        self._requests.repeat(lambda: self._storage.put(key, data, create=create))
+
+    def get(self, key: str) -> bytes:
+        return self._requests.repeat(lambda: self._storage.get(key))
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        return self._requests.repeat(lambda: self._storage.read_into(key, offset, buffers))
+
+    def ls(self, prefix: str) -> list[Entry]:
+        return self._requests.repeat(lambda: self._storage.ls(prefix))
+
+    def delete(self, key: str) -> None:
+        self._requests.repeat(lambda: self._storage.delete(key))
+
+    def unfinished(self, prefix: str) -> list[Unfinished]:
+        return self._requests.repeat(lambda: self._storage.unfinished(prefix))
+
+    def drop_unfinished(self, key: str) -> None:
+        self._requests.repeat(lambda: self._storage.drop_unfinished(key))
+
+
+class _RetryingUpload:
+    in_order = False
+
+    def __init__(self, upload: Upload, requests: _Requests) -> None:
+        self.part_nbytes = upload.part_nbytes
+        self._upload, self._requests = upload, requests
+
+    def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
+        return self._requests.repeat(lambda: self._upload.put_part(number, data, crc32c))
+
+    def finish(self) -> None:
+        self._requests.repeat(self._upload.finish)
+
+    def close(self) -> None:
+        self._upload.close()
+
+
+class _Requests:
+    """Repeats requests; they share one circuit breaker."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self.retries = 0
+        self._policy = policy
+        self._backoff = wait_random_exponential(
+            policy.first_pause_seconds, policy.longest_pause_seconds
+        )
+        self._lock = threading.Lock()
+        self._failures = 0  # in a row, of all requests
+        self._since = 0.0
+        self._is_open = False
+
+    def repeat(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns, at once or in the end.
+
+        Raises what `act` raised last, and says how many requests have failed for how long.
+        """
+        retrying = Retrying(
+            retry=retry_if_exception(_may_pass),
+            wait=self._pause,
+            stop=self._is_enough,
+            before_sleep=self._note,
+            reraise=True,
+        )
+        try:
+            result = retrying(act)
+        except StorageUnavailable as error:
+            raise self._with_facts(error) from None
+        with self._lock:
+            self._failures, self._is_open = 0, False
+        return result
+
+    def _is_enough(self, state: RetryCallState) -> bool:
+        with self._lock:
+            self._since = self._since if self._failures else time.monotonic()
+            self._failures += 1
+            policy, waited = self._policy, time.monotonic() - state.start_time
+            is_late = waited > policy.deadline_seconds
+            tried_out = state.attempt_number >= policy.tries or is_late
+            self._is_open = self._is_open or tried_out
+            return self._is_open
+
+    def _pause(self, state: RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome is not None else None
+        asked = error.retry_after if isinstance(error, StorageUnavailable) else 0.0
+        return max(self._backoff(state), min(asked, self._policy.longest_asked_seconds))
+
+    def _note(self, state: RetryCallState) -> None:
+        with self._lock:
+            self.retries += 1
+        error = state.outcome.exception() if state.outcome is not None else None
+        log.info("%s; trying again (%d)", error, state.attempt_number)
+
+    def _with_facts(self, error: StorageUnavailable) -> StorageUnavailable:
+        with self._lock:
+            failures, seconds = self._failures, time.monotonic() - self._since
+        if failures < 2 or isinstance(error, CredentialsExpired):
+            return error
+        facts = f"{error.reason} ({failures} requests in a row have failed, for {seconds:.1f} s)"
+        return StorageUnavailable(error.url, facts, error.retry_after)
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, StorageUnavailable) and not isinstance(error, CredentialsExpired)

@@ -1,0 +1,1 @@
+"""Tests with frameworks and trackers: DeepSpeed, Hugging Face, Lightning, Megatron, MLflow."""

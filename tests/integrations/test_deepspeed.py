@@ -1,0 +1,218 @@
+"""DeepSpeed on dcp_mem, through its own engine for Nebula and through ours; killed and resumed."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+import dcp_mem.integrations.nebula
+from dcp_mem.cli.main import main
+from tests.support.checkpoints.jobs import wait_until
+from tests.support.processes.launch import run_ranks
+
+pytest.importorskip("deepspeed")
+
+_STEPS = 5
+_KILLED_IN = 3
+_STAGES = (0, 1, 2, 3)
+_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+"""By default they take a GB."""
+_NONE_IS_SMALL = {"stage3_param_persistence_threshold": 0}
+"""By default, parameters of less than 100,000 elements aren't partitioned. ZeRO 3 of DeepSpeed
+0.19.6 on CPUs then sometimes trains on memory that it hasn't written."""
+
+
+def _deepspeed() -> Any:
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
+    dcp_mem.integrations.nebula.install()
+    import deepspeed
+
+    # It would be compiled, for minutes; gloo alone does as well.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _engine(deepspeed: Any, stage: int, nebula: dict[str, Any] | None) -> Any:
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage, **_BUCKETS, **(_NONE_IS_SMALL if stage == 3 else {})},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": stage > 0},
+        **({} if nebula is None else {"nebula": nebula}),
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def _step(engine: Any, stage: int, step: int) -> float:
+    generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+    dtype = torch.bfloat16 if stage else torch.float32
+    inputs, targets = (torch.randn(4, size, generator=generator).to(dtype) for size in (8, 4))
+    loss = ((engine(inputs) - targets) ** 2).float().mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss)
+
+
+def _train(
+    engine: Any, stage: int, save_dir: Path, *, saves: bool, stop: int = _STEPS
+) -> tuple[int, float]:
+    """Train on from the newest checkpoint; return the first step taken and the last loss."""
+    found, client = engine.load_checkpoint(str(save_dir)) if saves else (None, {})
+    first, loss = client["step"] + 1 if found else 0, 0.0
+    for step in range(first, stop):
+        loss = _step(engine, stage, step)
+        if saves:
+            engine.save_checkpoint(
+                str(save_dir), tag=f"global_step{step}", client_state={"step": step}
+            )
+    return first, loss
+
+
+def _nebula_config(place: str, stage: int) -> dict[str, Any]:
+    return {
+        "enabled": True,
+        "persistent_storage_path": f"{place}/storage-{stage}",
+        "persistent_time_interval": 3600,
+        "num_of_version_in_retention": 2,
+        "enable_nebula_load": True,
+    }
+
+
+def _train_all(
+    place: str, is_killed: bool, with_nebula: bool
+) -> dict[str, tuple[int, float, float]]:
+    """By engine and stage: where it went on, its last loss, and that of an undisturbed run.
+
+    At the end one rank is killed.
+    """
+    deepspeed = _deepspeed()
+    from dcp_mem.integrations.deepspeed import use_memory
+
+    stop, found = _KILLED_IN if is_killed else _STEPS, {}
+    for stage in _STAGES if with_nebula else ():
+        save_dir = Path(place) / f"save-{stage}"
+        engine = _engine(deepspeed, stage, _nebula_config(place, stage))
+        first, loss = _train(engine, stage, save_dir, saves=True, stop=stop)
+        if is_killed and stage == _STAGES[-1]:
+            _leave_a_save_half_done(engine, stage, save_dir)
+        found[f"nebula, stage {stage}"] = (
+            first,
+            loss,
+            0.0 if is_killed else _undisturbed(deepspeed, stage),
+        )
+    save_dir, stage = Path(place) / f"save-{is_killed}", 2  # another one, as on a new machine
+    engine = _engine(deepspeed, stage, None)
+    use_memory(engine, f"{place}/storage", load_dir=save_dir)
+    first, loss = _train(engine, stage, save_dir, saves=True, stop=stop)
+    if is_killed:
+        wait_until((Path(place) / "storage" / f"global_step{_KILLED_IN - 1}" / ".metadata").exists)
+        _die_in_the_middle_of_a_save(engine, stage, save_dir)
+    else:
+        _check_files(engine, Path(place))
+    found["ours"] = first, loss, _undisturbed(deepspeed, stage)
+    _check_strategy(deepspeed, place)
+    return found
+
+
+def _check_files(engine: Any, place: Path) -> None:
+    """DeepSpeed's own tool reads what `dcp-mem export` makes of a checkpoint."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    tag = f"global_step{_STEPS - 1}"
+    if dist.get_rank() > 0:
+        return
+    wait_until((place / "storage" / tag / ".metadata").exists)
+    target = place / "files" / tag
+    result = CliRunner().invoke(
+        main, ["export", f"{place}/storage", tag, str(target), "--format", "files"]
+    )
+    assert result.exit_code == 0, result.output
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(target.parent), tag)
+    for name, parameter in engine.module.named_parameters():
+        assert torch.equal(weights[name].bfloat16(), parameter)
+
+
+def _check_strategy(deepspeed: Any, place: str) -> None:
+    """Lightning's strategy needs CUDA devices; what it does with its engine doesn't."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    try:
+        strategy = dcp_mem.integrations.nebula.NebulaDeepspeedStrategy(
+            stage=2, persistent_storage_path=f"{place}/strategy", persistent_time_interval=0
+        )
+    except ImportError:  # Lightning takes no DeepSpeed before 0.16 beside this torch
+        return
+    assert isinstance(strategy, lightning.strategies.DeepSpeedStrategy)
+    engine = strategy.model = _engine(deepspeed, 2, None)
+    _step(engine, 2, 0)
+    for number in range(2):
+        strategy.save_checkpoint(
+            {"number": number, "state_dict": {}}, f"{place}/names/n={number}.ckpt"
+        )
+    assert dcp_mem.integrations.nebula.get_latest_checkpoint().tag == "n=1.ckpt"
+    again = strategy.model = _engine(deepspeed, 2, None)
+    strategy._use_memory()
+    assert again.load_checkpoint(f"{place}/names/n=0.ckpt")[1]["number"] == 0
+    for one, other in zip(engine.module.parameters(), again.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def _undisturbed(deepspeed: Any, stage: int) -> float:
+    return _train(_engine(deepspeed, stage, None), stage, Path(), saves=False)[1]
+
+
+def _leave_a_save_half_done(engine: Any, stage: int, save_dir: Path) -> None:
+    """The files are in memory, and no rank commits them."""
+    _step(engine, stage, _KILLED_IN)
+    engine.checkpoint_engine.commit = lambda info: False
+    engine.save_checkpoint(
+        str(save_dir), tag=f"global_step{_KILLED_IN}", client_state={"step": _KILLED_IN}
+    )
+
+
+def _die_in_the_middle_of_a_save(engine: Any, stage: int, save_dir: Path) -> None:
+    _step(engine, stage, _KILLED_IN)
+    if dist.get_rank() == 1:
+        engine.checkpoint_engine.commit = lambda info: os.kill(os.getpid(), signal.SIGKILL)
+    engine.save_checkpoint(
+        str(save_dir), tag=f"global_step{_KILLED_IN}", client_state={"step": _KILLED_IN}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_training_goes_on_where_it_was_killed_with_deepspeeds_engine_for_nebula_and_with_ours(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    """DeepSpeed 0.19.7 and later have no engine for Nebula any more."""
+    with_nebula = (Path(str(__import__("deepspeed").__file__)).parent / "nebula").is_dir()
+    env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
+    killed = run_ranks(
+        _train_all,
+        2,
+        str(tmp_path),
+        True,
+        with_nebula,
+        env=env,
+        expect_signal=signal.SIGKILL,
+        timeout=240,
+    )
+    assert len(killed) == 2
+    for stage in _STAGES:  # what there is of the newest checkpoints lies in memory alone
+        assert not (tmp_path / f"storage-{stage}" / f"global_step{_KILLED_IN - 1}").exists()
+    # Without this memory our engine goes on with storage's checkpoint.
+    shutil.rmtree(next(memory_root.glob("storage-????????")))
+    for of_rank in run_ranks(
+        _train_all, 2, str(tmp_path), False, with_nebula, env=env, timeout=240
+    ):
+        assert len(of_rank) == (5 if with_nebula else 1)
+        for engine, (first, loss, undisturbed) in of_rank.items():
+            assert (engine, first, loss) == (engine, _KILLED_IN, undisturbed)

@@ -1,0 +1,413 @@
+"""Trainer and Accelerate with dcp_mem: killed jobs, and the uses of resume_from_checkpoint."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from transformers import EarlyStoppingCallback
+
+import dcp_mem
+from dcp_mem import CheckpointNotFound, ConfigError, MemoryStorageReader, UntrustedObject
+from dcp_mem.integrations.accelerate import AcceleratorCheckpoints
+from dcp_mem.integrations.huggingface import TrainerCheckpoints
+from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.training import needs_fsdp_on_cpu
+from tests.support.docs import blocks
+from tests.support.frameworks.huggingface_jobs import (
+    BATCHES,
+    STEPS,
+    Account,
+    Durable,
+    JobDied,
+    Numbers,
+    Outcome,
+    Spec,
+    as_on_gpus,
+    digest,
+    make_trainer,
+    running_launcher,
+    tiny_model,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+Launch = Callable[[Spec], list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    with running_launcher(tmp_path_factory.mktemp("launcher") / "log") as launch:
+        yield launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp2", marks=needs_fsdp_on_cpu)])
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+def test_a_training_that_is_killed_goes_on_as_if_nothing_had_been(
+    loop: str, sharding: str, launch: Launch, memory_root: Path, tmp_path: Path
+) -> None:
+    alone = launch(
+        Spec(
+            str(tmp_path / "alone"),
+            str(memory_root / "alone"),
+            str(tmp_path / "other"),
+            loop,
+            sharding,
+        )
+    )
+    assert [len(rank.losses) for rank in alone] == [STEPS, STEPS]
+    url = tmp_path / "storage"
+    job = Spec(str(tmp_path), str(memory_root / "job"), str(url), loop, sharding)
+    with pytest.raises(JobDied):
+        launch(replace(job, persist=False, killed_at=7))
+    assert (tmp_path / "killed").exists()
+    assert not url.exists() or not list(url.glob("step-*"))
+
+    _goes_on(launch(job), alone, "memory")
+
+    shutil.rmtree(memory_root / "job")
+    newest = max(url.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    shutil.rmtree(newest)
+    _goes_on(launch(job), alone, "storage")
+
+
+def _goes_on(resumed: list[Outcome], alone: list[Outcome], source: str) -> None:
+    for one, whole in zip(resumed, alone, strict=True):
+        assert one.source == source
+        assert one.resumed is not None
+        assert 0 < one.resumed < STEPS
+        assert one.batches == whole.batches[one.resumed :]
+        assert one.losses == whole.losses[one.resumed :]
+        assert one.digest == whole.digest
+
+
+# -- the Trainer, in one process -------------------------------------------------------------------
+
+
+class Runs:
+    """Runs of a Trainer in one directory, one after the other, like a script started again."""
+
+    def __init__(self, directory: Path, memory: Path) -> None:
+        self.url, self.memory, self.output = (
+            directory / "storage",
+            memory / "job",
+            directory / "output",
+        )
+
+    def run(
+        self, resume: bool | str = True, *, stock: bool = False, **arguments: Any
+    ) -> tuple[Any, Account]:
+        """The Trainer when it has trained, and what it did; stock: without dcp_mem."""
+        account = Account()
+        trainer = make_trainer(str(self.output), account, **arguments)
+        if not stock:
+            checkpoints = TrainerCheckpoints(
+                trainer, self.url, memory_root=self.memory.parent, job="job"
+            )
+            trainer.add_callback(Durable(checkpoints))
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, account
+
+    def lose_memory(self) -> None:
+        shutil.rmtree(self.memory)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, memory_root: Path) -> Iterator[Runs]:
+    yield Runs(tmp_path, memory_root)
+    AcceleratorState._reset_state(True)
+
+
+def test_a_first_start_with_resume_trains_from_the_beginning_and_the_next_has_nothing_left_to_do(
+    runs: Runs,
+) -> None:
+    trainer, account = runs.run(max_steps=2 * BATCHES)
+    assert len(account.losses) == 2 * BATCHES
+    assert not list(runs.output.glob("*"))
+    again, account = runs.run(max_steps=2 * BATCHES)
+    assert account.losses == []
+    assert again.state.global_step == 2 * BATCHES
+    assert digest(again.model.state_dict()) == digest(trainer.model.state_dict())
+
+
+def test_a_step_that_is_asked_for_is_resumed_from_and_one_that_is_not_there_raises(
+    runs: Runs,
+) -> None:
+    _, whole = runs.run()
+    _, account = runs.run("step-4")
+    assert account.losses == whole.losses[4:]
+    with pytest.raises(CheckpointNotFound, match="step-5"):
+        runs.run("step-5")
+
+
+def test_a_checkpoint_of_the_trainers_own_is_resumed_from_where_there_is_no_other(
+    runs: Runs,
+) -> None:
+    runs.run(False, stock=True, max_steps=4)
+    _, account = runs.run()
+    assert len(account.losses) == STEPS - 4
+    _, account = runs.run(str(runs.output / "checkpoint-2"))
+    assert len(account.losses) == STEPS - 2
+
+
+def test_a_newest_checkpoint_that_is_damaged_is_passed_over_and_batches_count_from_the_older_one(
+    runs: Runs,
+) -> None:
+    trainer, whole = runs.run()
+    runs.lose_memory()
+    for step in (8, 10):
+        for segment in (runs.url / f"step-{step}").glob("*.distcp"):
+            content = bytearray(segment.read_bytes())
+            content[len(content) // 3 : -len(content) // 3] = bytes(
+                len(content[len(content) // 3 : -len(content) // 3])
+            )
+            segment.write_bytes(content)
+    again, account = runs.run()
+    assert account.batches == whole.batches[6:]
+    assert account.losses == whole.losses[6:]
+    assert digest(again.model.state_dict()) == digest(trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_the_best_model_is_loaded_at_the_end_and_its_checkpoint_stays(
+    runs: Runs, limit: int | None
+) -> None:
+    scores = iter([0.1, 0.9, 0.5, 0.2, 0.3])
+    seen: dict[int, str] = {}
+
+    class Watch(Account):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen[state.global_step] = digest(kwargs["model"].state_dict())
+
+    trainer, _ = runs.run(
+        callbacks=[Watch()],
+        metrics=lambda prediction: {"score": next(scores)},
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=True,
+        save_total_limit=limit,
+    )
+    assert len(set(seen.values())) == len(seen) == 5
+    assert digest(trainer.model.state_dict()) == seen[4]
+    assert {"step-4", "step-10"} <= {path.name for path in runs.url.glob("step-*")}
+    if limit:
+        wait_until(
+            lambda: len(list(runs.url.glob("step-*"))) == 2, "what isn't the best or newest goes"
+        )
+
+
+def test_the_trainers_state_is_saved_as_the_trainer_does(runs: Runs) -> None:
+    chosen: dict[str, Any] = {
+        "callbacks": [EarlyStoppingCallback(5)],
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "loss",
+        "load_best_model_at_end": True,
+        "max_steps": 4,
+    }
+    runs.run(False, stock=True, **chosen)
+    theirs = json.loads((runs.output / "checkpoint-4" / "trainer_state.json").read_text())
+    runs.run(False, **chosen)
+    saved = {"trainer": ""}
+    with MemoryStorageReader(runs.url, memory_root=runs.memory.parent, job="job") as reader:
+        dcp_mem.load(saved, storage_reader=reader)
+    ours = json.loads(saved["trainer"])
+    assert ours["stateful_callbacks"]["EarlyStoppingCallback"]
+    for state in (theirs, ours):
+        assert state.pop("best_model_checkpoint")
+        for entry in state["log_history"]:
+            for name in [name for name in entry if name.endswith(("_runtime", "_per_second"))]:
+                del entry[name]
+    assert ours == theirs
+
+
+def test_gradients_that_accumulate_and_saves_at_epochs_ends(runs: Runs) -> None:
+    chosen: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "epoch",
+        "max_steps": 5,
+    }
+    trainer, whole = runs.run(**chosen)
+    shutil.rmtree(runs.memory / "step-5", ignore_errors=True)
+    shutil.rmtree(runs.url / "step-5", ignore_errors=True)
+    again, account = runs.run(**chosen)
+    assert account.losses == whole.losses[8:]
+    assert digest(again.model.state_dict()) == digest(trainer.model.state_dict())
+
+
+def test_the_scale_of_gradients_comes_back(runs: Runs) -> None:
+    scales = []
+    for steps in (4, 6):
+        trainer = make_trainer(str(runs.output), Account(), max_steps=steps)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+        TrainerCheckpoints(trainer, runs.url, memory_root=runs.memory.parent, job="job")
+        trainer.train(resume_from_checkpoint=True)
+        scales.append(trainer.accelerator.scaler.get_scale())
+    assert scales == [2.0**5, 2.0**7]
+
+
+def test_a_trainer_that_cannot_be_taken_over_is_refused(runs: Runs) -> None:
+    trainer = make_trainer(str(runs.output), Account())
+    with pytest.raises(ConfigError, match="is no transformers"):
+        TrainerCheckpoints(trainer.model, runs.url)
+    with pytest.raises(ConfigError, match="keep_storage"):
+        TrainerCheckpoints(trainer, runs.url, keep_storage="all")
+    trainer._load_scaler = None
+    with pytest.raises(ConfigError, match=r"without _load_scaler: versions from 4\.52"):
+        TrainerCheckpoints(trainer, runs.url)
+    del trainer._load_scaler
+    TrainerCheckpoints(trainer, runs.url)
+    with pytest.raises(ConfigError, match="already"):
+        TrainerCheckpoints(trainer, runs.url)
+
+
+def test_the_guides_trainer_trains_and_resumes(
+    runs: Runs, tmp_path: Path, memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root))
+    text = blocks("python")["docs/huggingface.md 1"].replace("abfs://ckpts/run-42", str(runs.url))
+    for _ in range(2):
+        names: dict[str, Any] = {"model": tiny_model(), "dataset": Numbers(80)}  # of ten steps
+        exec(compile(text, "docs", "exec"), names)
+        assert names["trainer"].state.global_step == 30
+    assert (runs.url / "step-10" / ".metadata").exists()
+
+
+# -- the Accelerator, in one process ---------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(True)
+
+
+class _Registered:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+def _prepared(
+    accelerator: Accelerator, factor: float, *registered: _Registered
+) -> list[torch.nn.Module]:
+    """Make two models, each with an optimizer and a scheduler, as for a GAN.
+
+    What the models have learned follows from the factor.
+    """
+    models = []
+    for _ in range(2):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=factor)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, factor)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        accelerator.backward(model(torch.full((1, 3), factor)).square().sum())
+        optimizer.step()
+        scheduler.step()
+        models.append(model)
+    accelerator.register_for_checkpointing(*registered)
+    return models
+
+
+def _all_of(accelerator: Accelerator) -> str:
+    optimizers = [one.state_dict() for one in accelerator._optimizers]
+    schedulers = [one.state_dict() for one in accelerator._schedulers]
+    return digest(*(one.state_dict() for one in accelerator._models), *optimizers) + repr(
+        schedulers
+    )
+
+
+def test_all_that_an_accelerator_has_comes_back(
+    accelerator: Accelerator, memory_root: Path
+) -> None:
+    registered = _Registered({"notes": [1, "two"]}), _Registered(torch.arange(3))
+    _prepared(accelerator, 0.1, *registered)
+    accelerator.step = 7
+    with AcceleratorCheckpoints(accelerator, memory_root=memory_root, job="job") as checkpoints:
+        assert checkpoints.restore() is None
+        assert checkpoints.save(5, metrics={"loss": 0.3})
+        saved, numbers = _all_of(accelerator), torch.rand(3)
+        accelerator.free_memory()
+        accelerator._custom_objects.clear()
+        fresh = _Registered({}), _Registered(torch.zeros(3, dtype=torch.int64))
+        _prepared(accelerator, 0.2, *fresh)
+        accelerator.step = 0
+        assert _all_of(accelerator) != saved
+        assert checkpoints.restore() == 5
+        assert torch.equal(torch.rand(3), numbers)
+    assert _all_of(accelerator) == saved
+    assert accelerator.step == 7
+    assert fresh[0].value == {"notes": [1, "two"]}
+    assert torch.equal(fresh[1].value, torch.arange(3))
+
+
+def test_registered_objects_of_any_kind_are_loaded_where_that_is_said(
+    accelerator: Accelerator, memory_root: Path
+) -> None:
+    registered = _Registered(Path("data"))
+    _prepared(accelerator, 0.1, registered)
+    with AcceleratorCheckpoints(accelerator, memory_root=memory_root, job="job") as checkpoints:
+        checkpoints.save(1)
+        registered.value = None
+        with pytest.raises(UntrustedObject):
+            checkpoints.restore()
+        assert checkpoints.restore(weights_only=False) == 1
+        assert registered.value == Path("data")
+
+
+def test_an_accelerator_without_a_model_or_with_other_schedulers_is_told(
+    accelerator: Accelerator, memory_root: Path
+) -> None:
+    with AcceleratorCheckpoints(accelerator, memory_root=memory_root, job="job") as checkpoints:
+        with pytest.raises(ConfigError, match="prepare"):
+            checkpoints.save(1)
+        _prepared(accelerator, 0.1)
+        checkpoints.save(1)
+        accelerator._schedulers.pop()
+        with pytest.raises(ConfigError, match="2 schedulers"):
+            checkpoints.restore()
+
+
+def test_fsdp1_and_engines_are_refused(accelerator: Accelerator) -> None:
+    as_on_gpus(accelerator, FullyShardedDataParallelPlugin(fsdp_version=1))
+    with pytest.raises(ConfigError, match="fsdp_version=2"):
+        AcceleratorCheckpoints(accelerator)
+    accelerator.state.distributed_type = DistributedType.DEEPSPEED
+    with pytest.raises(ConfigError, match="DEEPSPEED"):
+        AcceleratorCheckpoints(accelerator)
+
+
+def test_the_guides_accelerator_trains_and_resumes(
+    accelerator: Accelerator, tmp_path: Path, memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root))
+    text = blocks("python")["docs/huggingface.md 2"].replace(
+        "abfs://ckpts/run-42", str(tmp_path / "storage")
+    )
+    for epochs in (2, 3):
+        model = tiny_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        loader = torch.utils.data.DataLoader(Numbers(16), batch_size=2, shuffle=True)
+        names: dict[str, Any] = {"epochs": epochs, "model": model, "optimizer": optimizer}
+        names.update(scheduler=scheduler, loader=loader)
+        exec(compile(text, "docs", "exec"), names)
+        assert scheduler.last_epoch == names["step"] == 8 * epochs
+    assert names["checkpoints"].manager.report().step == 11

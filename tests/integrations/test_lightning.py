@@ -1,0 +1,407 @@
+"""Lightning's Trainer over dcp_mem: what it saves, loads and removes, and how it resumes."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader
+
+import dcp_mem
+from dcp_mem import ConfigError, MemoryStorageReader
+from dcp_mem.config import Settings, checkpoint_name
+from dcp_mem.integrations.lightning import (
+    NEWEST,
+    MemoryCheckpoint,
+    MemoryCheckpointIO,
+    MemoryFSDPStrategy,
+    MemoryModelParallelStrategy,
+)
+from dcp_mem.integrations.lightning.paths import name_of
+from dcp_mem.operations import housekeeping
+from dcp_mem.operations.inventory import list_checkpoints, on_storage
+from dcp_mem.storage.routes import open_storage
+from tests.support import REPOSITORY
+from tests.support.checkpoints.training import needs_fsdp_on_cpu
+from tests.support.frameworks.lightning_job import BATCHES, EPOCHS, STRATEGIES, Model, trainer
+from tests.support.nodes.cluster import Cluster
+from tests.support.processes.forks import forked
+from tests.support.processes.launch import TETHER
+
+_SECONDS = 150
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+# -- the plugin alone ------------------------------------------------------------------------------
+
+
+def _checkpoint(step: int) -> dict[str, Any]:
+    """As Lightning makes them, with what state dicts may hold besides."""
+    first = nn.Linear(2, 3)
+    nn.init.constant_(first.weight, step)
+    model = nn.Sequential(first, nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 2)).square().sum().backward()
+    optimizer.step()
+    return {
+        "epoch": 1,
+        "global_step": step,
+        "pytorch-lightning_version": "2.4.0",
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "hyper_parameters": {"sizes": (1, 2), "empty": {}, 3: None},
+        "callbacks": {
+            "EMA": {
+                "a.b": torch.ones(2),
+                "a": {"b": torch.zeros(2)},
+                1: torch.ones(1),
+                "1": torch.zeros(1),
+            }
+        },
+        "lightning": {"tensor": torch.ones(1)},
+    }
+
+
+def test_what_is_saved_comes_back_as_it_was(memory_root: Path) -> None:
+    saved = _checkpoint(7)
+    plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
+    plugin.save_checkpoint(saved, "some.ckpt")
+    loaded = plugin.load_checkpoint("some.ckpt")
+    _assert_same(loaded, saved)
+    assert loaded["callbacks"]["EMA"].keys() == {"a.b", "a", 1, "1"}
+    _assert_same(loaded["callbacks"]["EMA"], saved["callbacks"]["EMA"])
+    assert loaded["state_dict"]._metadata == saved["state_dict"]._metadata
+    assert list(loaded["optimizer_states"][0]["state"]) == [0, 1, 2, 3]
+    assert plugin.report().source == "memory"
+    assert plugin.report().step == 7
+    plugin.teardown()
+
+
+def test_tensors_are_items_of_the_checkpoint(memory_root: Path) -> None:
+    plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
+    plugin.save_checkpoint(_checkpoint(7), "some.ckpt")
+    weights = {"state_dict": {"0.weight": torch.zeros(3, 2)}}
+    dcp_mem.load(
+        weights, storage_reader=MemoryStorageReader(None, memory_root=memory_root, job="job")
+    )
+    assert (weights["state_dict"]["0.weight"] - 7).abs().max() < 0.1
+
+
+def test_the_newest_that_is_whole_is_loaded_when_memory_is_gone(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    plugin = MemoryCheckpointIO(root, memory_root=memory_root)
+    for step in (1, 2):
+        plugin.save_checkpoint(_checkpoint(step), root / f"{step}.ckpt")
+    plugin.teardown()
+    after = MemoryCheckpointIO(root, memory_root=tmp_path / "none")
+    assert after.load_checkpoint(NEWEST)["global_step"] == 2
+    assert after.report().source == "storage"
+    [segment] = (root / "2.ckpt").glob("*.distcp")
+    segment.write_bytes(b"\xff" * segment.stat().st_size)
+    assert after.load_checkpoint(NEWEST)["global_step"] == 1
+    with pytest.raises(dcp_mem.DcpMemError, match=r"2\.ckpt"):
+        after.load_checkpoint(root / "2.ckpt")
+    [segment] = (root / "1.ckpt").glob("*.distcp")
+    segment.unlink()
+    with pytest.raises(dcp_mem.NoRecoverableCheckpoint):
+        after.load_checkpoint(NEWEST)
+
+
+def test_a_job_without_checkpoints_has_nothing_to_restore(memory_root: Path) -> None:
+    plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
+    assert not plugin.load_checkpoint(NEWEST)
+    with pytest.raises(dcp_mem.CheckpointNotFound):
+        plugin.load_checkpoint("last.ckpt")
+
+
+def test_weights_alone_are_not_what_training_goes_on_from(memory_root: Path) -> None:
+    plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
+    # The optimizer state is that of SGD, without tensors.
+    plugin.save_checkpoint({**_checkpoint(1), "optimizer_states": [{"state": {}}]}, "whole.ckpt")
+    alone = _checkpoint(2)
+    del alone["optimizer_states"]
+    plugin.save_checkpoint(alone, "weights.ckpt")
+    assert plugin.load_checkpoint(NEWEST)["global_step"] == 1
+    assert plugin.load_checkpoint("weights.ckpt")["global_step"] == 2
+
+
+def test_objects_of_other_kinds_are_loaded_only_where_that_is_said(memory_root: Path) -> None:
+    plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
+    plugin.save_checkpoint(
+        {**_checkpoint(1), "hyper_parameters": {"path": Path("here")}}, "odd.ckpt"
+    )
+    with pytest.raises(dcp_mem.UntrustedObject):
+        plugin.load_checkpoint("odd.ckpt")
+    assert plugin.load_checkpoint("odd.ckpt", weights_only=False)["hyper_parameters"] == {
+        "path": Path("here")
+    }
+    trusting = MemoryCheckpointIO(None, memory_root=memory_root, job="job", weights_only=False)
+    assert trusting.load_checkpoint(NEWEST)["hyper_parameters"] == {"path": Path("here")}
+
+
+def test_what_is_removed_leaves_memory_and_storage_once_it_can(
+    memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, evict = tmp_path / "run", housekeeping.evict
+
+    def evict_late(settings: Settings, name: str) -> tuple[int, str]:
+        time.sleep(0.5)  # as long as a flush holds it
+        return evict(settings, name)
+
+    monkeypatch.setattr(housekeeping, "evict", evict_late)
+    plugin = MemoryCheckpointIO(root, memory_root=memory_root, keep_memory=3)
+    for step in (1, 2):
+        plugin.save_checkpoint(_checkpoint(step), root / f"{step}.ckpt")
+    plugin.remove_checkpoint(root / "1.ckpt")  # on its way to storage, if not there
+    plugin.save_checkpoint(_checkpoint(3), root / "1.ckpt")  # another one of the same name
+    plugin.remove_checkpoint(root / "2.ckpt")
+    plugin.teardown()
+    assert [one.step for one in list_checkpoints(plugin.settings)] == [3]
+    assert (
+        MemoryCheckpointIO(root, memory_root=tmp_path / "none").load_checkpoint(root / "1.ckpt")[
+            "global_step"
+        ]
+        == 3
+    )
+    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["1.ckpt"]
+
+
+def test_strategies_that_spawn_their_processes_can_send_the_plugin_there(memory_root: Path) -> None:
+    plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
+    plugin.save_checkpoint(_checkpoint(1), "1.ckpt")
+    plugin.remove_checkpoint("0.ckpt")
+    assert pickle.loads(pickle.dumps(plugin)).load_checkpoint(NEWEST)["global_step"] == 1
+    plugin.teardown()
+
+
+def test_temporary_files_of_lightnings_stay_files(memory_root: Path, tmp_path: Path) -> None:
+    plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
+    plugin.save_checkpoint({"a": 1}, tmp_path / ".temp.ckpt")
+    assert (
+        torch.load(tmp_path / ".temp.ckpt")
+        == plugin.load_checkpoint(tmp_path / ".temp.ckpt")
+        == {"a": 1}
+    )
+    plugin.remove_checkpoint(tmp_path / ".temp.ckpt")
+    assert not (tmp_path / ".temp.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "name"),
+    [
+        ("epoch=0-step=10.ckpt", "/r", "epoch=0-step=10.ckpt"),
+        ("/r/epoch=0-step=10.ckpt", "/r", "epoch=0-step=10.ckpt"),
+        ("/r/a b/loss=0.1.ckpt", "/r", "a%20b%2Floss=0.1.ckpt"),
+        ("/r/100%/-1.ckpt", "/r", "100%25%2F-1.ckpt"),
+        ("/r/-1.ckpt", "/r", "%2D1.ckpt"),
+        ("s3://b/r/val/x.ckpt", "s3://b/r", "val%2Fx.ckpt"),
+        ("dcp-mem://job/r-1234/val/x.ckpt", "/r", "val%2Fx.ckpt"),
+        ("/elsewhere/x.ckpt", "/r", "x.ckpt@b660bf8d"),
+        ("/elsewhere/x.ckpt", None, "x.ckpt@b660bf8d"),
+    ],
+)
+def test_a_checkpoint_is_named_by_its_path(path: str, root: str | None, name: str) -> None:
+    assert name_of(path, root) == name
+    assert checkpoint_name(root, name) == name
+
+
+def test_files_of_one_name_from_two_directories_are_two_checkpoints() -> None:
+    assert name_of("/a/last.ckpt", "/r") != name_of("/b/last.ckpt", "/r")
+
+
+def test_arguments_that_cannot_work(memory_root: Path) -> None:
+    plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
+    with pytest.raises(ConfigError, match="storage_options"):
+        plugin.save_checkpoint({}, "a.ckpt", storage_options={})
+    with pytest.raises(ConfigError, match="map_location"):
+        plugin.load_checkpoint("a.ckpt", map_location=lambda storage, place: storage)
+    with pytest.raises(ConfigError, match="state_dict_type"):
+        MemoryFSDPStrategy(state_dict_type="full")
+    with pytest.raises(ConfigError, match="save_distributed_checkpoint"):
+        MemoryModelParallelStrategy(save_distributed_checkpoint=False)
+    with pytest.raises(ConfigError, match="link"):
+        MemoryCheckpoint(save_last="link")
+    with pytest.raises(ConfigError, match="keep"):
+        MemoryCheckpointIO(None, memory_root=memory_root, job="job", keep_memory=0)
+
+
+# -- trainers in one process -----------------------------------------------------------------------
+
+
+def _stock(root: str, memory: str) -> None:
+    """Train with Lightning's own ModelCheckpoint; resume, and validate the best weights."""
+
+    def checkpoints() -> ModelCheckpoint:
+        return ModelCheckpoint(
+            root, "{epoch}", monitor="loss", mode="max", save_top_k=2, save_last=True
+        )
+
+    plugin = MemoryCheckpointIO(root, memory_root=memory, keep_memory=2)
+    trainer(plugin, checkpoints()).fit(Model(), ckpt_path="last")
+    there = {one.name: one.places for one in list_checkpoints(plugin.settings)}
+    assert {name for name, places in there.items() if "storage" in places} == {
+        "epoch=0.ckpt",
+        "epoch=1.ckpt",
+        "last.ckpt",
+    }
+    assert sorted(os.listdir(root)) == sorted([*there, "checkpointHistories.csv"])
+
+    last = plugin.load_checkpoint(os.path.join(root, "last.ckpt"))
+    callback = checkpoints()
+    again = trainer(MemoryCheckpointIO(root, memory_root=memory), callback, max_epochs=EPOCHS + 1)
+    model = Model()
+    again.fit(model, ckpt_path="last")
+    assert model.first == last["global_step"] > BATCHES
+    assert again.global_step == (EPOCHS + 1) * BATCHES
+    assert callback.best_model_path == os.path.join(root, "epoch=0.ckpt")
+    best = trainer(MemoryCheckpointIO(root, memory_root=f"{memory}/none"))
+    best.validate(Model(), DataLoader(torch.ones(2, 8)), ckpt_path=callback.best_model_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_lightnings_own_callback_keeps_what_it_is_told_to(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    forked(_stock, str(tmp_path / "run"), str(memory_root))
+
+
+def _callback(root: str, memory: str) -> None:
+    """Train with our callback: loggers get its figures, checkpoints the metrics.
+
+    After a signal the newest checkpoint is flushed before Lightning ends.
+    """
+    logger = CSVLogger(f"{root}-logs", name="", version="")
+    plugin = MemoryCheckpointIO(root, memory_root=memory, persist=False)
+    callback = MemoryCheckpoint(preemption="SIGTERM")
+    with pytest.raises(SystemExit):  # Lightning's end of a training that was told to end
+        trainer(plugin, callback, logger=logger).fit(
+            Model(killed_at=BATCHES + 1, signal_number=signal.SIGTERM), ckpt_path="last"
+        )
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    [newest] = on_storage(open_storage(root, {}))
+    assert newest.name == f"epoch=0-step={BATCHES}.ckpt"
+    assert newest.step == BATCHES
+    assert newest.metrics.keys() == {"loss", "loss_step", "loss_epoch"}
+    logged = Path(logger.log_dir, "metrics.csv").read_text().split("\n")[0].split(",")
+    assert {"checkpoint/seconds", "checkpoint/bytes"} <= set(logged)
+    resumed = Model()
+    trainer(MemoryCheckpointIO(root, memory_root=f"{memory}/none"), MemoryCheckpoint()).fit(
+        resumed, ckpt_path="last"
+    )
+    assert resumed.first == BATCHES
+
+
+@pytest.mark.slow
+def test_a_signal_has_the_newest_flushed(memory_root: Path, tmp_path: Path) -> None:
+    forked(_callback, str(tmp_path / "run"), str(memory_root))
+
+
+def _without_plugin(root: str) -> None:
+    trainer_without = pl.Trainer(
+        accelerator="cpu", logger=False, callbacks=[MemoryCheckpoint(root)]
+    )
+    with pytest.raises(ConfigError, match="plugins="):
+        trainer_without.fit(Model(), ckpt_path="last")
+
+
+def test_the_callback_says_that_it_needs_the_plugin(tmp_path: Path) -> None:
+    forked(_without_plugin, str(tmp_path))
+
+
+# -- several nodes ---------------------------------------------------------------------------------
+
+
+def _one_saves_and_all_load() -> tuple[int, str]:
+    plugin = MemoryCheckpointIO(None, job="job")
+    if dist.get_rank() == 0:
+        plugin.save_checkpoint(_checkpoint(5), "some.ckpt")
+    dist.barrier()
+    step = plugin.load_checkpoint(NEWEST)["global_step"]
+    dist.barrier()
+    return step, plugin.report().source
+
+
+@pytest.mark.slow
+@pytest.mark.nodes(2)
+def test_what_rank_0_saves_alone_reaches_nodes_that_have_nothing_of_it(cluster: Cluster) -> None:
+    job = cluster.launch(_one_saves_and_all_load)
+    assert job.results() == [(5, "memory and peers")] * 2
+
+
+# -- a job that is killed --------------------------------------------------------------------------
+
+
+def _torchrun(*arguments: Any) -> int:
+    """Run the job on two ranks; its exit code."""
+    ended = subprocess.run(
+        [
+            *TETHER,
+            *_TORCHRUN,
+            "-m",
+            "tests.support.frameworks.lightning_job",
+            json.dumps(arguments),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": "."},
+        cwd=REPOSITORY,
+        timeout=_SECONDS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(ended.stdout[-8192:], ended.stderr[-8192:])
+    return ended.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_fsdp_on_cpu
+def test_killed_jobs_go_on_from_memory_as_if_nothing_had_been(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    for kind in sorted(STRATEGIES):
+        assert _torchrun(str(tmp_path), str(memory_root), 2 * BATCHES + 1, kind) != 0
+    assert not list(tmp_path.rglob(".metadata"))
+    assert _torchrun(str(tmp_path), str(memory_root), None, *sorted(STRATEGIES)) == 0
+    resumed = [f"epoch=1-step={2 * BATCHES}.ckpt", "memory", 2 * BATCHES, 0]
+    for rank in (0, 1):
+        said = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert said == dict.fromkeys(STRATEGIES, resumed)
+    for kind in sorted(STRATEGIES):
+        from_storage = MemoryCheckpointIO(
+            tmp_path / kind, memory_root=tmp_path / "none"
+        ).load_checkpoint(NEWEST)
+        undisturbed = MemoryCheckpointIO(
+            None, memory_root=memory_root, job=f"alone-{kind}"
+        ).load_checkpoint(NEWEST)
+        assert from_storage["global_step"] == EPOCHS * BATCHES
+        _assert_same(from_storage, undisturbed, kind)
+
+
+def _assert_same(one: Any, other: Any, where: str = "") -> None:
+    """Weights, optimizers and all else but where the checkpoints lie."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one.keys() - {"callbacks"}:
+            _assert_same(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for number, (inner, its_other) in enumerate(zip(one, other, strict=True)):
+            _assert_same(inner, its_other, f"{where}.{number}")
+    else:
+        assert one == other, where

@@ -1,0 +1,123 @@
+"""Megatron's `dist_checkpointing` through node memory.
+
+Megatron is imported by torchrun's ranks only: it takes seconds.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import REPOSITORY
+from tests.support.checkpoints.jobs import wait_until
+from tests.support.nodes.cluster import Cluster
+from tests.support.processes.launch import TETHER
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
+]
+
+_SECONDS = 250.0
+
+
+def _torchrun(
+    module: str, *arguments: str | Path, temporary: Path
+) -> subprocess.CompletedProcess[str]:
+    """Run a module on two ranks.
+
+    temporary: where they have their temporary files, which a kill leaves there.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [*TETHER, sys.executable, *launcher, "-m", module, *map(str, arguments)],
+        cwd=REPOSITORY,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(REPOSITORY),
+            "TMPDIR": str(temporary),
+        },
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+
+
+def _answer(run: subprocess.CompletedProcess[str], answer: Path) -> Any:
+    assert run.returncode == 0, run.stderr[-8000:]
+    return json.loads(answer.read_text())
+
+
+def test_dist_checkpointing_goes_through_memory(memory_root: Path, tmp_path: Path) -> None:
+    answer = tmp_path / "answer"
+    places = tmp_path / "ckpts", memory_root, answer
+    fates = _answer(
+        _torchrun("tests.support.frameworks.megatron_claims", *places, temporary=tmp_path), answer
+    )
+    assert len(fates) == 17
+    failed = {claim: fate for claim, fate in fates.items() if fate}
+    assert not failed, "\n".join(f"--- {claim}\n{fate}" for claim, fate in failed.items())
+
+
+def test_a_training_that_is_killed_in_a_save_goes_on_and_loads_in_other_shapes(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    places = tmp_path / "ckpts", memory_root, tmp_path / "answer"
+    killed = _torchrun(
+        "tests.support.frameworks.megatron_training",
+        *places,
+        "stage.copied:kill:4",
+        temporary=tmp_path,
+    )
+    assert "SIGKILL" in killed.stderr, killed.stderr[-8000:]
+    found = _answer(
+        _torchrun("tests.support.frameworks.megatron_training", *places, temporary=tmp_path),
+        tmp_path / "answer",
+    )
+    assert found == {
+        "latest": 3,
+        "source": "memory",
+        "reference": found["reference"],
+        "losses": found["reference"][3:],
+        "same end": True,
+        "same with TP1 PP1": True,
+        "same with TP1 PP2": True,
+    }
+    assert len(set(found["reference"])) == 6
+
+
+def _save_and_idle(saved: Path) -> None:
+    from tests.support.frameworks import megatron_nodes
+
+    megatron_nodes.save(saved)
+    time.sleep(1000)
+
+
+def _load() -> tuple[int, int, bool, set[str]]:
+    from tests.support.frameworks import megatron_nodes
+
+    return megatron_nodes.load()
+
+
+@pytest.mark.nodes(2)
+def test_the_node_that_had_the_common_state_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+    killed = cluster.launch(_save_and_idle, tmp_path / "saved", patience=_SECONDS)
+    wait_until((tmp_path / "saved").exists, killed.output(), _SECONDS)
+    cluster.nodes[0].kill()
+    killed.kill()
+    cluster.add()
+    loaded = cluster.launch(_load, patience=_SECONDS).results(_SECONDS)
+    assert [results[:3] for results in loaded] == [(2, 2, True)] * 2
+    # By both loads together: when the tensors are read, the new node may already have been given
+    # its copies.
+    assert set().union(*(places for *_, places in loaded)) == {"memory", "peers"}

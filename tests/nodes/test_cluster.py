@@ -1,0 +1,498 @@
+"""Nodes made of namespaces are separate, can be killed, and leave nothing behind."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
+from tests.support.nodes.cluster import MEMORY, Cluster, Node, running_cluster
+from tests.support.nodes.torchrun import PORT, JobFailed
+from tests.support.storage.servers import ServerUnavailable
+
+_MIB = 1 << 20
+_STARTED_SECONDS = 60.0
+
+# By default torchrun gives the ranks' store to the first round alone. Ranks that join later wait
+# for its address in vain, and ranks that have lost the store's node can't start again.
+_STORE_PER_ROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def _summed(number: int) -> int:
+    value = torch.tensor(number)
+    dist.all_reduce(value)
+    return int(value)
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+def _introduce() -> tuple[int, int, str, list[str], int]:
+    """Return the world size as told and as counted, the host, and facts of its memory.
+
+    The facts are the names of those that have written to the memory, and its bytes.
+    """
+    host = socket.gethostname()
+    Path(MEMORY, f"{host}-{os.environ['LOCAL_RANK']}").touch()
+    counted = _summed(1)
+    facts = os.statvfs(MEMORY)
+    names = sorted(path.name for path in MEMORY.iterdir() if path.name.startswith("node"))
+    return dist.get_world_size(), counted, host, names, facts.f_blocks * facts.f_frsize
+
+
+@pytest.mark.nodes(2, memory_bytes=32 * _MIB, huge="within_size")
+def test_ranks_on_two_nodes_meet_over_gloo_and_each_node_has_a_memory_of_its_own(
+    cluster: Cluster,
+) -> None:
+    first, second = (node.name for node in cluster.nodes)
+    assert cluster.launch(_introduce, ranks_per_node=2).results() == [
+        (4, 4, host, [f"{host}-0", f"{host}-1"], 32 * _MIB)
+        for host in (first, first, second, second)
+    ]
+    assert {path.name for path in Path(f"{cluster.nodes[1].root}/{MEMORY}").glob("node*")} == {
+        f"{second}-0",
+        f"{second}-1",
+    }
+    for node in cluster.nodes:
+        (mount,) = (
+            line
+            for line in (node.root / "proc/1/mountinfo").read_text().splitlines()
+            if node.name in line
+        )
+        assert "huge=within_size" in mount
+
+
+@pytest.mark.nodes(2)
+def test_nodes_know_each_other_by_name(cluster: Cluster) -> None:
+    first, second = cluster.nodes
+    ask = [
+        sys.executable,
+        "-c",
+        "import socket, sys; print(socket.gethostbyname(sys.argv[1]))",
+        second.name,
+    ]
+    assert subprocess.check_output(first.inside(ask), text=True).strip() == second.address
+
+
+@pytest.mark.nodes(1)
+def test_a_killed_node_takes_its_detached_processes_and_its_memory_along(cluster: Cluster) -> None:
+    (node,) = cluster.nodes
+    fill = f"head -c {_MIB} /dev/zero >{MEMORY}/filled; setsid sleep 1000 & sleep 0.1"
+    subprocess.run(node.inside(["bash", "-c", fill]), check=True)
+    processes = node.processes()
+    assert "sleep" in [process.name() for process in processes[1:]]
+    assert (node.root / f".{MEMORY}/filled").stat().st_size == _MIB
+    assert _traces(node.name)
+    node.kill()
+    assert not [process for process in processes if process.is_running()]
+    assert not node.is_alive
+    assert cluster.nodes == []
+    wait_until(lambda: not _traces(node.name), "the tmpfs is gone", timeout=10)
+    with pytest.raises(RuntimeError, match="killed"):
+        node.inside(["true"])
+
+
+def test_where_no_nodes_can_be_made_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.nodes.cluster.TOOLS", ("bash", "no-such-tool"))
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    with pytest.raises(ServerUnavailable, match="no-such-tool missing"), running_cluster(1):
+        pass
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(ServerUnavailable, match="only root"), running_cluster(1):
+        pass
+
+
+# -- what happens to nodes that work together ------------------------------------------------------
+
+
+def _sum_for_ever(started: Path) -> None:
+    while True:
+        _summed(1)
+        started.touch()
+
+
+@pytest.mark.nodes(2)
+@pytest.mark.parametrize(("silently", "patience"), [(False, 300.0), (True, 5.0)])
+def test_a_rank_gets_an_error_when_the_other_node_is_lost(
+    cluster: Cluster, tmp_path: Path, silently: bool, patience: float
+) -> None:
+    job = cluster.launch(_sum_for_ever, tmp_path / "started", patience=patience)
+    wait_until((tmp_path / "started").exists, job.output(), _STARTED_SECONDS)
+    lost = cluster.nodes[1]
+    if silently:
+        lost.unplug()
+    lost.kill()
+    survivor, ending = job.wait(timeout=60)
+    assert survivor.exit_code == 1
+    assert (" by peer" in survivor.output) != silently, "closed or reset by peer"
+    assert ("imed out" in survivor.output) == silently
+    assert ending.exit_code == -signal.SIGKILL
+
+
+def _look(name: str) -> tuple[int, bool]:
+    """Count the nodes, and say whether this one had a file of that name; make the file."""
+    path = Path(MEMORY, name)
+    there = path.exists()
+    path.touch()
+    return _summed(1), there
+
+
+@pytest.mark.nodes(2)
+@pytest.mark.slow
+def test_a_job_starts_again_with_an_empty_node_in_the_place_of_a_lost_one(cluster: Cluster) -> None:
+    survivor, lost = cluster.nodes
+    assert cluster.launch(_look, "kept").results() == [(2, False), (2, False)]
+    lost.kill()
+    replacement = cluster.add()
+    assert cluster.nodes == [survivor, replacement]
+    assert replacement.name != lost.name
+    assert cluster.launch(_look, "kept", nodes=[replacement, survivor]).results() == [
+        (2, False),
+        (2, True),
+    ]
+
+
+def _sum_until_resumed(started: Path) -> tuple[int, bool]:
+    """Work, and after a restart look around as `_look` does."""
+    size, there = _look("kept")
+    if _summed(there) == 0:
+        _sum_for_ever(started)
+    return size, there
+
+
+@pytest.mark.nodes(2)
+@pytest.mark.slow
+def test_a_running_job_goes_on_when_an_empty_node_joins_in_the_place_of_a_lost_one(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    job = cluster.launch(
+        _sum_until_resumed, tmp_path / "started", max_restarts=5, env=_STORE_PER_ROUND
+    )
+    wait_until((tmp_path / "started").exists, "both nodes take part", _STARTED_SECONDS)
+    lost = cluster.nodes[1]
+    lost.kill()
+    job.join(cluster.add())
+    assert job.results() == [(2, True), (2, False)]
+    assert [ending.node for ending in job.wait(0) if ending.exit_code] == [lost.name]
+
+
+def _sum_until_alone(both: Path) -> int:
+    """Work until the other node, once it was there, is lost; the size of the world that is left."""
+    while dist.get_world_size() > 1 or not both.exists():
+        if _summed(1) == 2:
+            both.touch()
+        time.sleep(0.01)
+    return dist.get_world_size()
+
+
+@pytest.mark.nodes(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1], ids=["coordinator", "other"])
+def test_an_elastic_job_goes_on_with_fewer_nodes(
+    cluster: Cluster, tmp_path: Path, lost: int
+) -> None:
+    both = tmp_path / "both"
+    store = cluster.serve_store() if lost == 0 else None
+    job = cluster.launch(
+        _sum_until_alone, both, nnodes="1:2", max_restarts=5, store=store, env=_STORE_PER_ROUND
+    )
+    wait_until(both.exists, "both nodes take part", _STARTED_SECONDS)
+    cluster.nodes[lost].kill()
+    assert job.results() == [1]
+    assert job.wait(0)[lost].exit_code == -signal.SIGKILL
+
+
+def _fail(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("as told")
+    _summed(1)
+
+
+@pytest.mark.nodes(2)
+def test_a_failure_on_one_node_is_told_with_its_output(cluster: Cluster) -> None:
+    with pytest.raises(
+        JobFailed, match=r"torchrun failed: .*node1-.*: 1(.|\n)*ValueError: as told"
+    ):
+        cluster.launch(_fail, 1, patience=10.0).results()
+
+
+# -- the network -----------------------------------------------------------------------------------
+
+_ECHO = """
+import socket
+with socket.create_server(("", 5000)) as server:
+    print("listening", flush=True)
+    while True:
+        connection, _ = server.accept()
+        while data := connection.recv(1 << 16):
+            connection.sendall(data)
+"""
+_ASK = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 5000))
+connection.settimeout(1)
+for line in sys.stdin:
+    if line.strip():
+        connection.sendall(line.encode())
+    try:
+        print(connection.recv(1 << 16).decode().strip(), flush=True)
+    except TimeoutError:
+        print("silence", flush=True)
+"""
+_SINK = """
+import socket, time
+with socket.create_server(("", 5001)) as server:
+    print("listening", flush=True)
+    connection, _ = server.accept()
+    start, received = time.perf_counter(), 0
+    while data := connection.recv(1 << 20):
+        received += len(data)
+    print(received / (time.perf_counter() - start))
+"""
+_SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5001)) as connection:
+    connection.sendall(bytes(int(sys.argv[2])))
+"""
+
+
+@contextlib.contextmanager
+def _speaking(node: Node, code: str, *args: str) -> Iterator[tuple[IO[str], IO[str]]]:
+    """Python code that runs on a node: what it is told, what it says."""
+    command = node.inside([sys.executable, "-S", "-c", code, *args])
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield process.stdin, process.stdout
+        finally:
+            for child in psutil.Process(process.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess):  # It has ended by itself.
+                    child.kill()
+
+
+@pytest.mark.nodes(2)
+def test_nothing_passes_an_unplugged_cable_and_connections_live_on(cluster: Cluster) -> None:
+    first, second = cluster.nodes
+    with _speaking(second, _ECHO) as (_, echo):
+        assert echo.readline() == "listening\n"
+        with _speaking(first, _ASK, second.address) as (tell, hear):
+
+            def ask(word: str) -> str:
+                print(word, file=tell)
+                return hear.readline().strip()
+
+            assert ask("before") == "before"
+            second.unplug()
+            assert ask("meanwhile") == "silence"
+            second.plug_in()
+            wait_until(
+                lambda: ask("") == "meanwhile", "what was sent meanwhile has come", timeout=30
+            )
+            assert ask("after") == "after"
+
+
+def _bytes_per_second(sender: Node, receiver: Node, nbytes: int) -> float:
+    with _speaking(receiver, _SINK) as (_, sink):
+        assert sink.readline() == "listening\n"
+        subprocess.run(
+            sender.inside([sys.executable, "-S", "-c", _SEND, receiver.address, str(nbytes)]),
+            check=True,
+        )
+        return float(sink.readline())
+
+
+@pytest.mark.nodes(3)
+def test_a_throttled_node_sends_and_receives_no_faster_than_its_limit(cluster: Cluster) -> None:
+    throttled, other, third = cluster.nodes
+    limit = 200e6 / 8
+    throttled.throttle("200mbit")
+    for sender, receiver in ((throttled, other), (other, throttled)):
+        found = [_bytes_per_second(sender, receiver, 8 * _MIB) for _ in range(3)]
+        # On a busy machine a receiver that begins late finds much in its buffers, and one that is
+        # kept waiting is slow.
+        assert min(found) < limit * 1.2
+        assert max(found) > limit / 4
+    assert max(_bytes_per_second(other, third, 32 * _MIB) for _ in range(3)) > 4 * limit
+    throttled.throttle(None)
+    for sender, receiver in ((throttled, other), (other, throttled)):
+        assert max(_bytes_per_second(sender, receiver, 32 * _MIB) for _ in range(3)) > 4 * limit
+
+
+_CONNECT = """
+import socket, sys
+socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5).close()
+"""
+
+
+@pytest.mark.nodes(4)
+def test_a_store_off_the_nodes_is_reached_whichever_node_is_lost(cluster: Cluster) -> None:
+    address = cluster.serve_store()
+    *others, last = cluster.nodes
+    for lost in (None, *others):
+        if lost is not None:
+            lost.kill()
+        subprocess.run(
+            last.inside([sys.executable, "-S", "-c", _CONNECT, address, str(PORT)]), check=True
+        )
+
+
+# -- nothing is left -------------------------------------------------------------------------------
+
+
+def _traces(token: str) -> list[str]:
+    """List what a cluster or a node has left outside of this process's memory.
+
+    That is: processes that run in it or are told of it, mounts that any process sees, and links and
+    namespaces with names.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            mounts = Path(f"/proc/{process.pid}/mountinfo").read_text()
+            if token in mounts or any(token in text for text in process.cmdline()):
+                found.append(f"process {process.pid}: {process.cmdline()}")
+    for command in (["ip", "-o", "link"], ["ip", "netns"]):
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found += [line for line in listed.splitlines() if token in line]
+    return found
+
+
+def _idle(started: Path) -> None:
+    started.touch()
+    time.sleep(1000)
+
+
+@pytest.mark.nodes(1)
+def test_nothing_is_left_of_a_cluster_in_which_a_test_failed_and_its_neighbour_lives_on(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    links = _links()
+    processes = []
+    with contextlib.suppress(ZeroDivisionError), running_cluster(2) as failing:
+        assert failing.nodes[0].address == cluster.nodes[0].address
+        failing.launch(_idle, tmp_path / "started")
+        wait_until((tmp_path / "started").exists, "the ranks run", _STARTED_SECONDS)
+        processes = [process for node in failing.nodes for process in node.processes()]
+        assert len(processes) >= 2 * 3
+        assert _traces(failing.token)
+        _ = 1 / 0
+    assert not [process for process in processes if process.is_running()]
+    wait_until(lambda: not _traces(failing.token), "the namespaces are gone", timeout=10)
+    assert _links() <= links
+    assert [node.is_alive for node in cluster.nodes] == [True]
+
+
+def _links() -> set[str]:
+    return {name for _, name in socket.if_nameindex()}
+
+
+_ABANDONED = """
+import time
+from tests.support.nodes.cluster import running_cluster
+with running_cluster(2) as cluster:
+    print(cluster.token, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.nodes(1)
+def test_nothing_but_files_is_left_of_a_cluster_whose_test_process_was_killed(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", _ABANDONED]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            token = process.stdout.readline().strip()
+            assert token
+            assert _traces(token)
+        finally:
+            process.kill()
+    wait_until(lambda: not _traces(token), "the namespaces are gone", timeout=10)
+    assert [node.is_alive for node in cluster.nodes] == [True]
+
+
+# -- dcp_mem ---------------------------------------------------------------------------------------
+
+
+def _save_and_idle(job: Job, saved: Path) -> None:
+    with job.writer() as writer:
+        for number in (1, 2):
+            save(writer, number)
+        writer.wait("step-2", "durable" if job.url else "complete", timeout=60)
+        dist.barrier()
+        saved.touch()
+        time.sleep(1000)
+
+
+@pytest.mark.nodes(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [(0, 1), (1, 0)], ids=["as before", "the other way round"])
+def test_a_job_that_was_killed_on_two_nodes_puts_together_what_lies_in_their_memory(
+    cluster: Cluster, tmp_path: Path, places: tuple[int, int]
+) -> None:
+    job = Job(None, str(MEMORY / "dcp_mem"))
+    killed = cluster.launch(_save_and_idle, job, tmp_path / "saved")
+    wait_until((tmp_path / "saved").exists, "two saves", _STARTED_SECONDS)
+    killed.kill()
+    for node in cluster.nodes:
+        held = Path(f"{node.root}/{job.directory}/step-2")
+        assert len(list(held.glob("__*.distcp"))) == 1
+    nodes = [cluster.nodes[place] for place in places]
+    assert cluster.launch(_load, job, nodes=nodes).results() == [(2, "memory and peers")] * 2
+
+
+def _load(job: Job) -> tuple[int, str]:
+    loaded = load_anew(job)
+    return loaded.number, loaded.report.source
+
+
+@pytest.mark.nodes(1)
+@pytest.mark.slow
+def test_a_job_that_was_killed_on_its_only_node_loads_from_its_memory(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    job = Job(None, str(MEMORY / "dcp_mem"))
+    killed = cluster.launch(_save_and_idle, job, tmp_path / "saved", ranks_per_node=2)
+    wait_until((tmp_path / "saved").exists, "two saves", _STARTED_SECONDS)
+    killed.kill()
+    assert cluster.launch(_load, job, ranks_per_node=2).results() == [(2, "memory")] * 2
+
+
+def _save_until_lost(job: Job) -> None:
+    with job.writer() as writer:
+        save(writer, 1)
+        writer.wait("step-1", timeout=60)
+        save(writer, 2)
+
+
+@pytest.mark.nodes(2)
+@pytest.mark.slow
+def test_a_node_lost_at_a_named_point_of_a_save_costs_that_save_alone(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    job = Job(str(tmp_path / "run"), str(MEMORY / "dcp_mem"))
+    survivor, lost = cluster.nodes
+    stop = {"DCP_MEM_FAULTS": "stage.copied:stop:2"}
+    saving = cluster.launch(_save_until_lost, job, env_of={lost: stop}, patience=20.0)
+    wait_until(lost.stopped, "the second save is staged", _STARTED_SECONDS)
+    assert not survivor.stopped()
+    lost.kill()
+    assert [ending.exit_code for ending in saving.wait(60)] == [1, -signal.SIGKILL]
+    cluster.add()
+    assert cluster.launch(_load, job).results() == [(1, "memory and storage")] * 2

@@ -1,0 +1,1 @@
+"""Tests with several processes on one node: ranks, agents, commands, and processes killed."""

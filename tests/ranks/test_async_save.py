@@ -1,0 +1,252 @@
+"""`dcp.async_save` with its thread and process executors, and writers that are pickled."""
+
+import functools
+import inspect
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_mem import MemoryStorageWriter
+from tests.support.checkpoints.roundtrip import (
+    ROADS,
+    Places,
+    State,
+    assert_same,
+    blank_of,
+    comes_back,
+)
+from tests.support.processes.launch import run_fresh, run_ranks
+
+_TYPES: Any = getattr(dcp.state_dict_saver, "AsyncCheckpointerType", None)
+EXECUTORS = {each.value: each for each in _TYPES} if _TYPES is not None else {"thread": None}
+"""By name; torch 2.6 has threads only."""
+
+needs_processes = pytest.mark.skipif(
+    "process" not in EXECUTORS, reason=f"torch {torch.__version__} has threads only"
+)
+
+
+def _state(step: int) -> State:
+    state: State = {
+        "w": torch.full((5000,), float(step)),
+        "step": step,
+        "nested": {"log": "x" * step * 1000},
+    }
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        state["sharded"] = distribute_tensor(
+            torch.arange(30.0).reshape(10, 3) + step, init_device_mesh("cpu", (world,)), [Shard(0)]
+        )
+        state[f"own.{rank}"] = torch.full((9,), rank + step)
+    return state
+
+
+def _start(
+    writer: MemoryStorageWriter, state: State, name: str, executor: str, **options: Any
+) -> "Future[Any]":
+    if EXECUTORS[executor] is not None:
+        options["async_checkpointer_type"] = EXECUTORS[executor]
+    started: Any = dcp.async_save(state, checkpoint_id=name, storage_writer=writer, **options)
+    future: Future[Any] = getattr(started, "upload_completion", started)
+    return future
+
+
+def _spoil(state: State, future: "Future[Any]") -> None:
+    """Go on training: what is being saved must not notice."""
+    if "async_stager" not in inspect.signature(dcp.async_save).parameters:
+        future.result(timeout=60)  # torch 2.6 copies nothing that is on the CPU already
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            (value.to_local() if hasattr(value, "to_local") else value).fill_(-77)
+
+
+def _saves_asynchronously(places: Places, executors: list[str]) -> None:
+    """Asynchronous saves in a row, the third followed by a plain one, all by one writer."""
+    with places.writer(
+        keep_memory=2, agent="process" if "process" in executors else "thread"
+    ) as writer:
+        for step, executor in enumerate(executors):
+            state = _state(step)
+            future = _start(writer, state, f"step-{step}", executor)
+            _spoil(state, future)
+            future.result(timeout=60)
+            _is_there(places, writer, f"step-{step}", _state(step))
+            if step == 2:
+                dcp.save(_state(52), checkpoint_id="plain", storage_writer=writer)
+                _is_there(places, writer, "plain", _state(52))
+        job = Path(places.memory, places.job)
+        kept = sorted(path.name for path in job.iterdir() if path.is_dir() and path.name[0] != ".")
+        assert len(kept) == 2, kept
+
+
+def _is_there(places: Places, writer: MemoryStorageWriter, name: str, state: State) -> None:
+    writer.wait(name, timeout=60)
+    if dist.is_initialized():
+        dist.barrier()
+    comes_back(places, name, state)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saves_in_threads_and_plain_ones_follow_each_other(places: Places, ranks: int) -> None:
+    run_ranks(_saves_asynchronously, ranks, places, ["thread"] * 4, timeout=100)
+
+
+@needs_processes
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(
+    places: Places, ranks: int
+) -> None:
+    run_ranks(
+        _saves_asynchronously,
+        ranks,
+        places,
+        ["process", "thread", "process", "process"],
+        timeout=100,
+    )
+
+
+def test_asynchronous_saves_work_without_a_process_group(places: Places) -> None:
+    run_fresh(_saves_asynchronously, places, ["thread"] * 4)
+
+
+class _Fails(dcp.DefaultSavePlanner):
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if dist.get_rank() == 1:
+            raise LookupError("no data")
+        return super().resolve_data(write_item)
+
+
+def _fails_asynchronously(places: Places, executor: str) -> list[str]:
+    errors = []
+    with places.writer(persist=False) as writer:
+        for step in range(2):
+            _start(writer, _state(step), f"good-{step}", executor).result(timeout=60)
+            try:
+                _start(writer, _state(-1), "bad", executor, planner=_Fails()).result(timeout=60)
+            except BaseException as error:  # torch's CheckpointException is no Exception
+                errors.append(str(error))
+            dist.barrier()
+            comes_back(places, f"good-{step}", _state(step), roads=("memory", "stock from memory"))
+            dist.barrier()
+    return errors
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_an_asynchronous_save_that_fails_on_one_rank_fails_on_all_and_harms_nothing(
+    places: Places, executor: str
+) -> None:
+    for errors in run_ranks(_fails_asynchronously, 2, places, executor, timeout=100):
+        assert len(errors) == 2
+        assert all("LookupError: no data" in error for error in errors), errors
+
+
+def _trains_while_it_saves(places: Places) -> None:
+    """Collectives of the training go on in the main thread while saves run beside it."""
+    group = dist.new_group(backend="gloo")  # for the saves; async_save must not share the trainer's
+    with places.writer() as writer:
+        for step in range(6):
+            future = _start(writer, _state(step), f"step-{step}", "thread", process_group=group)
+            total = torch.zeros(())
+            for _ in range(50):
+                total += 1
+                dist.all_reduce(total)
+                total /= dist.get_world_size()
+            assert total == 50
+            future.result(timeout=60)
+        writer.wait("step-5", timeout=60)
+        dist.barrier()
+        comes_back(places, "step-5", _state(5))
+        dist.barrier()
+
+
+def test_training_goes_on_with_its_collectives_while_a_thread_saves(places: Places) -> None:
+    run_ranks(_trains_while_it_saves, 2, places)
+
+
+def test_each_pickled_copy_of_a_writer_saves_on(places: Places) -> None:
+    with places.writer(keep_memory=3) as writer:
+        for step in range(6):
+            state = {"w": torch.full((50,), float(step)), "step": step}
+            places.save(writer, state, f"step-{step}")
+            comes_back(places, f"step-{step}", state)
+            writer = pickle.loads(pickle.dumps(writer))
+        assert [entry.name for entry in writer.status() if entry.in_memory] == [
+            "step-5",
+            "step-4",
+            "step-3",
+        ]
+
+
+def _saves_pickled(places: Places, pickled: bytes, step: int) -> None:
+    with pickle.loads(pickled) as writer:
+        places.save(writer, {"w": torch.full((50,), float(step))}, f"step-{step}")
+
+
+def test_a_pickled_writer_saves_in_another_process_while_the_first_lives(places: Places) -> None:
+    with places.writer() as writer:
+        places.save(writer, {"w": torch.full((50,), 0.0)}, "step-0")
+        run_fresh(_saves_pickled, places, pickle.dumps(writer), 1)
+        comes_back(places, "step-1", {"w": torch.full((50,), 1.0)})
+        places.save(writer, {"w": torch.full((50,), 2.0)}, "step-2")
+        for step in (1, 2):
+            comes_back(places, f"step-{step}", {"w": torch.full((50,), float(step))})
+
+
+def test_a_pickled_writer_holds_no_state_of_the_process(places: Places) -> None:
+    with places.writer() as writer:
+        empty = len(pickle.dumps(writer))
+        places.save(writer, {f"t{i}": torch.randn(10) for i in range(300)}, "step-0")
+        assert len(pickle.dumps(writer)) <= empty + 200
+
+
+def test_storage_options_travel_with_a_pickled_writer(places: Places) -> None:
+    writer = MemoryStorageWriter(
+        "memory://bucket",
+        memory_root=places.memory,
+        job="job",
+        storage_options={"secret": "value"},
+        agent="thread",
+    )
+    assert pickle.loads(pickle.dumps(writer)).settings == writer.settings
+
+
+def test_saves_from_several_threads_in_turn_survive(places: Places) -> None:
+    """One thread at a time, as async_save's executor makes one for each save."""
+    with places.writer() as writer:
+        for step in range(6):
+            state = {"w": torch.full((50,), float(step)), "step": step}
+            _in_a_thread(functools.partial(places.save, writer, state, f"step-{step}"))
+            for road in ROADS:
+                into = blank_of(state)
+                _in_a_thread(functools.partial(places.load, road, f"step-{step}", into))
+                assert_same(state, into, road)
+
+
+def _in_a_thread(act: Callable[[], object]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]

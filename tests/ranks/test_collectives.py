@@ -1,0 +1,662 @@
+"""How ranks talk: their tree, the messages along it, real gloo groups, lost ranks, and costs."""
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dcp_mem
+from dcp_mem import RankFailed
+from dcp_mem.comm import Ranks, gloo, ranks_of, relay
+from dcp_mem.comm.tree import _FAN_OUT, Tree, tree_of
+from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.processes.forks import forked_ranks, raised_by
+from tests.support.processes.kill_targets import forked
+
+T = TypeVar("T")
+Nodes = list[str]
+"""Of every rank, its node."""
+
+# -- trees -----------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw: st.DrawFn, most: int = 200) -> Nodes:
+    """Nodes of 1 to `most` ranks: one after the other, dealt out in turn, or in any order."""
+    size = draw(st.integers(1, most))
+    per_node = draw(st.integers(1, size))
+    nodes = [f"node{rank // per_node}" for rank in range(size)]
+    order = draw(st.sampled_from(["blocks", "in turn", "any"]))
+    if order == "in turn":
+        count = -(-size // per_node)
+        nodes = [f"node{rank % count}" for rank in range(size)]
+    elif order == "any":
+        nodes = draw(st.permutations(nodes))
+    return nodes
+
+
+def _trees(nodes: Nodes) -> list[Tree]:
+    return [tree_of(nodes, rank) for rank in range(len(nodes))]
+
+
+def _descendants(trees: Sequence[Tree]) -> list[set[int]]:
+    """Of each rank, all ranks below it, going by what each says of its parent."""
+    found: list[set[int]] = [set() for _ in trees]
+    for tree in trees:
+        parent, passed = tree.parent, 0
+        while parent is not None:
+            found[parent].add(tree.rank)
+            parent, passed = trees[parent].parent, passed + 1
+            assert passed <= len(trees), "the tree goes round in a circle"
+    return found
+
+
+@given(layouts())
+def test_every_rank_but_the_root_has_one_parent_which_knows_it(nodes: Nodes) -> None:
+    trees = _trees(nodes)
+    assert [tree.rank for tree in trees] == list(range(len(nodes)))
+    assert [tree.rank for tree in trees if tree.parent is None] == [0]
+    known = Counter((tree.rank, child) for tree in trees for child in tree.children)
+    assert known == Counter((tree.parent, tree.rank) for tree in trees if tree.parent is not None)
+
+
+@given(layouts())
+def test_what_is_below_a_rank_is_divided_among_its_children(nodes: Nodes) -> None:
+    trees = _trees(nodes)
+    below = _descendants(trees)
+    assert below[0] == set(range(1, len(nodes)))
+    for tree in trees:
+        told = [rank for ranks in tree.below for rank in ranks]
+        assert len(told) == len(set(told))
+        for ranks in tree.below:
+            assert set(ranks) == {ranks[0]} | below[ranks[0]]
+        assert set(told) == below[tree.rank]
+
+
+@given(layouts())
+def test_a_node_is_entered_once_and_its_ranks_hang_on_its_first(nodes: Nodes) -> None:
+    for tree in _trees(nodes):
+        first = nodes.index(nodes[tree.rank])
+        assert tree.is_leader == (tree.rank == first)
+        if not tree.is_leader:
+            assert (tree.parent, tree.children) == (first, [])
+        elif tree.parent is not None:
+            assert nodes.index(nodes[tree.parent]) == tree.parent, (
+                "a leader hangs on no other leader"
+            )
+        leaders = [child for child in tree.children if nodes[child] != nodes[tree.rank]]
+        assert tree.leaders == leaders
+
+
+@given(layouts())
+def test_no_rank_hears_from_more_than_its_neighbours_and_a_few_leaders(nodes: Nodes) -> None:
+    trees = _trees(nodes)
+    for tree in trees:
+        assert len(tree.leaders) <= _FAN_OUT
+        assert len(tree.children) - len(tree.leaders) <= nodes.count(nodes[tree.rank]) - 1
+    steps = 1  # from the root through the leaders, of which there are so many within so many steps
+    while sum(_FAN_OUT**step for step in range(steps)) < len(set(nodes)):
+        steps += 1
+    for tree in trees:
+        passed, parent = 0, tree.parent
+        while parent is not None:
+            passed, parent = passed + 1, trees[parent].parent
+        assert passed <= steps
+
+
+# -- what goes along a tree ------------------------------------------------------------------------
+
+
+@st.composite
+def any_trees(draw: st.DrawFn) -> list[Tree]:
+    """The trees of a layout, or any other tree of up to ten ranks, in which some are leaders."""
+    if draw(st.booleans()):
+        return _trees(draw(layouts(most=10)))
+    size = draw(st.integers(1, 10))
+    order = [0, *draw(st.permutations(range(1, size)))]
+    parents: dict[int, int | None] = {0: None}
+    leads = {0: True}
+    for position, rank in enumerate(order[1:], 1):
+        parent = draw(st.sampled_from(order[:position]))
+        parents[rank], leads[rank] = parent, leads[parent] and draw(st.booleans())
+    bare = [Tree(rank=rank, parent=parents[rank]) for rank in range(size)]
+    below = _descendants(bare)
+
+    def groups(rank: int, of_leaders: bool) -> list[list[int]]:
+        children = [
+            other for other in range(size) if parents[other] == rank and leads[other] == of_leaders
+        ]
+        return [[child, *sorted(below[child])] for child in children]
+
+    return [
+        Tree(
+            rank=rank,
+            parent=parents[rank],
+            leaders_below=groups(rank, True),
+            neighbours_below=groups(rank, False),
+            is_leader=leads[rank],
+        )
+        for rank in range(size)
+    ]
+
+
+class _Wire:
+    """Queues between ranks that are threads; who reads from an empty one for too long fails."""
+
+    def __init__(
+        self, rank: int, queues: Mapping[tuple[int, int], "queue.SimpleQueue[bytes]"]
+    ) -> None:
+        self._rank, self._queues = rank, queues
+
+    def send(self, ranks: Sequence[int], data: Any) -> None:
+        for rank in ranks:
+            self._queues[self._rank, rank].put(bytes(data))
+
+    def receive(self, ranks: Sequence[int]) -> list[bytes]:
+        return [self._queues[rank, self._rank].get(timeout=10) for rank in ranks]
+
+
+def _together(trees: Sequence[Tree], act: Callable[[relay.Wire, Tree], T]) -> list[T]:
+    """What `act` returns on every rank; nothing that was sent may be left over."""
+    ranks = range(len(trees))
+    queues: dict[tuple[int, int], queue.SimpleQueue[bytes]] = {
+        (one, other): queue.SimpleQueue() for one in ranks for other in ranks
+    }
+    results: dict[int, T] = {}
+
+    def work(rank: int) -> None:
+        results[rank] = act(_Wire(rank, queues), trees[rank])
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == len(trees), "some rank failed"
+    assert all(one.empty() for one in queues.values())
+    return [results[rank] for rank in ranks]
+
+
+VALUES = st.one_of(st.integers(), st.text(max_size=3), st.binary(max_size=300))
+
+
+@settings(max_examples=40)
+@given(any_trees(), st.data())
+def test_all_reduce_joins_every_rank_once(trees: list[Tree], data: st.DataObject) -> None:
+    values = data.draw(st.lists(VALUES, min_size=len(trees), max_size=len(trees)))
+    expected = Counter(enumerate(values))
+
+    def act(wire: relay.Wire, tree: Tree) -> Counter[tuple[int, Any]]:
+        mine = Counter([(tree.rank, values[tree.rank])])
+        return relay.all_reduce(wire, tree, mine, lambda one, other: one + other)
+
+    assert _together(trees, act) == [expected] * len(trees)
+
+
+@settings(max_examples=40)
+@given(any_trees(), st.data())
+def test_gather_and_scatter_go_by_rank(trees: list[Tree], data: st.DataObject) -> None:
+    values = data.draw(st.lists(VALUES, min_size=len(trees), max_size=len(trees)))
+
+    def act(wire: relay.Wire, tree: Tree) -> tuple[list[Any], Any]:
+        gathered = relay.gather(wire, tree, values[tree.rank], list)
+        return gathered, relay.scatter(wire, tree, [("for", value) for value in gathered])
+
+    for rank, (gathered, scattered) in enumerate(_together(trees, act)):
+        assert gathered == (values if rank == 0 else [])
+        assert scattered == ("for", values[rank])
+
+
+@settings(max_examples=40)
+@given(any_trees(), VALUES, st.binary(max_size=300))
+def test_broadcast_reaches_all_and_what_leaders_are_told_only_these(
+    trees: list[Tree], value: Any, told: bytes
+) -> None:
+    def act(wire: relay.Wire, tree: Tree) -> tuple[Any, bytes | None, Any]:
+        root = tree.rank == 0
+        first = relay.broadcast(wire, tree, value if root else None)
+        second = relay.tell_leaders(wire, tree, told if root else b"another's")
+        return (
+            first,
+            None if second is None else bytes(second),
+            relay.broadcast(wire, tree, "last" if root else ""),
+        )
+
+    for tree, found in zip(trees, _together(trees, act), strict=True):
+        assert found == (value, told if tree.is_leader else None, "last")
+
+
+def test_what_is_gathered_is_shared_before_it_is_sent_on() -> None:
+    """Twenty ranks of four nodes hold the same incompressible data: each node sends it once."""
+    nodes = [f"node{rank // 5}" for rank in range(20)]
+    sent: list[int] = []
+
+    class Counting(_Wire):
+        def send(self, ranks: Sequence[int], data: Any) -> None:
+            sent.append(len(ranks) * len(bytes(data)))
+            super().send(ranks, data)
+
+    def act(wire: relay.Wire, tree: Tree) -> list[bytes]:
+        assert isinstance(wire, _Wire)
+        return relay.gather(
+            Counting(wire._rank, wire._queues), tree, bytes(range(256)) * 40, _share
+        )
+
+    gathered = _together(_trees(nodes), act)[0]
+    assert gathered == [bytes(range(256)) * 40] * 20
+    assert len({id(one) for one in gathered}) == 1
+    # Each rank sends to its leader (16), and each other leader once to the root (3).
+    assert sum(sent) < (16 + 3 + 1) * 256 * 40
+
+
+def _share(values: Sequence[bytes]) -> list[bytes]:
+    known: dict[bytes, bytes] = {}
+    return [known.setdefault(value, value) for value in values]
+
+
+# -- real groups -----------------------------------------------------------------------------------
+
+LETTER = gloo._HEADER - gloo._LENGTH
+LENGTHS = [1, LETTER - 1, LETTER, LETTER + 1, 4087, 4088, 4089, 300_000]
+
+
+def _layouts_of(world: int) -> list[Nodes]:
+    return [
+        ["one"] * world,
+        [str(rank) for rank in range(world)],
+        [str(rank // 2) for rank in range(world)],
+        [str(rank % 2) for rank in range(world)],
+    ]
+
+
+def _talks() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ranks = ranks_of(None, "talks")
+    assert not ranks.is_connected
+    for nodes in [None, *_layouts_of(world)]:
+        if nodes is not None:
+            ranks.set_nodes(nodes)
+        for length in LENGTHS:
+            _talk(
+                ranks,
+                rank,
+                world,
+                [bytes([other]) * (length + other) for other in range(world)],
+                nodes,
+            )
+    assert ranks.is_connected
+
+
+def _talk(ranks: Ranks, rank: int, world: int, of_ranks: list[bytes], nodes: Nodes | None) -> None:
+    mine = of_ranks[rank]
+    assert ranks.all_reduce({mine}, lambda one, other: one | other) == set(of_ranks)
+    assert ranks.gather(mine) == (of_ranks if rank == 0 else [])
+    assert ranks.broadcast(mine) == of_ranks[0]
+    assert ranks.scatter(of_ranks if rank == 0 else []) == mine
+    assert ranks.exchange(mine) == of_ranks
+    told = ranks.tell_leaders(of_ranks[0] if rank == 0 else b"")
+    leads = nodes is None or nodes.index(nodes[rank]) == rank
+    assert (None if told is None else bytes(told)) == (of_ranks[0] if leads else None)
+
+
+@pytest.mark.parametrize("world", [2, 4, 6])
+def test_messages_of_any_length_arrive_in_any_layout(world: int) -> None:
+    forked_ranks(_talks, world)
+
+
+def _lets_one_stay_behind() -> tuple[float, float]:
+    """Exchange while rank 1 is late; return when this rank began, and when it was done."""
+    ranks = ranks_of(None, "late")
+    ranks.exchange(None)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+    started = time.monotonic()
+    assert ranks.all_reduce(1, int.__add__) == 3
+    return started, time.monotonic()
+
+
+def test_ranks_wait_for_one_that_is_late() -> None:
+    first, late, third = forked_ranks(_lets_one_stay_behind, 3)
+    assert min(first[1], third[1]) > late[0]
+
+
+# -- lines of two ----------------------------------------------------------------------------------
+
+
+def _talks_over_lines() -> tuple[list[int], int]:
+    """Send along a ring of channels in a thread while the ranks agree; return what came."""
+    ranks = ranks_of(None, "ring").dedicated("lines", 30.0, "DCP_MEM_TIMEOUT")
+    before, after = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
+    came = [bytearray(9), bytearray(4)]
+
+    def send() -> None:
+        line = ranks.channel(ranks.rank, after)
+        for passing_on in [
+            line.send(bytearray([ranks.rank] * 9)),
+            line.send(bytearray([100 + ranks.rank] * 4)),
+        ]:
+            passing_on.wait()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    line = ranks.channel(before, ranks.rank)
+    for message in [line.receive(data) for data in came]:
+        message.wait()
+    thread.join()
+    return [*came[0], *came[1]], ranks.all_reduce(1, int.__add__)
+
+
+def test_lines_carry_bytes_in_order_each_by_itself() -> None:
+    for rank, (came, size) in enumerate(forked_ranks(_talks_over_lines, 3)):
+        before = (rank - 1) % 3
+        assert came == [before] * 9 + [100 + before] * 4
+        assert size == 3
+
+
+def _waits_on_a_line_that_is_closed() -> tuple[float, int]:
+    """How long the other end waited, and what comes over the line that both make anew."""
+    save_ranks = ranks_of(None, "ring")
+    ranks = save_ranks.dedicated("lines", 60.0, "DCP_MEM_TIMEOUT")
+    line = ranks.channel(0, 1)
+    # Both ends are connected now: an end that still connects would learn of the close elsewhere.
+    save_ranks.all_reduce(1, int.__add__)
+    started = time.monotonic()
+    if ranks.rank == 0:
+        line.close()
+        del line
+    else:
+        assert isinstance(raised_by(lambda: line.receive(bytearray(9)).wait()), RuntimeError)
+    seconds = time.monotonic() - started
+    ranks.leave("the line is closed")
+    save_ranks.all_reduce(1, int.__add__)
+    again = save_ranks.dedicated("lines", 60.0, "DCP_MEM_TIMEOUT")
+    message = bytearray([7 if ranks.rank == 0 else 0])
+    line = again.channel(0, 1)
+    (line.send if ranks.rank == 0 else line.receive)(message).wait()
+    return seconds, message[0]
+
+
+def test_who_waits_on_a_line_hears_at_once_that_it_is_closed_and_the_next_set_has_another() -> None:
+    for seconds, came in forked_ranks(_waits_on_a_line_that_is_closed, 2):
+        assert seconds < SOON
+        assert came == 7
+
+
+# -- ranks that die --------------------------------------------------------------------------------
+
+OPERATIONS: dict[str, Callable[[Ranks], object]] = {
+    "exchange": lambda ranks: ranks.exchange(b"x" * 5000),
+    "all_reduce": lambda ranks: ranks.all_reduce(1, int.__add__),
+    "gather": lambda ranks: ranks.gather(b"x" * 5000),
+    "broadcast": lambda ranks: ranks.broadcast(b"x" * 5000),
+    "scatter": lambda ranks: ranks.scatter([b"x" * 5000] * ranks.size),
+    "tell_leaders": lambda ranks: ranks.tell_leaders(b"x" * 5000),
+}
+SOON = 30.0
+"""Seconds; the time-out of the ranks is 600."""
+
+
+class _Dying:
+    """A group in which this rank is killed, at its first send or receive or at a later one."""
+
+    def __init__(self, group: Any, calls: int) -> None:
+        self._group, self._left = group, calls
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            if not self._left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._left -= 1
+            return getattr(self._group, name)(*args)
+
+        return call
+
+
+def _loses_a_rank(operation: str, victim: int, calls: int, store: str) -> tuple[str, float, int]:
+    """Return which call failed ("at once" or "later"), the seconds, and the survivors' next sum."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    nodes = [str(other // 2) for other in range(world)]
+    ranks = ranks_of(None, "dying")
+    ranks.set_nodes(nodes)
+    assert ranks.all_reduce(1, int.__add__) == world
+    assert isinstance(ranks, gloo.GlooRanks)
+    if rank == victim:
+        ranks._group = _Dying(ranks._group, calls)  # type: ignore[assignment]
+    started = time.monotonic()
+    failed = "at once" if _fails(OPERATIONS[operation], ranks) else ""
+    failed = failed or ("later" if _fails(OPERATIONS["all_reduce"], ranks) else "")
+    seconds = time.monotonic() - started
+    dist.destroy_process_group()
+    number, size = rank - (rank > victim), world - 1
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=number, world_size=size)
+    return failed, seconds, ranks_of(None, "dying").all_reduce(1, int.__add__)
+
+
+def _fails(act: Callable[[Ranks], object], ranks: Ranks) -> bool:
+    try:
+        act(ranks)
+    except RankFailed:
+        return True
+    return False
+
+
+CALLS = {"exchange": (0, 1), "all_reduce": (0, 1)}
+"""After how many sends and receives a rank is killed; a letter and its rest are two."""
+
+
+@pytest.mark.parametrize(
+    ("operation", "victim", "calls"),
+    [
+        (operation, victim, calls)
+        for operation in OPERATIONS
+        for victim in (0, 1, 2)  # the root, a rank beside it, and another node's leader
+        for calls in CALLS.get(operation, (0,))
+        if (operation, victim) != ("tell_leaders", 1)  # which has no part in it
+    ],
+)
+def test_a_rank_that_is_killed_fails_the_others_soon_and_they_talk_on_without_it(
+    operation: str, victim: int, calls: int, tmp_path: Path
+) -> None:
+    killed = forked(_loses_a_rank, 4, operation, victim, calls, str(tmp_path / "store"))
+    outcomes = [
+        one for rank, one in enumerate(killed.join(timeout=90, killed={victim})) if rank != victim
+    ]
+    for failed, seconds, together in outcomes:
+        assert failed, "a rank noticed nothing"
+        assert seconds < SOON
+        assert together == 3
+    # No rank has a result that needs all ranks.
+    if operation == "exchange" or (operation, calls) == (
+        "all_reduce",
+        0,
+    ):
+        assert {failed for failed, _, _ in outcomes} == {"at once"}
+
+
+# -- what it costs ---------------------------------------------------------------------------------
+
+
+class _Counting:
+    """Counts the bytes that leave this rank through a gloo group."""
+
+    sent = 0
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def send(self, tensors: list[torch.Tensor], *where: int) -> Any:
+        _Counting.sent += sum(tensor.nbytes for tensor in tensors)
+        return self._group.send(tensors, *where)
+
+    def recv(self, tensors: list[torch.Tensor], *where: int) -> Any:
+        return self._group.recv(tensors, *where)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Any:
+        _Counting.sent += sum(tensor.nbytes for tensor in inputs) * (len(outputs[0]) - 1)
+        return self._group.allgather(outputs, inputs)
+
+
+def _settle() -> None:
+    """Wait until all slots are prepared, those that the leader freed and the background ones."""
+    dist.barrier()
+    wait_until(
+        lambda: not any(thread.name == "dcp_mem-prefault" for thread in threading.enumerate())
+    )
+    time.sleep(0.1)
+    dist.barrier()
+
+
+def _count_steady_saves(job: Job, tensors: int) -> list[int]:
+    """Count the bytes that this rank sends in three equal saves, and in the first of all."""
+    build = gloo.GlooRanks._build
+    gloo.GlooRanks._build = lambda ranks: _Counting(build(ranks))  # type: ignore[method-assign, assignment, return-value]
+    state = {f"layer.{number}": torch.full((4,), float(number)) for number in range(tensors)}
+    counts = []
+    with job.writer(keep_memory=1) as writer:
+        for step in range(6):
+            before = _Counting.sent
+            dcp_mem.save(
+                {**state, "step": step}, checkpoint_id=f"step-{step}", storage_writer=writer
+            )
+            counts.append(_Counting.sent - before)
+            _settle()
+    return [*counts[3:], counts[0]]
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_steady_save_sends_less_than_a_kilobyte_a_rank_however_many_tensors_there_are(
+    memory_job: Job, world: int
+) -> None:
+    found = {
+        tensors: forked_ranks(_count_steady_saves, world, memory_job, tensors, timeout=100)
+        for tensors in (10, 2000)
+    }
+    totals = {
+        tensors: [sum(of_ranks) for of_ranks in zip(*counts, strict=True)]
+        for tensors, counts in found.items()
+    }
+    assert totals[10][:3] == totals[2000][:3]
+    for total in totals[2000][:3]:
+        assert 0 < total <= 1024 * world
+    assert totals[2000][3] > 50 * 2000, "the first save's columns weren't counted"
+
+
+# -- what is exchanged, and when -------------------------------------------------------------------
+
+
+def _exchanges(saves: Callable[[], object]) -> tuple[int, str]:
+    """How often all ranks wrote to all others within, and what it raised."""
+    with pytest.MonkeyPatch.context() as patch:
+        counted: list[object] = []
+        exchange = gloo.GlooRanks.exchange
+
+        def counting(ranks: gloo.GlooRanks, value: T) -> list[T]:
+            counted.append(value)
+            return exchange(ranks, value)
+
+        patch.setattr(gloo.GlooRanks, "exchange", counting)
+        error = raised_by(saves)
+    _settle()
+    return len(counted), "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _state(step: int) -> dict[str, Any]:
+    """Byte items become longer with every step, and rank 1 has more of them."""
+    rank = dist.get_rank()
+    return {
+        "w": torch.full((300,), float(step)),
+        f"own.{rank}": "x" * step * (rank + 1),
+        "step": step,
+    }
+
+
+def _saves_steadily(job: Job, road: str) -> list[tuple[int, str]]:
+    save = {"dcp_mem.save": dcp_mem.save, "dcp.save": dcp.save}[road]
+    with job.writer(keep_memory=2) as writer:
+        found = [
+            _exchanges(partial(save, _state(step), checkpoint_id=f"{step}", storage_writer=writer))
+            for step in range(9)
+        ]
+        state = _state(0)
+        dcp_mem.load(state, storage_reader=job.reader())
+        assert state["step"] == 8
+        assert torch.equal(state["w"], torch.full((300,), 8.0))
+        assert state[f"own.{dist.get_rank()}"] == "x" * 8 * (dist.get_rank() + 1)
+    return found
+
+
+@pytest.mark.parametrize("road", ["dcp_mem.save", "dcp.save"])
+def test_a_save_like_the_one_before_needs_no_exchange_of_all_with_all(
+    memory_job: Job, road: str
+) -> None:
+    for found in forked_ranks(_saves_steadily, 3, memory_job, road):
+        assert found[4:] == [(0, "")] * 5
+        assert found[0][0] > 0, "the first save's exchanges weren't counted"
+
+
+def _saves_out_of_the_ordinary(job: Job) -> dict[str, tuple[int, str]]:
+    """Each between saves that are as usual."""
+    rank = dist.get_rank()
+    found: dict[str, tuple[int, str]] = {}
+    with job.writer(keep_memory=1, overwrite=False, memory_limit="64MiB", on_full="skip") as writer:
+        step = 0
+
+        def save(name: str, state: dict[str, Any]) -> object:
+            return dcp_mem.save(state, checkpoint_id=name, storage_writer=writer)
+
+        def note(what: str, name: str, state: dict[str, Any]) -> None:
+            nonlocal step
+            for _ in range(3):
+                step += 1
+                usual = _exchanges(partial(save, f"usual-{step}", _state(1)))
+                assert not usual[1]
+            found[f"before {what}"] = usual
+            found[what] = _exchanges(partial(save, name, state))
+
+        note("other names", f"rank-{rank}", _state(1))
+        note(
+            "another structure on rank 1",
+            "other",
+            {**_state(1), **({"more": torch.ones(2)} if rank else {})},
+        )
+        note("one that is there", f"usual-{step + 3}", _state(1))
+        note("too large for memory", "large", {"large": torch.zeros(32 << 20)})
+        step += 1
+        found["after all"] = _exchanges(partial(save, f"usual-{step}", _state(1)))
+        names = [status.name for status in writer.status() if status.in_memory]
+        assert names[0] == f"usual-{step}"
+        dist.barrier()
+    return found
+
+
+def test_whatever_is_out_of_the_ordinary_on_one_rank_is_settled_by_all_and_the_next_save_is_as_usual(  # noqa: E501
+    memory_job: Job,
+) -> None:
+    for found in forked_ranks(_saves_out_of_the_ordinary, 2, memory_job):
+        for what in (
+            "other names",
+            "another structure on rank 1",
+            "one that is there",
+            "too large for memory",
+        ):
+            assert found[f"before {what}"] == (0, ""), what
+            # Another structure needs no exchange of all with all: the ballot tells all of it.
+            assert (found[what][0] > 0) == (what != "another structure on rank 1"), what
+        assert "different checkpoint ids: rank-0, rank-1" in found["other names"][1]
+        assert found["another structure on rank 1"][1] == ""
+        assert found["one that is there"][1].startswith("CheckpointExists")
+        assert found["too large for memory"][1] == ""  # it is skipped
+        assert found["after all"][1] == ""

@@ -1,0 +1,286 @@
+"""Several nodes on one machine: ranks with memory roots of their own."""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp_mem
+import dcp_mem.policy.pieces
+from dcp_mem import (
+    MemoryStorageReader,
+    MemoryStorageWriter,
+    NoRecoverableCheckpoint,
+    SegmentCorrupt,
+)
+from dcp_mem.comm.channels import GlooChannel
+from dcp_mem.comm.collectives import Message
+from dcp_mem.comm.gloo import GlooRanks
+from dcp_mem.format import names
+from dcp_mem.loading.pending import PendingItems
+from dcp_mem.loading.sources.memory import MemorySource
+from dcp_mem.memory.job import JobMemory
+from tests.support.processes.launch import run_ranks
+
+
+def _state(value: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = distribute_tensor(torch.arange(4096.0).view(64, 64) + value, mesh, [Shard(0)])
+    return {"sharded": sharded, "replicated": torch.full((33,), value), "step": int(value)}
+
+
+def _node_root(memory_root: Path, ranks_per_node: int) -> Path:
+    return memory_root / f"node{dist.get_rank() // ranks_per_node}"
+
+
+def _save_on_two_nodes(memory_root: Path, path: str) -> list[list[str]]:
+    """What each node holds after two saves: the segments that lie there, and the state."""
+    root = _node_root(memory_root, 2)
+    writer = MemoryStorageWriter(path, memory_root=root, job="job")
+    for step in (1, 2):
+        dcp.save(_state(step), checkpoint_id=f"step-{step}", storage_writer=writer)
+    newest, older = JobMemory(str(root), "job").checkpoints()
+    files = sorted(name.name for name in Path(newest.directory).glob("*.distcp"))
+    writer.close()
+    return [[newest.name, older.name], files, [str(len(newest.manifest.nodes))]]
+
+
+def _load(memory_root: Path, path: str | None, nodes: Sequence[int]) -> tuple[str, str, bool]:
+    """What a load brings where each rank is on one of these nodes."""
+    reader = MemoryStorageReader(
+        path, memory_root=memory_root / f"node{nodes[dist.get_rank()]}", job="job"
+    )
+    state = _state(0)
+    dcp.load(state, storage_reader=reader)
+    report = reader.report()
+    return report.checkpoint_id, report.source, _is_saved(state)
+
+
+def _is_saved(state: dict[str, Any]) -> bool:
+    expected = _state(2)
+    same = torch.equal(
+        state["sharded"].full_tensor(), expected["sharded"].full_tensor()
+    ) and torch.equal(state["replicated"], expected["replicated"])
+    return same and state["step"] == 2
+
+
+def _load_directly(memory_root: Path, nodes: Sequence[int]) -> tuple[str, bool]:
+    state = _state(0)
+    reader = MemoryStorageReader(
+        memory_root=memory_root / f"node{nodes[dist.get_rank()]}", job="job"
+    )
+    dcp_mem.load(state, storage_reader=reader)
+    return reader.report().source, _is_saved(state)
+
+
+def _refusal(memory_root: Path, nodes: Sequence[int]) -> list[str]:
+    reader = MemoryStorageReader(
+        memory_root=memory_root / f"node{nodes[dist.get_rank()]}", job="job"
+    )
+    try:
+        dcp.load(_state(0), storage_reader=reader)
+    except CheckpointException as error:
+        return [f"{type(failure[0]).__name__}: {failure[0]}" for failure in error.failures.values()]
+    return []
+
+
+def _load_where_a_read_fails(
+    memory_root: Path, path: str | None, nodes: Sequence[int], rank: int
+) -> tuple[str, str, bool]:
+    """Load while a rank's segment can be opened in memory, and not be read."""
+
+    def failing(read: Callable[..., None]) -> Callable[..., None]:
+        def read_or_fail(self: MemorySource, file: str, what: object, **how: object) -> None:
+            if names.rank_of(file) == rank:
+                raise SegmentCorrupt("step-2", rank, self.label, "input/output error")
+            read(self, file, what, **how)
+
+        return read_or_fail
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemorySource, "read", failing(MemorySource.read))
+        patch.setattr(MemorySource, "read_many", failing(MemorySource.read_many))
+        return _load(memory_root, path, nodes)
+
+
+def _load_over_a_bad_line(memory_root: Path, nodes: Sequence[int]) -> list[str]:
+    swap = GlooRanks.swap
+
+    def swap_badly(
+        self: GlooRanks, outgoing: Sequence[Message], incoming: Sequence[Message]
+    ) -> None:
+        swap(self, outgoing, incoming)
+        if incoming:
+            incoming[0][1][0] ^= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooRanks, "swap", swap_badly)
+        return _refusal(memory_root, nodes)
+
+
+@contextmanager
+def _lines_that_err(times: int) -> Iterator[None]:
+    """Each rank sends so many of its messages with a bit that is wrong."""
+    send, left = GlooChannel.send, [times]
+
+    def send_badly(line: GlooChannel, data: Any) -> Any:
+        if len(data) > 800 and left[0]:
+            left[0] -= 1
+            data = bytearray(data)
+            data[500] ^= 1
+        return send(line, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooChannel, "send", send_badly)
+        yield
+
+
+def _load_over_a_line_that_errs_once(
+    memory_root: Path, nodes: Sequence[int]
+) -> tuple[str, str, bool]:
+    with _lines_that_err(1):
+        return _load(memory_root, None, nodes)
+
+
+def _load_straight(memory_root: Path, nodes: Sequence[int]) -> tuple[tuple[str, str, bool], bool]:
+    """Load values large enough for direct reads; return also whether any were read so."""
+    places: list[memoryview | None] = []
+    find = PendingItems.place_for
+
+    def find_and_note(
+        arrivals: PendingItems, file: str, start: int, stop: int
+    ) -> memoryview | None:
+        places.append(find(arrivals, file, start, stop))
+        return places[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.policy.pieces, "_LARGE", 1)
+        patch.setattr(PendingItems, "place_for", find_and_note)
+        return _load_over_a_line_that_errs_once(memory_root, nodes), any(
+            place is not None for place in places
+        )
+
+
+def _load_over_a_line_that_always_errs(memory_root: Path, nodes: Sequence[int]) -> list[str]:
+    with _lines_that_err(100):
+        return _refusal(memory_root, nodes)
+
+
+def test_every_node_gets_the_manifest_but_holds_only_its_own_segments(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    held = run_ranks(_save_on_two_nodes, 4, memory_root, str(tmp_path / "run"))
+    assert all(names == ["step-2", "step-1"] for names, _, _ in held)
+    assert [file.split("_0-")[0] for file in held[0][1]] == ["__0", "__1"]
+    assert [file.split("_0-")[0] for file in held[2][1]] == ["__2", "__3"]
+    assert all(nodes == ["2"] for _, _, nodes in held)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """step-1 and step-2 of four ranks on two nodes, in their memory and on storage (`run`)."""
+    directory = tmp_path_factory.mktemp("nodes")
+    run_ranks(_save_on_two_nodes, 4, directory, str(directory / "run"))
+    return directory
+
+
+@pytest.fixture
+def saved(original: Path, memory_root: Path) -> Path:
+    """A copy to be damaged."""
+    shutil.copytree(
+        original, memory_root, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".agent")
+    )
+    return memory_root
+
+
+AS_BEFORE = (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "source"),
+    [
+        # Replicated items lie on one of the nodes only.
+        pytest.param(AS_BEFORE, "memory and peers", id="as before"),
+        pytest.param((1, 1, 0, 0), "memory and peers", id="ranks moved"),
+        pytest.param((0, 0, 2, 1), "memory and peers", id="beside a node that has nothing"),
+        pytest.param(
+            (2, 0, 1, 2), "memory and peers", id="the first rank on a node that has nothing"
+        ),
+        pytest.param((0, 1), "memory and peers", id="fewer ranks"),
+        pytest.param((0, 1, 2), "memory and peers", id="another sharding"),
+    ],
+)
+def test_nodes_put_together_what_lies_in_their_memory(
+    saved: Path, nodes: Sequence[int], source: str
+) -> None:
+    assert run_ranks(_load, len(nodes), saved, None, nodes) == [("step-2", source, True)] * len(
+        nodes
+    )
+
+
+def test_a_direct_load_puts_it_together_as_well(saved: Path) -> None:
+    assert run_ranks(_load_directly, 3, saved, (0, 2, 1)) == [("memory and peers", True)] * 3
+
+
+def test_what_no_node_has_comes_from_storage_and_the_rest_from_memory(saved: Path) -> None:
+    path = str(saved / "run")
+    shutil.rmtree(saved / "node1")
+    assert (
+        run_ranks(_load, 2, saved, path, (0, 1))
+        == [("step-2", "memory and peers and storage", True)] * 2
+    )
+    shutil.rmtree(saved / "node0")
+    assert run_ranks(_load, 4, saved, path, AS_BEFORE) == [("step-2", "storage", True)] * 4
+
+
+def test_a_checkpoint_that_lacks_segments_is_refused_on_all_ranks_alike(saved: Path) -> None:
+    shutil.rmtree(saved / "node1")
+    for refusal in run_ranks(_refusal, 3, saved, (0, 1, 1)):
+        assert len(refusal) == 3
+        for text in refusal:
+            assert text.startswith(NoRecoverableCheckpoint.__name__)
+            assert "step-2" in text
+            assert "no node has the segments of ranks 2, 3" in text
+
+
+def test_a_torn_segment_makes_all_ranks_take_the_older_checkpoint(saved: Path) -> None:
+    (segment,) = (saved / "node1" / "job" / "step-2").glob("__3_0-*.distcp")
+    segment.write_bytes(segment.read_bytes()[:1000])
+    outcomes = run_ranks(_load, 4, saved, None, AS_BEFORE)
+    assert outcomes == [("step-1", "memory and peers", False)] * 4
+
+
+def test_a_segment_that_can_be_opened_and_not_read_comes_from_elsewhere(saved: Path) -> None:
+    path = str(saved / "run")
+    outcomes = run_ranks(_load_where_a_read_fails, 4, saved, path, AS_BEFORE, 2)
+    assert outcomes == [("step-2", "memory and peers and storage", True)] * 4
+
+
+def test_bytes_that_change_on_their_way_into_a_window_are_noticed(saved: Path) -> None:
+    for refusal in run_ranks(_load_over_a_bad_line, 4, saved, AS_BEFORE):
+        assert any("changed on their way between nodes" in text for text in refusal)
+
+
+def test_a_piece_that_changes_on_its_way_to_one_rank_is_sent_again(saved: Path) -> None:
+    found = run_ranks(_load_over_a_line_that_errs_once, 2, saved, (0, 1))
+    assert found == [("step-2", "memory and peers", True)] * 2
+
+
+def test_what_comes_straight_into_a_tensor_is_sent_again_there_too(saved: Path) -> None:
+    for found, is_straight in run_ranks(_load_straight, 2, saved, (1, 0)):
+        assert found == ("step-2", "memory and peers", True)
+        assert is_straight
+
+
+def test_a_line_that_always_errs_is_given_up(saved: Path) -> None:
+    for refusal in run_ranks(_load_over_a_line_that_always_errs, 2, saved, (0, 1)):
+        assert any("came otherwise than it was sent, 3 times" in text for text in refusal), refusal

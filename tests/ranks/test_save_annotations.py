@@ -1,0 +1,102 @@
+"""A training loop's annotations of a checkpoint: rank 0's count, and stay with the checkpoint."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import dcp_mem
+from dcp_mem import ConfigError, MemoryStorageWriter
+from dcp_mem.format.manifest import Manifest
+from tests.support.processes.launch import run_ranks
+
+SAVES = {"dcp.save": dcp.save, "dcp_mem.save": dcp_mem.save}
+
+
+def _told(
+    root: str, save: str, url: str
+) -> list[tuple[str, int | None, Mapping[str, float], bool]]:
+    """Rank 1 says something else than rank 0, of the second of three saves."""
+    rank = dist.get_rank()
+    with MemoryStorageWriter(
+        url, memory_root=root, persist=dcp_mem.every_n_saves(100), keep_memory=4
+    ) as writer:
+        for number in range(3):
+            if number == 1:
+                writer.annotate_next_save(
+                    step=10 + rank, metrics={"loss": torch.tensor(0.5 + rank)}, persist=rank == 0
+                )
+            SAVES[save](
+                {"w": torch.ones(5), "n": number},
+                checkpoint_id=f"step-{number}",
+                storage_writer=writer,
+            )
+        return [(one.name, one.step, dict(one.metrics), one.persist) for one in writer.status()]
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_the_coordinators_word_stays_with_the_next_save_alone(
+    memory_root: Path, tmp_path: Path, save: str
+) -> None:
+    url = str(tmp_path / "storage")
+    for told in run_ranks(_told, 2, str(memory_root), save, url):
+        assert sorted(told) == [
+            ("step-0", None, {}, True),
+            ("step-1", 10, {"loss": 0.5}, True),
+            ("step-2", None, {}, False),
+        ]
+    [stored] = Path(url, "step-1", ".dcp_mem").glob("manifest-*.json")
+    manifest = Manifest.from_json(stored.read_bytes())
+    assert (manifest.step, manifest.metrics) == (10, {"loss": 0.5})
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+class _OwnPlanner(DefaultSavePlanner):
+    pass
+
+
+def test_it_stays_with_a_save_that_torch_plans(memory_root: Path, tmp_path: Path) -> None:
+    with MemoryStorageWriter(tmp_path / "storage", memory_root=memory_root) as writer:
+        writer.annotate_next_save(step=1)
+        dcp_mem.save(
+            {"w": torch.ones(1)}, checkpoint_id="a", storage_writer=writer, planner=_OwnPlanner()
+        )
+        writer.annotate_next_save(step=2)
+        dcp_mem.save(
+            {"w": torch.ones(1).as_subclass(_Subclass)}, checkpoint_id="b", storage_writer=writer
+        )
+        assert [one.step for one in writer.status()] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"step": -1},
+        {"step": True},
+        {"step": 1.5},
+        {"metrics": [1]},
+        {"metrics": {"loss": "low"}},
+        {"metrics": {1: 1}},
+    ],
+)
+def test_what_is_no_step_and_no_figure_is_refused(memory_root: Path, said: Any) -> None:
+    writer = MemoryStorageWriter(memory_root=memory_root, job="job")
+    with pytest.raises(ConfigError, match=r"step=|metrics"):
+        writer.annotate_next_save(**said)
+
+
+def test_figures_that_are_no_numbers_come_back_as_such(memory_root: Path) -> None:
+    with MemoryStorageWriter(memory_root=memory_root, job="job") as writer:
+        writer.annotate_next_save(metrics={"loss": float("nan"), "best": float("inf")})
+        dcp_mem.save({"w": torch.ones(1)}, checkpoint_id="a", storage_writer=writer)
+        [status] = writer.status()
+    assert status.metrics["loss"] != status.metrics["loss"]
+    assert status.metrics["best"] == float("inf")

@@ -1,0 +1,624 @@
+"""Loads that ranks make together: storage sends each byte once per node, or once in all."""
+
+import io
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcp_mem
+from dcp_mem import NoRecoverableCheckpoint
+from dcp_mem.format.manifest import ItemTable
+from dcp_mem.loading import shared_fetch
+from dcp_mem.loading.fetch import Fetcher, fetch_all
+from dcp_mem.loading.pending import PendingItem, PendingItems
+from dcp_mem.loading.sources.base import Description
+from dcp_mem.planning.reads import ItemRead
+from dcp_mem.policy import pieces, sharing
+from dcp_mem.policy.pieces import Extent, cut, merged, with_large_apart
+from dcp_mem.policy.sharing import LoadShare, Need, NoRoom, SharedPiece, share_out
+from dcp_mem.storage.posix import PosixStorage
+from tests.support.checkpoints.jobs import Job
+from tests.support.processes.forks import forked, forked_ranks, raised_by
+
+EXTENTS = st.lists(
+    st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda pair: (min(pair), max(pair))),
+    max_size=8,
+)
+
+
+@contextmanager
+def small_pieces(nbytes: int) -> Iterator[None]:
+    """Requests of so many bytes, so that few bytes make many."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (pieces, sharing):
+            patch.setattr(module, "PIECE", nbytes)
+        yield
+
+
+def _bytes_of(extents: Sequence[Extent]) -> set[int]:
+    return {place for start, stop in extents for place in range(start, stop)}
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+
+@given(EXTENTS, st.integers(1, 50))
+def test_merged_ranges_cover_the_given_ones_and_only_small_gaps_between(
+    extents: list[Extent], gap: int
+) -> None:
+    found = merged(extents, gap)
+    assert _bytes_of(extents) <= _bytes_of(found)
+    assert all(later[0] - earlier[1] >= gap for earlier, later in pairwise(found))
+    extra = sorted(_bytes_of(found) - _bytes_of(extents))
+    runs = "".join("1" if place in extra else " " for place in range(301)).split()
+    assert all(len(run) < gap for run in runs)
+
+
+@given(EXTENTS, st.integers(1, 60), st.integers(1, 20))
+def test_large_ranges_stay_apart_and_small_ones_are_merged(
+    extents: list[Extent], large: int, most_apart: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_LARGE", large)
+        patch.setattr(pieces, "_MOST_APART", most_apart)
+        found = with_large_apart(extents)
+    assert _bytes_of(extents) <= _bytes_of(found) <= _bytes_of(merged(extents))
+    assert sum(stop - start for start, stop in found) == len(_bytes_of(found)), (
+        "some bytes would come twice"
+    )
+    distinct = merged(extents, 0)
+    least = max(large, len(_bytes_of(extents)) // most_apart)
+    assert {one for one in distinct if one[1] - one[0] >= least} <= set(found)
+
+
+@given(
+    st.integers(0, 100),
+    st.integers(0, 300),
+    st.integers(1, 40),
+    st.lists(st.integers(0, 400), max_size=30),
+)
+def test_pieces_are_cut_at_the_edges_and_lose_nothing(
+    start: int, nbytes: int, most: int, inner: list[int]
+) -> None:
+    edges = sorted({start, start + nbytes, *inner})
+    with small_pieces(most):
+        found = list(cut((start, start + nbytes), edges))
+        anywhere = list(cut((start, start + nbytes), None))
+    for cuts in (found, anywhere):
+        assert [place for piece in cuts for place in range(*piece)] == list(
+            range(start, start + nbytes)
+        )
+    assert all(stop - low <= most for low, stop in anywhere)
+    for low, stop in found:
+        assert {low, stop} <= set(edges)
+        assert stop - low <= most or not any(low < edge < stop for edge in edges)
+
+
+# -- who fetches what ------------------------------------------------------------------------------
+
+
+@st.composite
+def _needs(draw: st.DrawFn) -> list[Need]:
+    nodes = draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=7))
+    windows = {node: draw(st.sampled_from([0, 20, 64, 1000])) for node in "abc"}
+    common = {"x": merged(draw(EXTENTS), 1)}
+    everything = st.just(common) | st.fixed_dictionaries(
+        {}, optional={"x": EXTENTS, "y": EXTENTS}
+    ).map(lambda extents: {file: merged(of_file, 1) for file, of_file in extents.items()})
+    return [Need(node, draw(everything), windows[node]) for node in nodes]
+
+
+def _played(needs: Sequence[Need], parts: Sequence[LoadShare]) -> list[Counter[tuple[str, int]]]:
+    """Play all ranks' parts, and count what each asks storage for; fail where a part is wrong."""
+    asked = [Counter[tuple[str, int]]() for _ in needs]
+    there: list[set[tuple[str, int]]] = [set() for _ in needs]
+    for rank, part in enumerate(parts):
+        for file, extents in part.alone.items():
+            asked[rank].update((file, place) for extent in extents for place in range(*extent))
+        there[rank].update(asked[rank])
+    counts = {len(part.batches) for part in parts}
+    assert len(counts) == 1, (
+        "ranks that pass different numbers of batches wait for each other forever"
+    )
+    for number in range(counts.pop()):
+        sent, windows = set(), dict[str, dict[tuple[str, int], int]]()
+        for rank, part in enumerate(parts):
+            node, batch = needs[rank].node, part.batches[number]
+            assert all(
+                part.batches == other.batches
+                for other, need in zip(parts, needs, strict=True)
+                if need.node == node
+            )
+            coming = [one for one in batch if one.comes_in]
+            assert not coming or _reach(coming) <= part.window_nbytes <= needs[rank].window_nbytes
+            for one in batch:
+                assert needs[one.by].node == node
+                if one.by == rank:
+                    if one.origin is None and one.comes_in:
+                        asked[rank].update(
+                            (one.file, place) for place in range(one.start, one.stop)
+                        )
+                    sent |= {(rank, to, one.file, one.start, one.stop) for to in one.to}
+                if one.comes_in:
+                    places = range(one.start, one.stop)
+                    windows.setdefault(node, {}).update(
+                        {(one.file, place): one.by for place in places}
+                    )
+        expected = {
+            (one.origin, one.by, one.file, one.start, one.stop)
+            for part in parts
+            for one in part.batches[number]
+            if one.origin is not None
+        }
+        assert sent == expected, "what one sends another doesn't await, or the other way round"
+        for rank, part in enumerate(parts):
+            for to in range(len(parts)):
+                leaves = [
+                    (one.file, one.start)
+                    for one in part.batches[number]
+                    if one.by == rank and to in one.to
+                ]
+                batch = parts[to].batches[number]
+                comes = [
+                    (one.file, one.start) for one in batch if one.by == to and one.origin == rank
+                ]
+                assert leaves == comes, "messages between two ranks have no names but their order"
+        assert not sent or all(part.passes_on for part in parts)
+        for rank, need in enumerate(needs):
+            there[rank] |= windows.get(need.node, {}).keys()
+    for rank, part in enumerate(parts):
+        there[rank] |= {
+            (one.file, place) for one in part.receives for place in range(one.start, one.stop)
+        }
+        for to, other in enumerate(parts):
+            passed = [(one.file, one.start, one.stop) for one in part.sends if one.peer == to]
+            assert passed == [
+                (one.file, one.start, one.stop) for one in other.receives if one.peer == rank
+            ]
+        assert part.is_passing == any(one.sends for one in parts)
+    for rank, need in enumerate(needs):
+        wanted = {
+            (file, place) for file, extents in need.extents.items() for place in _bytes_of(extents)
+        }
+        assert wanted <= there[rank]
+    return asked
+
+
+def _reach(pieces: Sequence[SharedPiece]) -> int:
+    """Where the last of them ends; none lies over another."""
+    taken = [
+        place for one in pieces for place in range(one.place, one.place + one.stop - one.start)
+    ]
+    assert len(taken) == len(set(taken)), "pieces that lie over each other in a window"
+    return max(taken, default=-1) + 1
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_where_everything_moves_all_nodes_are_served_at_once(ranks_per_node: int) -> None:
+    """Each of sixteen nodes needs what another has: no more batches than for one node."""
+    nodes = [number for number in range(16) for _ in range(ranks_per_node)]
+    needs = [
+        Need(f"node{node:02}", {f"file{(node + 1) % 16:02}": [(0, 400)]}, 1000) for node in nodes
+    ]
+    with small_pieces(50):
+        parts = share_out(
+            needs, lambda file: None, across_nodes=False, holders=lambda file: [int(file[4:])]
+        )
+        _played(needs, parts)
+    assert len(parts[0].batches) == (ranks_per_node > 1)
+    assert len(parts[0].receives) == (8 if ranks_per_node == 1 else 0)
+
+
+@settings(max_examples=300)
+@given(_needs(), st.booleans())
+def test_every_rank_gets_what_it_needs_and_storage_gives_it_once(
+    needs: list[Need], across_nodes: bool
+) -> None:
+    with small_pieces(8):
+        parts = share_out(needs, lambda file: None, across_nodes=across_nodes)
+        asked = _played(needs, parts)
+    for node in {need.node for need in needs}:
+        makers = [
+            part
+            for part, need in zip(parts, needs, strict=True)
+            if need.node == node and part.makes_window
+        ]
+        assert len(makers) == (
+            any(
+                part.window_nbytes
+                for part, need in zip(parts, needs, strict=True)
+                if need.node == node
+            )
+        )
+        if next(need.window_nbytes for need in needs if need.node == node) >= 16:
+            together_asked = sum(
+                (asked[rank] for rank, need in enumerate(needs) if need.node == node),
+                Counter[tuple[str, int]](),
+            )
+            assert set(together_asked.values()) <= {1}
+    if across_nodes and all(need.window_nbytes >= 16 for need in needs):
+        assert set(sum(asked, Counter[tuple[str, int]]()).values()) <= {1}
+
+
+def test_fetching_is_shared_out_evenly() -> None:
+    needs = [Need("ab"[rank // 4], {"x": [(0, 8000)]}, 1000) for rank in range(8)]
+    with small_pieces(10):
+        for across_nodes, each in ((False, 2000), (True, 1000)):
+            asked = _played(needs, share_out(needs, lambda file: None, across_nodes=across_nodes))
+            assert [sum(one.values()) for one in asked] == [each] * 8
+
+
+@settings(max_examples=300)
+@given(_needs(), st.sets(st.sampled_from("abc"), min_size=1), st.booleans())
+def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
+    needs: list[Need], having: set[str], across_nodes: bool
+) -> None:
+    """`x` lies in the memory of some nodes, `y` on storage alone."""
+    holding = [rank for rank, need in enumerate(needs) if need.node in having]
+    needs = [
+        Need(
+            need.node,
+            {file: of_file for file, of_file in need.extents.items() if file != "x"},
+            need.window_nbytes,
+        )
+        if rank in holding
+        else Need(need.node, need.extents, max(need.window_nbytes, 20))
+        for rank, need in enumerate(needs)
+    ]
+    held = {"x": holding} if holding else {}
+    with small_pieces(8):
+        parts = share_out(
+            needs,
+            lambda file: None,
+            across_nodes=across_nodes,
+            holders=lambda file: held.get(file, ()),
+        )
+        asked = _played(needs, parts)
+    if not holding:
+        return
+    assert all(file != "x" for one in asked for file, _ in one)
+    pieces_sent = {
+        (rank, one)
+        for rank, part in enumerate(parts)
+        for batch in part.batches
+        for one in batch
+        if one.by == rank
+    }
+    sent = Counter[int]()
+    for rank, one in pieces_sent:
+        if one.is_held and one.to:
+            assert rank in holding
+            assert len({needs[to].node for to in one.to}) == len(one.to)
+            sent[rank] += (one.stop - one.start) * len(one.to)
+    came = Counter(
+        (needs[rank].node, place)
+        for rank, one in pieces_sent
+        if one.is_held and one.origin is not None
+        for place in range(one.start, one.stop)
+    )
+    for rank, part in enumerate(parts):
+        assert not part.sends or rank in holding
+        sent[rank] += sum(one.stop - one.start for one in part.sends)
+        came.update(
+            (needs[rank].node, place)
+            for one in part.receives
+            for place in range(one.start, one.stop)
+        )
+    wanted = {
+        (need.node, place) for need in needs for place in _bytes_of(need.extents.get("x", ()))
+    }
+    assert came == Counter(wanted)
+    assert max(sent.values(), default=0) - min(sent[rank] for rank in holding) <= 8 * len("abc")
+
+
+def test_a_node_without_room_for_what_others_send_is_named() -> None:
+    with pytest.raises(NoRoom, match="b"):
+        share_out(
+            [Need("a", {}, 1000), *(Need("b", {"x": [(0, 100)]}, 99) for _ in range(2))],
+            lambda file: None,
+            across_nodes=False,
+            holders=lambda file: [0],
+        )
+
+
+def test_what_comes_to_one_rank_alone_takes_no_room_of_its_node() -> None:
+    needs = [Need("a", {}, 1000), Need("b", {"x": [(0, 100)]}, 0)]
+    _played(
+        needs, share_out(needs, lambda file: None, across_nodes=False, holders=lambda file: [0])
+    )
+
+
+# -- real ranks ------------------------------------------------------------------------------------
+
+MOST = 3 << 20
+
+
+def _replicated(*, filled: bool) -> dict[str, Any]:
+    """Nothing but what every rank holds whole: large tensors, small ones, odd ones, objects."""
+    generator = torch.Generator().manual_seed(5)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) if filled else torch.zeros(*shape)
+
+    return {
+        "large": make(700, 1500),
+        "larger": make(2_000_001),
+        "turned": make(300, 500).t(),
+        "scalar": make(1)[0],
+        "empty": make(0, 3),
+        **{f"small{number}": make(17 + number, 3) for number in range(60)},
+        "step": 7 if filled else 0,
+        "text": "what was saved" if filled else "",
+    }
+
+
+def _save_replicated(job: Job) -> None:
+    with job.writer() as writer:
+        dcp_mem.save(_replicated(filled=True), checkpoint_id="step-1", storage_writer=writer)
+        writer.wait("step-1", timeout=60)
+
+
+class _Asked:
+    """Counts the bytes of segments that this process reads from storage."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        read_into = PosixStorage.read_into
+
+        def counted(
+            storage: PosixStorage, key: str, offset: int, buffers: Sequence[memoryview]
+        ) -> int:
+            count = read_into(storage, key, offset, buffers)
+            self.nbytes += count if key.endswith(".distcp") else 0
+            return count
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PosixStorage, "read_into", counted)
+            yield
+
+
+def _load_counted(jobs: Sequence[Job], road: str, broadcast: bool) -> int:
+    """Load everything on this rank; how many bytes of segments it asked storage for."""
+    job = jobs[dist.get_rank() if dist.is_initialized() else 0]
+    state, asked = _replicated(filled=False), _Asked()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_fetch, "WINDOW", MOST)
+        for module in (pieces, sharing):
+            patch.setattr(module, "PIECE", 1 << 20)
+        _load_and_compare(job, state, asked, road, broadcast)
+    return asked.nbytes
+
+
+def _load_and_compare(
+    job: Job, state: dict[str, Any], asked: _Asked, road: str, broadcast: bool
+) -> None:
+    with asked.counting(), job.reader(broadcast=broadcast) as reader:
+        {"dcp_mem": dcp_mem.load, "dcp": dcp.load}[road](state, storage_reader=reader)
+        assert reader.report().source == "storage"
+    for name, expected in _replicated(filled=True).items():
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(state[name], expected), name
+        else:
+            assert state[name] == expected
+    assert not list(Path(job.memory).glob(".restoring*")), "a window was left"
+
+
+@pytest.fixture
+def stored(tmp_path: Path, memory_root: Path) -> Callable[..., list[Job]]:
+    """Save a checkpoint to storage; return a function that makes jobs with empty memory roots."""
+    saver = Job(str(tmp_path / "storage"), str(memory_root / "saver"))
+    forked(_save_replicated, saver)
+
+    def on_nodes(*nodes: int) -> list[Job]:
+        return [Job(saver.url, str(memory_root / f"node{node}")) for node in nodes]
+
+    return on_nodes
+
+
+def _stored_nbytes(job: Job) -> int:
+    assert job.url is not None
+    return sum(path.stat().st_size for path in Path(job.url).rglob("*.distcp"))
+
+
+@pytest.mark.parametrize("road", ["dcp", "dcp_mem"])
+@pytest.mark.parametrize(
+    ("nodes", "broadcast", "times"),
+    [
+        pytest.param((0, 0), False, 1, id="2 ranks on a node"),
+        pytest.param((0, 1), False, 2, id="2 nodes"),
+        pytest.param((0, 1), True, 1, id="2 nodes that pass on"),
+        pytest.param((0, 1, 0, 1), True, 1, id="2 nodes of 2 ranks that pass on"),
+        pytest.param((0, 1, 1), False, 2, id="uneven nodes"),
+    ],
+)
+def test_storage_gives_each_byte_once_for_each_node_or_in_all(
+    stored: Callable[..., list[Job]], road: str, nodes: tuple[int, ...], broadcast: bool, times: int
+) -> None:
+    jobs = stored(*nodes)
+    asked = forked_ranks(_load_counted, len(nodes), jobs, road, broadcast)
+    assert sum(asked) <= times * _stored_nbytes(jobs[0])
+    assert sum(asked) > 0.98 * times * _stored_nbytes(jobs[0])
+
+
+def _load_without_room(jobs: Sequence[Job]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_fetch, "room_for_window", lambda root: 0)
+        return _load_counted(jobs, "dcp_mem", False)
+
+
+def _load_where_the_window_fails(jobs: Sequence[Job]) -> Exception | None:
+    def make_window(root: str, token: str, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_fetch, "make_window", make_window)
+        return raised_by(lambda: _load_counted(jobs, "dcp_mem", False))
+
+
+def test_without_room_for_a_window_every_rank_fetches_for_itself(
+    stored: Callable[..., list[Job]],
+) -> None:
+    jobs = stored(0, 0)
+    asked = forked_ranks(_load_without_room, 2, jobs)
+    assert min(asked) > 0.98 * _stored_nbytes(jobs[0])
+
+
+def test_a_window_that_cannot_be_made_fails_all_ranks_alike(
+    stored: Callable[..., list[Job]],
+) -> None:
+    errors = forked_ranks(_load_where_the_window_fails, 2, stored(0, 0))
+    assert all("No space left" in str(error) for error in errors)
+
+
+def _load_damaged(jobs: Sequence[Job], broadcast: bool) -> Exception | None:
+    return raised_by(lambda: _load_counted(jobs, "dcp_mem", broadcast))
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_damaged_byte_that_one_rank_finds_fails_all_ranks(
+    stored: Callable[..., list[Job]], broadcast: bool
+) -> None:
+    jobs = stored(0, 1, 0, 1) if broadcast else stored(0, 0)
+    assert jobs[0].url is not None
+    (segment,) = Path(jobs[0].url).rglob("*.distcp")
+    data = bytearray(segment.read_bytes())
+    data[random.Random(1).randrange(len(data) // 2)] ^= 1
+    segment.write_bytes(data)
+    for error in forked_ranks(_load_damaged, len(jobs), jobs, broadcast):
+        assert isinstance(error, NoRecoverableCheckpoint)
+        assert "CRC32C" in str(error)
+
+
+# -- resharded loads -------------------------------------------------------------------------------
+
+
+def _save_in_rows(job: Job) -> None:
+    values = torch.arange(4096 * 2048.0).view(4096, 2048)
+    with job.writer() as writer:
+        dcp_mem.save({"w": values}, checkpoint_id="step-1", storage_writer=writer)
+        writer.wait("step-1", timeout=60)
+
+
+def _load_a_part(job: Job, dim: int) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    w = DTensor.from_local(
+        torch.zeros(4096 // (4 if dim == 0 else 1), 2048 // (4 if dim == 1 else 1)),
+        mesh,
+        [Shard(dim)],
+    )
+    asked = _Asked()
+    with asked.counting(), job.reader() as reader:
+        dcp_mem.load({"w": w}, storage_reader=reader)
+    expected = torch.arange(4096 * 2048.0).view(4096, 2048).chunk(4, dim)[dist.get_rank()]
+    assert torch.equal(w.to_local(), expected)
+    return asked.nbytes, expected.nbytes
+
+
+def test_a_rank_that_needs_a_quarter_reads_a_quarter(tmp_path: Path, memory_root: Path) -> None:
+    saver = Job(str(tmp_path / "storage"), str(memory_root / "saver"))
+    forked(_save_in_rows, saver)
+    job = Job(saver.url, str(memory_root / "loader"))
+    rows = forked_ranks(_load_a_part, 4, job, 0)
+    assert all(asked <= nbytes + 2 * (1 << 20) for asked, nbytes in rows), (
+        "more than its rows, rounded to blocks"
+    )
+    columns = forked_ranks(_load_a_part, 4, job, 1)
+    assert sum(asked for asked, _ in columns) <= 1.1 * sum(nbytes for _, nbytes in columns), (
+        "columns aren't shared"
+    )
+
+
+# -- bytes that come in any order ------------------------------------------------------------------
+
+
+class _Segment:
+    """A source with one segment and no description of it."""
+
+    label = "a segment"
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def tables(self, files: Collection[str]) -> dict[str, ItemTable | None]:
+        return dict.fromkeys(files)
+
+    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        for buffer in buffers:
+            buffer[:] = self._data[offset : offset + len(buffer)]
+            offset += len(buffer)
+
+    def describe(self) -> Description:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        return
+
+
+class _Listener(DefaultLoadPlanner):
+    """A planner that keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came: dict[str, bytes] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        assert read_item.dest_index.fqn not in self.came, "it came twice"
+        self.came[read_item.dest_index.fqn] = value.getvalue()
+
+
+def _byte_item(start: int, stop: int) -> ItemRead:
+    index = MetadataIndex(f"{start}-{stop}")
+    request = ReadItem(
+        LoadItemType.BYTE_IO, index, torch.Size([0]), index, torch.Size([0]), torch.Size([0])
+    )
+    return ItemRead(request=request, file="f", offset=start, length=stop - start)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(0, 200), min_size=2, max_size=12, unique=True),
+    st.lists(st.integers(0, 200), max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_an_item_is_whole_when_all_its_bytes_have_come_however_they_were_shared_out(
+    edges: list[int], cuts: list[int], chance: random.Random
+) -> None:
+    """A rank may read the gap between two of its ranges too, which another rank brings as well."""
+    data, places = bytes(range(201)), sorted(edges)
+    items = list(zip(places[::2], places[1::2], strict=False))
+    planner = _Listener()
+    fetcher = Fetcher(_Segment(data), "step-1", {"f"}, verify=True)
+    arrivals = PendingItems(
+        [PendingItem(_byte_item(*item), planner, None, by_blocks=False) for item in items]
+    )
+    pieces = [
+        (max(low, start), min(high, stop))
+        for start, stop in items
+        for low, high in pairwise(sorted({0, *cuts, 201}))
+        if max(low, start) < min(high, stop)
+    ]
+    parts: list[list[Extent]] = [[], [], []]
+    for piece in pieces:
+        chance.choice(parts).append(piece)
+    for part in parts:
+        fetch_all(fetcher, arrivals, {"f": part})
+    assert planner.came == {f"{start}-{stop}": data[start:stop] for start, stop in items}

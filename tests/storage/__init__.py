@@ -1,0 +1,1 @@
+"""Tests of storage: servers, proxies that make faults, conformance, flushes, NFS."""

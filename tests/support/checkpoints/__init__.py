@@ -1,0 +1,1 @@
+"""States and jobs that tests save and load, and what they compare."""

@@ -1,0 +1,1 @@
+"""Training jobs of the frameworks, as processes of their own."""

@@ -1,0 +1,1 @@
+"""Nodes made of Linux namespaces, and torchrun jobs on them."""

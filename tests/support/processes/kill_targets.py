@@ -1,0 +1,795 @@
+"""What the kill tests run in processes, and a way to start those processes within milliseconds.
+
+    outcomes = forked(save_and_die, 2, place, ...).join(killed={1})    # what each rank returned, by
+    rank
+
+A zygote imports torch once; every process is forked from it before anything of dcp_mem has run in
+it, so it knows nothing of earlier ones. Functions are sent by name, so they are defined at module
+level.
+
+Every tensor of a saved state is derived from its step: `step_of` recovers the step from a loaded
+state and raises where any element of it isn't what was saved at that step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import importlib
+import os
+import pickle
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcp_mem
+from dcp_mem import MemoryStorageReader, MemoryStorageWriter
+from dcp_mem.common import faults
+from dcp_mem.flushing import agent
+from tests.support import REPOSITORY
+from tests.support.processes.launch import TETHER, RankDeath, RanksFailed, RanksHung
+
+FAILURES = (Exception, CheckpointException)
+"""What a save or load may raise: torch's own is no `Exception`."""
+
+RUN = "kill-tests"
+"""Run id of all forked processes: they are restarts of one job to dcp_mem."""
+
+OWN_PLAN = "DCP_MEM_TESTS_OWN_PLAN"
+"""Set in the environment of a process, its saves go through dcp_mem.save."""
+
+_POLL_SECONDS = 0.005
+_DUMP_STACKS = signal.SIGRTMAX
+_DUMP_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+class Forked:
+    """Ranks that were forked from the zygote."""
+
+    def __init__(self, directory: Path, pids: Sequence[int]) -> None:
+        self._directory = directory
+        self.pids = pids
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank that hasn't been joined yet."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._status(rank) is None:
+                os.kill(self.pids[rank], number)
+
+    def wait_until_stopped(self, rank: int, timeout: float = 30.0) -> None:
+        """Wait until a rank has stopped itself (or raise AssertionError)."""
+        wait_for(
+            lambda: _is_stopped(self.pids[rank]), f"rank {rank} to stop", timeout, self._outputs
+        )
+
+    def join(self, *, timeout: float = 60.0, killed: Collection[int] = ()) -> list[Any]:
+        """Return each rank's value, or a RankDeath for those in `killed`, which SIGKILL has ended.
+
+        Raises RanksFailed, and RanksHung at the timeout.
+        """
+        ranks = range(len(self.pids))
+        deadline = time.monotonic() + timeout
+        while any(self._status(rank) is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        hung = [rank for rank in ranks if self._status(rank) is None]
+        for rank in hung:
+            self.send(rank, signal.SIGCONT)
+            self.send(rank, _DUMP_STACKS)
+        if hung:
+            time.sleep(_DUMP_SECONDS)
+        for rank in hung:
+            self.send(rank, signal.SIGKILL)
+        outcomes = [self._outcome(rank, hung=rank in hung) for rank in ranks]
+        if hung:
+            raise RanksHung(f"ranks {hung} have not ended within {timeout:.0f} s", outcomes)
+        for rank, outcome in enumerate(outcomes):
+            died = isinstance(outcome, RankDeath)
+            if died != (rank in killed) or (died and outcome.signal != signal.SIGKILL):
+                raise RanksFailed(f"rank {rank} ended in another way than expected", outcomes)
+        return outcomes
+
+    def one(self, *, timeout: float = 60.0) -> Any:
+        """What the only rank returned."""
+        (outcome,) = self.join(timeout=timeout)
+        return outcome
+
+    def has_ended(self, rank: int) -> bool:
+        return self._status(rank) is not None
+
+    def _status(self, rank: int) -> int | None:
+        try:
+            return int((self._directory / f"{rank}.status").read_text())
+        except FileNotFoundError:
+            return None
+
+    def _outcome(self, rank: int, *, hung: bool) -> Any:
+        status = self._status(rank)
+        returned = self._directory / f"{rank}.returned"
+        if status == 0 and returned.exists():
+            return pickle.loads(returned.read_bytes())
+        raised = self._directory / f"{rank}.raised"
+        return RankDeath(
+            rank=rank,
+            exit_code=None if hung or status is None or status < 0 else status,
+            signal=signal.Signals(-status)
+            if status is not None and status < 0 and not hung
+            else None,
+            traceback=raised.read_text() if raised.exists() else "",
+            output=self._output(rank),
+        )
+
+    def _output(self, rank: int) -> str:
+        path = self._directory / f"{rank}.output"
+        return path.read_text(errors="replace")[-16384:] if path.exists() else ""
+
+    def _outputs(self) -> str:
+        return "\n".join(self._output(rank) for rank in range(len(self.pids)))
+
+
+def forked(
+    target: Callable[..., Any],
+    world_size: int | None,
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+) -> Forked:
+    """Start `target(*args)` on each rank of a gloo group (None: in one process without a group)."""
+    return _zygote().start(target, world_size, args, env or {})
+
+
+def wait_for(
+    condition: Callable[[], bool],
+    what: str,
+    timeout: float = 30.0,
+    facts: Callable[[], str] = lambda: "",
+) -> None:
+    """Poll until the condition holds. Raises AssertionError at the deadline."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout:.0f} s for {what}\n{facts()}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class _Zygote:
+    """The process that others are forked from: it has imported everything, and runs no test."""
+
+    def __init__(self) -> None:
+        self._jobs = tempfile.TemporaryDirectory(prefix="dcp_mem-forked-")
+        self._count = 0
+        self._lock = threading.Lock()
+        environment = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH", "")))
+            ),
+            "TORCHELASTIC_RUN_ID": RUN,
+        }
+        self._process = subprocess.Popen(
+            [*TETHER, sys.executable, "-m", "tests.support.processes.kill_targets"],
+            env=environment,
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(
+        self,
+        target: Callable[..., Any],
+        world_size: int | None,
+        args: Sequence[Any],
+        env: Mapping[str, str],
+    ) -> Forked:
+        with self._lock:
+            self._count += 1
+            directory = Path(self._jobs.name) / str(self._count)
+            directory.mkdir()
+            (directory / "job").write_bytes(pickle.dumps((target, world_size, args, env)))
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            print(directory, world_size or 1, file=self._process.stdin, flush=True)
+            pids = [int(pid) for pid in self._process.stdout.readline().split()]
+        if not pids:
+            raise RuntimeError("the zygote has died")
+        return Forked(directory, pids)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._jobs.cleanup()
+
+
+@functools.cache
+def _zygote() -> _Zygote:
+    zygote = _Zygote()
+    atexit.register(zygote.close)
+    return zygote
+
+
+def _serve() -> None:
+    """The zygote: fork what is asked for, and write down how it ended."""
+    importlib.import_module("torch._dynamo")  # DTensor asks for it, and it takes a second
+    running: dict[int, Path] = {}
+    # The signal itself would be lost where it comes just before a blocking read; its byte in the
+    # pipe isn't.
+    ended, ending = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(ending, warn_on_full_buffer=False)
+    while True:
+        ready, _, _ = select.select([sys.stdin, ended], [], [])
+        if ended in ready:
+            os.read(ended, 4096)
+            _reap(running)
+        if sys.stdin in ready:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            name, count = line.rsplit(maxsplit=1)
+            print(*[_fork(Path(name), rank, running) for rank in range(int(count))], flush=True)
+
+
+def _reap(running: dict[int, Path]) -> None:
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        path = running.pop(pid)
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_text(str(os.waitstatus_to_exitcode(status)))
+        temporary.rename(path)
+
+
+def _fork(directory: Path, rank: int, running: dict[int, Path]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _live(directory, rank)
+    running[pid] = directory / f"{rank}.status"
+    return pid
+
+
+def _live(directory: Path, rank: int) -> None:
+    """The life of one rank; it doesn't return."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    null, output = (
+        os.open(os.devnull, os.O_RDONLY),
+        os.open(directory / f"{rank}.output", os.O_CREAT | os.O_WRONLY),
+    )
+    for descriptor, number in ((null, 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, number)
+    faulthandler.enable()
+    faulthandler.register(_DUMP_STACKS)
+    warnings.filterwarnings("error", module=r"dcp_mem(\.|$)")
+    code = 1
+    try:
+        target, world_size, args, env = pickle.loads((directory / "job").read_bytes())
+        os.environ.update(env)
+        if world_size is not None:
+            store = dist.FileStore(str(directory / "store"), world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            # one that ended sooner, with little to do, would break off the others' connecting
+            dist.barrier()
+        returned = pickle.dumps(target(*args))
+        (directory / f"{rank}.returned").write_bytes(returned)
+        code = 0
+    except BaseException:
+        (directory / f"{rank}.raised").write_text(traceback.format_exc())
+        traceback.print_exc()
+    finally:
+        # As an interpreter ends: dcp_mem's hook runs before its pools end. The process group just
+        # goes.
+        threading._shutdown()  # type: ignore[attr-defined]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+_SHARDED = 6
+_SHAPE = (131, 37)
+
+
+def full_state(step: int) -> dict[str, Any]:
+    """Return the state of a step, about 300 KB; its byte item's length varies between steps."""
+    state: dict[str, Any] = {f"sharded{index}": _values(step, index) for index in range(_SHARDED)}
+    state["replicated"] = _values(step, 100)[0].to(torch.float64)
+    state["scalar"] = torch.tensor(step)
+    state["note"] = f"step {step} " + "." * (step // 2 % 7 * 10)
+    return state
+
+
+def _values(step: int, index: int) -> torch.Tensor:
+    rows, columns = _SHAPE
+    return torch.arange(rows * columns).view(_SHAPE) + step * 1_000_000_007 + index * 1_000_003
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """This rank's part of the state of a step."""
+    state = full_state(step)
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for index in range(_SHARDED):
+            full = state[f"sharded{index}"]
+            local = _local(full)
+            state[f"sharded{index}"] = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+            )
+    return state
+
+
+def _local(full: torch.Tensor) -> torch.Tensor:
+    shards = full.chunk(dist.get_world_size())
+    return shards[dist.get_rank()].clone()
+
+
+def empty_state() -> dict[str, Any]:
+    """A state to load into, with values that no step has."""
+    state = state_of(0)
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            (value.to_local() if isinstance(value, DTensor) else value).fill_(-1)
+    state["note"] = ""
+    return state
+
+
+def step_of(state: Mapping[str, Any]) -> int:
+    """The step that a loaded state was saved at.
+
+    Raises AssertionError unless all of it is that step's, bit for bit.
+    """
+    step = int(str(state["note"]).split()[1])
+    expected = full_state(step)
+    assert set(state) == set(expected)
+    for name, whole in expected.items():
+        found = state[name]
+        if isinstance(found, DTensor):
+            found, whole = found.to_local(), _local(whole)
+        same = torch.equal(found, whole) if isinstance(whole, torch.Tensor) else found == whole
+        assert same, f"{name} is not what was saved at step {step}: {found}"
+    return step
+
+
+# -- places ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A job: where its checkpoints lie.
+
+    path: None for memory only. roots: memory root of each rank, if not all `root`.
+    """
+
+    root: str
+    path: str | None = None
+    job: str = "job"
+    keep: int = 2
+    agent: str = "process"
+    roots: tuple[str, ...] = ()
+
+    @property
+    def memory(self) -> str:
+        return (
+            self.roots[dist.get_rank() % len(self.roots)]
+            if self.roots and dist.is_initialized()
+            else self.root
+        )
+
+    def writer(self, **options: Any) -> MemoryStorageWriter:
+        settings = {"job": self.job, "keep_memory": self.keep, "agent": self.agent, **options}
+        return MemoryStorageWriter(self.path, memory_root=self.memory, **settings)
+
+    def reader(self, *, storage: bool = True) -> MemoryStorageReader:
+        return MemoryStorageReader(
+            self.path if storage else None, memory_root=self.memory, job=self.job
+        )
+
+
+def slots_in(place: Place) -> int:
+    """How many slots the job has, free ones and segments of checkpoints together, whole or not."""
+    directory = Path(place.memory) / place.job
+    return sum(1 for path in directory.rglob("*") if path.suffix in (".slot", ".distcp"))
+
+
+def stock_load(directory: Path) -> int:
+    """Step of a checkpoint directory, loaded whole with torch's own reader."""
+    state = empty_state()
+    dcp.load(state, storage_reader=FileSystemReader(directory))
+    return step_of(state)
+
+
+def stock_steps(directory: str | os.PathLike[str]) -> dict[str, int]:
+    """Return the step by name of all that torch's own reader finds under a root.
+
+    Raises where a committed checkpoint isn't whole.
+    """
+    root = Path(directory)
+    found = sorted(path.parent for path in root.glob("*/.metadata")) if root.exists() else []
+    return {path.name: stock_load(path) for path in found}
+
+
+def agents_of(root: str | os.PathLike[str]) -> list[psutil.Process]:
+    """List the agents of a memory root, with killed ones that still hold files and locks.
+
+    The kernel takes a killed process's memory first, and with it the command line.
+    """
+    log_file = Path(agent.log_path(os.fspath(root)))
+    served = (
+        set(re.findall(r"agent (\d+) serves", log_file.read_text())) if log_file.exists() else set()
+    )
+    found = []
+    for process in psutil.process_iter():
+        directory = Path(f"/proc/{process.pid}")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
+            told = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            is_agent = told[-2:] == ["dcp_mem.flushing.agent", os.fspath(root)] or (
+                not told and str(process.pid) in served
+            )
+            # A leader may be a zombie while other threads of it still hold its files.
+            if is_agent and (
+                process.status() != psutil.STATUS_ZOMBIE or len(os.listdir(directory / "task")) > 1
+            ):
+                found.append(process)
+    return found
+
+
+# -- a trainer on a line ---------------------------------------------------------------------------
+
+
+class Trainer:
+    """One job in one process: what the other end of a `Line` calls."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._writers: dict[bool, MemoryStorageWriter] = {}
+
+    def writer(self, persist: bool = True) -> MemoryStorageWriter:
+        """The job's writer; it has two, of which one has nothing flushed."""
+        if persist not in self._writers:
+            self._writers[persist] = self.place.writer(persist=persist)
+        return self._writers[persist]
+
+    def save(self, step: int, name: str = "", persist: bool = True) -> None:
+        save(self.writer(persist), step, name)
+
+    def wait(self, name: str, timeout: float = 60.0) -> None:
+        self.writer().wait(name, timeout=timeout)
+
+    def flush(self) -> None:
+        """Wait until nothing that is meant for storage is left to flush."""
+        for entry in self.writer().status():
+            if entry.in_memory and entry.persist:
+                self.wait(entry.name)
+
+    def load(self, name: str | None = None, storage: bool = True) -> Loaded:
+        return load(self.place, name, storage)
+
+    def arm(self, text: str) -> None:
+        faults.arm(text)
+
+    def export(self, variables: Mapping[str, str]) -> None:
+        """Set variables in the environment that an agent gets."""
+        os.environ.update(variables)
+
+    def close(self) -> None:
+        for writer in list(self._writers.values()) or [self.writer()]:
+            writer.close()
+
+    def reopen(self, place: Place) -> None:
+        """Go on with another job, or the same one with other settings."""
+        self.place = place
+        self._writers.clear()
+
+
+class LineDead(Exception):
+    """The process at the other end has ended."""
+
+
+class Line:
+    """A `Trainer` in a process of its own; a context manager. Errors return as type and text."""
+
+    def __init__(self, place: Place) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="dcp_mem-line-")
+        address = f"{self._directory.name}/socket"
+        with socket.socket(socket.AF_UNIX) as server:
+            server.settimeout(60)
+            server.bind(address)
+            server.listen()
+            self.process = forked(serve_line, None, place, address)
+            self._connection = Connection(server.accept()[0].detach())
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        if not self.process.has_ended(0):
+            self.process.send(0, signal.SIGCONT)
+            self.process.send(0, signal.SIGKILL)
+        self._directory.cleanup()
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        """Have the trainer do something, without waiting for it."""
+        try:
+            self._connection.send((name, arguments))
+        except OSError:
+            raise LineDead(name) from None
+
+    def end(self, timeout: float = 60.0) -> Any:
+        """Return the call's result; raise LineDead if the process died, CallFailed on an error."""
+        try:
+            if not self._connection.poll(timeout):
+                raise TimeoutError(f"no answer within {timeout:.0f} s")
+            error, result = self._connection.recv()
+        except (EOFError, OSError) as gone:
+            raise LineDead(str(gone)) from None
+        if error:
+            raise CallFailed(error)
+        return result
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.begin(name, *arguments)
+        return self.end()
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until it is gone."""
+        self.process.send(0, signal.SIGKILL)
+        self.process.join(killed={0})
+
+    def hang_up(self) -> None:
+        """Let the process end like a script at its last line: without closing anything."""
+        self._connection.send(("", ()))
+        self.process.join()
+
+
+class CallFailed(Exception):
+    """What the trainer raised: its type and text."""
+
+
+def serve_line(place: Place, address: str) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(address)
+        connection = Connection(client.detach())
+    trainer = Trainer(place)
+    while True:
+        name, arguments = connection.recv()
+        if not name:
+            return
+        try:
+            connection.send(("", getattr(trainer, name)(*arguments)))
+        except FAILURES as error:
+            connection.send((f"{type(error).__name__}: {error}", None))
+
+
+# -- targets ---------------------------------------------------------------------------------------
+
+
+def name_of(step: int) -> str:
+    return f"step-{step}"
+
+
+def save(writer: MemoryStorageWriter, step: int, name: str = "") -> None:
+    road = dcp_mem.save if os.environ.get(OWN_PLAN) else dcp.save
+    road(state_of(step), checkpoint_id=name or name_of(step), storage_writer=writer)
+
+
+def save_armed(
+    place: Place, before: Sequence[int], last: int, armed: Mapping[int, str], name: str = ""
+) -> str:
+    """Save the steps of `before`, arm the fault points, save `last`; return what it raised."""
+    writer = place.writer()
+    for step in before:
+        save(writer, step)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    faults.arm(armed.get(rank, ""))
+    try:
+        save(writer, last, name)
+    except FAILURES as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Survived:
+    """How a job went on after a save that failed.
+
+    error: what that raised. slots: after each of the later saves.
+    """
+
+    error: str
+    found: Loaded | str
+    slots: tuple[int, ...]
+
+
+def survive(
+    place: Place,
+    before: Sequence[int],
+    failing: int,
+    armed: Mapping[int, str],
+    after: Sequence[int],
+) -> Survived:
+    """Save; have a save fail; load; save on in the same processes, and load each of those."""
+    writer = place.writer()
+    for step in before:
+        save(writer, step)
+    faults.arm(armed.get(_rank(), ""))
+    error = ""
+    try:
+        save(writer, failing)
+    except FAILURES as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    (found,) = load_all(place, [None], storage=False)
+    slots = []
+    for step in after:
+        save(writer, step)
+        assert load(place, storage=False).step == step
+        slots.append(slots_in(place))
+        _synchronise()
+    writer.close()
+    return Survived(error, found, tuple(slots))
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load found. source: as the reader reports it."""
+
+    step: int
+    name: str
+    source: str
+
+
+def load(place: Place, name: str | None = None, storage: bool = True) -> Loaded:
+    """Load the newest checkpoint, or a named one, into a fresh state, and check every bit of it."""
+    state = empty_state()
+    reader = place.reader(storage=storage)
+    dcp.load(state, checkpoint_id=name, storage_reader=reader)
+    report = reader.report()
+    return Loaded(step_of(state), report.checkpoint_id, report.source)
+
+
+def load_all(place: Place, names: Sequence[str | None], storage: bool = True) -> list[Loaded | str]:
+    """Load several checkpoints in turn; return an error as its type and text."""
+    found: list[Loaded | str] = []
+    for name in names:
+        try:
+            found.append(load(place, name, storage))
+        except FAILURES as error:  # noqa: PERF203 (each is asked by itself)
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """A restarted job's account. slots: the most that there were after any of its saves."""
+
+    resumed: int
+    slots: int
+
+
+def restart(place: Place, saves: int = 4, storage: bool = True) -> Restarted:
+    """Resume from the newest checkpoint, save `saves` steps, load each; close with `keep` left."""
+    resumed = load(place, storage=storage).step
+    most = 0
+    with place.writer() as writer:
+        for step in range(resumed + 1, resumed + 1 + saves):
+            save(writer, step)
+            assert load(place, storage=storage).step == step
+            most = max(most, slots_in(place))
+            _synchronise()
+    return Restarted(resumed, most)
+
+
+def _synchronise() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def save_all(place: Place, steps: Sequence[int], name: str = "", durable: bool = False) -> None:
+    """Save steps (under one name, if given), waiting if `durable`; end without closing."""
+    writer = place.writer()
+    for step in steps:
+        save(writer, step, name)
+        if durable:
+            writer.wait(name or name_of(step), timeout=60)
+
+
+def save_for_mortal_agent(
+    place: Place, step: int, armed: str, name: str = "", rank: int = 0
+) -> None:
+    """Save one step, to be flushed by an armed agent on the node of `rank`; don't close."""
+    if _rank() == rank:
+        os.environ["DCP_MEM_FAULTS"] = armed
+    save(place.writer(), step, name)
+
+
+def outlive_agent(place: Place, step: int, armed: str) -> None:
+    """Save one step, whose agent is killed in the flush; then wait for the checkpoint."""
+    os.environ["DCP_MEM_FAULTS"] = armed
+    writer = place.writer()
+    save(writer, step)
+    del os.environ["DCP_MEM_FAULTS"]
+    wait_for(lambda: not agents_of(place.memory), "the armed agent to be killed")
+    writer.wait(name_of(step), timeout=60)
+
+
+def flush_in_armed_thread(
+    place: Place, before: Sequence[int], last: int, armed: str, name: str = ""
+) -> None:
+    """Make steps durable; arm a point that the next flush passes in this process."""
+    writer = place.writer()
+    for step in before:
+        save(writer, step, name)
+        writer.wait(name or name_of(step), timeout=60)
+    faults.arm(armed)
+    save(writer, last, name)
+    writer.wait(name or name_of(last), timeout=60)
+
+
+def wait_until_durable(place: Place, steps: Sequence[int]) -> None:
+    """Wait for steps in a process that saves nothing itself."""
+    with place.writer() as writer:
+        for step in steps:
+            writer.wait(name_of(step), timeout=20)
+
+
+def kill_agents(root: str | os.PathLike[str]) -> None:
+    """SIGKILL the agents of a memory root, and wait until they are gone."""
+    for process in agents_of(root):
+        process.kill()
+    wait_for(
+        lambda: not agents_of(root) and not agent.is_alive(os.fspath(root)),
+        "the killed agent to end",
+    )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+if __name__ == "__main__":
+    from tests.support.processes import kill_targets  # noqa: PLW0406 (pickles name this module, not __main__)
+
+    kill_targets._serve()

@@ -1,0 +1,1 @@
+"""Storage servers, real and fake, proxies that make faults, and the conformance suite."""

@@ -1,0 +1,1 @@
+"""Tests with one process and no server; a few fork their example, to leave nothing behind."""

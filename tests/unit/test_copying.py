@@ -1,0 +1,74 @@
+"""Moves of bytes: shares cover them exactly, copies and reads are right, threads end on errors."""
+
+import ctypes
+import os
+import tempfile
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_mem.memory import copying
+from dcp_mem.memory.copying import Move, shares
+
+
+def _bytes_of(moves: list[Move]) -> list[tuple[int, int]]:
+    return [(to + i, start + i) for to, start, nbytes in moves for i in range(nbytes)]
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 9))
+def test_shares_are_all_the_bytes_once_and_nearly_equal(lengths: list[int], count: int) -> None:
+    moves, position = [], 0
+    for nbytes in lengths:
+        moves.append((1000 + position * 2, 5000 + position * 3, nbytes))
+        position += nbytes
+    parts = shares(moves, count)
+    assert [pair for part in parts for pair in _bytes_of(part)] == _bytes_of(moves)
+    sizes = [sum(nbytes for _, _, nbytes in part) for part in parts]
+    assert len(parts) <= count
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_copies_and_reads_move_every_byte(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    sources = [
+        torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+        for nbytes in (1, 5 << 20, 0, 77, 3 << 20)
+    ]
+    targets = [torch.zeros_like(source) for source in sources]
+    copying.copy(
+        [
+            (to.data_ptr(), start.data_ptr(), start.nbytes)
+            for to, start in zip(targets, sources, strict=True)
+        ]
+    )
+    assert all(map(torch.equal, targets, sources))
+    with tempfile.TemporaryFile() as stream:
+        offsets = []
+        for source in sources:
+            offsets.append(stream.tell())
+            stream.write(source.numpy().tobytes())
+        stream.flush()
+        back = [torch.zeros_like(source) for source in sources]
+        copying.read(
+            stream.fileno(),
+            [
+                (to.data_ptr(), at, to.nbytes)
+                for to, at in zip(back, offsets, strict=True)
+                if to.nbytes
+            ],
+        )
+    assert all(map(torch.equal, back, sources))
+
+
+def test_a_read_past_the_end_raises_and_leaves_no_thread_at_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    target = ctypes.create_string_buffer(8 << 20)
+    with tempfile.TemporaryFile() as stream:
+        os.truncate(stream.fileno(), 5 << 20)
+        with pytest.raises(EOFError, match="bytes short"):
+            copying.read(stream.fileno(), [(ctypes.addressof(target), 0, 8 << 20)])

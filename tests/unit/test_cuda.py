@@ -1,0 +1,220 @@
+"""State on CUDA devices: copied straight into pinned slots, whole. Skipped without a device."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from dcp_mem.memory import pinning
+from tests.support.checkpoints.roundtrip import (
+    ROADS,
+    Places,
+    State,
+    assert_same,
+    bits,
+    random_tensor,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device, or a torch without CUDA"
+    ),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+]
+
+
+@pytest.fixture
+def places(memory_root: Path, tmp_path: Path) -> Places:
+    torch.cuda.init()
+    return Places(str(memory_root), str(tmp_path / "storage"))
+
+
+def _on_cpu(state: State) -> State:
+    return {
+        key: value.cpu() if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def _comes_back(places: Places, name: str, state: State, device: str) -> None:
+    """Load on every road into tensors on a device; check that they stay there, bit for bit."""
+    expected = _on_cpu(state)
+    for road in ROADS:
+        into: State = {
+            key: torch.zeros(value.shape, dtype=value.dtype, device=device)
+            for key, value in state.items()
+        }
+        targets = dict(into)
+        places.load(road, name, into)
+        for key, target in targets.items():
+            assert into[key] is target, (road, key)
+            assert bits(target.cpu()) == bits(expected[key]), (road, key)
+
+
+def _registered(places: Places) -> list[tuple[str, int]]:
+    """List (file, bytes) of every slot mapping that CUDA has pinned, by the kernel's account."""
+    pinned = dict(pinning._pinned)
+    found = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) .*?(/\S+)", line)
+        if match is not None and match[3].startswith(places.memory):
+            start = int(match[1], 16)
+            if start in pinned:
+                found.append((match[3], pinned[start]))
+    return found
+
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.bool,
+    torch.complex64,
+    torch.int64,
+    torch.float64,
+]
+
+
+def test_tensors_on_a_device_survive_in_every_dtype(places: Places) -> None:
+    state = {str(dtype): random_tensor(dtype, 65, 33).cuda() for dtype in DTYPES}
+    state |= {"scalar": torch.tensor(3.0).cuda(), "empty": torch.empty(0, 5).cuda()}
+    with places.writer() as writer:
+        for step in range(3):
+            places.save(writer, state, f"{step}")
+            _comes_back(places, f"{step}", state, "cuda")
+        _comes_back(places, "2", state, "cpu")
+
+
+def test_device_tensors_that_are_not_contiguous_survive(places: Places) -> None:
+    base = torch.randn(6, 3, 16, 16, device="cuda")
+    values = torch.randn(50, 40, dtype=torch.complex64, device="cuda")
+    state = {
+        "transposed": base.transpose(1, 3),
+        "channels last": base.contiguous(memory_format=torch.channels_last),
+        "strided": base[:, ::2, 1::3, 5:],
+        "expanded": torch.arange(5.0, device="cuda").reshape(5, 1).expand(5, 700),
+        "conj": values.conj(),
+        "neg": values.conj().imag,
+        "conj transposed": values.t().conj(),
+    }
+    with places.writer() as writer:
+        places.save(writer, state, "step-1")
+        _comes_back(places, "step-1", state, "cuda")
+
+
+def test_device_and_host_tensors_in_one_state_survive(places: Places) -> None:
+    state: State = {}
+    for i in range(40):
+        tensor = torch.randn(1000 + i)
+        state[f"t{i}"] = tensor.cuda() if i % 3 else tensor
+    state["large"] = torch.randn(20 << 20, device="cuda")
+    with places.writer() as writer:
+        places.save(writer, state, "step-1")
+        _comes_back(places, "step-1", state, "cpu")
+
+
+def test_the_slots_mapping_is_registered_as_pinned_memory_and_given_back(places: Places) -> None:
+    state = {"a": torch.randn(1 << 20, device="cuda")}
+    with places.writer(keep_memory=2) as writer:
+        for step in range(5):
+            dcp.save(state, checkpoint_id=f"{step}", storage_writer=writer)
+        segment = next(places.directory("memory", "4").glob("*.distcp"))
+        registered = _registered(places)
+        assert str(segment) in [file for file, _ in registered], (
+            "the newest segment's mapping is not pinned"
+        )
+        assert all(nbytes >= 4 << 20 for _, nbytes in registered)
+        assert len(registered) <= 3
+    assert not _registered(places)
+    assert not pinning._pinned
+
+
+def test_prepared_slots_are_pinned_before_the_first_save(places: Places) -> None:
+    state = {"a": torch.randn(1 << 20, device="cuda")}
+    with places.writer(keep_memory=2) as writer:
+        writer.prepare(state).wait(60)
+        assert len(_registered(places)) == 3
+        places.save(writer, state, "step-1")
+        assert len(_registered(places)) == 3
+        _comes_back(places, "step-1", state, "cuda")
+
+
+def _busy(device: str = "cuda") -> None:
+    """Keep the current stream at work for some tens of milliseconds."""
+    torch.cuda._sleep(50_000_000)
+
+
+def test_a_save_waits_for_the_kernels_that_make_its_tensors(places: Places) -> None:
+    with places.writer() as writer:
+        for step in range(4):
+            tensor = torch.zeros(1 << 20, device="cuda")
+            _busy()
+            tensor += step + 1
+            dcp.save({"a": tensor}, checkpoint_id=f"{step}", storage_writer=writer)
+            into = places.load("memory", f"{step}", {"a": torch.zeros(1 << 20)})
+            assert_same({"a": torch.full((1 << 20,), step + 1.0)}, into)
+
+
+class _CastsOnTheDevice(dcp.DefaultSavePlanner):
+    """Launches work for every tensor as it is resolved."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
+        data = super().transform_object(write_item, object)
+        if isinstance(data, torch.Tensor):
+            _busy()
+            data = data * 2
+        return data
+
+
+def test_a_planner_that_launches_work_for_each_tensor_is_waited_for(places: Places) -> None:
+    state = {f"t{i}": torch.full((1 << 16,), float(i), device="cuda") for i in range(8)}
+    with places.writer() as writer:
+        places.save(writer, state, "step-1", planner=_CastsOnTheDevice())
+        _comes_back(places, "step-1", {key: value * 2 for key, value in state.items()}, "cpu")
+
+
+def test_the_values_at_the_time_of_the_save_are_what_loads(places: Places) -> None:
+    tensor = torch.zeros(8 << 20, device="cuda")
+    with places.writer() as writer:
+        dcp.save({"a": tensor}, checkpoint_id="step-1", storage_writer=writer)
+        tensor.fill_(9)
+        writer.wait("step-1", timeout=60)
+        _comes_back(places, "step-1", {"a": torch.zeros(8 << 20)}, "cpu")
+
+
+def test_a_model_and_its_optimizer_on_a_device_survive(places: Places) -> None:
+    model = torch.nn.Linear(300, 70).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 300, device="cuda")).sum().backward()
+    optimizer.step()
+    state = get_state_dict(model, optimizer)
+    saved = {"model": state[0], "optimizer": state[1]}
+    expected = [bits(parameter.cpu()) for parameter in model.parameters()]
+    with places.writer() as writer:
+        places.save(writer, saved, "step-1")
+        for road in ROADS:
+            fresh = torch.nn.Linear(300, 70).cuda()
+            its = torch.optim.AdamW(fresh.parameters())
+            model_state, optimizer_state = get_state_dict(fresh, its)
+            into: State = {"model": model_state, "optimizer": optimizer_state}
+            places.load(road, "step-1", into)
+            set_state_dict(
+                fresh, its, model_state_dict=into["model"], optim_state_dict=into["optimizer"]
+            )
+            assert [bits(parameter.cpu()) for parameter in fresh.parameters()] == expected, road
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_tensors_on_several_devices_survive(places: Places) -> None:
+    state = {
+        f"t{i}": torch.randn(5000, device=f"cuda:{i % torch.cuda.device_count()}") for i in range(8)
+    }
+    with places.writer() as writer:
+        places.save(writer, state, "step-1")
+        _comes_back(places, "step-1", state, "cpu")

@@ -1,0 +1,170 @@
+"""Pages of slots exist before anything is stored, or an error is raised instead of a SIGBUS."""
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcp_mem.errors import MemoryBudgetExceeded
+from dcp_mem.memory import mapping
+from dcp_mem.memory.mapping import Mapping
+from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.memory.views import HUGE, mapped
+from tests.support.storage.file_systems import mounted_tmpfs
+
+_MIB = 1 << 20
+
+
+@pytest.fixture
+def descriptor(memory_root: Path) -> Iterator[int]:
+    descriptor = os.open(memory_root / "file", os.O_CREAT | os.O_RDWR, 0o600)
+    yield descriptor
+    os.close(descriptor)
+
+
+def present(descriptor: int) -> int:
+    return os.fstat(descriptor).st_blocks * 512
+
+
+@pytest.fixture(params=["huge pages", "plain pages", "an old kernel"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """This kernel, and it as an older one would be: advice that it doesn't know is EINVAL."""
+    unknown = 9999
+    if request.param != "huge pages":
+        monkeypatch.setattr(mapping, "_COLLAPSE", unknown)
+    if request.param == "an old kernel":
+        monkeypatch.setattr(mapping, "_POPULATE_WRITE", unknown)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("nbytes", [4096, HUGE, 130 * _MIB])
+def test_every_page_is_there_and_what_the_file_held_stays(descriptor: int, nbytes: int) -> None:
+    os.ftruncate(descriptor, nbytes)
+    held = os.urandom(4096)
+    places = sorted({0, nbytes // 2 // 4096 * 4096, nbytes - 4096})
+    for place in places:
+        os.pwrite(descriptor, held, place)
+    mapped = Mapping(descriptor, nbytes)
+    assert mapped.address % HUGE == 0
+    assert mapped.populate()
+    assert present(descriptor) >= nbytes
+    for place in places:
+        assert bytes(mapped.buffer[place : place + 4096]) == held
+    assert os.pread(descriptor, 4096, nbytes // 4 // 4096 * 4096) in (bytes(4096), held)
+    mapped.buffer[nbytes - 1] = 7
+    assert os.pread(descriptor, 1, nbytes - 1) == b"\7"
+
+
+@pytest.mark.usefixtures("kernel")
+def test_full_tmpfs_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", "16m") as directory:
+        descriptor = os.open(directory / "file", os.O_CREAT | os.O_RDWR, 0o600)
+        os.ftruncate(descriptor, 32 * _MIB)
+        with pytest.raises(OSError, match="No space left"):
+            Mapping(descriptor, 32 * _MIB).populate()
+        os.close(descriptor)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_slot_that_cant_grow_keeps_what_it_had(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", "16m") as directory:
+        pool = SlotPool(str(directory))
+        slot = pool.claim(6 * _MIB, "")
+        slot.write_at(5 * _MIB, b"held")
+        with pytest.raises(MemoryBudgetExceeded, match="full"):
+            slot.map(32 * _MIB, 32 * _MIB)
+        assert slot.capacity == 6 * _MIB == os.fstat(slot.descriptor).st_size
+        slot.map(6 * _MIB, 0)
+        assert slot.mapping is not None
+        assert bytes(slot.mapping.buffer[5 * _MIB : 5 * _MIB + 4]) == b"held"
+        pool.close()
+        assert os.listdir(directory) == []
+
+
+def test_new_slot_that_doesnt_fit_takes_no_room(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", "16m") as directory:
+        pool = SlotPool(str(directory))
+        with pytest.raises(MemoryBudgetExceeded, match="full"):
+            pool.claim(32 * _MIB, "")
+        assert sum(pool.spare_sizes()) == 0
+        assert pool.claim(12 * _MIB, "").capacity == 12 * _MIB
+        pool.close()
+
+
+def test_prefaulting_stops_when_it_is_no_longer_wanted_and_loses_nothing(memory_root: Path) -> None:
+    pool, answers = SlotPool(str(memory_root)), iter([True, True, False, False])
+    prepared: list[Slot] = []
+    pool.prefault(1, 192 * _MIB, prepared.append, lambda: next(answers))
+    assert prepared == []
+    assert pool.spare_sizes() == [4 * _MIB]
+    slot = pool.claim(192 * _MIB, "")
+    assert present(slot.descriptor) == slot.capacity == 192 * _MIB
+    assert pool.free_count() == 0
+    pool.close()
+
+
+def test_slot_that_was_cut_off_behind_our_back_is_mapped_anew(memory_root: Path) -> None:
+    pool = SlotPool(str(memory_root))
+    slot = pool.claim(4 * _MIB, "frames")
+    slot.frames = "frames"
+    pool.share(slot)
+    os.truncate(slot.path, 4096)
+    again = pool.claim(4 * _MIB, "frames")
+    assert again is slot
+    assert again.frames == ""
+    assert again.mapping is not None
+    again.mapping.buffer[4 * _MIB - 1] = 1
+    pool.close()
+
+
+def test_view_outlives_the_mapping(descriptor: int) -> None:
+    os.ftruncate(descriptor, HUGE)
+    mapped = Mapping(descriptor, HUGE)
+    mapped.populate()
+    address, view = mapped.address, memoryview(mapped.buffer)
+    del mapped
+    gc.collect()
+    assert is_mapped(address)
+    assert view.tobytes() == bytes(HUGE)
+    del view
+    gc.collect()
+    assert not is_mapped(address)
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as lines:
+        ranges = [line.split()[0].split("-") for line in lines]
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
+
+
+def maps_of(descriptor: int) -> int:
+    """How many mappings of the file this process has."""
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    return sum(line.endswith(path) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("start", [0, 4096, HUGE, 5 * _MIB])
+def test_a_part_is_mapped_where_its_huge_pages_can_be(descriptor: int, start: int) -> None:
+    content = os.urandom(8 * _MIB)
+    os.pwrite(descriptor, content, 0)
+    part = mapped(descriptor, start, 2 * _MIB + 100)
+    assert part == content[start : start + 2 * _MIB + 100]
+    assert np.frombuffer(part, np.uint8).ctypes.data % HUGE == start % HUGE
+    with pytest.raises(TypeError, match="read-only"):
+        part[0] = 1
+
+
+def test_a_part_stays_mapped_for_as_long_as_anybody_sees_it(descriptor: int) -> None:
+    os.pwrite(descriptor, b"1234" * 1024, 0)
+    part = mapped(descriptor, 0, 4096)
+    piece = part[:4]
+    part.release()
+    gc.collect()
+    assert bytes(piece) == b"1234"
+    assert maps_of(descriptor) == 1
+    del piece, part
+    assert maps_of(descriptor) == 0
