@@ -55,7 +55,7 @@ def parity(k: int) -> Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the user asked for, checked and with defaults filled in.
+    """The user's settings, checked and with defaults filled in.
 
     Attributes:
         url: The job's root on storage; None keeps checkpoints in memory only.

@@ -475,7 +475,7 @@ class MemoryStorageWriter(StorageWriter):
 
     @property
     def _last_save(self) -> tuple[Manifest, SaveInfo] | None:
-        """What the last save made, and what its coordinator said of it; None: skipped or failed."""
+        """The last save's manifest and save info; None if that save was skipped or failed."""
         return self._last
 
     def _annotate(self, info: SaveInfo) -> None:
@@ -566,7 +566,7 @@ class MemoryStorageWriter(StorageWriter):
 
     @property
     def _purpose(self) -> str:
-        """What the ranks connect for: the saves of one job share their connections."""
+        """The purpose of the ranks' connections: all saves of one job share them."""
         return f"save {self.settings.job}"
 
     def _apply_retention(self) -> None:

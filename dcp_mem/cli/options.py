@@ -21,15 +21,15 @@ from dcp_mem.storage.retry import RetryPolicy
 from dcp_mem.storage.routes import open_storage
 
 INTERACTIVE_RETRIES = RetryPolicy(tries=4, longest_pause_seconds=4.0, deadline_seconds=30.0)
-"""How long commands wait for storage: a person is waiting for the answer."""
+"""The retries of commands: few and short, because a person is waiting for the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOptions:
-    """What every command is given.
+    """The values of the options that all commands have in common.
 
     Attributes:
-        screen: Where the answer goes.
+        screen: The command's output.
         root: The job's URL or directory; None where there is none.
         memory_root: As given; None for the default.
         job: As given; None for the name that is made from the root.
@@ -126,7 +126,7 @@ _OPTIONS = (
         help="The directory in tmpfs [default: $DCP_MEM_ROOT or /dev/shm/dcp_mem-UID].",
     ),
 )
-"""What every command takes; decorators apply from the last to the first."""
+"""The options of every command; decorators apply from the last to the first."""
 
 
 def _run(

@@ -33,7 +33,7 @@ Examples:
 
 @dataclass(frozen=True, slots=True)
 class _Removed:
-    """What became of a name.
+    """The result of removing the checkpoints under one name.
 
     Attributes:
         kept: Why it is still there; "" if it is gone.

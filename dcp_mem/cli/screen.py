@@ -33,7 +33,7 @@ _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 class Screen:
-    """Where a command's answer goes.
+    """The output of a command: text for people, or one JSON object.
 
     With `is_json`, only `answer` prints; else all methods but `answer` do.
 

@@ -97,7 +97,7 @@ def command(common: CommonOptions, seconds: float, times: int | None) -> int:
 
 
 class _Speeds:
-    """How fast checkpoints have gone to storage since the look before."""
+    """The speeds at which checkpoints have gone to storage since the last look."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, int]] = {}

@@ -37,7 +37,7 @@ _MOST_FAILURES = 8
 
 @dataclass(frozen=True, slots=True)
 class Attempted(Generic[T]):
-    """What work on this rank returned, or the error that it raised.
+    """The outcome of work on this rank: the value it returned, or the error it raised.
 
     Attributes:
         error: None where the work returned.
@@ -48,7 +48,7 @@ class Attempted(Generic[T]):
 
     @property
     def value(self) -> T:
-        """What the work returned; raises what the work raised."""
+        """The value that the work returned; raises the error that the work raised."""
         if self.error is not None:
             raise self.error
         return self._values[0]

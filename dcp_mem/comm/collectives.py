@@ -1,4 +1,4 @@
-"""What a set of ranks can do together: collective calls and channels."""
+"""The calls that a set of ranks makes together: collective calls and channels."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Ranks(Protocol):
 
     @property
     def cache(self) -> dict[str, Any]:
-        """What the ranks have found out about each other; emptied when the set breaks."""
+        """A cache of facts about the ranks; emptied when the set breaks."""
 
     @property
     def is_connected(self) -> bool:

@@ -1,4 +1,4 @@
-"""What DCP knows of the running call and doesn't tell its storage layer: which ranks take part.
+"""The ranks of the running DCP call, which DCP doesn't tell its storage layer.
 
 `dcp.save(..., process_group=g)` and `no_dist=True` never reach the writer or the reader. A wrong
 guess means waiting for ranks that aren't there, so we look at the calling frames:

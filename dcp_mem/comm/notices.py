@@ -24,7 +24,7 @@ _made: Counter[str] = Counter()
 _IDLE_POLLS = 15
 """A rank that awaits no notice looks at the store once in so many polls."""
 _LOOKS = 5
-"""How often `next` looks at the store before it returns None."""
+"""The number of times that `next` looks at the store before it returns None."""
 
 
 class Notices:

@@ -1,4 +1,4 @@
-"""What every room may use. The room imports nothing of dcp_mem but `errors`.
+"""Helpers that every room may use. The room imports nothing of dcp_mem but `errors`.
 
 - `values`: plain values that the stages hand to each other.
 - `log`: the logger.

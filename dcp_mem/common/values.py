@@ -25,7 +25,7 @@ class State(str, Enum):
 
 
 class Outcome(str, Enum):
-    """What became of a checkpoint, of its flush or of its copies, in the words that files have.
+    """The outcome of a checkpoint, of its flush or of its copies, as files spell it.
 
     Records and history rows hold these texts; a member equals, prints and hashes as its text.
     """
@@ -66,7 +66,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SaveInfo:
-    """What a training loop says about a save.
+    """The training loop's information about a save.
 
     Attributes:
         step: The training step; None if it wasn't given.
@@ -88,12 +88,12 @@ RECOVERIES = "recoveries.jsonl"
 """File name of a job's history of loads, in the same two directories."""
 
 MEMORY, STORAGE = "memory", "storage"
-"""Where a checkpoint may lie: in this node's memory, and on storage."""
+"""The places of a checkpoint: this node's memory, and storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """How far the flush of one node's segments is, and what it took so far, in all attempts.
+    """The progress and cost of flushing one node's segments, over all attempts so far.
 
     Attributes:
         nbytes: Bytes to move; 0 if that isn't known yet.
@@ -126,7 +126,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStatus:
-    """What is known of one checkpoint.
+    """The status of one checkpoint.
 
     `MemoryStorageWriter.status()` and `CheckpointManager.list()` return these. `status()` goes by
     what this node's memory says, `list()` asks storage as well.

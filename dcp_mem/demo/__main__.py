@@ -24,7 +24,7 @@ from dcp_mem.demo.workplace import Workplace, forget, workplace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line asked for."""
+    """The options of the command line."""
 
     schedule: Schedule
     ranks: int

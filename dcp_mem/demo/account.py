@@ -1,4 +1,4 @@
-"""What the journals of the three runs prove. Pure: from records to claims and figures."""
+"""The claims and figures that the three runs' journals support. Pure: computed from records."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What the training is, and what checkpointing costs it."""
+    """The size and speed of the training, and the cost of checkpointing."""
 
     parameters: int
     state_bytes: int

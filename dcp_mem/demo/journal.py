@@ -1,4 +1,4 @@
-"""What a rank records about its run: one JSON line per event, written as it happens.
+"""The journal of a rank's run: one JSON line per event, written as it happens.
 
 Losses are kept as hexadecimal floats, so that comparing them compares bits.
 """

@@ -26,7 +26,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What every rank recorded, by rank, and the Unix time at which torchrun was started."""
+    """The journals of all ranks, by rank, and the Unix time at which torchrun was started."""
 
     journals: tuple[list[Entry], ...]
     begun: float

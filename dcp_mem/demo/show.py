@@ -1,4 +1,4 @@
-"""How the demo tells its story on the terminal."""
+"""The demo's output on the terminal."""
 
 from collections.abc import Iterable
 from textwrap import indent

@@ -39,7 +39,7 @@ LEARNING_RATE: Final = 3e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What one run of the script was asked to do; `save_every` 0 means no checkpoints at all."""
+    """The options of one run of the script; `save_every` 0 means no checkpoints at all."""
 
     steps: int
     stop_after: int

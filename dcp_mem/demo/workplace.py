@@ -15,7 +15,7 @@ COPIES: Final = 4  # in memory at once: two kept, one being staged, one that a k
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """Where the demo keeps its memory, its stored checkpoints, and its journals and logs."""
+    """The places of the demo's memory, its stored checkpoints, and its journals and logs."""
 
     memory: Path
     storage: str

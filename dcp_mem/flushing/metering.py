@@ -1,4 +1,4 @@
-"""What counts a flush, and what slows it down."""
+"""The meter of a flush, and the throttle that limits its speed."""
 
 from __future__ import annotations
 

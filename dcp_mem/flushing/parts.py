@@ -1,4 +1,4 @@
-"""What each node puts of a checkpoint before its commit: its segments, then its node manifest."""
+"""Each node's part of a flush, up to the commit: its segments, then its node manifest."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FlushJob:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What storage has listed under a checkpoint's `.dcp_mem`: which parts are stored."""
+    """The stored parts of a checkpoint, as storage has listed them under its `.dcp_mem`."""
 
     manifest: Manifest
     listed: frozenset[str]

@@ -1,4 +1,4 @@
-"""What is written down of a flush: in memory while it runs, in the history on storage afterwards.
+"""The records of a flush: in memory while it runs, in the history on storage afterwards.
 
 None of it can fail a flush.
 """

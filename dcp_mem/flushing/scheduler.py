@@ -34,7 +34,7 @@ _RETRY_POLICY = RetryPolicy(tries=4, first_pause_seconds=0.2, longest_pause_seco
 _LONGEST_PAUSE = 60.0
 """Seconds between two tries of a failed flush."""
 _DEAD_JOB_SECONDS = 3600.0
-"""How long a storage that fails is tried for a job without trainers."""
+"""Seconds for which failing flushes of a job without trainers are tried again."""
 _DEAD_JOB_REFUSALS = 3
 _LONGEST_LOOK = 2.0
 """Seconds between two looks for other nodes' parts."""
@@ -51,7 +51,7 @@ Twice the time that the node's own part took comes on top.
 
 @dataclass(slots=True, kw_only=True)
 class _FlushState:
-    """What came of one checkpoint's attempts so far.
+    """The state of one checkpoint's flush after the attempts so far.
 
     Times are those of `time.monotonic`; 0.0: never.
 

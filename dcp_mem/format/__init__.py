@@ -1,4 +1,4 @@
-"""What our bytes mean: layouts, catalogs, manifests, DCP metadata, checksums, file names.
+"""The formats of our files: layouts, catalogs, manifests, DCP metadata, checksums, names.
 
 The room imports `common`, `errors` and values of `policy`. It reads and writes no files.
 

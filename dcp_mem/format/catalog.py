@@ -57,7 +57,7 @@ _MOST = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Properties:
-    """What DCP records of a tensor besides its shape; torch's values as text ("torch.float32").
+    """DCP's properties of a tensor besides its shape; torch's values as text ("torch.float32").
 
     So the agent reads catalogs without torch, and an older torch can read those of a newer one.
     """
@@ -71,7 +71,7 @@ class Properties:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Catalog:
-    """What a checkpoint consists of, as columns of entries and rows.
+    """The contents of a checkpoint, as columns of entries and rows.
 
     An entry is a name of DCP's metadata; each of its rows is one item. The rows of an entry are
     adjacent, in the lexicographic order of their offsets. `width` is the largest number of

@@ -49,7 +49,7 @@ _END = "\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryRow:
-    """What became of one checkpoint; the fields are in the order of `COLUMNS`.
+    """One checkpoint's row of the history; the fields are in the order of `COLUMNS`.
 
     Attributes:
         save_id: "" for a save that never began.

@@ -1,4 +1,4 @@
-"""Where each item of a segment lies: one layout for each plan, reused for every save of that plan.
+"""The layout of a segment's items: one for each plan, reused for every save of that plan.
 
 Items with a plain dense payload come first, at offsets that depend on dtypes and shapes alone.
 Items of varying length (byte items, tensors without such a payload) follow in the tail, save by

@@ -1,4 +1,4 @@
-"""Where the items of a catalog's rows lie in their segments.
+"""The locations of a catalog's items in their segments.
 
 Items of the layout lie in the same place in all saves; items of the tail differ from save to save.
 """
@@ -36,7 +36,7 @@ class LayoutItems:
 
     @cached_property
     def _starts(self) -> Ints:
-        """Where each layout begins in `columns`, and where the last one ends."""
+        """The index in `columns` at which each layout begins, and the end of the last one."""
         return np.append(0, np.cumsum(np.fromiter(map(len, self.catalog.layouts), np.int64)))
 
     def of(self, rows: Ints) -> Ints:

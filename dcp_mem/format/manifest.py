@@ -153,7 +153,7 @@ def items_of(layout: Layout, tail: Tail) -> ItemTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeManifest:
-    """What one node put on storage for one checkpoint.
+    """The manifest of one node's segments of one checkpoint on storage.
 
     In memory there is one for each segment that is copied to another node.
 
@@ -205,7 +205,7 @@ class NodeManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushRecord:
-    """How far the flush of one checkpoint is.
+    """The progress and outcome of one checkpoint's flush.
 
     The agent rewrites the record now and then while a flush runs.
 
@@ -255,7 +255,7 @@ class FlushRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationRecord:
-    """How the replication of one checkpoint ended, as one node recorded it.
+    """The outcome of one checkpoint's replication, as one node recorded it.
 
     Attributes:
         save_id: The save attempt.
@@ -297,7 +297,7 @@ class ReplicationRecord:
 
 @dataclass(frozen=True, slots=True)
 class StripeRecord:
-    """What a parity file in memory is the parity of.
+    """The stripe and the checksums of a parity file in memory.
 
     Attributes:
         save_id: The save attempt.

@@ -17,7 +17,7 @@ _LOOKING = "looking for checkpoints"
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What one rank brings to the election.
+    """One rank's contribution to the election.
 
     Attributes:
         wanted: Name of the checkpoint that this rank was asked for; None for the newest.

@@ -85,7 +85,7 @@ _DAMAGE = "damaged: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadResult:
-    """How reading went.
+    """The result of reading on this rank, and the failures of all ranks.
 
     Attributes:
         used: Bytes that this rank took, by the label of the source.

@@ -1,4 +1,4 @@
-"""How far a load has got, and what it has learned on the way: the one thing here that changes."""
+"""The progress of a load and its findings so far: the one thing here that changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the values of an item lie in a segment, and which of its bytes are needed."""
+"""The payloads of items in a segment, and the bytes of them that are needed."""
 
 from __future__ import annotations
 

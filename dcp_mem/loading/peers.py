@@ -29,7 +29,7 @@ Scratch = npt.NDArray[np.uint8]
 
 
 class PeerTransfer:
-    """What this rank sends to other ranks and receives from them, in threads.
+    """The transfers of one rank to and from other ranks, in threads.
 
     Errors are kept: which rank's fault they are is known when all threads have ended.
     """

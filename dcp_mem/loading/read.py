@@ -60,7 +60,7 @@ def read_items(
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What is read from an opened checkpoint, and how."""
+    """An opened checkpoint, the plan to read from it, and the way to read it."""
 
     opened: OpenCheckpoint
     plan: LoadPlan | Reads

@@ -1,4 +1,4 @@
-"""What a rebuild before a load and new redundancy after it have in common: every node joins in.
+"""The common part of a rebuild before a load and new redundancy after it: every node joins in.
 
 A node that has nothing of the checkpoint, a new one for instance, gets its manifest and catalog
 first, so that it can take segments, copies and parity of it.
@@ -59,7 +59,7 @@ class Repair:
 
     @property
     def checkpoint(self) -> LocalCheckpoint:
-        """What this node has of the checkpoint.
+        """The checkpoint in this node's memory.
 
         Raises:
             LookupError: The checkpoint has just left memory.

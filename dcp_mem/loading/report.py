@@ -1,4 +1,4 @@
-"""What a load took from where, added up over all ranks."""
+"""The report of a load: bytes by source, added up over all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = (MemorySource.label, PEERS, _STORAGE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryReport:
-    """What a load did, on all ranks together.
+    """The report of a load, for all ranks together.
 
     Attributes:
         checkpoint_id: Name of the checkpoint.

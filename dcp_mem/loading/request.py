@@ -1,4 +1,4 @@
-"""What a load was asked for, and where it may look; nothing of this changes on the way."""
+"""The request of a load and the places to search; these values never change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dcp_mem.storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a load looks for checkpoints.
+    """The places in which a load looks for checkpoints.
 
     Attributes:
         memory: What this node's memory has of the job; None where that is nothing.
@@ -31,7 +31,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """What a load was asked for, and by which ranks.
+    """The request of a load: the wanted checkpoint, the ranks, and the places to search.
 
     Attributes:
         settings: Of the reader.

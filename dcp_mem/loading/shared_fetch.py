@@ -105,7 +105,7 @@ def fetch_together(
 
 
 class _OwnFailure:
-    """What goes wrong on this rank first; kept until the other ranks know that something has.
+    """The first error on this rank, kept until the other ranks know that there is one.
 
     Many steps may fail between two exchanges here, so this keeps an error where `agreement.attempt`
     would keep the result of one step.

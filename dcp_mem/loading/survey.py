@@ -27,7 +27,7 @@ _LISTING_TIMEOUT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a survey looks for.
+    """The search criteria of a survey.
 
     Attributes:
         wanted: Name of the checkpoint; None for all checkpoints.

@@ -1,4 +1,4 @@
-"""What a training loop holds to save, restore, list and delete its checkpoints.
+"""The manager with which a training loop saves, restores, lists and deletes checkpoints.
 
 Read `checkpoint_manager.py` first. `saved.py` is what its `save` returns, `preemption.py` handles
 the signals that end a job, `tracker.py` is the interface of trackers, and `feed.py` tells them. The

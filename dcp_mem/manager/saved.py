@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What became of one call of `save`; true where it made a checkpoint.
+    """The result of one call of `save`; true if it made a checkpoint.
 
     Attributes:
         step: The training step.

@@ -22,7 +22,7 @@ from dcp_mem.common.files import read_bytes, write_atomically
 from dcp_mem.errors import JobInUse
 
 _PROBE_SECONDS = 0.2
-"""How long a lease may be held only to find out whether there is another one."""
+"""The longest time, in seconds, to hold a lease only to find out whether there is another one."""
 
 
 def try_lease(descriptor: int, *, exclusive: bool) -> bool:

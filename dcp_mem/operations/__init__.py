@@ -1,4 +1,4 @@
-"""What people at a terminal do with checkpoints: list, inspect, verify, flush, export, remove.
+"""Operations on checkpoints from a terminal: list, inspect, verify, flush, export, remove.
 
 No process group and no training script is needed. May import all rooms below `manager`. In the
 order in which to read:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 LEFT, RIGHT = 86.0, 938.0
-"""Where the axis of time begins and ends, in the units of the drawing."""
+"""The two ends of the time axis, in the units of the drawing."""
 _FEW = 150
 """Up to so many events or values are drawn one by one."""
 _BINS = 220

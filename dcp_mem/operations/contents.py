@@ -75,7 +75,7 @@ class SegmentFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     Attributes:
         manifests: Files that describe it on storage.

@@ -41,7 +41,7 @@ _CGROUP = "/sys/fs/cgroup"
 
 
 class Severity(str, Enum):
-    """What a check has come to."""
+    """The result of a check."""
 
     OK = "ok"
     WARN = "warn"

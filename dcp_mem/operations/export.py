@@ -48,7 +48,7 @@ SHARD_NBYTES = 5_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written.
+    """The result of an export.
 
     Attributes:
         files: Paths or keys, in the order in which they were written.

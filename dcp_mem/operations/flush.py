@@ -18,7 +18,7 @@ from dcp_mem.runtime.states import status, wait_for_all
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """What became of a checkpoint that awaited its flush.
+    """The result of flushing one checkpoint.
 
     Attributes:
         error: Why it isn't durable; "" if it is.

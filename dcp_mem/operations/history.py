@@ -27,7 +27,7 @@ _LARGEST = 1 << 63
 
 
 class Fate(str, Enum):
-    """What became of a checkpoint, in words for people."""
+    """The fate of a checkpoint, in words for people."""
 
     DURABLE = "durable"  # also where retention has taken it off storage since
     MEMORY = "memory only"

@@ -34,7 +34,7 @@ _NONE = "\N{EN DASH}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """What went wrong, and how often.
+    """A kind of failure in a job's history, and how often it happened.
 
     Attributes:
         what: What became of the checkpoint.

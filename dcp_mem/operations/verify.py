@@ -66,7 +66,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What verifying a checkpoint in one place has shown.
+    """The result of verifying a checkpoint in one place.
 
     Attributes:
         checked_nbytes: Bytes read and compared with checksums.
@@ -84,7 +84,7 @@ class Verified:
 
 
 class Observer(Protocol):
-    """What is told of the progress."""
+    """A listener for progress."""
 
     def expect(self, what: str, nbytes: int) -> None:
         """Take note that so many bytes come now.

@@ -1,4 +1,4 @@
-"""What a rank has to read: its plan's columns joined with a catalog's."""
+"""The reads of one rank, found by joining its plan's columns with a catalog's."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _entries(
 
 @dataclass(frozen=True, eq=False)
 class _Locations:
-    """Where the items of a catalog's rows lie, in one save."""
+    """The locations of a catalog's items in the segments of one save."""
 
     catalog: Catalog
     save_id: str

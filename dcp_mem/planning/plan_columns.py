@@ -20,7 +20,7 @@ class NotDescribable(Exception):
 
 
 class ItemKind(IntEnum):
-    """What an item is: a byte item, a whole tensor, or a chunk of one."""
+    """The kind of an item: a byte item, a whole tensor, or a chunk of a tensor."""
 
     OBJECT = 0
     TENSOR = 1
@@ -61,7 +61,7 @@ class PlanItems:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LocalPlan(PlanItems):
-    """What one rank would write if it saved alone, in the order of its state dict."""
+    """The plan of one rank as if it saved alone, in the order of its state dict."""
 
     def is_same(self, other: LocalPlan) -> bool:
         """Return whether both plans describe the same structure.

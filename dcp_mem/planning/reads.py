@@ -1,4 +1,4 @@
-"""What a rank reads: direct reads as columns, and the other items one by one."""
+"""The reads of one rank: direct reads as columns, other items one by one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ItemRead:
 
     @property
     def stop(self) -> int:
-        """Where its stream ends."""
+        """The end of its stream in the segment, in bytes."""
         return self.offset + self.length
 
 

@@ -39,7 +39,7 @@ _LOOKED_AT: tuple[Callable[[Any], Any], ...] = (_DTYPE, _LAYOUT, _REQUIRES_GRAD,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sharding:
-    """How leaves are sharded: `others` of ShardedTensors, the other fields of DTensors."""
+    """The sharding of leaves: `others` of ShardedTensors, the other fields of DTensors."""
 
     specs: Sequence[Any]
     shapes: Sequence[torch.Size]

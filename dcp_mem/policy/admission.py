@@ -51,7 +51,7 @@ class Admission(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What all ranks do: evict some checkpoints, and then stage the new one or not.
+    """The decision for all ranks: checkpoints to evict, and whether to stage the new one.
 
     Attributes:
         action: Whether the new checkpoint is staged.

@@ -23,7 +23,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCheckpoint:
-    """What a rank's node, or storage, has of a checkpoint.
+    """A checkpoint, or a part of it, as found on a rank's node or on storage.
 
     Attributes:
         name: Its checkpoint id.
@@ -83,7 +83,7 @@ class ElectedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
-    """What a load tries.
+    """The candidates of a load, and the reasons against all other checkpoints.
 
     Attributes:
         choices: Checkpoints that can be loaded, newest first.

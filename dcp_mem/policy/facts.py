@@ -1,4 +1,4 @@
-"""What the policies know of a checkpoint."""
+"""The facts about a checkpoint that policies decide by."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", re.IGNO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """How often to save, and what that costs.
+    """The recommended save interval and its cost.
 
     With T the interval, C the seconds that a save blocks and M the mean time between failures.
 

@@ -15,7 +15,7 @@ from dcp_mem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """How long ago a save last went to storage, in three units.
+    """The time since a save last went to storage, in three units.
 
     Attributes:
         saves: Saves since then, the one in question included.

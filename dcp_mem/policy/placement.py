@@ -70,7 +70,7 @@ def _ring(domains: Sequence[int]) -> list[int]:
 
 
 class _Rules:
-    """Where the copies of a segment may lie, whatever the loads."""
+    """The failure-domain rules for a segment's copies; the nodes' loads play no part."""
 
     def __init__(self, domains: Sequence[int], copies: int) -> None:
         self.domains = domains

@@ -1,4 +1,4 @@
-"""What a checkpoint in memory survives, as a value."""
+"""The redundancy of a checkpoint in memory, as a value."""
 
 from __future__ import annotations
 

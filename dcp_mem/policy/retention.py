@@ -27,7 +27,7 @@ class Retention(Protocol):
 
     @property
     def most(self) -> int | None:
-        """How many checkpoints stay at most; None where there is no such number."""
+        """The largest number of checkpoints that stay; None for no limit."""
 
     def chosen(self, known: Sequence[CheckpointFacts]) -> frozenset[str]:
         """Return the keys of those that stay, of all that are known.

@@ -28,7 +28,7 @@ Extents = Mapping[str, Sequence[Extent]]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a rank needs, and the room of its node.
+    """The bytes that a rank needs, and the room of its node.
 
     Attributes:
         node: The node's name.

@@ -1,4 +1,4 @@
-"""What one rank does to replicate, or rebuild, a checkpoint."""
+"""One rank's task in replicating or rebuilding a checkpoint."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Overtaken(Exception):
 
 
 class _Progress(NamedTuple):
-    """What the ranks tell each other while they work."""
+    """The progress of some ranks, joined; the ranks exchange it while they work."""
 
     is_done: bool
     is_cancelled: bool

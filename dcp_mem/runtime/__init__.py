@@ -1,4 +1,4 @@
-"""What a process keeps between saves, and how it follows its checkpoints from outside of a save.
+"""The state that a process keeps between saves, and the states of its checkpoints.
 
 Imports flushing, replicating and what lies below them. To be read in this order: `session.py` (what
 there is, and its end), then its parts `layouts.py`, `prefaulting.py` (`heap.py`), `topology.py`,

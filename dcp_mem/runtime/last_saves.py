@@ -1,4 +1,4 @@
-"""What the last saves have left for the next ones to go by.
+"""The records of the last saves; the next saves compare with them.
 
 A save like the one before says little more than "as before".
 """
@@ -20,7 +20,7 @@ PlanKey = tuple[str, str, str]
 
 @dataclass(slots=True)
 class SavedPlan:
-    """What the last complete save of a plan was made of; while that stays, so does the catalog.
+    """The last complete save of a plan; its catalog is kept while the plan's saves stay alike.
 
     Attributes:
         catalog: Key of the catalog.
@@ -37,7 +37,7 @@ class SavedPlan:
 
 @dataclass(slots=True)
 class PersistCounter:
-    """When a save last went to storage."""
+    """The last save that went to storage, and the number of saves since."""
 
     _saves: int | None = None
     _at: float = 0.0
@@ -68,7 +68,7 @@ class PersistCounter:
 
 
 class LastSaves:
-    """What one process remembers of its last saves of a job.
+    """One process's records of its last saves of a job.
 
     Attributes:
         plans: By plan, what its last complete save was made of.

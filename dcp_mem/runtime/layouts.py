@@ -1,4 +1,4 @@
-"""How the segments of recent plans are laid out.
+"""The segment layouts of recent plans.
 
 The same plan gets the same layout, so that its slots need no new frames.
 """

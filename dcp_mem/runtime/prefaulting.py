@@ -16,7 +16,7 @@ from dcp_mem.runtime.layouts import PlanLayout, put_frames
 
 @dataclass(frozen=True, slots=True)
 class SlotSizes:
-    """What one checkpoint takes of a rank's slots.
+    """The sizes of the slots that one checkpoint takes on a rank.
 
     Attributes:
         own: Bytes of the slot of the rank's own segment.
@@ -30,7 +30,7 @@ class SlotSizes:
 
     @property
     def count(self) -> int:
-        """How many slots that are."""
+        """The number of these slots."""
         return 1 + len(self.copies)
 
 

@@ -1,4 +1,4 @@
-"""What one process keeps of a job between saves.
+"""The state of a job that one process keeps between saves.
 
 Writers are light, and `dcp.async_save`'s process executor pickles them into another process for
 every save. What is worth keeping lives here instead, once for each process, memory root and job.

@@ -10,7 +10,7 @@ from dcp_mem.comm import Ranks, world_size
 
 
 class Home(NamedTuple):
-    """Where a rank runs. A plain tuple, for it goes to all ranks.
+    """The node and failure domain of a rank. A plain tuple, because it is sent to all ranks.
 
     Attributes:
         node: The node's id.
@@ -23,7 +23,7 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where the ranks of one save or load run.
+    """The nodes and failure domains of the ranks of one save or load.
 
     Attributes:
         nodes: Node id of each rank.
@@ -42,7 +42,7 @@ class Topology:
 
     @property
     def node_count(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return len(set(self.nodes))
 
     def neighbours(self, node: str) -> list[int]:

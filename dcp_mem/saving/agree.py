@@ -255,7 +255,7 @@ def _waits(context: SaveContext, verdict: Verdict) -> bool:
 
 
 class _RoomWait:
-    """How long a save has been waiting for room, logged from time to time."""
+    """The time that a save has waited for room, logged from time to time."""
 
     def __init__(self, context: SaveContext) -> None:
         self._context = context

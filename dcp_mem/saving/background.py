@@ -1,4 +1,4 @@
-"""What goes on in the background once a checkpoint is complete: flush, copies, new slots."""
+"""The background work after a checkpoint is complete: flush, copies, new slots."""
 
 from __future__ import annotations
 

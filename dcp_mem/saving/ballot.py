@@ -1,4 +1,4 @@
-"""What ranks tell each other before they stage: reports, and a ballot that joins them."""
+"""The messages between ranks before they stage: reports, and a ballot that joins them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from dcp_mem.policy.admission import NodeMemory
 
 Proposal = tuple[Any, ...]
-"""What the coordinator decides: save id, whether the checkpoint goes to storage, and its time; then
-the fields of SaveInfo, if anything was said.
+"""The coordinator's proposal for a save: save id, whether to persist the checkpoint, and its time.
 
-A plain tuple that leaves out an empty SaveInfo, so that a ballot fits into one letter (128 bytes).
+The fields of SaveInfo follow; an empty one is left out of the plain tuple, so that a ballot fits
+into one letter (128 bytes).
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank needs for the save, and what it sees against it.
+    """One rank's report before it stages: its needs, and its objections to the save.
 
     Attributes:
         name: The checkpoint's.

@@ -33,7 +33,7 @@ from dcp_mem.saving.values import (
 
 
 class _Receipts(NamedTuple):
-    """What some ranks have to say once they have staged; little where all went as before.
+    """The receipts of some ranks, joined; small if nothing has changed since the last save.
 
     A tuple, not a dataclass: it is pickled by position, and stays small.
 

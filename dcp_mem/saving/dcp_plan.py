@@ -62,7 +62,7 @@ class DcpPlanItems:
 
 
 class DcpPlanTracker:
-    """What the coordinator knows of DCP's global plan: its metadata, and whether it has changed.
+    """The coordinator's view of DCP's global plan: its metadata, and whether it has changed.
 
     The metadata that DCP will hand to `finish` is made before `write_data`, but not shown to the
     writer: it is looked up in DCP's own frame. Under other drivers of the contract, planners

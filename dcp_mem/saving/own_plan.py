@@ -101,7 +101,7 @@ class OwnPlanItems:
 
 @dataclass(eq=False, kw_only=True)
 class _Plan:
-    """What a rank keeps of a plan that all ranks made together.
+    """One rank's part of a plan that all ranks made together.
 
     Attributes:
         plan_id: The same on all ranks.

@@ -1,4 +1,4 @@
-"""What stays in this node's memory: the retention policy is applied."""
+"""Retention in this node's memory: apply the policy, and evict checkpoints."""
 
 from __future__ import annotations
 

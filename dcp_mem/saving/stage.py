@@ -282,7 +282,7 @@ def seal(
 
 
 class Results(Sequence[WriteResult]):
-    """What DCP wants to know of every item; each result is made when it is looked at.
+    """The write results of all items, for DCP; each is made when it is looked at.
 
     Args:
         staged: This rank's sealed segment.

@@ -40,7 +40,7 @@ _COPIED_AT_ONCE = 16 << 20
 
 
 class Streams:
-    """What one rank has written for a checkpoint that isn't saved yet; owns the slot until then.
+    """One rank's streams for a checkpoint that isn't saved yet; owns their slot until then.
 
     Args:
         slots: Where the slot that the streams are written into comes from.
@@ -53,7 +53,7 @@ class Streams:
 
     @property
     def extents(self) -> dict[str, Extent]:
-        """Where each stream lies, by name."""
+        """The extent of each stream, by name."""
         return dict(self._extents)
 
     @property
@@ -195,7 +195,7 @@ class _NamedItems:
 
 
 class StreamItems:
-    """What a rank has written into streams: an ItemProvider for one save."""
+    """A rank's streams as the items of one save: an ItemProvider."""
 
     def __init__(self, streams: Attempted[Streams]) -> None:
         """Take what is to be saved.

@@ -1,4 +1,4 @@
-"""What the stages of a save hand to each other, in the order of the stages."""
+"""The values that the stages of a save hand to each other, in the order of the stages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SaveContext:
 
 
 class Items(Protocol):
-    """What the items of a plan stand for. The stages only hand the items on."""
+    """The values and indexes of a plan's items. The stages only hand the items on."""
 
     def resolve(self, item: Any) -> Any:
         """Return the tensor to copy, or an io.BytesIO for a byte item.
@@ -147,7 +147,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What all ranks agreed on for this save.
+    """The agreement of all ranks on this save.
 
     Attributes:
         save_id: Names the files of this save alone.
@@ -268,7 +268,7 @@ class Completed:
 
 
 class ItemProvider(Protocol):
-    """Where the items of a save come from: a plan of DCP's, a plan of dcp_mem's own, or streams.
+    """The provider of a save's items: a plan of DCP's, a plan of dcp_mem's own, or streams.
 
     The pipeline asks in the order of these methods. What a method raises on one rank, all ranks
     raise.

@@ -1,4 +1,4 @@
-"""What is committed on storage, by listings and manifests alone, without torch."""
+"""The committed checkpoints on storage, by listings and manifests alone, without torch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often and for how long a request is repeated.
+    """The limits on repeating a request: tries, pauses and total time.
 
     Attributes:
         tries: How often it is sent.
@@ -60,7 +60,7 @@ class RetryingStorage:
 
     @property
     def retries(self) -> int:
-        """How many requests were repeats so far."""
+        """The number of requests so far that were repeats."""
         return self._requests.retries
 
     def upload(self, key: str, nbytes: int) -> Upload:

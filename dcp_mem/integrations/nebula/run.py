@@ -1,4 +1,4 @@
-"""What `init` has set: where checkpoints go, and how they are completed."""
+"""The run that `init` has set up: its writer, and the completion of its checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Run:
 
     @property
     def completing(self) -> Completion:
-        """What completes the run's checkpoints.
+        """The completion of the run's checkpoints.
 
         Raises:
             ConfigError: The job has several ranks, and torch.distributed isn't initialised.

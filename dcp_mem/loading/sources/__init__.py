@@ -1,4 +1,4 @@
-"""Where a checkpoint's bytes come from: this node's memory, other nodes' memory, or storage.
+"""The sources of a checkpoint's bytes: this node's memory, other nodes' memory, and storage.
 
     base      what every source can do, and what a checkpoint consists of
     memory    this node's memory

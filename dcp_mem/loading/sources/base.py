@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, and what every source of its bytes can do."""
+"""The description of a checkpoint, and the interface of all sources of its bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCE_ERRORS = (SegmentCorrupt, UntrustedMetadata, ManifestInvalid)
 
 
 class Description:
-    """What a checkpoint consists of.
+    """The description of a checkpoint: its catalog and manifest, or DCP's metadata alone.
 
     Attributes:
         catalog: Names, shapes and places of its items; None for what torch's own writer made.

@@ -1,4 +1,4 @@
-"""What this node's memory has of a checkpoint, as a source of its bytes."""
+"""This node's memory as a source of a checkpoint's bytes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _LARGE = 1 << 20
 
 
 class MemorySource:
-    """What this node's memory has of a complete checkpoint.
+    """The segments of a complete checkpoint that lie in this node's memory, as a source.
 
-    Leases keep it from being recycled until the source is closed.
+    Leases keep them from being recycled until the source is closed.
 
     Attributes:
         label: "memory".

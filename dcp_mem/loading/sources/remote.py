@@ -1,4 +1,4 @@
-"""What this rank doesn't see: other nodes' memory, and storage where another rank reads it."""
+"""The source of bytes that aren't in this node's memory: other nodes' memory, and storage."""
 
 from __future__ import annotations
 
