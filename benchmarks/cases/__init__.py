@@ -91,11 +91,14 @@ GROUPS = {
 }
 CASES = (
     Case("core.save", "how long a warm save blocks, beside a bare copy and torch's savers"),
+    Case("core.calls", "how long each call holds training up: dcp's, ours, torch's, others'"),
     Case("core.first", "what the first saves of a process cost, with and without prepare()"),
     Case("core.planning", "what the common plan costs rank 0 of many, beside torch's planner"),
     Case("core.steady", "what a later save sends between ranks, and rank 0's CPU in large jobs"),
     Case("core.restore", "how long a restore from memory takes, beside bare reads and torch"),
     Case("core.slowdown", "how fast a training loop runs while 20,000 tensors are flushed to disk"),
+    Case("core.training", "what a training loop loses that saves at every step, call by call"),
+    Case("core.gpu", "copies from a CUDA device, beside cudaMemcpyAsync; none without a device"),
     Case("core.memory", "what saves cost in tmpfs, in the trainer and in the agent"),
     Case("storage.uploads", "what an upload costs, route by route, to a server that drops bodies"),
     Case("storage.reads", "what reads into existing memory cost, route by route"),

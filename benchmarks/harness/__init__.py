@@ -9,8 +9,11 @@ processes     fresh processes, one or more ranks
 scratch       tmpfs and disk to work in, emptied whatever happens
 procfs        memory of a process, flush agents
 states        the states that are saved
+nested        the same, nested as trainers do, with an optimizer
+training      a small transformer, and loops that save at every step
 floors        bare copies: the least that a save or a restore can cost
 repeated      dcp_mem's saves and loads, timed
+calls         the calls that save, ours and others', behind one interface
 torch_peers   torch's writers and readers
 null_writer   `dcp.save` through a writer that does nothing
 rank_plans    the plans of many ranks

@@ -25,5 +25,6 @@ def draw() -> None:
     PICTURES.mkdir(exist_ok=True)
     for name, title in headlines.PICTURES.items():
         groups = [one for one in found if one is not None and one.picture == name]
-        (PICTURES / f"{name}.svg").write_text(bars.picture(title, groups))
+        if groups:
+            (PICTURES / f"{name}.svg").write_text(bars.picture(title, groups))
     PAGE.write_text(text.page([one for one in found if one is not None], recorded))

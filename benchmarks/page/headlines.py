@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FLOOR, DCP_MEM, PEER, BARE = "floor", "dcp_mem", "peer", "bare client"
 PICTURES: Mapping[str, str] = {
     "save": "What a save costs training",
+    "calls": "What DCP's own calls cost, nested states",
     "restore": "What a restore takes",
     "flush": "What a flush to storage costs",
     "copies": "What copies on other nodes cost",
@@ -211,6 +212,73 @@ def _beside_copier(peer: str) -> Headline:
     )
 
 
+def _held(call: str, part: str, what: str, peers: Mapping[str, str]) -> Headline:
+    row = f"{call}; floor: a copy"
+    return Headline(
+        picture="calls",
+        what=what,
+        case="core.calls",
+        part=f"saves, {part}",
+        bars=[
+            *_beside_floor(row, "a bare copy"),
+            *(Bar(PEER, label, Cell(peer, PEER)) for label, peer in peers.items()),
+        ],
+        ratio=Cell(row, "ratio"),
+    )
+
+
+def _save_calls(part: str, what: str) -> list[Headline]:
+    """The lines of one state: synchronous, asynchronous, overlapped."""
+    stager = "dcp.async_save; peer: dcp.async_save, torch's stager"
+    meta = "; peer: torch_checkpointing"
+    synchronous = {"torch's writer": "dcp.save; peer: dcp.save, FileSystemWriter"}
+    asynchronous = {"torch's stager": stager, "torch's stager kept": f"{stager} kept"}
+    beside_meta = {"torch_checkpointing": f"overlapped{meta}"}
+    at_once = {"torch_checkpointing": f"overlapped, and a step at once{meta}"}
+    return [
+        _held("dcp.save", part, f"dcp.save of {what}", synchronous),
+        _held("dcp.async_save", part, f"dcp.async_save of {what}", asynchronous),
+        _held(
+            "overlapped, the call", part, f"dcp_mem.async_save, overlapped, of {what}", beside_meta
+        ),
+        _held(
+            "overlapped, and a step at once",
+            part,
+            f"The same, and a step at once, of {what}",
+            at_once,
+        ),
+    ]
+
+
+def _load_call(part: str, what: str) -> Headline:
+    row = "dcp.load; floor: preadv"
+    return Headline(
+        picture="calls",
+        what=f"dcp.load of {what}",
+        case="core.calls",
+        part=f"loads, {part}",
+        bars=[
+            *_beside_floor(row, "preadv"),
+            Bar(PEER, "torch's reader", Cell("dcp.load; peer: FileSystemReader", PEER)),
+        ],
+        ratio=Cell(row, "ratio"),
+    )
+
+
+def _saving_step(call: str) -> Headline:
+    row = f"a step that saves with {call}; floor: no save"
+    return Headline(
+        picture="calls",
+        what=f"Training step that saves with {call}",
+        case="core.training",
+        part=".*",
+        bars=_beside_floor(row, "no save"),
+        ratio=Cell(row, "ratio"),
+    )
+
+
+_FEW = r"([\d.]+ \w+) as 64 tensors, 1 rank"
+_MOST = r"([\d.]+ \w+) as 20,000 tensors, 2 ranks"
 _FIRST = "save 1; floor: first touch"
 _PREPARED = "save 1 after prepare(); floor: warm copy"
 _WITH_COPY = "dcp_mem.save with replicas=1; floor: without"
@@ -231,6 +299,11 @@ HEADLINES: Sequence[Headline] = (
     ),
     _first_save("First save of a process, {0}", _FIRST, "a copy into new memory"),
     _first_save("The same after prepare()", _PREPARED, "a copy into touched memory"),
+    *_save_calls(_FEW, "{0}, 64 tensors, 1 process"),
+    *_save_calls(_MOST, "{0}, 20,000 DTensors, 2 processes"),
+    _load_call(_FEW, "{0}, 64 tensors, 1 process"),
+    _load_call(_MOST, "{0}, 20,000 DTensors, 2 processes"),
+    *(_saving_step(call) for call in ("dcp.save", "dcp.async_save", "overlapped")),
     _restores("(2 GiB) as 64 tensors, 1 rank", "Restore {0}, 64 tensors, 1 process"),
     _restores("(1 GiB) as 20,000 tensors, 2 ranks", "Restore {0}, 20,000 tensors, 2 processes"),
     _lost(

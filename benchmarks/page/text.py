@@ -57,7 +57,10 @@ def page(found: Sequence[Found], runs: Sequence[Run]) -> str:
     in_table = [one for one in found if one.in_table]
     firsts = {id(one) for one in _firsts(in_table)}
     table = Table(COLUMNS, [_line(one, is_first=id(one) in firsts) for one in in_table])
-    pictures = [f"![{title}](pictures/{name}.svg)" for name, title in PICTURES.items()]
+    drawn = {one.picture for one in found}
+    pictures = [
+        f"![{title}](pictures/{name}.svg)" for name, title in PICTURES.items() if name in drawn
+    ]
     lines = [
         OPENING,
         *markdown_table(table),
