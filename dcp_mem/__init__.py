@@ -41,11 +41,12 @@ from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_every, k
 
 if TYPE_CHECKING:
     from dcp_mem.flushing.orphans import Orphan
-    from dcp_mem.functional import load, save
+    from dcp_mem.functional import async_save, load, save
     from dcp_mem.manager.checkpoint_manager import CheckpointManager
     from dcp_mem.manager.saved import Saved
     from dcp_mem.operations.housekeeping import Reclaimed, collect_orphans, delete, reclaim
     from dcp_mem.reader import MemoryStorageReader
+    from dcp_mem.saving.overlap import Overlap
     from dcp_mem.train_state import TrainState
     from dcp_mem.writer import MemoryStorageWriter
 
@@ -58,8 +59,10 @@ _LAZY = {
     "Orphan": "dcp_mem.flushing.orphans",
     "MemoryStorageReader": "dcp_mem.reader",
     "MemoryStorageWriter": "dcp_mem.writer",
+    "Overlap": "dcp_mem.saving.overlap",
     "Reclaimed": "dcp_mem.operations.housekeeping",
     "TrainState": "dcp_mem.train_state",
+    "async_save": "dcp_mem.functional",
     "collect_orphans": "dcp_mem.operations.housekeeping",
     "delete": "dcp_mem.operations.housekeeping",
     "load": "dcp_mem.functional",
@@ -88,6 +91,7 @@ __all__ = [
     "MemoryUnavailable",
     "NoRecoverableCheckpoint",
     "Orphan",
+    "Overlap",
     "Parity",
     "Persist",
     "RankFailed",
@@ -107,6 +111,7 @@ __all__ = [
     "WaitTimeout",
     "advice",
     "any_of",
+    "async_save",
     "auto",
     "collect_orphans",
     "delete",

@@ -1,27 +1,32 @@
-"""`dcp_mem.save` and `dcp_mem.load`: drop-ins for torch's, by plans of dcp_mem's own."""
+"""`dcp_mem.save`, `async_save` and `load`: drop-ins for torch's, by plans of dcp_mem's own."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from dcp_mem.comm.dcp_errors import raised_as_by_dcp
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.reader import MemoryStorageReader
+from dcp_mem.saving.dcp_takeover import saves_to_lowest_rank, why_not_own_plan
+from dcp_mem.saving.overlap import Overlap, overlap_of
 from dcp_mem.saving.values import NoCommonPlan
 from dcp_mem.writer import MemoryStorageWriter
 
@@ -90,28 +95,121 @@ def save(
         The checkpoint's metadata, made when it is first looked at.
 
     Raises:
-        Exception: What dcp.save raises, without wrapping it in CheckpointException.
+        CheckpointException: The save has failed, as from dcp.save. Its `failures` have this rank's
+            own error, and a RankFailed for each other rank that failed.
+        Exception: A stateful object's `state_dict` raised it on this rank.
     """
-    why_not = _why_not(storage_writer, planner, use_collectives)
-    if not why_not:
-        assert isinstance(storage_writer, MemoryStorageWriter)
-        make_state = partial(_without_stateful, state_dict)
-        try:
-            return storage_writer._save_collectively(
-                make_state, checkpoint_id, process_group, no_dist
-            )
-        except NoCommonPlan as reason:
-            why_not = reason.why_not
-    log.info("%s is planned by torch: %s", checkpoint_id, why_not)
-    metadata: Metadata = dcp.save(
+    return _save(
+        raised_as_by_dcp,
         state_dict,
         checkpoint_id=checkpoint_id,
         storage_writer=storage_writer,
         planner=planner,
         process_group=process_group,
-        **_accepted(dcp.save, no_dist=(no_dist, False), use_collectives=(use_collectives, True)),
+        no_dist=no_dist,
+        use_collectives=use_collectives,
     )
-    return metadata
+
+
+def save_or_raise_cause(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> Metadata:
+    """Save as `save` does, and raise dcp_mem's errors as they are: no CheckpointException.
+
+    For the manager and the integrations.
+
+    Args:
+        state_dict: As for `save`.
+        checkpoint_id: As for `save`.
+        storage_writer: As for `save`.
+        process_group: As for `save`.
+        no_dist: As for `save`.
+
+    Raises:
+        RankFailed: Another rank has failed.
+        Exception: This rank has failed.
+    """
+    return _save(
+        _raised_as_is,
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: Any = None,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    overlap: Overlap | Optimizer | Sequence[Optimizer] | None = None,
+) -> Any:
+    """Save as `torch.distributed.checkpoint.async_save` does: copy, return, save in the background.
+
+    With a MemoryStorageWriter the state dict is copied straight into node memory, once. Saves of
+    one process take turns, so several may be under way; each makes the checkpoint that it was
+    called for, or raises.
+
+    Args:
+        state_dict: What to save; stateful objects are asked for theirs.
+        checkpoint_id: Name of the checkpoint.
+        storage_writer: A MemoryStorageWriter; any other as with dcp.async_save.
+        planner: Default torch's.
+        process_group: The ranks that save together; default all.
+        async_checkpointer_type: As in dcp.async_save; default threads.
+        async_stager: As in dcp.async_save; default the writer.
+        no_dist: Save alone.
+        use_collectives: As in dcp.async_save.
+        overlap: Optimizers (or an `Overlap`) that change parameters and their own state in `step`
+            and nowhere else. These are copied behind the next forward and backward passes, and the
+            next step of each of the optimizers waits for the copies; all else is copied at once.
+
+    Returns:
+        What dcp.async_save returns: a future of the checkpoint's metadata. It raises what dcp.save
+        raises.
+
+    Raises:
+        ConfigError: overlap= with another writer, with a stager, or without an optimizer.
+        Exception: A stateful object's `state_dict` raised it.
+    """
+    options = {
+        "async_checkpointer_type": (async_checkpointer_type, None),
+        "async_stager": (async_stager, None),
+        "no_dist": (no_dist, False),
+        "use_collectives": (use_collectives, True),
+    }
+    accepted = {
+        name: value
+        for name, value in _accepted(dcp.async_save, **options).items()
+        if value is not None
+    }
+    copies: AbstractContextManager[None] = nullcontext()
+    if overlap is not None:
+        if not isinstance(storage_writer, MemoryStorageWriter) or async_stager is not None:
+            raise ConfigError("overlap= needs a MemoryStorageWriter that stages by itself")
+        copies = storage_writer._overlapping(overlap_of(overlap))
+    with copies:
+        return dcp.async_save(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_writer=storage_writer,
+            planner=planner,
+            process_group=process_group,
+            **accepted,
+        )
 
 
 def load(
@@ -131,7 +229,7 @@ def load(
     dict has to be there.
 
     Args:
-        state_dict: What to load into; stateful objects are given theirs.
+        state_dict: What to load into, item by item; stateful objects are given theirs.
         checkpoint_id: Name of the checkpoint.
         storage_reader: A MemoryStorageReader; any other goes through torch's planner.
         planner: Default dcp_mem's own. A planner of your own decides for itself what it unpickles.
@@ -141,11 +239,115 @@ def load(
             loads whatever was saved, as torch's planner does.
 
     Raises:
-        Exception: What dcp.load raises, without wrapping it in CheckpointException; on all ranks or
-            on none.
+        CheckpointException: The load has failed, on all ranks, as from dcp.load. Its `failures`
+            have this rank's own error, and a RankFailed for each other rank that failed.
+        Exception: A stateful object's `state_dict` or `load_state_dict` raised it on this rank.
     """
+    _load(
+        raised_as_by_dcp,
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        weights_only=weights_only,
+    )
+
+
+def load_or_raise_cause(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    weights_only: bool = True,
+) -> None:
+    """Load as `load` does, and raise dcp_mem's errors as they are: no CheckpointException.
+
+    For the manager, the integrations and the command line.
+
+    Args:
+        state_dict: As for `load`.
+        checkpoint_id: As for `load`.
+        storage_reader: As for `load`.
+        planner: As for `load`.
+        process_group: As for `load`.
+        no_dist: As for `load`.
+        weights_only: As for `load`.
+
+    Raises:
+        RankFailed: Another rank has failed.
+        Exception: This rank has failed.
+    """
+    _load(
+        _raised_as_is,
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        weights_only=weights_only,
+    )
+
+
+def _save(
+    raising: _Raising,
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    use_collectives: bool = True,
+) -> Metadata:
+    why_not = _why_not(storage_writer, planner, use_collectives)
+    if not why_not:
+        assert isinstance(storage_writer, MemoryStorageWriter)
+        states = _States(state_dict)
+        group = process_group if process_group is not None else storage_writer._process_group
+        try:
+            with raising("save", group, no_dist, states.has_raised_or_left_to_torch):
+                return storage_writer._save_collectively(
+                    states.make,
+                    checkpoint_id,
+                    process_group,
+                    no_dist,
+                    to_lowest_rank=saves_to_lowest_rank(planner),
+                )
+        except NoCommonPlan:
+            pass  # The writer has logged why.
+    elif not isinstance(storage_writer, MemoryStorageWriter):
+        log.info("%s is planned by torch: %s", checkpoint_id, why_not)
+    metadata: Metadata = dcp.save(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
+        **_accepted(dcp.save, no_dist=(no_dist, False), use_collectives=(use_collectives, True)),
+    )
+    return metadata
+
+
+def _load(
+    raising: _Raising,
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_reader: StorageReader | None,
+    planner: LoadPlanner | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    weights_only: bool,
+) -> None:
     # Sorted: stateful objects may wait for each other's ranks.
-    ordered = {key: state_dict[key] for key in sorted(state_dict)}
+    keys = sorted(state_dict)
+    ordered = {key: state_dict[key] for key in keys}
     usual = partial(LocalLoadPlanner, weights_only=weights_only, optional=_optional(ordered))
     if planner is None:
         planner = usual()
@@ -155,19 +357,21 @@ def load(
         and planner.flatten_sharded_tensors
     ):
         planner = usual(allow_partial_load=planner.allow_partial_load)
-    make_state = partial(_without_stateful, ordered)
+    states = _States(ordered)
     if isinstance(storage_reader, MemoryStorageReader) and isinstance(planner, LocalLoadPlanner):
-        plain = storage_reader._load_collectively(
-            make_state, checkpoint_id, process_group, no_dist, planner
-        )
+        group = process_group if process_group is not None else storage_reader._process_group
+        with raising("load", group, no_dist, states.has_raised_or_left_to_torch):
+            loaded = storage_reader._load_collectively(
+                states.make, checkpoint_id, process_group, no_dist, planner
+            )
     else:
         log.info(
             "%s is planned by torch: its reader or planner isn't dcp_mem's or the default",
             checkpoint_id,
         )
-        plain = make_state()
+        loaded = states.make()
         dcp.load(
-            plain,
+            loaded,
             checkpoint_id=checkpoint_id,
             storage_reader=storage_reader,
             planner=planner,
@@ -176,12 +380,64 @@ def load(
         )
     if isinstance(planner, LocalLoadPlanner):
         planner.take_out_lacking()
-    for key in _stateful_keys(ordered):
-        ordered[key].load_state_dict(plain.pop(key))
-    state_dict.update(plain)
+    _put_into(state_dict, loaded, keys)
 
 
-def _accepted(function: Callable[..., Any], **options: tuple[bool, bool]) -> dict[str, bool]:
+def _put_into(state_dict: dict[str, Any], loaded: dict[str, Any], keys: Sequence[str]) -> None:
+    """Give what is loaded to the caller's state dict, item by item, as DCP does.
+
+    A dict with a `__setitem__` of its own sees each item. A planner may have added keys, which come
+    last.
+    """
+    for key in keys:
+        if key not in state_dict or key not in loaded:
+            continue
+        value = state_dict[key]
+        if type(value) not in _NEVER_STATEFUL and isinstance(value, Stateful):
+            value.load_state_dict(loaded[key])
+        else:
+            state_dict[key] = loaded[key]
+    known = set(keys)
+    for key in [key for key in loaded if key not in known]:
+        state_dict[key] = loaded[key]
+
+
+_Raising = Callable[
+    [str, dist.ProcessGroup | None, bool, Callable[[Exception], bool]],
+    AbstractContextManager[None],
+]
+"""How errors are raised: by `raised_as_by_dcp`, or `_raised_as_is`."""
+
+
+def _raised_as_is(*_: object) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class _States:
+    """Makes the state dict to save or load, and knows the error that a stateful object has raised.
+
+    DCP asks stateful objects before it talks to other ranks, and passes their errors on as they
+    are.
+    """
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        self._state_dict = state_dict
+        self._error: Exception | None = None
+
+    def make(self) -> dict[str, Any]:
+        """Return the state dict with the states of stateful objects in their place."""
+        try:
+            return _without_stateful(self._state_dict)
+        except Exception as error:
+            self._error = error
+            raise
+
+    def has_raised_or_left_to_torch(self, error: Exception) -> bool:
+        """Tell whether an error is a stateful object's own, or only says that torch has to plan."""
+        return error is self._error or isinstance(error, NoCommonPlan)
+
+
+def _accepted(function: Callable[..., Any], **options: tuple[Any, Any]) -> dict[str, Any]:
     """Return the options that this torch's function has, each given as (value, default).
 
     Raises ConfigError for one that it hasn't, and that isn't the default.
@@ -235,13 +491,4 @@ def _why_not(
         return "the storage_writer isn't a MemoryStorageWriter"
     if not use_collectives:
         return "use_collectives=False"
-    if planner is None:
-        return ""
-    if type(planner) is not DefaultSavePlanner:
-        return f"a planner of its own, {type(planner).__name__}"
-    usual = (
-        planner.flatten_state_dict
-        and planner.flatten_sharded_tensors
-        and not planner.dedup_save_to_lowest_rank
-    )
-    return "" if usual else "DefaultSavePlanner with options"
+    return why_not_own_plan(planner)

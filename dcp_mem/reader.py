@@ -16,7 +16,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_mem.comm.agreement import attempt
-from dcp_mem.comm.dcp_call import DcpCall, dcp_call, direct_call, is_called_by_dcp
+from dcp_mem.comm.dcp_call import (
+    DcpCall,
+    dcp_call,
+    direct_call,
+    is_called_by_dcp,
+    planning_call,
+)
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.config import checkpoint_name, settings
 from dcp_mem.errors import (
@@ -28,6 +34,7 @@ from dcp_mem.errors import (
 )
 from dcp_mem.format import names
 from dcp_mem.loading.candidates import open_newest
+from dcp_mem.loading.dcp_takeover import LoadTakeover, is_usual, taken_over
 from dcp_mem.loading.elect import elect_together
 from dcp_mem.loading.load import load_opened
 from dcp_mem.loading.load_attempt import LoadAttempt
@@ -39,6 +46,7 @@ from dcp_mem.loading.survey import Search
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
+from dcp_mem.saving.overlap import wait_for_copies
 from dcp_mem.storage.routes import open_storage
 
 
@@ -114,6 +122,8 @@ class MemoryStorageReader(StorageReader):
         started = time.monotonic()
         self.close()
         call = dcp_call(self._process_group, f"load {self.settings.job}")
+        planning = planning_call(self)
+        takeover = LoadTakeover(planning) if planning and is_usual(planning.planner) else None
         try:
             with collector_paused():
                 self._load = LoadAttempt(self._request(call, started))
@@ -125,7 +135,7 @@ class MemoryStorageReader(StorageReader):
             # its next call, raises reaches the caller as it is.
             self._failure = error
             return _no_metadata()
-        return self._opened.metadata
+        return self._opened.metadata if takeover is None else takeover.begin(self._opened)
 
     @picklable
     def set_up_storage_reader(
@@ -168,7 +178,7 @@ class MemoryStorageReader(StorageReader):
             plan: What this rank reads.
             planner: Resolves the plan's items to tensors, and takes byte items.
         """
-        self._read(plan, planner)
+        self._read(*taken_over(plan, planner))
         return _completed()
 
     @classmethod
@@ -312,6 +322,7 @@ class MemoryStorageReader(StorageReader):
             raise ConfigError(
                 "DCP calls read_metadata before this: drive the reader through dcp.load"
             )
+        wait_for_copies()  # of a save: what is loaded may go into what is still being copied
         self._report = load_opened(load, opened, plan, planner, is_coordinator=self._is_coordinator)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, cast
 
@@ -16,11 +16,21 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_mem.comm import Ranks, SingleRank, run_token
-from dcp_mem.comm.agreement import Attempted, attempt, described, on_all_ranks
-from dcp_mem.comm.dcp_call import dcp_call, direct_call, global_metadata
+from dcp_mem.comm import SingleRank, known_ranks, run_token
+from dcp_mem.comm.agreement import Attempted, attempt
+from dcp_mem.comm.dcp_call import (
+    StagingCall,
+    dcp_call,
+    direct_call,
+    global_metadata,
+    is_called_by_dcp,
+    over_when_left,
+    planning_call,
+    staging_call,
+)
 from dcp_mem.common import faults
 from dcp_mem.common.gc_pause import collector_paused
+from dcp_mem.common.log import log
 from dcp_mem.common.progress_bar import progress_bar
 from dcp_mem.common.values import CheckpointStatus, SaveInfo, State
 from dcp_mem.config import (
@@ -32,24 +42,39 @@ from dcp_mem.config import (
     run_identity,
     settings,
 )
-from dcp_mem.errors import ConfigError, RankFailed, picklable
+from dcp_mem.errors import ConfigError, picklable
 from dcp_mem.flushing.agent import AgentHandle
 from dcp_mem.flushing.registration import registration_of
 from dcp_mem.format import names
-from dcp_mem.format.catalog import Catalog
-from dcp_mem.format.catalog_conversion import metadata_of
 from dcp_mem.format.manifest import Manifest
-from dcp_mem.format.metadata import LazyMetadata, with_storage
 from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.retention import Retention
 from dcp_mem.runtime import states
-from dcp_mem.runtime.session import Session, close_session, open_session, session_for
-from dcp_mem.saving.dcp_plan import DcpPlanItems, DcpPlanTracker, republish
+from dcp_mem.runtime.session import (
+    Session,
+    close_session,
+    enter_session,
+    open_session,
+    session_for,
+)
+from dcp_mem.runtime.turns import Turn
+from dcp_mem.saving.ahead import AheadCopy, StagedState, copied, copy_ahead
+from dcp_mem.saving.calls import DcpSave, ThreadCalls, called, leave, opened_together
+from dcp_mem.saving.dcp_plan import DcpPlanItems, DcpPlanTracker, fill_in, republish
+from dcp_mem.saving.dcp_takeover import (
+    DcpTakeover,
+    note_torch_plans,
+    planner_of,
+    saves_to_lowest_rank,
+    why_not_own_plan,
+)
+from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of
-from dcp_mem.saving.pipeline import save
+from dcp_mem.saving.pipeline import carry_out, save
 from dcp_mem.saving.prepare import Preparation, prepare
 from dcp_mem.saving.retention import apply_retention
+from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.saving.stage import Results
 from dcp_mem.saving.streams import StreamItems, Streams
 from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, SaveContext
@@ -147,11 +172,9 @@ class MemoryStorageWriter(StorageWriter):
         self._process_group = process_group
         self._token = new_token()
         self._run = ""
-        self._name: str | None = None
-        self._refused: ConfigError | None = None
-        self._dcp_save: _DcpSave | None = None
         self._next_info = SaveInfo()
-        self._last: tuple[Manifest, SaveInfo] | None = None
+        self._copies_to_send = 0  # of this writer, to the process that saves what was staged
+        self._calls = ThreadCalls()
         self._dcp_plans = DcpPlanTracker()
         self._agent = AgentHandle(self.settings.memory_root)
 
@@ -165,18 +188,27 @@ class MemoryStorageWriter(StorageWriter):
             checkpoint_id: A name, or a path under the job's root; None is refused in the
                 next call.
         """
-        self._name, self._refused = None, None
+        calls = self._calls
+        calls.reset()
         try:
-            self._name = (
+            calls.name = (
                 None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
             )
         except ConfigError as error:
             # Raised later, where DCP hands it to all ranks; from here it doesn't.
-            self._refused = error
+            calls.refused = error
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what planners may want to know: the checkpoint's name."""
-        return StorageMeta(checkpoint_id=self._name)
+        """Return what planners may want to know: the checkpoint's name.
+
+        DCP asks for it before it asks the planner for anything, so a save whose planning dcp_mem
+        takes over is taken over here.
+        """
+        calls, call = self._calls, planning_call(self)
+        # Where set_up_storage_writer has been called by now, it is too late to agree on a plan.
+        can_agree = call is not None and call.uses_collectives and calls.save is None
+        calls.takeover = DcpTakeover(call) if call is not None and can_agree else None
+        return StorageMeta(checkpoint_id=calls.name)
 
     @picklable
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -189,22 +221,55 @@ class MemoryStorageWriter(StorageWriter):
             **kwargs: `use_collectives=False` makes each rank save a checkpoint of its own;
                 others are ignored.
         """
-        name = self._checked_name()
-        call = dcp_call(self._process_group, self._purpose)
+        calls = self._calls
+        calls.save = None
+        takeover, calls.takeover = calls.takeover, None
+        try:
+            calls.save = self._set_up(takeover, kwargs.get("use_collectives", True))
+        except BaseException:
+            # Now, and not when nobody keeps the error any more: it keeps the frames.
+            if takeover is not None:
+                takeover.give_up()
+            raise
+
+    def _set_up(self, takeover: DcpTakeover | None, uses_collectives: bool) -> DcpSave:
+        calls = self._calls
+        staged = takeover.staged if takeover is not None else None
+        entered = attempt(lambda: self._entered(staged))
+        if entered.error is None:
+            # First of all: what follows talks to the other ranks, even where it fails.
+            _, calls.turn = entered.value  # kept: it ends with the call, failed or not
+            calls.turn.follow(over_when_left())
+            calls.turn.wait()
+        opened = attempt(lambda: self._named(entered.value[0]))
+        call = called(opened, lambda: dcp_call(self._process_group, self._purpose))
         ranks, scope = call.ranks, names.COLLECTIVE
-        if not kwargs.get("use_collectives", True):  # each rank saves a checkpoint of its own
+        if not uses_collectives:  # each rank saves a checkpoint of its own
             ranks, scope = SingleRank(), names.rank_scope(call.rank)
+            note_torch_plans(opened.value, self._calls.checked_name(), "use_collectives=False")
         context = SaveContext(
             settings=self.settings,
-            session=self._open(),
+            session=opened.value if takeover is None else opened_together(ranks, opened),
             ranks=ranks,
             rank=call.rank,
             scope=scope,
-            name=name,
-            info=self._take_info(),
+            name=self._calls.checked_name(),
+            info=self._take_info() if staged is None else staged.info,
             is_driven_by_dcp=True,
         )
-        self._dcp_save = _DcpSave(context)
+        why_not, calls.why_not = calls.why_not, ""
+        if takeover is not None and not why_not:
+            try:
+                context.session.heap.settle()
+                with collector_paused():
+                    takeover.settle(context)
+            except BaseException as error:
+                leave(context, error)
+                raise
+        if takeover is None and uses_collectives and is_called_by_dcp():
+            why_not = "this torch drives its writers in another way"
+            note_torch_plans(context.session, context.name, why_not)
+        return DcpSave(context, takeover)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is.
@@ -225,7 +290,7 @@ class MemoryStorageWriter(StorageWriter):
             ConfigError: DCP saves with another number of ranks than the writer's process group has.
         """
         with collector_paused():
-            size = self._begun().context.ranks.size
+            size = self._calls.begun().context.ranks.size
             if len(plans) != size:
                 raise ConfigError(
                     f"DCP plans for {len(plans)} ranks, the writer for {size}: "
@@ -243,8 +308,11 @@ class MemoryStorageWriter(StorageWriter):
             planner: Resolves the plan's items to tensors and bytes.
         """
         with collector_paused():
-            begun = self._begun()
-            items = DcpPlanItems(plan, planner, self._dcp_plans)
+            begun = self._calls.begun()
+            if begun.own is not None:
+                self._carry_out(begun.context, begun.own)
+                return _future([])
+            items = DcpPlanItems(plan, planner_of(planner), self._dcp_plans)
             completed = self._save(begun.context, items)
             if completed is None:
                 return _future([])
@@ -260,13 +328,19 @@ class MemoryStorageWriter(StorageWriter):
             results: What `write_data` returned, one list per rank, by rank.
         """
         with collector_paused():
-            begun, self._dcp_save, self._name = self._begun(), None, None
+            begun, calls = self._calls.begun(), self._calls
+            calls.save, calls.name = None, None
+            if begun.own is not None:
+                if begun.own.metadata is not None:
+                    begun.own.metadata.keep()
+                faults.point("save.finished")
+                return
             if begun.manifest is None:
                 self._dcp_plans.release()
                 return  # the save was skipped
             if not self._dcp_plans.is_published(metadata):
                 republish(begun.context, begun.manifest, metadata, results)
-            _fill_in(metadata, results, begun.manifest.save_id)
+            fill_in(metadata, results, begun.manifest.save_id)
             self._dcp_plans.release()
             faults.point("save.finished")
 
@@ -278,6 +352,44 @@ class MemoryStorageWriter(StorageWriter):
             checkpoint_id: Any name or path but "".
         """
         return bool(os.fspath(checkpoint_id))
+
+    # -- DCP's AsyncStager: dcp.async_save has the writer stage what it saves ----------------------
+
+    _synchronize_after_execute = True
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether DCP is to call `synchronize_staging`."""
+        return True
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy a state dict, as it is now, for the save that DCP makes of it in the background.
+
+        It goes straight into a slot if the ranks have saved one like it before, else into private
+        memory. What goes wrong is raised by the save, on all ranks.
+
+        Args:
+            state_dict: As `dcp.async_save` got it.
+
+        Returns:
+            A state dict that stands for the copy; for `dcp.save` with this writer alone.
+        """
+        call = staging_call(self)
+        if call is None or not call.uses_collectives:
+            return copied(state_dict)
+        info, turn = self._take_info(), None
+        content: Attempted[AheadCopy | dict[str, Any]]
+        if call.is_in_process:
+            self._copies_to_send += 1
+            content = attempt(lambda: self._copied_elsewhere(state_dict, is_shared=True))
+        else:
+            entered = attempt(lambda: enter_session(self.settings, self._identity()))
+            turn = entered.value[1] if entered.error is None else None
+            content = attempt(lambda: self._copied(call, entered.value[0], info, state_dict))
+        return StagedState(info, content, turn).as_state_dict()
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: what `stage` has returned doesn't change any more."""
 
     # -- around the saves --------------------------------------------------------------------------
 
@@ -319,9 +431,10 @@ class MemoryStorageWriter(StorageWriter):
             RankFailed: Another rank could not plan, or open its memory.
         """
         call = dcp_call(self._process_group, self._purpose)
-        return prepare(
-            self.settings, call, self._open_session, state_dict, planner or DefaultSavePlanner()
-        )
+        with self._in_turn():
+            return prepare(
+                self.settings, call, self._open_session, state_dict, planner or DefaultSavePlanner()
+            )
 
     def wait(
         self,
@@ -377,6 +490,10 @@ class MemoryStorageWriter(StorageWriter):
         try:
             # Without a session, a flush thread has ended, and nothing would flush what is pending.
             has_no_flusher = self.settings.agent == "thread" and open_session(self.settings) is None
+            session = open_session(self.settings)
+            if session is not None:
+                with session.turns.take():  # Saves in the background come first.
+                    pass
             if flush and self.settings.url is not None and not has_no_flusher:
                 with progress_bar(progress) as show:
                     states.wait_for_all(self.settings, self._wake_agent, show)
@@ -403,6 +520,8 @@ class MemoryStorageWriter(StorageWriter):
         checkpoint_id: str | os.PathLike[str] | None,
         process_group: dist.ProcessGroup | None,
         no_dist: bool,
+        *,
+        to_lowest_rank: bool = False,
     ) -> Metadata:
         """Save by a plan of dcp_mem's own; see `dcp_mem.save`.
 
@@ -411,25 +530,45 @@ class MemoryStorageWriter(StorageWriter):
             checkpoint_id: Name of the checkpoint.
             process_group: The ranks; None for the writer's.
             no_dist: Save alone.
+            to_lowest_rank: As `dedup_save_to_lowest_rank` of torch's planner.
 
         Raises:
             NoCommonPlan: The state dict needs DCP's planner; on all ranks, with nothing done.
         """
+        with self._in_turn():
+            return self._save_state(
+                make_state, checkpoint_id, process_group, no_dist, to_lowest_rank
+            )
+
+    def _save_state(
+        self,
+        make_state: Callable[[], Mapping[str, Any]],
+        checkpoint_id: str | os.PathLike[str] | None,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+        to_lowest_rank: bool,
+    ) -> Metadata:
         context = self._begin(checkpoint_id, process_group, no_dist)
         try:
             state = attempt(make_state)
             with collector_paused():
-                items = OwnPlanItems(own_plans_of(context.session), state)
+                items = OwnPlanItems(
+                    own_plans_of(context.session), state, to_lowest_rank=to_lowest_rank
+                )
                 completed = self._save(context, items)
                 if completed is None:
                     return Metadata({})
                 faults.point("save.finished")
-                return _lazy_metadata(context, completed.manifest)
-        except NoCommonPlan:
-            self._next_info = context.info  # of the save that DCP drives now
+                metadata = ReturnedMetadata(completed.manifest.save_id)
+                metadata.settle(context.session, completed.manifest, completed.agreed.info)
+                return metadata.keep()
+        except NoCommonPlan as reason:
+            # Of the save that DCP drives now. The ranks needn't find out once more.
+            self._next_info, self._calls.why_not = context.info, str(reason.why_not) or "?"
+            note_torch_plans(context.session, context.name, reason.why_not)
             raise
         except BaseException as error:
-            _leave(context, error)
+            leave(context, error)
             raise
 
     def _new_streams(self) -> Streams:
@@ -458,25 +597,39 @@ class MemoryStorageWriter(StorageWriter):
         Returns:
             None where the save was skipped.
         """
-        context = self._begin(checkpoint_id, process_group, no_dist)
-        streams = attempt(make_streams)
-        try:
-            completed = self._save(context, StreamItems(streams))
-            if completed is None:
-                return None
-            faults.point("save.finished")
-            return completed.manifest
-        except BaseException as error:
-            _leave(context, error)
-            raise
-        finally:
-            if streams.error is None:
-                streams.value.close()
+        with self._in_turn():
+            context = self._begin(checkpoint_id, process_group, no_dist)
+            streams = attempt(make_streams)
+            try:
+                completed = self._save(context, StreamItems(streams))
+                if completed is None:
+                    return None
+                faults.point("save.finished")
+                return completed.manifest
+            except BaseException as error:
+                leave(context, error)
+                raise
+            finally:
+                if streams.error is None:
+                    streams.value.close()
 
     @property
     def _last_save(self) -> tuple[Manifest, SaveInfo] | None:
         """The last save's manifest and save info; None if that save was skipped or failed."""
-        return self._last
+        return self._calls.last
+
+    @contextmanager
+    def _overlapping(self, overlap: Overlap | None) -> Iterator[None]:
+        """Have this thread's calls of `stage` leave copies to the background.
+
+        Args:
+            overlap: Which of them; None for none.
+        """
+        self._calls.overlap = overlap
+        try:
+            yield
+        finally:
+            self._calls.overlap = None
 
     def _annotate(self, info: SaveInfo) -> None:
         """Say of the next save what has been checked already."""
@@ -496,12 +649,61 @@ class MemoryStorageWriter(StorageWriter):
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _copied(
+        self, call: StagingCall, session: Session, info: SaveInfo, state: dict[str, Any]
+    ) -> AheadCopy | dict[str, Any]:
+        """Copy a state dict into a slot, or elsewhere where there is no plan of it, or no slot."""
+        group = call.process_group if call.process_group is not None else self._process_group
+        ranks = SingleRank() if call.is_alone else known_ranks(group, self._purpose)
+        if ranks is not None and not why_not_own_plan(call.planner):
+            context = SaveContext(
+                settings=self.settings,
+                session=session,
+                ranks=ranks,
+                rank=ranks.rank,
+                scope=names.COLLECTIVE,
+                name="",
+                info=info,
+            )
+            with collector_paused():
+                ahead = copy_ahead(
+                    context,
+                    state,
+                    self._calls.overlap,
+                    to_lowest_rank=saves_to_lowest_rank(call.planner),
+                )
+            if ahead is not None:
+                return ahead
+        return self._copied_elsewhere(state)
+
+    def _copied_elsewhere(
+        self, state: dict[str, Any], *, is_shared: bool = False
+    ) -> dict[str, Any]:
+        if self._calls.overlap is not None:
+            log.info("overlap= has no effect on a save that isn't copied straight into a slot")
+        return copied(state, is_shared=is_shared)
+
     def _save(self, context: SaveContext, items: ItemProvider) -> Completed | None:
         """Take one save through its stages; see `saving/pipeline.py`."""
         completed = save(context, items)
         if completed is not None:
-            self._last = completed.manifest, completed.agreed.info
+            self._note(completed)
         return completed
+
+    def _carry_out(self, context: SaveContext, takeover: DcpTakeover) -> None:
+        """Save what all ranks have settled on in DCP's planning step, unless it is skipped."""
+        if takeover.settled is None:
+            return
+        assert takeover.items is not None
+        assert takeover.metadata is not None
+        items, settled = takeover.items, takeover.settled
+        takeover.items = takeover.settled = None  # they refer to the caller's tensors
+        completed = carry_out(context, items, settled)
+        self._note(completed)
+        takeover.metadata.settle(context.session, completed.manifest, completed.agreed.info)
+
+    def _note(self, completed: Completed) -> None:
+        self._calls.last = completed.manifest, completed.agreed.info
 
     def _begin(
         self,
@@ -513,50 +715,53 @@ class MemoryStorageWriter(StorageWriter):
         self.reset(checkpoint_id)
         group = process_group if process_group is not None else self._process_group
         opened = attempt(self._open)
-        try:
-            call = direct_call(group, no_dist, self._purpose)
-        except RankFailed:
-            if opened.error is not None:
-                raise opened.error from None
-            raise
+        call = called(opened, lambda: direct_call(group, no_dist, self._purpose))
         return SaveContext(
             settings=self.settings,
-            session=_opened_together(call.ranks, opened),
+            session=opened_together(call.ranks, opened),
             ranks=call.ranks,
             rank=call.rank,
             scope=names.COLLECTIVE,
-            name=self._checked_name(),
+            name=self._calls.checked_name(),
             info=self._take_info(),
         )
 
-    def _begun(self) -> _DcpSave:
-        if self._dcp_save is None:
-            raise ConfigError(
-                "DCP calls set_up_storage_writer before this: drive the writer through dcp.save"
-            )
-        return self._dcp_save
-
     def _take_info(self) -> SaveInfo:
         """Return what was said of the save that begins now."""
-        info, self._next_info, self._last = self._next_info, SaveInfo(), None
+        info, self._next_info, self._calls.last = self._next_info, SaveInfo(), None
         return info
 
-    def _checked_name(self) -> str:
-        """Return what to save under. Raises ConfigError where that is missing, or no name."""
-        if self._refused is not None:
-            raise self._refused
-        if self._name is None:
-            raise ConfigError(
-                "pass checkpoint_id= to dcp.save or dcp_mem.save: "
-                "path= of the writer is the root of all checkpoints of a job"
-            )
-        return self._name
-
     def _open(self) -> Session:
-        self._checked_name()
+        self._calls.checked_name()
         session = self._open_session()
         session.heap.settle()
         return session
+
+    def _entered(self, staged: StagedState | None) -> tuple[Session, Turn]:
+        """Return the session for a save that DCP drives, and the save's turn in it."""
+        if staged is not None and staged.turn is not None:
+            return self._open_session(), staged.turn
+        self._calls.checked_name()
+        return enter_session(self.settings, self._identity())
+
+    def _named(self, session: Session) -> Session:
+        """Return the session of a save that has a name. Raises ConfigError where it has none."""
+        self._calls.checked_name()
+        return session
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Run in a turn of this process's saves of the job.
+
+        Without one, where the job's memory can't be opened: that is raised where all ranks see it.
+        """
+        entered = attempt(lambda: enter_session(self.settings, self._identity()))
+        if entered.error is not None:
+            yield
+            return
+        _, turn = entered.value
+        with turn:
+            yield
 
     def _open_session(self) -> Session:
         return session_for(self.settings, self._identity())
@@ -573,26 +778,38 @@ class MemoryStorageWriter(StorageWriter):
         session = open_session(self.settings)
         if session is not None:  # the last save left alone what was being flushed
             session.replicator.wait()
-            for scope in {one.manifest.scope for one in session.memory.checkpoints()}:
-                apply_retention(
-                    session.memory,
-                    scope,
-                    self.settings.keep_memory,
-                    gets_copies=bool(self.settings.redundancy),
-                )
+            with session.turns.take():
+                for scope in {one.manifest.scope for one in session.memory.checkpoints()}:
+                    apply_retention(
+                        session.memory,
+                        scope,
+                        self.settings.keep_memory,
+                        gets_copies=bool(self.settings.redundancy),
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         # For async_save's process executor: the copy opens a session of its own, and finds its
         # group by itself. But it belongs to this run, which its own environment and store would
         # give another name.
+        # What was said of the next save goes along, unless `stage` has sent ahead what was said of
+        # this one. DCP pickles the writer in the background: by now it may be of a later save.
+        info = SaveInfo()
+        if self._copies_to_send:
+            self._copies_to_send -= 1
+        else:
+            info = self._take_info()
         return {
             **self.__dict__,
-            "_dcp_save": None,
-            "_last": None,
+            "_next_info": info,
+            "_copies_to_send": 0,
+            "_calls": None,
             "_process_group": None,
             "_dcp_plans": DcpPlanTracker(),
             "_run": self._identity().run,
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _calls=ThreadCalls())
 
 
 def _check_that_the_agent_gets(chosen: Settings) -> None:
@@ -605,48 +822,6 @@ def _check_that_the_agent_gets(chosen: Settings) -> None:
                 f"storage_options can't be sent to the agent ({type(error).__name__}: {error}): "
                 f"give credentials as plain values or in the environment, or choose agent='thread'"
             ) from None
-
-
-@dataclass(slots=True)
-class _DcpSave:
-    """The save that DCP is in the middle of."""
-
-    context: SaveContext
-    manifest: Manifest | None = None
-
-
-def _opened_together(ranks: Ranks, opened: Attempted[Session]) -> Session:
-    """Return this rank's session once all ranks have one.
-
-    Later errors travel with the exchanges of the save.
-    """
-    if not ranks.is_connected:
-        return on_all_ranks(ranks, "opening the job's memory", lambda: opened.value)
-    if opened.error is not None:
-        ranks.leave(described(opened.error))
-    return opened.value
-
-
-def _leave(context: SaveContext, error: BaseException) -> None:
-    """Part from the other ranks: wherever they are, they must not wait for this one."""
-    context.ranks.leave(f"{type(error).__name__}: {error}")
-
-
-def _lazy_metadata(context: SaveContext, manifest: Manifest) -> Metadata:
-    """Return the metadata of a complete checkpoint; the catalog stays mapped while it is in use."""
-    data = context.session.catalogs.find(manifest.catalog) or b""
-    return LazyMetadata(
-        lambda: metadata_of(Catalog.from_bytes(data), manifest.save_id, manifest.tails)
-    )
-
-
-def _fill_in(metadata: Metadata, results: Sequence[Sequence[WriteResult]], save_id: str) -> None:
-    """Add to DCP's metadata where each item lies."""
-    storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
-    finished = with_storage(metadata, storage_data, save_id)
-    metadata.storage_data, metadata.storage_meta = finished.storage_data, finished.storage_meta
-    if hasattr(metadata, "version"):
-        metadata.version = finished.version
 
 
 def _future(results: Sequence[WriteResult]) -> Future[list[WriteResult]]:

@@ -20,7 +20,7 @@ HEAD = """# API reference
 Made from the docstrings by `python docs/reference.py`; a test fails when it is stale.
 Methods that DCP calls, and not you, are left out. How things are used together:
 [manager.md](manager.md), [training-state.md](training-state.md), [storage.md](storage.md),
-[replication.md](replication.md).
+[async.md](async.md), [replication.md](replication.md).
 """
 
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):")
@@ -216,6 +216,7 @@ def _rank(module: str) -> tuple[int, str]:
     first = (
         "manager",
         "functional",
+        "saving",
         "writer",
         "reader",
         "train_state",

@@ -12,9 +12,10 @@ order:
     notices       messages to all ranks at any time, through the store
     timed_store   calls to the store that end in time
     dcp_call      which ranks take part in the running `dcp.save` or `dcp.load`
+    dcp_errors    errors as `dcp.save` and `dcp.load` raise them
 """
 
 from dcp_mem.comm.collectives import Ranks, SingleRank
-from dcp_mem.comm.gloo import ranks_of, run_token, world_size
+from dcp_mem.comm.gloo import known_ranks, ranks_of, run_token, world_size
 
-__all__ = ["Ranks", "SingleRank", "ranks_of", "run_token", "world_size"]
+__all__ = ["Ranks", "SingleRank", "known_ranks", "ranks_of", "run_token", "world_size"]

@@ -1,20 +1,31 @@
-"""The ranks of the running DCP call, which DCP doesn't tell its storage layer.
+"""The parts of a running DCP call that its storage layer isn't told: its ranks, and its plan.
 
 `dcp.save(..., process_group=g)` and `no_dist=True` never reach the writer or the reader. A wrong
 guess means waiting for ranks that aren't there, so we look at the calling frames:
 `_save_state_dict` and `_load_state_dict` keep a `_DistWrapper` in a variable that every step closes
 over (torch 2.6 to 2.13). Other drivers of the DCP contract have none; for them the group given to
 the constructor counts.
+
+The planner and the state dict are variables of the same kind. `PlanningCall` finds them in the
+first step, and can put another planner in place of DCP's: into DCP's own variable, so that the
+caller's planner isn't touched. Where a torch has other variables, there is no `PlanningCall`, and
+torch plans.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.utils import _DistWrapper
 
@@ -22,6 +33,8 @@ from dcp_mem.comm import Ranks, SingleRank, ranks_of
 from dcp_mem.errors import ConfigError
 
 _DEPTH = 16
+_PLANNING_STEP = "local_step"
+_PLANNING_VARIABLES = frozenset({"distW", "planner", "state_dict"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +48,160 @@ class DcpCall:
 
     ranks: Ranks
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningCall:
+    """The planning step of a `dcp.save` or `dcp.load`, on the stack of this thread.
+
+    Attributes:
+        planner: DCP's planner, which nobody has asked for anything yet.
+        state_dict: To be saved, or loaded into.
+        uses_collectives: Whether the ranks plan together.
+        is_coordinator: Whether this rank joins the plans.
+        has_usual_coordinator: Whether rank 0 does.
+    """
+
+    planner: Any
+    state_dict: dict[str, Any]
+    uses_collectives: bool
+    is_coordinator: bool
+    has_usual_coordinator: bool
+    _frame: FrameType
+
+    def replace_planner(self, planner: Any) -> None:
+        """Have DCP go on with another planner. The first one isn't touched.
+
+        Args:
+            planner: Answers all that DCP asks a planner from here on.
+        """
+        _assign(self._frame, "planner", planner)
+
+    def replace_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have DCP go on with another state dict.
+
+        Args:
+            state_dict: To be saved.
+        """
+        _assign(self._frame, "state_dict", state_dict)
+
+
+def _assign(frame: FrameType, name: str, value: Any) -> None:
+    """Assign to a variable of a frame that is on the stack."""
+    frame.f_locals[name] = value
+    if sys.version_info < (3, 13):  # From 3.13 on, f_locals writes through.
+        write_back = ctypes.pythonapi.PyFrame_LocalsToFast
+        write_back(ctypes.py_object(frame), ctypes.c_int(0))
+
+
+@dataclass(frozen=True, slots=True)
+class StagingCall:
+    """A `dcp.async_save` that stages: what it will save by.
+
+    Attributes:
+        planner: As given to it.
+        process_group: As given to it.
+        is_alone: Whether this rank saves alone.
+        uses_collectives: Whether the ranks save together.
+        is_in_process: Whether another process saves what is staged.
+    """
+
+    planner: Any
+    process_group: dist.ProcessGroup | None
+    is_alone: bool
+    uses_collectives: bool
+    is_in_process: bool
+
+
+def staging_call(storage: Any) -> StagingCall | None:
+    """Return the `dcp.async_save` that has just called a writer's `stage`.
+
+    Args:
+        storage: The writer, which both stages and saves.
+
+    Returns:
+        None for any other caller, or where this torch saves in a way that isn't known.
+    """
+    if not _plans_as_known():
+        return None
+    for frame in _calling_frames():
+        code = frame.f_code
+        if code.co_name == "async_save" and "storage_writer" in code.co_varnames:
+            found = frame.f_locals
+            if found.get("storage_writer") is not storage:
+                return None
+            return StagingCall(
+                planner=found.get("planner"),
+                process_group=found.get("process_group"),
+                is_alone=bool(found.get("no_dist", False)),
+                uses_collectives=bool(found.get("use_collectives", True)),
+                is_in_process="PROCESS" in str(found.get("async_checkpointer_type", "")),
+            )
+    return None
+
+
+def _plans_as_known() -> bool:
+    """Return whether the save that follows `stage` will have a `PlanningCall`."""
+    steps = [
+        constant
+        for constant in state_dict_saver._save_state_dict.__code__.co_consts
+        if isinstance(constant, CodeType) and constant.co_name == _PLANNING_STEP
+    ]
+    return any(_PLANNING_VARIABLES.issubset(step.co_freevars) for step in steps)
+
+
+def over_when_left() -> Callable[[], bool]:
+    """Return what tells whether the running `dcp.save` has ended, however it has.
+
+    Other threads may ask it. Outside of one, it says that the call is over.
+    """
+    for frame in _calling_frames():
+        if "distW" in frame.f_code.co_cellvars:
+            wrapper, number = weakref.ref(frame.f_locals["distW"]), id(frame)
+            return partial(_has_left, wrapper, threading.get_ident(), number)
+    return lambda: True
+
+
+def _has_left(wrapper: weakref.ref[Any], thread: int, number: int) -> bool:
+    # A kept error keeps the frame's variables, but not the frame on its thread's stack.
+    if wrapper() is None:
+        return True
+    frame = sys._current_frames().get(thread)
+    while frame is not None and id(frame) != number:
+        frame = frame.f_back
+    return frame is None
+
+
+def planning_call(storage: Any) -> PlanningCall | None:
+    """Return the planning step of DCP that has just called a writer or a reader.
+
+    Args:
+        storage: The writer or reader that DCP has called.
+
+    Returns:
+        None where the caller isn't DCP, or plans in a way that isn't known.
+    """
+    for frame in _calling_frames():
+        code = frame.f_code
+        if code.co_name == _PLANNING_STEP and _PLANNING_VARIABLES.issubset(code.co_freevars):
+            found = frame.f_locals
+            own = (found.get("storage_writer"), found.get("storage_reader"))
+            wrapper, state_dict = found.get("distW"), found.get("state_dict")
+            if (
+                not any(one is storage for one in own)
+                or not isinstance(wrapper, _DistWrapper)
+                or not isinstance(state_dict, dict)
+            ):
+                return None
+            return PlanningCall(
+                planner=found.get("planner"),
+                state_dict=state_dict,
+                uses_collectives=bool(found.get("use_collectives", True)),
+                is_coordinator=wrapper.is_coordinator,
+                has_usual_coordinator=wrapper.coordinator_rank == 0,
+                _frame=frame,
+            )
+    return None
 
 
 def dcp_call(process_group: dist.ProcessGroup | None, purpose: str) -> DcpCall:
@@ -53,12 +220,15 @@ def dcp_call(process_group: dist.ProcessGroup | None, purpose: str) -> DcpCall:
         return direct_call(process_group, False, purpose)
     if not wrapper.use_dist:
         return DcpCall(SingleRank(), wrapper.rank)
+    ranks = ranks_of(wrapper.group, purpose)
     if process_group is not None and _members(process_group) != _members(wrapper.group):
-        raise ConfigError(
+        error = ConfigError(
             f"DCP runs this call over ranks {_members(wrapper.group)}, but process_group= has "
             f"{_members(process_group)}: give dcp.save or dcp.load the same process_group"
         )
-    return DcpCall(ranks_of(wrapper.group, purpose), wrapper.rank)
+        ranks.leave(str(error))  # The others may be waiting for this one.
+        raise error
+    return DcpCall(ranks, wrapper.rank)
 
 
 def direct_call(process_group: dist.ProcessGroup | None, no_dist: bool, purpose: str) -> DcpCall:
@@ -79,6 +249,18 @@ def direct_call(process_group: dist.ProcessGroup | None, no_dist: bool, purpose:
 def is_called_by_dcp() -> bool:
     """Return whether `dcp.save` or `dcp.load` is on the stack; other drivers don't count."""
     return _calling_wrapper() is not None
+
+
+def is_broadcast_by_dcp() -> bool:
+    """Return whether `dcp.save` or `dcp.load` is sending an object to all ranks.
+
+    What it sends is what its coordinator returns. Objects may be pickled within a call otherwise,
+    too: those that are saved.
+    """
+    for frame in _calling_frames():
+        if frame.f_code.co_name == "broadcast_object":
+            return isinstance(frame.f_locals.get("self"), _DistWrapper) and is_called_by_dcp()
+    return False
 
 
 def global_metadata() -> Metadata | None:

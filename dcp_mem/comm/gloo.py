@@ -416,7 +416,7 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
     members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     if len(members) == 1:
         return SingleRank()
-    key = (purpose, id(dist.distributed_c10d._get_default_store()), *members)
+    key = _key_of(members, purpose)
     ranks = _ranks.get(key)
     if ranks is None:
         store = dist.distributed_c10d._get_default_store()
@@ -425,6 +425,25 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
         )
     ranks.refresh()
     return ranks
+
+
+def known_ranks(group: dist.ProcessGroup | None, purpose: str) -> Ranks | None:
+    """Return the ranks that `ranks_of` has made before; None where it hasn't. No communication.
+
+    Args:
+        group: As for `ranks_of`.
+        purpose: As for `ranks_of`.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return SingleRank()
+    members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    if len(members) == 1:
+        return SingleRank()
+    return _ranks.get(_key_of(members, purpose))
+
+
+def _key_of(members: tuple[int, ...], purpose: str) -> tuple[Any, ...]:
+    return (purpose, id(dist.distributed_c10d._get_default_store()), *members)
 
 
 def world_size() -> int:

@@ -16,6 +16,8 @@ POINTS = (
     "stage.claimed",  # this rank has a slot
     "stage.copying",  # half of the payload bytes are copied
     "stage.copied",  # all payload bytes are copied
+    "overlap.begun",  # copies go on behind the training loop
+    "overlap.copied",  # they have all been made
     "stage.sealed",  # the slot has the segment's name
     "complete.receipts",  # every rank knows that every rank has sealed
     "complete.catalog",  # this node has the catalog, but no manifest yet

@@ -53,9 +53,8 @@ def show_costs(console: Console, costs: Costs) -> None:
     detail(console, f"a training step       {costs.step_seconds:.2f} s (median)")
     saves = f"median of {costs.saves}; the first {milliseconds(costs.first_save_seconds)}"
     detail(console, f"a save held it up     {milliseconds(costs.save_seconds)} ({saves})")
-    detail(
-        console, f"  dcp_mem's part      {milliseconds(costs.stage_seconds)}; torch plans the rest"
-    )
+    part = milliseconds(costs.stage_seconds)
+    detail(console, f"  dcp_mem's part      {part}; the rest is get_state_dict and DCP's calls")
     detail(console, f"  flush to storage    {costs.flush_seconds:.2f} s, behind the training")
 
 

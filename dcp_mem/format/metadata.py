@@ -70,11 +70,9 @@ class LazyMetadata(Metadata):
         return repr(self._whole())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self._whole(),)
-
-
-def _itself(metadata: Metadata) -> Metadata:
-    return metadata
+        # A plain Metadata, for processes without dcp_mem and for `read_metadata`. So are copies.
+        whole = self._whole()
+        return Metadata, (whole.state_dict_metadata,), vars(whole)
 
 
 def _field(name: str) -> property:

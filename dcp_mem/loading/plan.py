@@ -39,8 +39,33 @@ def plan_together(
     return on_all_ranks(
         ranks,
         f"planning the load of {opened.choice.name}",
-        lambda: _plan(opened, planner, state(), is_coordinator),
+        lambda: plan_alone(opened, planner, state(), is_coordinator),
     )
+
+
+def plan_alone(
+    opened: OpenCheckpoint,
+    planner: DefaultLoadPlanner,
+    state: dict[str, Any],
+    is_coordinator: bool,
+) -> LoadPlan | Reads:
+    """Return this rank's plan: by the catalog where that will do, else as DCP has it.
+
+    Args:
+        opened: The checkpoint.
+        planner: Of this rank.
+        state: The state dict to load into.
+        is_coordinator: Whether this rank is DCP's coordinator.
+
+    Raises:
+        Exception: This rank can't plan.
+    """
+    reads = _plan_by_catalog(opened, planner, state)
+    if reads is not None:
+        return reads
+    planner.set_up_planner(state, opened.metadata, is_coordinator)
+    plan = planner.create_global_plan([planner.create_local_plan()])[0]
+    return planner.finish_plan(plan)
 
 
 def plan_again(
@@ -79,21 +104,6 @@ def plans_alone(planner: LoadPlanner) -> bool:
     """
     default: Callable[..., Any] = DefaultLoadPlanner.create_global_plan
     return isinstance(planner, DefaultLoadPlanner) and type(planner).create_global_plan is default
-
-
-def _plan(
-    opened: OpenCheckpoint,
-    planner: DefaultLoadPlanner,
-    state: dict[str, Any],
-    is_coordinator: bool,
-) -> LoadPlan | Reads:
-    """Plan by the catalog where that will do, else as DCP does, by its metadata."""
-    reads = _plan_by_catalog(opened, planner, state)
-    if reads is not None:
-        return reads
-    planner.set_up_planner(state, opened.metadata, is_coordinator)
-    plan = planner.create_global_plan([planner.create_local_plan()])[0]
-    return planner.finish_plan(plan)
 
 
 def _plan_by_catalog(

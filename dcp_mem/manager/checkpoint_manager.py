@@ -8,6 +8,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -15,10 +16,13 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
 
 from dcp_mem import functional
 from dcp_mem.comm.agreement import described, from_all_ranks
 from dcp_mem.comm.dcp_call import direct_call
+from dcp_mem.comm.dcp_errors import cause_of
 from dcp_mem.common.log import log
 from dcp_mem.common.values import CheckpointStatus, Outcome, SaveInfo, State
 from dcp_mem.config import checked_metrics, checked_step
@@ -30,6 +34,7 @@ from dcp_mem.errors import (
     NoRecoverableCheckpoint,
     RankFailed,
 )
+from dcp_mem.format.manifest import Manifest
 from dcp_mem.manager.feed import Feed
 from dcp_mem.manager.preemption import Preemption
 from dcp_mem.manager.saved import Saved
@@ -42,6 +47,8 @@ from dcp_mem.policy.retention import Retention
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
 from dcp_mem.runtime.session import open_session
 from dcp_mem.runtime.states import status_of
+from dcp_mem.saving.overlap import Overlap, overlap_of
+from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.writer import MemoryStorageWriter
 
 _NAME = re.compile(r"step-(\d+)")
@@ -66,6 +73,12 @@ class CheckpointManager:
         keep_memory: Which checkpoints stay in memory, as in `MemoryStorageWriter`.
         keep_storage: Which checkpoints stay on storage, as in `MemoryStorageWriter`.
         replicas: Copies of each segment in other nodes' memory, as in `MemoryStorageWriter`.
+        async_save: Return from `save` as soon as the state has been copied, and complete the
+            checkpoint behind training. The next save waits for it, and so do `wait`, `restore`,
+            `delete` and `close`.
+        overlap: Optimizers (or an `Overlap`) whose next steps wait for the copies of parameters and
+            optimizer state, so that `save` doesn't, as in `dcp_mem.async_save`; implies
+            async_save.
         on_error: "warn" logs what fails, in saves and behind training, and training goes on;
             "raise" raises it from the next `save`, on all ranks alike. Wrong
             arguments always raise.
@@ -90,6 +103,8 @@ class CheckpointManager:
         keep_memory: int | Retention = 2,
         keep_storage: int | Retention | None = None,
         replicas: int | None = None,
+        async_save: bool = False,
+        overlap: Overlap | Optimizer | Sequence[Optimizer] | None = None,
         on_error: str = "warn",
         preemption: str | Sequence[str] = (),
         preemption_deadline: float = 25.0,
@@ -119,6 +134,9 @@ class CheckpointManager:
         self._raises = on_error == "raise"
         self._interval = save_interval_steps
         self._pace = _Pace(1 if isinstance(save_interval_steps, Auto) else save_interval_steps)
+        self._overlap = None if overlap is None else overlap_of(overlap)
+        self._is_async = async_save or overlap is not None
+        self._begun: tuple[Saved, Future[Any]] | None = None
         self._said: set[tuple[str, str]] = set()
         self._report: RecoveryReport | None = None
         self._feed = Feed(trackers, self._writer.settings, process_group)
@@ -137,6 +155,8 @@ class CheckpointManager:
     ) -> Saved:
         """Save if a save is due; return when the checkpoint is complete in memory.
 
+        With async_save it returns when the state has been copied, and the outcome is "begun".
+
         Args:
             step: The training step.
             state: As for `dcp_mem.save`; `TrainState` makes one entry of all that a loop has.
@@ -149,50 +169,105 @@ class CheckpointManager:
         Raises:
             ConfigError: An argument can't work.
             DcpMemError: With on_error="raise": the save has failed, or, once this step is saved, a
-                flush or copy behind training has (FlushFailed).
+                flush or copy behind training has (FlushFailed). With async_save: the save before
+                has failed.
         """
         number, figures = _number(step), checked_metrics(metrics)
         saved = Saved(step=number, name=f"step-{number}", outcome="not due")
         if not (force_persist or self._pace.is_due(number)):
             return saved
-        saved = replace(saved, troubles=self._troubles())
-        started = time.monotonic()
+        started, until_next = time.monotonic(), self._steps_until_next(number)
+        failed = self._finish_begun()
+        saved = replace(saved, troubles=(*failed, *self._troubles()))
+        save = self._begin if self._is_async else self._save
         try:
-            self._writer._annotate(
-                SaveInfo(number, figures, force_persist, self._steps_until_next(number))
-            )
-            functional.save(
-                dict(state),
-                checkpoint_id=saved.name,
-                storage_writer=self._writer,
-                process_group=self._process_group,
-            )
+            self._writer._annotate(SaveInfo(number, figures, force_persist, until_next))
+            saved = save(saved, dict(state), started)
         except ConfigError:
             raise
         except Exception as error:
-            seconds = time.monotonic() - started
-            saved = replace(saved, outcome="failed", seconds=seconds, error=described(error))
-            self._feed.saved(saved)
-            if self._raises:
-                raise
-            is_unexpected = not isinstance(error, DcpMemError)
-            log.warning("%s is not saved: %s", saved.name, error, exc_info=is_unexpected)
-            self._pace.passed(number)
-            return saved
-        saved = self._with_outcome(replace(saved, seconds=time.monotonic() - started))
-        self._feed.saved(saved)
+            return self._failed(replace(saved, seconds=time.monotonic() - started), error)
         self._raise_on_all_ranks(saved.troubles)
         return saved
 
-    def _with_outcome(self, saved: Saved) -> Saved:
-        """Fill in what the writer has made of the save, and when the next one is due."""
-        made = self._writer._last_save
+    def _save(self, saved: Saved, state: dict[str, Any], started: float) -> Saved:
+        functional.save_or_raise_cause(
+            state,
+            checkpoint_id=saved.name,
+            storage_writer=self._writer,
+            process_group=self._process_group,
+        )
+        saved = replace(saved, seconds=time.monotonic() - started)
+        return self._ended(saved, self._writer._last_save)
+
+    def _begin(self, saved: Saved, state: dict[str, Any], started: float) -> Saved:
+        begun = functional.async_save(
+            state,
+            checkpoint_id=saved.name,
+            storage_writer=self._writer,
+            process_group=self._process_group,
+            overlap=self._overlap,
+        )
+        saved = replace(saved, outcome="begun", seconds=time.monotonic() - started)
+        self._begun = saved, getattr(begun, "upload_completion", begun)
+        self._pace.passed(saved.step)
+        return saved
+
+    def _finish_begun(self) -> Sequence[str]:
+        """Wait for the save that goes on behind training, if there is one, and tell its outcome.
+
+        It raises on all ranks alike, since the save fails on all ranks alike.
+
+        Returns:
+            What has gone wrong; none or one.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return ()
+        saved, future = begun
+        try:
+            metadata = future.result()
+        except (Exception, CheckpointException) as error:
+            failed = self._failed(saved, cause_of(error, self._process_group))
+            return (f"{failed.name}: {failed.error}",)
+        made = metadata.made if isinstance(metadata, ReturnedMetadata) else None
+        if made is None and metadata.state_dict_metadata:
+            made = self._made_by_torch(saved.name)
+        self._ended(saved, made)
+        return ()
+
+    def _made_by_torch(self, name: str) -> tuple[Manifest, SaveInfo] | None:
+        """Return what a save made that torch has planned, as far as memory tells."""
+        memory = job_memory(self._writer.settings)
+        found = memory.find(name) if memory is not None else ()
+        return next(((one.manifest, SaveInfo()) for one in found), None)
+
+    def _failed(self, saved: Saved, error: BaseException) -> Saved:
+        """Tell of a save that has failed, and go on, or raise."""
+        saved = replace(saved, outcome="failed", error=described(error))
+        self._feed.saved(saved)
+        if self._raises:
+            raise error
+        is_unexpected = not isinstance(error, DcpMemError)
+        log.warning(
+            "%s is not saved: %s", saved.name, error, exc_info=error if is_unexpected else None
+        )
+        self._pace.passed(saved.step)
+        return saved
+
+    def _ended(self, saved: Saved, made: tuple[Manifest, SaveInfo] | None) -> Saved:
+        """Tell what the writer has made of a save, and when the next one is due."""
         if made is None:
+            saved = replace(saved, outcome="skipped")
             self._pace.passed(saved.step)
-            return replace(saved, outcome="skipped")
-        manifest, info = made
-        self._pace.saved(saved.step, saved.seconds, info.pause)
-        return replace(saved, outcome="complete", nbytes=manifest.nbytes, persist=manifest.persist)
+        else:
+            manifest, info = made
+            saved = replace(
+                saved, outcome="complete", nbytes=manifest.nbytes, persist=manifest.persist
+            )
+            self._pace.saved(saved.step, saved.seconds, info.pause)
+        self._feed.saved(saved)
+        return saved
 
     def restore(
         self, state: dict[str, Any], step: int | None = None, *, weights_only: bool = True
@@ -213,9 +288,10 @@ class CheckpointManager:
             CheckpointNotFound: The step that was asked for isn't there.
         """
         name = None if step is None else f"step-{_number(step)}"
+        self._finish_begun()
         with self._reader() as reader:
             try:
-                functional.load(
+                functional.load_or_raise_cause(
                     state,
                     checkpoint_id=name,
                     storage_reader=reader,
@@ -287,6 +363,7 @@ class CheckpointManager:
             CheckpointNotFound: There is no such checkpoint.
         """
         name = None if step is None else f"step-{_number(step)}"
+        self._finish_begun()
         self._writer.wait(name, state, timeout, progress=progress)
 
     def delete(self, step: int) -> None:
@@ -301,6 +378,7 @@ class CheckpointManager:
                 that failed names itself alone.)
         """
         name = f"step-{_number(step)}"
+        self._finish_begun()
         ranks = direct_call(self._process_group, False, self._purpose).ranks
 
         def delete_from_storage(evicted: Sequence[bool]) -> bool:
@@ -387,7 +465,10 @@ class CheckpointManager:
         """
         self._preemption.uninstall()
         try:
-            self._writer.close(flush, progress=progress)
+            try:
+                self._finish_begun()
+            finally:
+                self._writer.close(flush, progress=progress)
         except FlushFailed as error:
             if self._raises:
                 raise
@@ -418,8 +499,8 @@ class CheckpointManager:
 
     @property
     def _purpose(self) -> str:
-        """Purpose of the ranks' connections: the writer's; no call here runs beside a save."""
-        return f"save {self._writer.settings.job}"
+        """Purpose of the ranks' connections: the writer's, unless calls here run beside saves."""
+        return f"{'manage' if self._is_async else 'save'} {self._writer.settings.job}"
 
     def _troubles(self) -> tuple[str, ...]:
         """Find what has failed behind training on this node since the last call, and log it.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Collection
 from typing import Any
 
@@ -20,6 +21,8 @@ from dcp_mem.memory.root import private_directory
 class Catalogs:
     """The catalogs of one job. Those that this process has put or asked for stay mapped.
 
+    A save puts, links and drops catalogs in its turn; any thread may look for one.
+
     Args:
         directory: The job's.
     """
@@ -27,6 +30,7 @@ class Catalogs:
     def __init__(self, directory: str) -> None:
         self._directory = private_directory(os.path.join(directory, ".catalogs"))
         self._mapped: dict[str, mmap.mmap] = {}
+        self._guard = threading.Lock()  # not held while a catalog is written
 
     def put(self, data: Any) -> str:
         """Write a catalog, and return its key.
@@ -40,7 +44,8 @@ class Catalogs:
         key = catalog_key(data)
         if not os.path.exists(self._path(key)):
             files.write_atomically(self._path(key), data)
-        self._mapped.setdefault(key, _mapped(self._path(key)))
+        while self.find(key) is None:  # another process may just have removed it
+            files.write_atomically(self._path(key), data)
         return key
 
     def link(self, key: str, checkpoint_directory: str) -> None:
@@ -56,7 +61,9 @@ class Catalogs:
         except FileExistsError:
             return
         except FileNotFoundError:  # another process has closed its writer, and removed it
-            files.write_atomically(path, self._mapped[key])
+            with self._guard:
+                data = self._mapped[key]
+            files.write_atomically(path, data)
 
     def find(self, key: str) -> mmap.mmap | None:
         """Return a catalog's bytes, mapped; None where the job's last writer has been closed.
@@ -64,13 +71,14 @@ class Catalogs:
         Args:
             key: As a manifest names it.
         """
-        data = self._mapped.get(key)
-        if data is None:
-            try:
-                data = self._mapped[key] = _mapped(self._path(key))
-            except FileNotFoundError:
-                return None
-        return data
+        with self._guard:
+            data = self._mapped.get(key)
+            if data is None:
+                try:
+                    data = self._mapped[key] = _mapped(self._path(key))
+                except FileNotFoundError:
+                    return None
+            return data
 
     def get(self, key: str) -> Catalog:
         """Return a catalog.
@@ -92,9 +100,10 @@ class Catalogs:
         Args:
             keys: Of the catalogs that stay; others go only if this process has them mapped.
         """
-        for key in [key for key in self._mapped if key not in keys]:
-            del self._mapped[key]
-            files.remove(self._path(key))
+        with self._guard:
+            for key in [key for key in self._mapped if key not in keys]:
+                del self._mapped[key]
+                files.remove(self._path(key))
 
     def clear(self) -> None:
         """Remove all catalogs from here; a checkpoint's own are linked beside it."""

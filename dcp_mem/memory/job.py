@@ -46,6 +46,9 @@ _TRIES = 5
 class JobMemory:
     """The directory `<memory root>/<job>` of this node, made where it is missing.
 
+    Any thread may call anything at any time: threads of one process meet here as processes do, by
+    renames and leases. What is kept of manifests is looked up anew where the file is another.
+
     Args:
         root: The memory root.
         job: Name of the job.
@@ -388,6 +391,8 @@ class JobMemory:
         try:
             if not try_lease(descriptor, exclusive=True):
                 return False
+            if not _lies_at(descriptor, checkpoint.manifest_path):
+                return True  # another thread or process was faster
             self._history.add_leaving(checkpoint, why)
             files.remove(checkpoint.manifest_path)
             self._recycle(checkpoint)
@@ -518,6 +523,13 @@ def _put_stock_metadata_if_possible(directory: str, manifest: Manifest) -> None:
         put_stock_metadata(directory, manifest)
     except DcpMemError as error:
         log.warning("%s has no .metadata for torch's own readers: %s", manifest.name, error)
+
+
+def _lies_at(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _version(facts: os.stat_result) -> tuple[int, ...]:

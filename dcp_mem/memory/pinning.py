@@ -53,14 +53,3 @@ def _unpin(key: tuple[int, int], device: int) -> None:
     _pinned.discard(key)
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(key[0])
-
-
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream for copies to the host, ordered after all launched on the current stream.
-
-    Args:
-        device: A CUDA device.
-    """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream

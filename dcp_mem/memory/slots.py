@@ -189,7 +189,11 @@ class Slot:
 
 
 class SlotPool:
-    """The slots of one process in one job's directory; its threads may share it.
+    """The slots of one process in one job's directory.
+
+    Any thread may call anything at any time, but for `close`, which comes when nothing is claimed.
+    A slot belongs to the thread that has claimed it, until that shares or abandons it: nobody else
+    writes to it, unmaps or closes it.
 
     Args:
         directory: The job's directory of free slots.
@@ -402,7 +406,8 @@ class SlotPool:
 
     def _drop_deleted(self) -> None:
         for slot in list(self._open.values()):
-            if os.fstat(slot.descriptor).st_nlink == 0:
+            # A busy one is still written to, by another thread.
+            if not slot.busy and os.fstat(slot.descriptor).st_nlink == 0:
                 self._forget(slot)
 
     def _name_of(self, inode: int) -> str:

@@ -30,7 +30,7 @@ from dcp_mem.flushing.parts import FlushJob
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable
-from dcp_mem.functional import load
+from dcp_mem.functional import load_or_raise_cause
 from dcp_mem.loading.sources.stored import StorageSource
 from dcp_mem.memory.root import node_id
 from dcp_mem.operations.contents import contents_of, local_checkpoint_of
@@ -380,7 +380,7 @@ class _Reading:
 
     def load(self, state: dict[str, Any], *, trust: bool) -> None:
         if state:
-            load(
+            load_or_raise_cause(
                 state,
                 checkpoint_id=self._name,
                 storage_reader=self._reader,

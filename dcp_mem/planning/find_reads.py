@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,13 +32,11 @@ def find_reads(
     catalog: Catalog,
     save_id: str,
     tails: Mapping[int, Sequence[Extent]],
-    *,
-    optional: Callable[[str], bool] | None = None,
 ) -> Reads | None:
     """Return what to read for a plan; None for what torch has to plan.
 
-    Torch plans missing keys and partial loads, entries of other kinds or sizes, items that were
-    never written, and tensors on the meta device.
+    Torch plans missing keys, entries of other kinds or sizes, items that were never written, and
+    tensors on the meta device. Entries that the plan lacks aren't loaded.
 
     Args:
         plan: What this rank loads.
@@ -46,10 +44,8 @@ def find_reads(
         catalog: What the checkpoint consists of.
         save_id: The save attempt.
         tails: By rank, offset and length of each item of its tail.
-        optional: Tells which names needn't be loaded, such as those that belong to other ranks. A
-            load that lacks only such isn't partial.
     """
-    entry = _entries(plan, catalog, optional)
+    entry = _entries(plan, catalog)
     if entry is None:
         return None
     locations = _Locations(catalog, save_id, tails)
@@ -71,18 +67,12 @@ def find_reads(
     return Reads(locations.files, tensors.direct_reads(direct), rest, everything)
 
 
-def _entries(
-    plan: LocalPlan, catalog: Catalog, optional: Callable[[str], bool] | None
-) -> Ints | None:
+def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:
     """Return each plan row's entry in the catalog; None if names, kinds or sizes differ."""
     numbers = np.flatnonzero(catalog.properties >= BYTES)
     known = dict(zip(catalog.entry_names(), numbers.tolist(), strict=True))
     found = list(map(known.get, plan.names))
     if None in found:
-        return None
-    if len(known) != len(found) and not (
-        optional and all(map(optional, known.keys() - set(plan.names)))
-    ):
         return None
     entry = np.array(found, np.int64)[plan.name]
     width = max(plan.size.shape[1], catalog.size.shape[1])

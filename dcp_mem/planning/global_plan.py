@@ -51,7 +51,7 @@ class GlobalPlan(PlanItems):
         return self.row[start:stop]
 
 
-def merge(plans: Sequence[LocalPlan]) -> GlobalPlan:
+def merge(plans: Sequence[LocalPlan], *, to_lowest_rank: bool = False) -> GlobalPlan:
     """Merge all ranks' plans, so that every chunk has one writer.
 
     A chunk that several ranks hold goes to one of them: bytes are balanced over the ranks, and
@@ -64,6 +64,7 @@ def merge(plans: Sequence[LocalPlan]) -> GlobalPlan:
 
     Args:
         plans: By rank.
+        to_lowest_rank: Give each chunk to the first rank that holds it, and balance nothing.
 
     Raises:
         PlanInvalid: The plans contradict each other; the text names up to ten problems.
@@ -72,7 +73,10 @@ def merge(plans: Sequence[LocalPlan]) -> GlobalPlan:
     order = _by_place(joined)
     starts = _starts_of_groups(joined, order)
     _refuse_contradictions(joined, order, starts, len(plans))
-    chosen = np.sort(_choose_writers(joined, order, starts, len(plans)))
+    writers = order[starts]  # in the order of ranks within a chunk's copies
+    if not to_lowest_rank:
+        writers = _choose_writers(joined, order, starts, len(plans))
+    chosen = np.sort(writers)
     columns = {name: getattr(joined, name)[chosen] for name in (*COLUMNS, "writer", "row")}
     return replace(joined, **columns)
 

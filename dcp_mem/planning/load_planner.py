@@ -86,7 +86,6 @@ class LocalLoadPlanner(DefaultLoadPlanner):
             catalog,
             save_id,
             tails,
-            optional=self._optional,
         )
         if found is None:
             return None

@@ -47,6 +47,8 @@ class Replication:
 class Replicator:
     """One process's part in replicating checkpoints. Failures are recorded, and never raised.
 
+    Any thread may call anything at any time.
+
     Args:
         memory: The job's memory on this node.
         slots: Seals the slots of received files, and takes back those of the others.
@@ -55,26 +57,38 @@ class Replicator:
     def __init__(self, memory: JobMemory, slots: SlotPool) -> None:
         self._memory, self._slots = memory, slots
         self._thread: threading.Thread | None = None
-        self._cancelled = threading.Event()
+        self._cancelled = threading.Event()  # of that thread; each has its own
+        self._guard = threading.Lock()
 
     @property
     def is_busy(self) -> bool:
         """Whether a replication is under way."""
-        return self._thread is not None and self._thread.is_alive()
+        with self._guard:
+            return self._thread is not None and self._thread.is_alive()
 
     def start(self, replication: Replication) -> None:
-        """Replicate in the background; call this only while nothing else is under way.
+        """Replicate in the background, behind what is under way.
+
+        Saves see to it that nothing is; a load in another thread may have begun to repair.
 
         Args:
             replication: What to replicate.
         """
-        assert not self.is_busy
-        self._cancelled.clear()
-        self._thread = daemon(lambda: self._replicate(replication), "dcp_mem-replicate")
+        with self._guard:
+            earlier, cancelled = self._thread, threading.Event()
+
+            def replicate() -> None:
+                if earlier is not None:
+                    earlier.join()
+                self._replicate(replication, cancelled)
+
+            self._thread = daemon(replicate, "dcp_mem-replicate")
+            self._cancelled = cancelled
 
     def cancel(self) -> None:
         """Cancel what is under way, on all ranks; it ends as soon as they all know, or time out."""
-        self._cancelled.set()
+        with self._guard:
+            self._cancelled.set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until nothing is under way. A peer that hangs is waited for until it times out.
@@ -82,14 +96,16 @@ class Replicator:
         Args:
             timeout: Seconds; None waits for as long as it takes.
         """
-        if self._thread is not None:
-            self._thread.join(timeout)
+        with self._guard:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
 
-    def _replicate(self, replication: Replication) -> None:
+    def _replicate(self, replication: Replication, cancelled: threading.Event) -> None:
         name, started = replication.task.manifest.name, time.monotonic()
         is_replicated = False
         try:
-            failures = Worker(self._memory, self._slots, replication.task, self._cancelled).run()
+            failures = Worker(self._memory, self._slots, replication.task, cancelled).run()
             self._record(replication, failures, time.monotonic() - started)
             is_replicated = not failures
             faults.point("replicate.recorded")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings
 from dcp_mem.flushing.agent import AgentHandle
-from dcp_mem.flushing.registration import registration_of
+from dcp_mem.flushing.registration import Registration, registration_of
 from dcp_mem.flushing.thread import FlushThread
 
 
 class AgentLink:
-    """Wakes the flusher, and tells it where the job's ranks run.
+    """Wakes the flusher, and tells it where the job's ranks run; any thread may do so.
 
     Args:
         root: The memory root, whose agent this is.
@@ -23,6 +24,8 @@ class AgentLink:
         self._agent = AgentHandle(root)
         self._thread: FlushThread | None = None
         self._told_nodes: frozenset[str] | None = None
+        self._is_stopped = False
+        self._guard = threading.Lock()  # not held while the thread ends
 
     def wake(self, settings: Settings, nodes: frozenset[str] | None, *, now: bool = False) -> None:
         """Have pending checkpoints flushed. A job without storage has none.
@@ -35,20 +38,24 @@ class AgentLink:
         if settings.url is None:
             return
         registration = registration_of(settings, now=now, nodes=nodes)
-        self._told_nodes = nodes
-        if settings.agent == "process":
-            try:
-                self._agent.wake(registration)
-            except OSError as error:
-                log.error(
-                    "the agent can't be started, so nothing reaches storage "
-                    "(agent='thread' needs none): %s",
-                    error,
-                )
-            return
-        if self._thread is None:
-            self._thread = FlushThread(self._root)
-        self._thread.wake(replace(registration, environment=None))
+        with self._guard:
+            self._told_nodes = nodes
+            if settings.agent == "process":
+                self._wake_agent(registration)
+            elif not self._is_stopped:
+                if self._thread is None:
+                    self._thread = FlushThread(self._root)
+                self._thread.wake(replace(registration, environment=None))
+
+    def _wake_agent(self, registration: Registration) -> None:
+        try:
+            self._agent.wake(registration)
+        except OSError as error:
+            log.error(
+                "the agent can't be started, so nothing reaches storage "
+                "(agent='thread' needs none): %s",
+                error,
+            )
 
     def is_news(self, nodes: frozenset[str] | None) -> bool:
         """Return whether the flusher knows of other nodes; it counts as told of these now.
@@ -56,16 +63,22 @@ class AgentLink:
         Args:
             nodes: The nodes of all ranks; None where they aren't known.
         """
-        is_news = nodes != self._told_nodes
-        self._told_nodes = nodes
-        return is_news
+        with self._guard:
+            is_news = nodes != self._told_nodes
+            self._told_nodes = nodes
+            return is_news
 
     def stop(self) -> None:
-        """End this process's own flush thread, if there is one."""
-        if self._thread is not None:
-            self._thread.stop()
+        """End this process's own flush thread, if there is one; none is started any more."""
+        with self._guard:
+            self._is_stopped = True
+            thread = self._thread
+        if thread is not None:
+            thread.stop()
 
     def drain(self) -> None:
         """Let this process's own flush thread finish what is pending, if there is one."""
-        if self._thread is not None:
-            self._thread.drain()
+        with self._guard:
+            thread = self._thread
+        if thread is not None:
+            thread.drain()

@@ -6,7 +6,10 @@ from dcp_mem.common.gc_pause import give_back_heap
 
 
 class GrownHeap:
-    """Whether a plan was described lately: that leaves tens of megabytes of free heap."""
+    """Whether a plan was described lately: that leaves tens of megabytes of free heap.
+
+    Any thread may call anything: at worst, memory is given back twice, or at the next save.
+    """
 
     def __init__(self) -> None:
         self._has_grown = False

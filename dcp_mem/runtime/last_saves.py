@@ -18,7 +18,7 @@ PlanKey = tuple[str, str, str]
 """Saves with the same key follow each other with the same plan, as a rule: group and plan id."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SavedPlan:
     """The last complete save of a plan; its catalog is kept while the plan's saves stay alike.
 
@@ -69,6 +69,9 @@ class PersistCounter:
 
 class LastSaves:
     """One process's records of its last saves of a job.
+
+    Written within a save's turn only. Other threads may look up what is there under a key; none of
+    the values changes.
 
     Attributes:
         plans: By plan, what its last complete save was made of.

@@ -6,6 +6,7 @@ The same plan gets the same layout, so that its slots need no new frames.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,10 +43,11 @@ class PlanLayout:
 
 
 class Layouts:
-    """The layouts of the last few plans."""
+    """The layouts of the last few plans; any thread may ask for one."""
 
     def __init__(self) -> None:
         self._layouts: OrderedDict[int, PlanLayout] = OrderedDict()
+        self._guard = threading.Lock()  # not held while plans are compared, or laid out
 
     def of(self, expected: Specs) -> PlanLayout:
         """Return the layout of a plan with these dtypes and shapes: a known one, or a new one.
@@ -53,9 +55,11 @@ class Layouts:
         Args:
             expected: Dtypes and shapes as the plan has them.
         """
-        for key, known in reversed(self._layouts.items()):
+        for known in reversed(self._known()):
             if known.expected == expected:
-                self._layouts.move_to_end(key)
+                with self._guard:
+                    if id(known) in self._layouts:  # another thread may just have replaced it
+                        self._layouts.move_to_end(id(known))
                 return known
         return self.learn(
             expected, [spec if spec[0] not in QUANTISED else None for spec in expected]
@@ -73,8 +77,7 @@ class Layouts:
         is_as_planned = [
             spec == plan for spec, plan in zip(dense, expected, strict=True) if spec is not None
         ]
-        for key in [key for key, known in self._layouts.items() if known.expected == expected]:
-            del self._layouts[key]
+        replaced = [id(known) for known in self._known() if known.expected == expected]
         learnt = PlanLayout(
             expected=expected,
             dense=dense,
@@ -83,10 +86,17 @@ class Layouts:
             frames=frames_key(specs),
             is_plain=list(expected) == dense,
         )
-        self._layouts[id(learnt)] = learnt
-        while len(self._layouts) > _LAYOUTS_KEPT:
-            self._layouts.popitem(last=False)
+        with self._guard:
+            for key in replaced:
+                self._layouts.pop(key, None)
+            self._layouts[id(learnt)] = learnt
+            while len(self._layouts) > _LAYOUTS_KEPT:
+                self._layouts.popitem(last=False)
         return learnt
+
+    def _known(self) -> list[PlanLayout]:
+        with self._guard:
+            return list(self._layouts.values())
 
 
 def put_frames(slot: Slot, plan_layout: PlanLayout) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dcp_mem.common.log import log
@@ -37,6 +37,9 @@ class SlotSizes:
 class Prefaulting:
     """The thread that makes a rank's free slots ready; at most one at a time.
 
+    Any thread may start and stop it. On return from `stop` nothing is made ready any more, until
+    somebody starts it again.
+
     Args:
         memory: The job's memory on this node.
         slots: Where free slots are made ready.
@@ -46,7 +49,8 @@ class Prefaulting:
     def __init__(self, memory: JobMemory, slots: SlotPool, heap: GrownHeap) -> None:
         self._memory, self._slots, self._heap = memory, slots, heap
         self._thread: threading.Thread | None = None
-        self._wanted = threading.Event()
+        self._wanted = threading.Event()  # of that thread; each has its own
+        self._guard = threading.Lock()  # the thread never takes it, so it is held while that ends
 
     def start(self, sizes: SlotSizes, checkpoints: int) -> threading.Thread:
         """Make free slots for so many checkpoints ready in the background; return the thread.
@@ -55,16 +59,26 @@ class Prefaulting:
             sizes: What one checkpoint takes.
             checkpoints: For how many checkpoints there are to be free slots.
         """
-        self.stop()
-        self._wanted.set()
-        self._thread = threading.Thread(
-            target=self._work, args=(sizes, checkpoints), name="dcp_mem-prefault", daemon=True
-        )
-        self._thread.start()
-        return self._thread
+        with self._guard:
+            self._end()
+            wanted = threading.Event()
+            wanted.set()
+            thread = threading.Thread(
+                target=self._work,
+                args=(sizes, checkpoints, wanted.is_set),
+                name="dcp_mem-prefault",
+                daemon=True,
+            )
+            thread.start()
+            self._thread, self._wanted = thread, wanted
+            return thread
 
     def stop(self) -> None:
         """End the background work where it is; what it has done by then isn't lost."""
+        with self._guard:
+            self._end()
+
+    def _end(self) -> None:
         self._wanted.clear()
         if self._thread is not None:
             self._thread.join()
@@ -100,24 +114,22 @@ class Prefaulting:
         if wanted > free:
             self.start(sizes, wanted)
 
-    def _work(self, sizes: SlotSizes, checkpoints: int) -> None:
+    def _work(self, sizes: SlotSizes, checkpoints: int, wanted: Callable[[], bool]) -> None:
         try:
             for count in range(1, checkpoints * sizes.count + 1):  # one checkpoint after the other
-                self._make_ready(sizes, count)
+                self._make_ready(sizes, count, wanted)
         except Exception:
             log.warning(
                 "prefaulting failed; saves will fault their pages in themselves", exc_info=True
             )
         self._heap.trim()
 
-    def _make_ready(self, sizes: SlotSizes, count: int) -> None:
+    def _make_ready(self, sizes: SlotSizes, count: int, wanted: Callable[[], bool]) -> None:
         """Have so many free slots, the last of them of the size that is next in turn."""
         kind = (count - 1) % sizes.count
         if kind:
-            self._slots.prefault(
-                count, sizes.copies[kind - 1], lambda slot: None, self._wanted.is_set
-            )
+            self._slots.prefault(count, sizes.copies[kind - 1], lambda slot: None, wanted)
         else:
             self._slots.prefault(
-                count, sizes.own, lambda slot: put_frames(slot, sizes.layout), self._wanted.is_set
+                count, sizes.own, lambda slot: put_frames(slot, sizes.layout), wanted
             )

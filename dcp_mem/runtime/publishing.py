@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from dcp_mem.common import faults
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.catalogs import Catalogs
@@ -12,6 +14,8 @@ from dcp_mem.memory.stock_metadata_thread import StockMetadataThread
 class Publisher:
     """Publishes checkpoints in the job's memory on this node.
 
+    Checkpoints are published in turn; any thread may drain.
+
     Args:
         memory: The job's memory on this node.
         catalogs: The job's catalogs on this node.
@@ -20,6 +24,7 @@ class Publisher:
     def __init__(self, memory: JobMemory, catalogs: Catalogs) -> None:
         self._memory, self._catalogs = memory, catalogs
         self._stock_metadata: StockMetadataThread | None = None
+        self._guard = threading.Lock()  # not held while the thread ends
 
     def publish(self, manifest: Manifest) -> None:
         """Make a checkpoint COMPLETE, in the place of an older one of its name.
@@ -48,16 +53,18 @@ class Publisher:
         Args:
             manifest: Of the complete checkpoint.
         """
-        if self._stock_metadata is None:
-            self._stock_metadata = StockMetadataThread(self._memory, self._catalogs)
-        self._stock_metadata.add(manifest)
+        with self._guard:
+            if self._stock_metadata is None:
+                self._stock_metadata = StockMetadataThread(self._memory, self._catalogs)
+            self._stock_metadata.add(manifest)
 
     def drain(self) -> None:
         """Finish what is being put there, as the process ends."""
-        if self._stock_metadata is not None:
-            self._stock_metadata.close()
+        with self._guard:
+            thread, self._stock_metadata = self._stock_metadata, None
+        if thread is not None:
+            thread.close()
 
     def close(self) -> None:
         """Finish what is being put there; a later checkpoint starts another thread."""
         self.drain()
-        self._stock_metadata = None

@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from dcp_mem.comm import Ranks
 from dcp_mem.config import Settings
@@ -28,6 +29,9 @@ from dcp_mem.runtime.layouts import Layouts
 from dcp_mem.runtime.prefaulting import Prefaulting
 from dcp_mem.runtime.publishing import Publisher
 from dcp_mem.runtime.topology import JobNodes, Topology
+from dcp_mem.runtime.turns import Turn, Turns
+
+T = TypeVar("T")
 
 _DRAIN_AT_EXIT = 60.0
 _CANCEL_AT_EXIT = 5.0
@@ -36,7 +40,20 @@ _CANCEL_AT_EXIT = 5.0
 class Session:
     """One process's hold on one job: opens the parts, closes them, and does what needs several.
 
-    Not thread-safe but for the threads that its parts run themselves.
+    Threads of the process share it. What a save does, it does in its turn (`enter_session`), one
+    save at a time: planning together, agreeing, sealing, publishing, retention, and all that is
+    written into `last_saves`. `prepare` takes a turn as well, and so does the session's end.
+
+    Beside a save that has its turn, other threads may, at any time:
+
+    - claim, share and abandon slots, and copy into those that they have claimed;
+    - look for layouts and catalogs, and learn layouts;
+    - recognise state dicts by known plans (`OwnPlans.plan`);
+    - start and stop prefaulting;
+    - wake the agent, and look at `memory`, as `status` and `wait` do;
+    - load, also where that repairs copies.
+
+    No lock is held while bytes are copied, or while ranks are talked to.
 
     Attributes:
         memory: The job's directory in this node's memory.
@@ -50,6 +67,7 @@ class Session:
         replicator: Has complete checkpoints copied to other nodes.
         publisher: Makes checkpoints COMPLETE on this node.
         nodes: On which nodes the job runs.
+        turns: The order of the saves.
     """
 
     def __init__(self, root: str, job: str, identity: RunIdentity) -> None:
@@ -76,6 +94,8 @@ class Session:
         self.replicator = Replicator(self.memory, self.slots)
         self.publisher = Publisher(self.memory, self.catalogs)
         self.nodes = JobNodes(self.memory.node)
+        self.turns = Turns()
+        self._end: threading.Event | None = None  # set once it is closed; None: it stays open
         self._agent = AgentLink(root)
 
     def topology(self, ranks: Ranks, failure_domain: str = "") -> Topology:
@@ -134,7 +154,7 @@ class Session:
             self.wake_agent(settings)
 
     def close(self, *, drop_free: bool) -> None:
-        """Give back slots, mappings and the job's lock.
+        """Give back slots, mappings and the job's lock. Call it in a turn of its own.
 
         Args:
             drop_free: Give back the memory of free slots as well.
@@ -161,11 +181,14 @@ class Session:
 
 
 _sessions: dict[tuple[int, str, str], Session] = {}
-_guard = threading.Lock()
+_guard = threading.Lock()  # held while a session is opened, not while one is closed
 
 
 def session_for(settings: Settings, identity: RunIdentity) -> Session:
     """Return this process's session of the job, opened now if need be.
+
+    A session that another thread closes is waited for, and followed by a new one; but a thread that
+    has its turn in it goes on with it.
 
     Args:
         settings: Memory root and name of the job.
@@ -176,14 +199,54 @@ def session_for(settings: Settings, identity: RunIdentity) -> Session:
         MemoryRootRefused: The memory root belongs to someone else, or isn't safe.
         MemoryUnavailable: The memory root can't be made.
     """
+    return _session_and(lambda session: session, settings, identity, is_next=False)
+
+
+def enter_session(settings: Settings, identity: RunIdentity) -> tuple[Session, Turn]:
+    """Return this process's session of the job, as `session_for` does, with a turn in it.
+
+    The session stays open until the turn is over. The turn isn't waited for here. Earlier turns
+    that the calling thread holds are over: a thread makes one save at a time.
+
+    Args:
+        settings: Memory root and name of the job.
+        identity: The run that this process belongs to.
+
+    Raises:
+        JobInUse: As from `session_for`.
+        MemoryRootRefused: As from `session_for`.
+        MemoryUnavailable: As from `session_for`.
+    """
+    return _session_and(
+        lambda session: (session, session.turns.take()), settings, identity, is_next=True
+    )
+
+
+def _session_and(
+    take: Callable[[Session], T], settings: Settings, identity: RunIdentity, *, is_next: bool
+) -> T:
+    """Return what is taken of the job's session, before anybody can close that.
+
+    Args:
+        take: Takes it; called with the session.
+        settings: Memory root and name of the job.
+        identity: The run that this process belongs to.
+        is_next: Whether the calling thread has come to its next save.
+    """
     key = (os.getpid(), settings.memory_root, settings.job)
-    with _guard:
-        session = _sessions.get(key)
-        if session is None or not os.path.isdir(session.memory.directory):
-            if session is not None:
-                session.lock.close()
-            session = _sessions[key] = Session(settings.memory_root, settings.job, identity)
-        return session
+    while True:
+        with _guard:
+            session = _sessions.get(key)
+            end = None if session is None else session._end
+            if session is None or (end is None and not os.path.isdir(session.memory.directory)):
+                if session is not None:
+                    session.lock.close()
+                session = _sessions[key] = Session(settings.memory_root, settings.job, identity)
+            if is_next:
+                session.turns.abandon_here()
+            if end is None or session.turns.has_here():
+                return take(session)
+        end.wait()
 
 
 def open_session(settings: Settings) -> Session | None:
@@ -196,16 +259,56 @@ def open_session(settings: Settings) -> Session | None:
 
 
 def close_session(settings: Settings, *, drop_free: bool) -> None:
-    """Close this process's session of the job, if it has one.
+    """Close this process's session of the job, if it has one, once all saves are over.
+
+    Saves that have asked for their turn by now come first; those of threads that have died don't
+    count. Where another thread closes the session already, this waits for it.
 
     Args:
         settings: Memory root and name of the job.
         drop_free: Give back the memory of free slots as well.
     """
+    key = (os.getpid(), settings.memory_root, settings.job)
     with _guard:
-        session = _sessions.pop((os.getpid(), settings.memory_root, settings.job), None)
-    if session is not None:
-        session.close(drop_free=drop_free)
+        session = _sessions.get(key)
+        if session is None:
+            return
+        session.turns.abandon_here()
+        earlier = session._end
+        if earlier is None:
+            session._end, turn = threading.Event(), session.turns.take()
+    if earlier is not None:
+        earlier.wait()
+        return
+    _close(key, session, turn, drop_free=drop_free)
+
+
+def _close(key: tuple[int, str, str], session: Session, turn: Turn, *, drop_free: bool) -> None:
+    """Close a session in this turn, and let those go on who wait for that.
+
+    Where the wait for the turn is interrupted, the session stays as it is.
+    """
+    end, is_closing = session._end, False
+    assert end is not None
+    try:
+        with turn:
+            is_closing = True
+            session.close(drop_free=drop_free)
+    finally:
+        with _guard:
+            session._end = None
+            if is_closing and _sessions.get(key) is session:
+                del _sessions[key]
+        end.set()
+
+
+def _forget_parent() -> None:
+    """After a fork: another thread of the parent may have had the guard."""
+    global _guard
+    _guard = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _drain_sessions() -> None:

@@ -55,7 +55,11 @@ class Topology:
 
 
 class JobNodes:
-    """The nodes on which the job's ranks run, as far as saves have told."""
+    """The nodes on which the job's ranks run, as far as saves have told.
+
+    `topology` talks to the ranks, so a save calls it in its turn; any thread may read
+    `of_all_ranks`.
+    """
 
     def __init__(self, node: str) -> None:
         """Start with nothing known.

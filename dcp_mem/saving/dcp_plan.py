@@ -17,6 +17,7 @@ from dcp_mem.common.values import Outcome
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.catalog_conversion import RankItems, catalog_of
 from dcp_mem.format.manifest import FlushRecord, Manifest
+from dcp_mem.format.metadata import with_storage
 from dcp_mem.runtime.last_saves import SavedPlan
 from dcp_mem.saving.plan import plan_segment
 from dcp_mem.saving.stage import stage
@@ -246,3 +247,18 @@ def republish(
             memory.record_flush(checkpoint, FlushRecord(save_id=manifest.save_id))
     if manifest.persist:
         session.wake_agent(context.settings)
+
+
+def fill_in(metadata: Metadata, results: Sequence[Sequence[WriteResult]], save_id: str) -> None:
+    """Add to DCP's metadata where each item lies.
+
+    Args:
+        metadata: DCP's.
+        results: Of all ranks, as DCP hands them to `finish`.
+        save_id: The save attempt.
+    """
+    storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+    finished = with_storage(metadata, storage_data, save_id)
+    metadata.storage_data, metadata.storage_meta = finished.storage_data, finished.storage_meta
+    if hasattr(metadata, "version"):
+        metadata.version = finished.version

@@ -6,12 +6,15 @@ what every save does (see `agree.py` and `complete.py`), with a plan id in it, a
 
 from __future__ import annotations
 
+import copy
 import io
+import threading
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,14 +24,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_mem.comm.agreement import Attempted, attempt, described
 from dcp_mem.common.log import log
-from dcp_mem.errors import RankFailed
+from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.format.catalog import Catalog
-from dcp_mem.format.frames import Specs
+from dcp_mem.format.frames import QUANTISED, Specs, frame
 from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.global_plan import GlobalPlan, merge
 from dcp_mem.planning.plain_tensors import Addresses
 from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_plan, share_written
-from dcp_mem.planning.plan_columns import ItemKind, NotDescribable, share_columns
+from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable, share_columns
 from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
@@ -49,20 +52,41 @@ _PLANS_KEPT = 4
 class OwnPlanItems:
     """The items of a state dict, by a plan of dcp_mem's own: an ItemProvider for one save."""
 
-    def __init__(self, plans: OwnPlans, state: Attempted[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        plans: OwnPlans,
+        state: Attempted[Mapping[str, Any]],
+        *,
+        why_not: str = "",
+        to_lowest_rank: bool = False,
+    ) -> None:
         """Take what is to be saved.
 
         Args:
             plans: This rank's plans; a new one is added where none fits.
             state: The state dict, or why there is none.
+            why_not: Why only DCP's planner can plan this; "" where dcp_mem may.
+            to_lowest_rank: Whether the first rank that holds a chunk writes it; otherwise the bytes
+                are balanced.
         """
         self._plans, self._state = plans, state
+        self._why_not, self._to_lowest_rank = why_not, to_lowest_rank
         self._is_new = False
         self._wanted = ""
+        self._structure: Structure | None = None  # of what `plan` has looked at
 
     def plan(self, context: SaveContext) -> Planned | Unplanned:
         """Recognise the state dict, or look at its structure."""
-        return self._plans.plan(context, self._state.value, self._wanted)
+        if self._why_not:
+            return Unplanned(self._why_not)
+        planned = self._plans.plan(
+            context, self._state.value, self._wanted, to_lowest_rank=self._to_lowest_rank
+        )
+        if isinstance(planned, Unplanned):
+            self._structure = planned.structure
+        else:
+            self._structure = _rows(planned).structure
+        return planned
 
     def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
         """Turn to a plan that fits on every rank, or else make one with all ranks.
@@ -79,7 +103,8 @@ class OwnPlanItems:
             raise NoCommonPlan("a structure that is another each time it is looked at") from None
         self._wanted = "" if self._wanted else in_common
         if not self._wanted:
-            self._plans.plan_together(context)
+            assert self._structure is not None
+            self._plans.plan_together(context, self._structure, to_lowest_rank=self._to_lowest_rank)
             self._is_new = True
         return True
 
@@ -93,7 +118,7 @@ class OwnPlanItems:
 
     def catalog_source(self, planned: Planned) -> CatalogOfOwnPlan:
         """Return what makes a catalog of the global plan and the ranks' rows."""
-        return self._plans.catalog_source(planned.plan_id)
+        return catalog_source_of(planned)
 
     def settle(self, saved: SavedPlan) -> None:
         """Do nothing: the plan is kept already."""
@@ -114,6 +139,7 @@ class _Plan:
         is_strided: Whether all tensors are.
         is_complex: Whether any tensor is.
         whole: The plan of all ranks, on the coordinator.
+        to_lowest_rank: Whether the first rank that holds a chunk writes it.
     """
 
     plan_id: str
@@ -126,17 +152,26 @@ class _Plan:
     is_strided: bool
     is_complex: bool
     whole: GlobalPlan | None
+    to_lowest_rank: bool
 
 
 class OwnPlans:
-    """One rank's part of the last few plans that ranks made together; kept like the session."""
+    """One rank's part of the last few plans that ranks made together; kept like the session.
+
+    Any thread may recognise a state dict (`plan`); plans are made in a save's turn.
+    """
 
     def __init__(self) -> None:
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
-        self._structure: Structure | None = None  # of what `plan` looked at last
+        self._guard = threading.Lock()  # not held while anything is looked at, or planned
 
     def plan(
-        self, context: SaveContext, state: Mapping[str, Any], wanted: str = ""
+        self,
+        context: SaveContext,
+        state: Mapping[str, Any],
+        wanted: str = "",
+        *,
+        to_lowest_rank: bool = False,
     ) -> Planned | Unplanned:
         """Return this rank's part of saving a state dict, by a plan that fits it, if there is one.
 
@@ -144,25 +179,30 @@ class OwnPlans:
             context: Of the save.
             state: The state dict.
             wanted: Id of the plan to take if it fits; the last one otherwise.
+            to_lowest_rank: As `plan_together` was told.
         """
-        plans = [plan for plan in reversed(self._plans.values()) if plan.group == context.group]
+        plans = self._like(context.group, to_lowest_rank)[::-1]
         for plan in sorted(plans, key=lambda plan: plan.plan_id != wanted):
             planned = self._planned(context, plan, state)
             if planned is not None:
                 return planned
         try:
-            structure = self._structure = Structure(state)
+            structure = Structure(state)
+            _check_dtypes(structure)
         except NotDescribable as reason:
             return Unplanned(str(reason))
         for plan in plans:
             if plan.structure.plan.is_same(structure.plan):
                 # What differs doesn't count: the type of a byte item, say.
                 self._replace(plan.structure, structure)
-                return self._planned(context, plan, state) or Unplanned()
-        return Unplanned()
+                planned = self._planned(context, plan, state)
+                return planned or Unplanned(structure=structure)
+        return Unplanned(structure=structure)
 
-    def plan_together(self, context: SaveContext) -> None:
-        """Make one plan of what `plan` looked at last on all ranks.
+    def plan_together(
+        self, context: SaveContext, structure: Structure, *, to_lowest_rank: bool = False
+    ) -> None:
+        """Make one plan of all ranks' state dicts.
 
         1. Gather the local plans on rank 0.
         2. Rank 0 merges them: that settles which rank writes what.
@@ -170,17 +210,33 @@ class OwnPlans:
 
         Args:
             context: This rank's part in the save; its `ranks` make the plan.
+            structure: Of this rank's state dict, as `plan` has found it.
+            to_lowest_rank: Whether the first rank that holds a chunk writes it; rank 0's word
+                counts.
 
         Raises:
             RankFailed: The local plans don't fit together; on all ranks.
         """
         started = time.monotonic()
-        ranks, structure = context.ranks, self._own_structure(context)
-        gathered = ranks.gather(structure.plan, share_columns)
+        structure = self._known(context, structure, to_lowest_rank)
+        plan_id, mask, whole = self._merge_on_rank_0(
+            context, structure.plan, to_lowest_rank=to_lowest_rank
+        )
+        plan = _plan_of(plan_id, context.group, structure, mask, whole, to_lowest_rank)
+        self._keep(plan, context.session)
+        seconds = time.monotonic() - started
+        log.info("planned %s with %d ranks in %.2f s", context.name, context.ranks.size, seconds)
+
+    def _merge_on_rank_0(
+        self, context: SaveContext, part: LocalPlan | _Refusal, *, to_lowest_rank: bool
+    ) -> tuple[str, bytes, GlobalPlan | None]:
+        """Return the plan's id, which rows this rank writes, and on rank 0 the whole plan."""
+        ranks = context.ranks
+        gathered = ranks.gather(part, _shared)
         whole: GlobalPlan | None = None
         parts: Sequence[tuple[str, bytes, str]] = ()
         if ranks.rank == 0:
-            merged = attempt(lambda: _merged(gathered))
+            merged = attempt(lambda: _merged(gathered, to_lowest_rank))
             if merged.error is None:
                 whole, parts = merged.value
             else:
@@ -188,53 +244,108 @@ class OwnPlans:
         plan_id, mask, error = ranks.scatter(parts)
         if error:
             raise RankFailed(f"planning {context.name}", [(0, error)])
-        self._plans[plan_id] = _plan_of(plan_id, context.group, structure, mask, whole)
-        self._drop_oldest(context.session)
-        seconds = time.monotonic() - started
-        log.info("planned %s with %d ranks in %.2f s", context.name, ranks.size, seconds)
+        return plan_id, mask, whole
 
-    def catalog_source(self, plan_id: str) -> CatalogOfOwnPlan:
-        """Return what makes the catalog of a plan.
+    def recognised(
+        self, context: SaveContext, state: Mapping[str, Any], *, to_lowest_rank: bool = False
+    ) -> Planned | None:
+        """Return this rank's part of saving a state dict by the last plan that fits it.
 
         Args:
-            plan_id: Of a plan that is kept here.
-        """
-        return CatalogOfOwnPlan(self._plans[plan_id].whole)
+            context: Of the save.
+            state: The state dict.
+            to_lowest_rank: As `plan_together` was told.
 
-    def _own_structure(self, context: SaveContext) -> Structure:
-        """Return the structure looked at last; a known plan's, if it is the same."""
-        structure = self._structure
-        assert structure is not None
-        known = (plan.structure for plan in self._plans.values() if plan.group == context.group)
+        Returns:
+            None where no plan fits.
+        """
+        for plan in self._like(context.group, to_lowest_rank)[::-1]:
+            planned = self._planned(context, plan, state)
+            if planned is not None:
+                return planned
+        return None
+
+    def forget(self, plan_id: str) -> None:
+        """Forget a plan, so that the next save plans anew.
+
+        Args:
+            plan_id: Of the plan.
+        """
+        with self._guard:
+            self._plans.pop(plan_id, None)
+
+    def refuse_to_plan(self, context: SaveContext, why: str) -> None:
+        """Have `plan_together` fail on the other ranks, which call it now.
+
+        Args:
+            context: This rank's part in the save.
+            why: For the other ranks.
+
+        Raises:
+            RankFailed: The plan has failed.
+        """
+        self._merge_on_rank_0(context, _Refusal(why), to_lowest_rank=False)
+
+    def _like(self, group: GroupKey, to_lowest_rank: bool) -> list[_Plan]:
+        """Return the plans of a group of ranks, the last used one last."""
+        with self._guard:
+            return [
+                plan
+                for plan in self._plans.values()
+                if plan.group == group and plan.to_lowest_rank == to_lowest_rank
+            ]
+
+    def _known(self, context: SaveContext, structure: Structure, to_lowest_rank: bool) -> Structure:
+        """Return a known plan's structure, if it is the same; else this one."""
+        known = (plan.structure for plan in self._like(context.group, to_lowest_rank))
         return next((one for one in known if one.plan.is_same(structure.plan)), structure)
 
     def _replace(self, known: Structure, structure: Structure) -> None:
-        for plan in self._plans.values():
-            if plan.structure is known:
-                plan.structure = structure
+        with self._guard:
+            for plan in self._plans.values():
+                if plan.structure is known:
+                    plan.structure = structure
 
-    def _drop_oldest(self, session: Session) -> None:
-        while len(self._plans) > _PLANS_KEPT:
-            plan_id, plan = self._plans.popitem(last=False)
-            session.last_saves.plans.pop((*plan.group, plan_id), None)
+    def _keep(self, made: _Plan, session: Session) -> None:
+        """Keep a plan, and drop the oldest ones."""
+        with self._guard:
+            self._plans[made.plan_id] = made
+            while len(self._plans) > _PLANS_KEPT:
+                plan_id, plan = self._plans.popitem(last=False)
+                session.last_saves.plans.pop((*plan.group, plan_id), None)
 
     def _planned(
         self, context: SaveContext, plan: _Plan, state: Mapping[str, Any]
     ) -> Planned | None:
-        planned = _planned(context, plan, state)
+        structure = plan.structure  # another thread may replace it by one that is the same
+        planned = _planned(context, plan, structure, state)
         if planned is None:
             return None
-        self._plans.move_to_end(plan.plan_id)
-        self._structure = plan.structure
+        with self._guard:
+            if plan.plan_id in self._plans:
+                self._plans.move_to_end(plan.plan_id)
         others = [
             other.plan_id
-            for other in self._plans.values()
-            if other is not plan and other.group == plan.group and other.structure is plan.structure
+            for other in self._like(plan.group, plan.to_lowest_rank)
+            if other is not plan and other.structure is structure
         ]
         return replace(planned, other_plan_ids=tuple(others))
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Stands for the plan of a rank that can't have another one."""
+
+    why: str
+
+
+def _shared(plans: Sequence[Any]) -> Sequence[Any]:
+    """Return the plans, with what is equal in several of them as one object."""
+    return plans if any(isinstance(one, _Refusal) for one in plans) else share_columns(plans)
+
+
 _own_plans: WeakKeyDictionary[Session, OwnPlans] = WeakKeyDictionary()
+_guard = threading.Lock()
 
 
 def own_plans_of(session: Session) -> OwnPlans:
@@ -243,18 +354,40 @@ def own_plans_of(session: Session) -> OwnPlans:
     Args:
         session: What this process keeps of the job.
     """
-    plans = _own_plans.get(session)
-    if plans is None:
-        plans = _own_plans[session] = OwnPlans()
-    return plans
+    with _guard:
+        return _own_plans.setdefault(session, OwnPlans())
 
 
-def _merged(plans: Sequence[Any]) -> tuple[GlobalPlan, Sequence[tuple[str, bytes, str]]]:
+def _merged(
+    plans: Sequence[Any], to_lowest_rank: bool
+) -> tuple[GlobalPlan, Sequence[tuple[str, bytes, str]]]:
     """Merge all ranks' plans; return the global plan, and for each rank which rows it writes."""
-    whole, plan_id = merge(plans), uuid.uuid4().hex[:16]
+    refusal = next((one for one in plans if isinstance(one, _Refusal)), None)
+    if refusal is not None:
+        raise DcpMemError(refusal.why)
+    whole, plan_id = merge(plans, to_lowest_rank=to_lowest_rank), uuid.uuid4().hex[:16]
     return whole, [
         (plan_id, _mask(len(plan), whole.rows_of(rank)), "") for rank, plan in enumerate(plans)
     ]
+
+
+def _check_dtypes(structure: Structure) -> None:
+    """Raise NotDescribable for a dtype that torch can't save; its planner has the error to raise.
+
+    A plan with such a dtype would fail where it is compared with later state dicts.
+    """
+    for dtype in {dtype_named(one.dtype) for one in structure.plan.table} - QUANTISED:
+        if why_not := _why_not_saved(dtype):
+            raise NotDescribable(f"a tensor of {dtype}, which torch can't save: {why_not}")
+
+
+@cache
+def _why_not_saved(dtype: torch.dtype) -> str:
+    try:
+        frame(dtype, (0,))
+    except Exception as error:
+        return described(error)
+    return ""
 
 
 def _mask(count: int, rows: Any) -> bytes:
@@ -270,6 +403,7 @@ def _plan_of(
     structure: Structure,
     mask: bytes,
     whole: GlobalPlan | None,
+    to_lowest_rank: bool,
 ) -> _Plan:
     local = structure.plan
     written = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(local)).astype(bool)
@@ -294,19 +428,22 @@ def _plan_of(
         is_strided={one.layout for one in properties} <= {str(torch.strided)},
         is_complex=any(dtype.is_complex for dtype in set(dtypes)),
         whole=whole,
+        to_lowest_rank=to_lowest_rank,
     )
 
 
-def _planned(context: SaveContext, plan: _Plan, state: Mapping[str, Any]) -> Planned | None:
+def _planned(
+    context: SaveContext, plan: _Plan, structure: Structure, state: Mapping[str, Any]
+) -> Planned | None:
     """Return this rank's part of a plan; None if the state dict doesn't fit it."""
     layout = context.session.layouts.of(plan.specs)
     addresses = (
         Addresses(plan.is_written, plan.is_complex) if layout.is_plain and plan.is_strided else None
     )
-    leaves = plan.structure.recognise(state, addresses.look_at if addresses is not None else None)
+    leaves = structure.recognise(state, addresses.look_at if addresses is not None else None)
     if leaves is None:
         return None
-    items = _RowItems(plan, plan.structure.item_values(leaves))
+    items = _RowItems(plan, structure, structure.item_values(leaves))
     tail_nbytes = expected_tail(context, plan.plan_id, plan.objects, items.resolve)
     return Planned(
         items=items,
@@ -317,6 +454,21 @@ def _planned(context: SaveContext, plan: _Plan, state: Mapping[str, Any]) -> Pla
         sources=addresses.found if addresses is not None else None,
         plan_id=plan.plan_id,
     )
+
+
+def _rows(planned: Planned) -> _RowItems:
+    items = planned.items
+    assert isinstance(items, _RowItems)
+    return items
+
+
+def catalog_source_of(planned: Planned) -> CatalogOfOwnPlan:
+    """Return what makes a catalog of a plan of dcp_mem's own.
+
+    Args:
+        planned: This rank's part of the plan.
+    """
+    return CatalogOfOwnPlan(_rows(planned).whole)
 
 
 class CatalogOfOwnPlan:
@@ -344,11 +496,23 @@ class CatalogOfOwnPlan:
 
 
 class _RowItems:
-    """Items that are rows of the local plan, and stand for parts of the state dict's leaves."""
+    """Items that are rows of the local plan, and stand for parts of the state dict's leaves.
 
-    def __init__(self, plan: _Plan, parts: Sequence[Any]) -> None:
-        self._plan, self._parts = plan, parts
-        self._local = plan.structure.plan
+    Attributes:
+        structure: Of the state dict.
+        whole: The plan of all ranks, on the coordinator.
+    """
+
+    def __init__(self, plan: _Plan, structure: Structure, parts: Sequence[Any]) -> None:
+        self.structure, self.whole = structure, plan.whole
+        self._plan_id, self._parts = plan.plan_id, parts
+        self._local = structure.plan
+
+    def without_values(self) -> _RowItems:
+        """Return the same items without the values that they stand for."""
+        items = copy.copy(self)
+        items._parts = ()
+        return items
 
     def resolve(self, item: int) -> Any:
         part = self._parts[item]
@@ -366,4 +530,4 @@ class _RowItems:
         return MetadataIndex(fqn, torch.Size(local.offset[item, : local.dimensions[item]].tolist()))
 
     def fingerprint(self, items: Sequence[int]) -> int:
-        return hash((self._plan.plan_id, len(items)))
+        return hash((self._plan_id, len(items)))

@@ -6,6 +6,7 @@ What is saved comes from a provider of items; all else is the same for every sav
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from dcp_mem.comm.agreement import attempt
 from dcp_mem.common.values import Outcome
@@ -23,14 +24,21 @@ from dcp_mem.saving.values import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A save that all ranks have settled on, and that has written nothing yet.
+
+    Attributes:
+        planned: This rank's part of the plan.
+        agreed: What all ranks agreed on.
+    """
+
+    planned: Planned
+    agreed: Agreed
+
+
 def save(context: SaveContext, provider: ItemProvider) -> Completed | None:
     """Save what the provider gives, on all ranks together; return once it is complete in memory.
-
-    1. Plan: this rank's part of the save, and the layout of its segment (`plan.py`).
-    2. Agree: all ranks settle on one save, and make room for it (`agree.py`).
-    3. Stage: this rank's items are copied into a segment (`stage.py`).
-    4. Complete: receipts, catalog, and the manifest on every node (`complete.py`).
-    5. Background: flush, copies, slots for the next saves (`background.py`).
 
     What goes wrong on one rank before an exchange travels with the exchange, so that all ranks
     raise together and none is left waiting (invariant 8).
@@ -43,25 +51,32 @@ def save(context: SaveContext, provider: ItemProvider) -> Completed | None:
         None where the save was skipped: memory was full.
 
     Raises:
+        Exception: What `settle` and `carry_out` raise.
+    """
+    settled = settle(context, provider)
+    return None if settled is None else carry_out(context, provider, settled)
+
+
+def settle(context: SaveContext, provider: ItemProvider) -> Settled | None:
+    """Plan until the ranks have a plan in common, and agree on the save.
+
+    1. Plan: this rank's part of the save, and the layout of its segment (`plan.py`).
+    2. Agree: all ranks settle on one save, and make room for it (`agree.py`).
+
+    Args:
+        context: Of the save.
+        provider: Where its items come from.
+
+    Returns:
+        None where the save is skipped: memory is full.
+
+    Raises:
         NoCommonPlan: The ranks have no plan in common, and the provider can't find one.
         MemoryBudgetExceeded: There is no room.
         CheckpointExists: The name is taken, and overwrite=False.
         ConfigError: The ranks save under different names.
         RankFailed: Another rank failed.
     """
-    settled = _plan_and_agree(context, provider)
-    if settled is None:
-        _record_skipped(context, "memory was full")
-        return None
-    planned, agreed = settled
-    staged = attempt(lambda: provider.stage(context, agreed, planned))
-    completed = complete(context, agreed, planned, staged, provider)
-    start_background_work(context, completed)
-    return completed
-
-
-def _plan_and_agree(context: SaveContext, provider: ItemProvider) -> tuple[Planned, Agreed] | None:
-    """Plan until the ranks have a plan in common, and agree on the save; None: it is skipped."""
     while True:
         planned = attempt(lambda: provider.plan(context))
         try:
@@ -73,9 +88,33 @@ def _plan_and_agree(context: SaveContext, provider: ItemProvider) -> tuple[Plann
                 raise
             continue
         if agreed is None:
+            _record_skipped(context, "memory was full")
             return None
         assert isinstance(planned.value, Planned)  # agree has raised for all else
-        return planned.value, agreed
+        return Settled(planned.value, agreed)
+
+
+def carry_out(context: SaveContext, provider: ItemProvider, settled: Settled) -> Completed:
+    """Carry out what the ranks have settled on; return once the checkpoint is complete in memory.
+
+    1. Stage: this rank's items are copied into a segment (`stage.py`).
+    2. Complete: receipts, catalog, and the manifest on every node (`complete.py`).
+    3. Background: flush, copies, slots for the next saves (`background.py`).
+
+    Args:
+        context: Of the save.
+        provider: Where its items come from.
+        settled: What the ranks have settled on.
+
+    Raises:
+        MemoryBudgetExceeded: The file system of the memory root is full.
+        RankFailed: Another rank failed.
+    """
+    planned, agreed = settled.planned, settled.agreed
+    staged = attempt(lambda: provider.stage(context, agreed, planned))
+    completed = complete(context, agreed, planned, staged, provider)
+    start_background_work(context, completed)
+    return completed
 
 
 def _record_skipped(context: SaveContext, why: str) -> None:

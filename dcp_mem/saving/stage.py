@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, overload
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, overload
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -18,30 +18,79 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.frames import Spec
 from dcp_mem.format.layout import align
-from dcp_mem.memory import pinning
 from dcp_mem.memory.copying import Move, copy
+from dcp_mem.memory.device_copies import Enqueued, copy_stream
 from dcp_mem.memory.slots import Slot
 from dcp_mem.planning.plain_tensors import PLAIN
 from dcp_mem.runtime.layouts import PlanLayout, put_frames
+from dcp_mem.runtime.session import Session
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.values import Agreed, Items, Planned, SaveContext, Staged
 
 _BATCH = 256 << 20
 
 
+DeviceCopies = list[tuple[torch.Tensor, torch.Tensor]]
+"""Copies from one device: (target, source) of each."""
+
+
+class Later(Protocol):
+    """Takes over copies that needn't be made at once, and makes them in the background."""
+
+    def begin(self) -> None:
+        """Begin with the copies that have been taken over."""
+
+    def take(self, moves: Sequence[Move]) -> Sequence[Move]:
+        """Take copies over; return those to be made at once.
+
+        Args:
+            moves: Of all tensors of a plan, in its order.
+        """
+
+    def take_from_device(self, device: torch.device, copies: DeviceCopies) -> None:
+        """Enqueue copies from a device.
+
+        Args:
+            device: That the sources are on.
+            copies: (target, source) of each.
+        """
+
+    def finish(self) -> None:
+        """Return once all copies have been made.
+
+        Raises:
+            DcpMemError: What was to be copied has changed meanwhile.
+        """
+
+    def cancel(self) -> None:
+        """Make no further copy, and return once none is being made."""
+
+
 class _OtherThanPlanned(Exception):
     """A tensor isn't what the layout expects: the planner transforms tensors in another way now."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """A slot that this rank's items have been copied into; not a segment yet.
+
+    Attributes:
+        slot: The caller's own.
+        layout: Where the dense tensors lie.
+        items: What the entries of `order` stand for.
+        order: The items, as they lie in the slot.
+        tail: (offset, bytes) of each item behind the layout.
+    """
+
+    slot: Slot
+    layout: PlanLayout
+    items: Items
+    order: Sequence[Any]
+    tail: tuple[tuple[int, int], ...]
+
+
 def stage(context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
     """Copy this rank's items into a slot and seal it as a segment.
-
-    1. Claim a slot, one whose pages are there already if possible, and write the layout's frames
-       into it.
-    2. Copy the tensors to their places, in batches.
-    3. Append what has no place in the layout: byte items, and tensors without a plain dense
-       payload.
-    4. Seal the slot: from here on it is the segment, and nothing writes into it any more.
 
     Args:
         context: Of the save.
@@ -52,41 +101,88 @@ def stage(context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
         MemoryBudgetExceeded: The file system of the memory root is full.
         Exception: What the planner raises.
     """
+    return seal_filled(context, agreed, fill(context.session, planned))
+
+
+def fill(session: Session, planned: Planned, later: Later | None = None) -> Filled:
+    """Copy this rank's items into a slot.
+
+    1. Claim a slot, one whose pages are there already if possible, and write the layout's frames
+       into it.
+    2. Copy the tensors to their places, in batches.
+    3. Append what has no place in the layout: byte items, and tensors without a plain dense
+       payload.
+
+    Args:
+        session: What this process keeps of the job.
+        planned: This rank's part of the plan.
+        later: Takes the copies that need not be made at once; None: there are none.
+
+    Raises:
+        MemoryBudgetExceeded: The file system of the memory root is full.
+        Exception: What the planner raises.
+    """
     try:
-        return _stage_into_slot(context, agreed, planned)
+        return _fill(session, planned, later)
     except _OtherThanPlanned:
         dense = [_spec(_resolve(planned.items, item)) for item in planned.tensors]
-        learnt = context.session.layouts.learn(planned.layout.expected, dense)
-        return _stage_into_slot(context, agreed, replace(planned, layout=learnt, sources=None))
+        learnt = session.layouts.learn(planned.layout.expected, dense)
+        return _fill(session, replace(planned, layout=learnt, sources=None), later)
 
 
-def _stage_into_slot(context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
-    slots, layout = context.session.slots, planned.layout.layout
+def _fill(session: Session, planned: Planned, later: Later | None) -> Filled:
+    slots, layout = session.slots, planned.layout.layout
     nbytes = max(planned.nbytes, layout.nbytes) + TAIL_ROOM
     slot = slots.claim(nbytes, planned.layout.frames, mapped=layout.nbytes)
     try:
         faults.point("stage.claimed")
         put_frames(slot, planned.layout)
-        slow = _copy_tensors(slot, planned)
+        slow = _copy_tensors(slot, planned, later)
         faults.point("stage.copied")
         tail = tuple(_append(slot, layout.nbytes, _streams(planned.items, slow, planned.objects)))
-        segment = seal(context, agreed, slot, planned.layout, tail)
-        faults.point("stage.sealed")
+        if later is not None:
+            later.begin()
     except BaseException:
+        if later is not None:
+            later.cancel()
         slots.abandon(slot)
         raise
     slow_ids = set(map(id, slow))
     dense = (
         [item for item in planned.tensors if id(item) not in slow_ids] if slow else planned.tensors
     )
-    return Staged(
-        segment=segment,
-        items=planned.items,
-        order=[*dense, *slow, *planned.objects],
-        offsets=[*layout.offsets.tolist(), *(offset for offset, _ in tail)],
-        lengths=[*layout.lengths.tolist(), *(nbytes for _, nbytes in tail)],
+    return Filled(
         slot=slot,
         layout=planned.layout,
+        items=planned.items,
+        order=[*dense, *slow, *planned.objects],
+        tail=tail,
+    )
+
+
+def seal_filled(context: SaveContext, agreed: Agreed, filled: Filled) -> Staged:
+    """Seal a slot as this rank's segment: from here on nothing writes into it any more.
+
+    Args:
+        context: Of the save.
+        agreed: What all ranks agreed on.
+        filled: The slot; given back if it can't be sealed.
+    """
+    layout, tail = filled.layout.layout, filled.tail
+    try:
+        segment = seal(context, agreed, filled.slot, filled.layout, tail)
+        faults.point("stage.sealed")
+    except BaseException:
+        context.session.slots.abandon(filled.slot)
+        raise
+    return Staged(
+        segment=segment,
+        items=filled.items,
+        order=filled.order,
+        offsets=[*layout.offsets.tolist(), *(offset for offset, _ in tail)],
+        lengths=[*layout.lengths.tolist(), *(nbytes for _, nbytes in tail)],
+        slot=filled.slot,
+        layout=filled.layout,
     )
 
 
@@ -116,20 +212,22 @@ def _resolve(items: Items, item: Any) -> torch.Tensor:
     return tensor.detach()
 
 
-def _copy_tensors(slot: Slot, planned: Planned) -> list[Any]:
+def _copy_tensors(slot: Slot, planned: Planned, later: Later | None) -> list[Any]:
     """Copy dense tensors to their places; return the others' items. Raises _OtherThanPlanned."""
     layout = planned.layout.layout
     addresses = (slot.address + layout.payload_offsets).tolist()
     lengths = layout.payload_nbytes.tolist()
     if planned.sources is None:
         places = list(zip(addresses, lengths, strict=True))
-        return _copy_one_by_one(slot, places, planned)
+        return _copy_one_by_one(slot, places, planned, later)
     moves = list(zip(addresses, planned.sources, lengths, strict=True))
-    _copy_batch(moves, _OtherCopies(slot))
+    _copy_batch(moves if later is None else later.take(moves), _OtherCopies(slot))
     return []
 
 
-def _copy_one_by_one(slot: Slot, places: Sequence[tuple[int, int]], planned: Planned) -> list[Any]:
+def _copy_one_by_one(
+    slot: Slot, places: Sequence[tuple[int, int]], planned: Planned, later: Later | None
+) -> list[Any]:
     """Copy tensors of any kind, as the planner resolves them.
 
     In batches: the planner may make the tensors just for us, and all of them at once might not fit.
@@ -159,9 +257,11 @@ def _copy_one_by_one(slot: Slot, places: Sequence[tuple[int, int]], planned: Pla
             others.copy(tensor, address, nbytes)
         alive.append(tensor)
         waiting += nbytes
-        if waiting >= _BATCH:
+        if waiting >= _BATCH and later is None:
             _copy_batch(moves, others)
             moves, alive, waiting = [], [], 0
+    if later is not None:
+        others.leave_to(later)
     _copy_batch(moves, others)
     return slow
 
@@ -178,15 +278,12 @@ def _copy_batch(moves: Sequence[Move], others: _OtherCopies) -> None:
 
 
 class _OtherCopies:
-    """Copies of tensors that aren't plain CPU memory: strided ones, and those on devices.
-
-    Each device copies on a stream of its own.
-    """
+    """Copies of tensors that aren't plain CPU memory: strided ones, and those on devices."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._waiting: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._streams: list[torch.cuda.Stream] = []
+        self._waiting: dict[torch.device, DeviceCopies] = {}
+        self._enqueued: list[Enqueued] = []
 
     def copy(self, tensor: torch.Tensor, address: int, nbytes: int) -> None:
         """Copy a tensor to an address in the slot, now; from a device, when `start` is called."""
@@ -194,27 +291,30 @@ class _OtherCopies:
         buffer, start = self._slot.mapping.buffer, self._slot.address
         place = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=address - start)
         target = place.view(tensor.dtype).view(tensor.shape)
-        if tensor.device.type != "cuda":
+        if copy_stream(tensor.device) is None:
             target.copy_(tensor.detach())
             return
         self._waiting.setdefault(tensor.device, []).append((target, tensor.detach()))
 
-    def start(self) -> None:
-        """Launch the copies from devices, behind what the planner may have launched just now."""
+    def leave_to(self, later: Later) -> None:
+        """Have another one enqueue, and wait for, the copies from devices."""
         for device, copies in self._waiting.items():
-            stream = pinning.side_stream(device)
-            self._streams.append(stream)
-            with torch.cuda.stream(stream):
-                for target, source in copies:
-                    # Resolved here: torch would conjugate or negate the target while the copy is
-                    # still under way.
-                    target.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
+            later.take_from_device(device, copies)
+        self._waiting.clear()
+
+    def start(self) -> None:
+        """Enqueue the copies from devices, behind what the planner may have launched just now."""
+        for device, copies in self._waiting.items():
+            stream = copy_stream(device)
+            assert stream is not None
+            targets, sources = zip(*copies, strict=True)
+            self._enqueued.append(stream.enqueue(targets, sources))
 
     def finish(self) -> None:
         """Wait for the copies from devices."""
-        for stream in self._streams:
-            stream.synchronize()
-        self._streams.clear()
+        for enqueued in self._enqueued:
+            enqueued.wait()
+        self._enqueued.clear()
         self._waiting.clear()
 
 

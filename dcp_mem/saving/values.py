@@ -15,6 +15,7 @@ from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.catalog_conversion import RankItems
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.slots import Slot
+from dcp_mem.planning.state_structure import Structure
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.runtime.last_saves import GroupKey, PlanKey, SavedPlan
 from dcp_mem.runtime.layouts import PlanLayout
@@ -109,9 +110,11 @@ class Unplanned:
 
     Attributes:
         why_not: Why only DCP's planner can make a plan of it; "" where dcp_mem can.
+        structure: What a plan would be made of; None where only DCP's planner can make one.
     """
 
     why_not: str = ""
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -76,7 +77,12 @@ def _resumed(state: State) -> str:
     with _JOB.reader() as reader:
         try:
             dcp_mem.load(state, storage_reader=reader)
-        except NoRecoverableCheckpoint:
+        except dcp.CheckpointException as error:
+            if any(
+                not isinstance(cause, NoRecoverableCheckpoint)
+                for cause, _ in error.failures.values()
+            ):
+                raise
             return ""
         return reader.report().source
 

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from dcp_mem import RankFailed
 from dcp_mem.comm import Ranks, gloo, ranks_of, relay
 from dcp_mem.comm.tree import _FAN_OUT, Tree, tree_of
 from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.forks import forked_ranks, raised_by
 from tests.support.processes.kill_targets import forked
 
@@ -584,10 +584,11 @@ def _state(step: int) -> dict[str, Any]:
 
 
 def _saves_steadily(job: Job, road: str) -> list[tuple[int, str]]:
-    save = {"dcp_mem.save": dcp_mem.save, "dcp.save": dcp.save}[road]
     with job.writer(keep_memory=2) as writer:
         found = [
-            _exchanges(partial(save, _state(step), checkpoint_id=f"{step}", storage_writer=writer))
+            _exchanges(
+                partial(SAVES[road], _state(step), checkpoint_id=f"{step}", storage_writer=writer)
+            )
             for step in range(9)
         ]
         state = _state(0)
@@ -598,7 +599,7 @@ def _saves_steadily(job: Job, road: str) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize("road", ["dcp_mem.save", "dcp.save"])
+@pytest.mark.parametrize("road", SAVES)
 def test_a_save_like_the_one_before_needs_no_exchange_of_all_with_all(
     memory_job: Job, road: str
 ) -> None:
@@ -607,7 +608,7 @@ def test_a_save_like_the_one_before_needs_no_exchange_of_all_with_all(
         assert found[0][0] > 0, "the first save's exchanges weren't counted"
 
 
-def _saves_out_of_the_ordinary(job: Job) -> dict[str, tuple[int, str]]:
+def _saves_out_of_the_ordinary(job: Job, road: str) -> dict[str, tuple[int, str]]:
     """Each between saves that are as usual."""
     rank = dist.get_rank()
     found: dict[str, tuple[int, str]] = {}
@@ -615,7 +616,7 @@ def _saves_out_of_the_ordinary(job: Job) -> dict[str, tuple[int, str]]:
         step = 0
 
         def save(name: str, state: dict[str, Any]) -> object:
-            return dcp_mem.save(state, checkpoint_id=name, storage_writer=writer)
+            return SAVES[road](state, checkpoint_id=name, storage_writer=writer)
 
         def note(what: str, name: str, state: dict[str, Any]) -> None:
             nonlocal step
@@ -642,10 +643,11 @@ def _saves_out_of_the_ordinary(job: Job) -> dict[str, tuple[int, str]]:
     return found
 
 
+@pytest.mark.parametrize("road", ["dcp.save", "dcp_mem.save"])
 def test_whatever_is_out_of_the_ordinary_on_one_rank_is_settled_by_all_and_the_next_save_is_as_usual(  # noqa: E501
-    memory_job: Job,
+    memory_job: Job, road: str
 ) -> None:
-    for found in forked_ranks(_saves_out_of_the_ordinary, 2, memory_job):
+    for found in forked_ranks(_saves_out_of_the_ordinary, 2, memory_job, road):
         for what in (
             "other names",
             "another structure on rank 1",

@@ -30,6 +30,7 @@ from dcp_mem import (
 )
 from dcp_mem.errors import DcpMemError
 from tests.support.checkpoints.jobs import Job, agents, load_anew, make_state, save, wait_until
+from tests.support.checkpoints.plans import SAVES, save_by_torch
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 from tests.support.storage.file_systems import fill, mounted_tmpfs
 from tests.support.storage.servers import S3Server, StorageRoot
@@ -103,16 +104,20 @@ def test_missing_package_of_a_protocol_is_named(monkeypatch: pytest.MonkeyPatch)
         MemoryStorageWriter("gs://bucket/run")
 
 
-def _save_without_a_name(job: Job) -> str:
-    error = raised_by(lambda: dcp.save({"a": torch.ones(1)}, storage_writer=job.writer()))
-    return f"{type(error).__name__}: {error}"
+def _save_without_a_name(job: Job) -> list[str]:
+    errors = [
+        raised_by(partial(save, {"a": torch.ones(1)}, storage_writer=job.writer()))
+        for save in SAVES.values()
+    ]
+    return [f"{type(error).__name__}: {error}" for error in errors]
 
 
 def test_save_without_a_checkpoint_id_says_what_path_is(memory_root: Path) -> None:
-    answers = forked_ranks(_save_without_a_name, 2, Job(None, str(memory_root)))
-    assert all(
-        answer.startswith("ConfigError: pass checkpoint_id= to dcp.save") for answer in answers
-    )
+    for answers in forked_ranks(_save_without_a_name, 2, Job(None, str(memory_root))):
+        assert len(answers) == len(SAVES)
+        assert all(
+            answer.startswith("ConfigError: pass checkpoint_id= to dcp.save") for answer in answers
+        )
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -129,7 +134,12 @@ def _fill(memory: str, on_full: str) -> tuple[str, list[str], int]:
     for step in (1, 2, 3):
         state = {"a": torch.full((3 << 20,), float(step)), "step": step}
         error = raised_by(
-            partial(dcp.save, state, checkpoint_id=f"step-{step}", storage_writer=writer)
+            partial(
+                save_by_torch if step == 2 else dcp.save,
+                state,
+                checkpoint_id=f"step-{step}",
+                storage_writer=writer,
+            )
         )
     with Job(None, memory).reader() as reader:
         dcp.load(state, storage_reader=reader)
@@ -239,14 +249,17 @@ def test_save_doesnt_wait_for_room_that_never_comes(
 def _skip_what_doesnt_fit(memory: str) -> list[tuple[str, str, str]]:
     state = {"large": torch.zeros(3 << 20)}
     with MemoryStorageWriter(memory_root=memory, job="job", on_full="skip") as writer:
-        dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
-        return [(one.name, one.state.value, one.error) for one in writer.status()]
+        for number, save in enumerate(SAVES.values()):
+            save(state, checkpoint_id=f"step-{number}", storage_writer=writer)
+        return sorted((one.name, one.state.value, one.error) for one in writer.status())
 
 
 def test_save_that_doesnt_fit_into_the_tmpfs_is_skipped_on_every_rank(memory_root: Path) -> None:
     with mounted_tmpfs(memory_root / "small", "8m") as small:
         for status in forked_ranks(_skip_what_doesnt_fit, 2, str(small)):
-            assert status == [("step-1", "skipped", "memory was full")]
+            assert status == [
+                (f"step-{number}", "skipped", "memory was full") for number in range(len(SAVES))
+            ]
 
 
 def _root_of_one_rank_is_missing(memory: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,8 +24,10 @@ from dcp_mem.memory import locks, slots
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.storage.posix import PosixStorage, PosixUpload
+from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.kill_targets import (
-    OWN_PLAN,
+    OVERLAPPED,
+    ROAD,
     CallFailed,
     Line,
     Loaded,
@@ -57,8 +59,16 @@ SAVE_POINTS = [
 FLUSH_POINTS = [point for point in faults.POINTS if point.startswith("flush.")]
 LEADER_POINTS = ["complete.catalog", "complete.manifest", "complete.evicted", "save.finished"]
 """Points that only a node's leader or the coordinator passes."""
+OVERLAP_POINTS = [point for point in faults.POINTS if point.startswith("overlap.")]
 OF_BOTH = [point for point in SAVE_POINTS if point not in LEADER_POINTS]
 COMPLETE_FROM = SAVE_POINTS.index("complete.manifest")
+OF_DCP = ("dcp.save", "torch's planner")
+OF_DCP_MEM = {ROAD: "dcp_mem.save"}
+
+
+def on(roads: Sequence[str], point: str, shift: int = 0) -> dict[str, str]:
+    """Return the environment of one road: points that follow each other take roads in turn."""
+    return {ROAD: roads[(SAVE_POINTS.index(point) + shift) % len(roads)]}
 
 
 def test_every_fault_point_of_the_package_is_listed_and_every_listed_one_exists() -> None:
@@ -78,7 +88,7 @@ def test_every_fault_point_of_the_package_is_listed_and_every_listed_one_exists(
 
 def newest_after(point: str) -> int:
     """The step that has to be the newest one after a kill at a point of save 3."""
-    return 3 if SAVE_POINTS.index(point) >= COMPLETE_FROM else 2
+    return 3 if point in SAVE_POINTS[COMPLETE_FROM:] else 2
 
 
 def check_memory(place: Place, world_size: int | None, newest: set[int]) -> None:
@@ -119,7 +129,9 @@ def test_kill_of_a_lone_rank_leaves_the_staged_checkpoint_or_the_previous_one(
     point: str, memory_root: Path
 ) -> None:
     place = Place(str(memory_root))
-    forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}).join(killed={0})
+    forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}, env=on(OF_DCP, point)).join(
+        killed={0}
+    )
     check_memory(place, None, {newest_after(point)})
     check_restart(place, None, {newest_after(point)})
 
@@ -131,9 +143,15 @@ def test_kill_of_one_of_two_ranks_leaves_the_staged_checkpoint_or_the_previous_o
     point: str, rank: int, memory_root: Path
 ) -> None:
     place = Place(str(memory_root))
-    outcomes = forked(save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}).join(
-        killed={rank}
-    )
+    outcomes = forked(
+        save_armed,
+        2,
+        place,
+        [1, 2],
+        3,
+        {rank: f"{point}:kill:1"},
+        env=on(OF_DCP, point, shift=1 - rank),
+    ).join(killed={rank})
     assert outcomes[1 - rank], "the save returned where a rank was killed in it"
     # Rank 1 is not needed any more once it has told that it sealed: then rank 0 may or may not have
     # heard it.
@@ -143,9 +161,9 @@ def test_kill_of_one_of_two_ranks_leaves_the_staged_checkpoint_or_the_previous_o
 
 
 @pytest.mark.parametrize("point", SAVE_POINTS)
-def test_kill_of_a_lone_rank_with_an_own_plan(point: str, memory_root: Path) -> None:
+def test_kill_of_a_lone_rank_in_dcp_mem_save(point: str, memory_root: Path) -> None:
     place = Place(str(memory_root))
-    forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}, env={OWN_PLAN: "1"}).join(
+    forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}, env=OF_DCP_MEM).join(
         killed={0}
     )
     check_memory(place, None, {newest_after(point)})
@@ -155,13 +173,11 @@ def test_kill_of_a_lone_rank_with_an_own_plan(point: str, memory_root: Path) -> 
 @pytest.mark.parametrize(
     ("point", "rank"), [*((point, 0) for point in SAVE_POINTS), *((point, 1) for point in OF_BOTH)]
 )
-def test_kill_of_one_of_two_ranks_with_an_own_plan(
-    point: str, rank: int, memory_root: Path
-) -> None:
+def test_kill_of_one_of_two_ranks_in_dcp_mem_save(point: str, rank: int, memory_root: Path) -> None:
     """No collective of DCP follows ours here; a rank whose save returned knows it is complete."""
     place = Place(str(memory_root))
     outcomes = forked(
-        save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}, env={OWN_PLAN: "1"}
+        save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}, env=OF_DCP_MEM
     ).join(killed={rank})
     newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
     if point not in ("complete.evicted", "save.finished"):  # by then the other one may go on
@@ -172,13 +188,43 @@ def test_kill_of_one_of_two_ranks_with_an_own_plan(
     check_restart(place, 2, newest)
 
 
+@pytest.mark.parametrize("point", [*SAVE_POINTS, *OVERLAP_POINTS])
+def test_kill_of_a_lone_rank_in_an_asynchronous_save(point: str, memory_root: Path) -> None:
+    place = Place(str(memory_root))
+    forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}, env={OVERLAPPED: "1"}).join(
+        killed={0}
+    )
+    check_memory(place, None, {newest_after(point)})
+    check_restart(place, None, {newest_after(point)})
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        *((point, 0) for point in [*SAVE_POINTS, *OVERLAP_POINTS]),
+        *((point, 1) for point in [*OF_BOTH, *OVERLAP_POINTS]),
+    ],
+)
+def test_kill_of_one_of_two_ranks_in_an_asynchronous_save(
+    point: str, rank: int, memory_root: Path
+) -> None:
+    place = Place(str(memory_root))
+    outcomes = forked(
+        save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}, env={OVERLAPPED: "1"}
+    ).join(killed={rank})
+    assert outcomes[1 - rank], "the save returned where a rank was killed in it"
+    newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
+    check_memory(place, 2, newest)
+    check_restart(place, 2, newest)
+
+
 @pytest.mark.parametrize("point", SAVE_POINTS)
 def test_kill_of_all_ranks_leaves_the_staged_checkpoint_or_the_previous_one(
     point: str, memory_root: Path
 ) -> None:
     place = Place(str(memory_root))
     armed = dict.fromkeys(range(1 if point in LEADER_POINTS else 2), f"{point}:stop:1")
-    ranks = forked(save_armed, 2, place, [1, 2], 3, armed)
+    ranks = forked(save_armed, 2, place, [1, 2], 3, armed, env=on(tuple(SAVES), point))
     for rank in armed:
         ranks.wait_until_stopped(rank)
     for rank in (1, 0):  # rank 0 is stopped, and can't end by itself when it loses the other one
@@ -203,8 +249,9 @@ def test_error_at_any_point_of_a_save_reaches_all_ranks_and_training_goes_on(
     place = Place(str(memory_root))
     after = [4, 5, 6, 7, 8]
     newest = {2, 3} if (point, rank) == ("complete.receipts", 1) else {newest_after(point)}
+    env = on(OF_DCP, point, shift=rank + (world_size or 1))
     for survived in forked(
-        survive, world_size, place, [1, 2], 3, {rank: f"{point}:raise:1"}, after
+        survive, world_size, place, [1, 2], 3, {rank: f"{point}:raise:1"}, after, env=env
     ).join():
         assert f"fault injected at {point}" in survived.error
         assert isinstance(survived.found, Loaded), survived.found
@@ -220,7 +267,10 @@ def test_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one(
 ) -> None:
     place = Place(str(memory_root), keep=1)
     forked(save_all, world_size, place, [2], "best").join()
-    forked(save_armed, world_size, place, [], 3, {0: f"{point}:kill:1"}, "best").join(killed={0})
+    env = on(tuple(SAVES), point, shift=world_size or 1)
+    forked(save_armed, world_size, place, [], 3, {0: f"{point}:kill:1"}, "best", env=env).join(
+        killed={0}
+    )
     for size in (world_size, 2 if world_size is None else None):
         for found in forked(load_all, size, place, [None, "best"]).join():
             assert found == [Loaded(newest_after(point), "best", "memory")] * 2
@@ -244,7 +294,15 @@ def test_kill_on_one_of_two_nodes_leaves_both_with_the_same_whole_checkpoint(
 ) -> None:
     """Each rank has its own memory root, and keeps one checkpoint there: the tightest case."""
     place = two_nodes(memory_root, keep=1)
-    forked(save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}).join(killed={rank})
+    forked(
+        save_armed,
+        2,
+        place,
+        [1, 2],
+        3,
+        {rank: f"{point}:kill:1"},
+        env=on(tuple(SAVES), point, shift=rank),
+    ).join(killed={rank})
     on_first, on_second = (held_on(root, place.job) for root in place.roots)
     assert on_first & on_second, (on_first, on_second)
     forked(save_all, 2, place, [4, 5, 6]).join()

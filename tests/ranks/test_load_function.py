@@ -22,6 +22,7 @@ import dcp_mem
 import dcp_mem.loading.load as load_module
 from dcp_mem import CheckpointNotFound, RankFailed, UntrustedObject
 from tests.support.checkpoints.jobs import Job, make_state, number_of
+from tests.support.checkpoints.plans import load_by_torch, save_by_torch
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -256,7 +257,7 @@ def test_a_segment_that_memory_loses_while_it_is_read_is_taken_from_storage(
 
 def _load_what_dcp_saved(job: Job, directory: str) -> list[int]:
     with job.writer() as writer:
-        dcp.save(make_state(3), checkpoint_id="step-3", storage_writer=writer)
+        save_by_torch(make_state(3), checkpoint_id="step-3", storage_writer=writer)
     dcp.save(make_state(4), checkpoint_id=directory)
     numbers = []
     for reader in (
@@ -279,8 +280,8 @@ def test_what_dcp_saved_loads_too(memory_job: Job, tmp_path: Path, ranks: int) -
 # -- errors are dcp.load's -------------------------------------------------------------------------
 
 
-def _errors_of_both(job: Job) -> list[tuple[str, str]]:
-    """What dcp.load and dcp_mem.load say of states that don't fit the checkpoint."""
+def _errors_of_all(job: Job) -> list[list[str]]:
+    """What torch, dcp.load and dcp_mem.load say of states that don't fit the checkpoint."""
     with job.writer() as writer:
         dcp_mem.save(make_state(1), checkpoint_id="step-1", storage_writer=writer)
     unfit: list[dict[str, Any]] = [
@@ -288,28 +289,30 @@ def _errors_of_both(job: Job) -> list[tuple[str, str]]:
         {**make_state(0), "replicated": torch.zeros(34, dtype=torch.bfloat16)},
         {**make_state(0), "replicated": "text"},
     ]
-    pairs = []
+    found = []
     for state in unfit:
-        theirs = raised_by(partial(dcp.load, copy.copy(state), storage_reader=job.reader()))
-        ours = raised_by(partial(dcp_mem.load, copy.copy(state), storage_reader=job.reader()))
-        pairs.append((f"{type(theirs).__name__}: {theirs}", f"{type(ours).__name__}: {ours}"))
+        errors = [
+            raised_by(partial(load, copy.copy(state), storage_reader=job.reader()))
+            for load in (load_by_torch, dcp.load, dcp_mem.load)
+        ]
+        found.append([f"{type(error).__name__}: {error}" for error in errors])
     state = make_state(0)
     dcp_mem.load(state, storage_reader=job.reader())
     assert number_of(state) == 1
-    return pairs
+    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_state_dict_that_doesnt_fit_gets_torchs_error(memory_job: Job, ranks: int) -> None:
-    for pairs in forked_ranks(_errors_of_both, ranks, memory_job):
-        for theirs, ours in pairs:
-            assert ours == theirs
-        assert [theirs.partition(":")[0] for theirs, _ in pairs] == [
+    for found in forked_ranks(_errors_of_all, ranks, memory_job):
+        for theirs, *ours in found:
+            assert ours == [theirs] * 2
+        assert [theirs.partition(":")[0] for theirs, *_ in found] == [
             "RuntimeError",
             "ValueError",
             "ValueError",
         ]
-        assert "one more" in pairs[0][1]
+        assert "one more" in found[0][1]
 
 
 def _one_rank_is_unfit(job: Job) -> str:

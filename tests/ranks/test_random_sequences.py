@@ -27,6 +27,7 @@ from dcp_mem.common import faults
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.admission import NodeMemory, admit, retire
 from dcp_mem.policy.facts import CheckpointFacts
+from tests.support.checkpoints.plans import SAVES
 from tests.support.checkpoints.roundtrip import is_shown
 from tests.support.processes.kill_targets import (
     CallFailed,
@@ -41,6 +42,7 @@ from tests.support.processes.kill_targets import (
 )
 
 NAMES = ("a", "b", "c", "d")
+ROADS = tuple(SAVES)
 SAVE_POINTS = [
     point for point in faults.POINTS if point.startswith(("save.", "stage.", "complete."))
 ]
@@ -168,31 +170,36 @@ class Checkpoints(RuleBasedStateMachine):
 
     # -- saving ------------------------------------------------------------------------------------
 
-    @initialize(name=st.sampled_from(NAMES))
-    def first_save(self, name: str) -> None:
-        self.save(name)
+    @initialize(name=st.sampled_from(NAMES), road=st.sampled_from(ROADS))
+    def first_save(self, name: str, road: str) -> None:
+        self.save(name, road)
 
-    @rule(name=st.sampled_from(NAMES))
-    def save(self, name: str) -> None:
-        self._save(name, persist=False)
+    @rule(name=st.sampled_from(NAMES), road=st.sampled_from(ROADS))
+    def save(self, name: str, road: str) -> None:
+        self._save(name, road, persist=False)
         if self.model.pending:  # what a killed flush has left: the flush thread is at it by now
             self.flush()
 
-    @rule(name=st.sampled_from(NAMES))
-    def save_and_flush(self, name: str) -> None:
-        self._save(name, persist=True)
+    @rule(name=st.sampled_from(NAMES), road=st.sampled_from(ROADS))
+    def save_and_flush(self, name: str, road: str) -> None:
+        self._save(name, road, persist=True)
         self.flush()
 
-    def _save(self, name: str, *, persist: bool) -> None:
+    def _save(self, name: str, road: str, *, persist: bool) -> None:
         self.step += 1
-        self.trainer().call("save", self.step, name, persist)
+        self.trainer().call("save", self.step, name, persist, road)
         self.has_session = True
         self.model.agree()
         self.model.complete(name, self.step, persist)
         self.model.retire()
 
-    @rule(name=st.sampled_from(NAMES), persist=st.booleans(), point=st.sampled_from(SAVE_POINTS))
-    def kill_in_save(self, name: str, persist: bool, point: str) -> None:
+    @rule(
+        name=st.sampled_from(NAMES),
+        road=st.sampled_from(ROADS),
+        persist=st.booleans(),
+        point=st.sampled_from(SAVE_POINTS),
+    )
+    def kill_in_save(self, name: str, road: str, persist: bool, point: str) -> None:
         if SAVE_POINTS.index(point) >= COMPLETE_FROM:
             # or else a flush thread might be there, and come this far or that with what is complete
             self.kill()
@@ -200,7 +207,7 @@ class Checkpoints(RuleBasedStateMachine):
         self.step += 1
         self.trainer().call("arm", f"{point}:kill:1")
         with pytest.raises(LineDead):
-            self.trainer().call("save", self.step, name, persist)
+            self.trainer().call("save", self.step, name, persist, road)
         self.ended()
         self.model.agree()
         if SAVE_POINTS.index(point) >= COMPLETE_FROM:

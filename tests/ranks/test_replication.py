@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dcp_mem
 from dcp_mem import MemoryStorageWriter
 from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.transfer import CHUNK
@@ -30,6 +28,7 @@ from dcp_mem.format.checksums import BlockChecksums, blocks_of
 from dcp_mem.format.manifest import NodeManifest
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.replicating.plan import copies_of
+from tests.support.checkpoints.plans import SAVES
 from tests.support.processes import kill_targets
 from tests.support.processes.forks import forked_ranks, raised_by
 
@@ -82,10 +81,9 @@ def _state(step: int, nbytes: int = 1 << 20) -> dict[str, Any]:
 
 
 def _save(
-    writer: MemoryStorageWriter, step: int, nbytes: int = 1 << 20, *, own_plan: bool = True
+    writer: MemoryStorageWriter, step: int, nbytes: int = 1 << 20, *, road: str = "dcp_mem.save"
 ) -> None:
-    save = dcp_mem.save if own_plan else dcp.save
-    save(_state(step, nbytes), checkpoint_id=f"step-{step}", storage_writer=writer)
+    SAVES[road](_state(step, nbytes), checkpoint_id=f"step-{step}", storage_writer=writer)
 
 
 def _status(writer: MemoryStorageWriter, step: int) -> CheckpointStatus:
@@ -111,25 +109,28 @@ def _with_line_sends(change: Callable[[Any], Any]) -> None:
 # -- what is copied --------------------------------------------------------------------------------
 
 
-def _saves_and_waits(
-    cluster: Cluster, replicas: int, own_plan: bool
-) -> list[tuple[State, int, str]]:
+def _saves_and_waits(cluster: Cluster, replicas: int, road: str) -> list[tuple[State, int, str]]:
     with cluster.writer(replicas=replicas) as writer:
         for step in (1, 2):
-            _save(writer, step, 9 << 20, own_plan=own_plan)
+            _save(writer, step, 9 << 20, road=road)
             writer.wait(f"step-{step}", "replicated", timeout=60)
     return [(entry.state, entry.replicas, entry.replication_error) for entry in writer.status()]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "ranks_per_node", "replicas", "own_plan"),
-    [(2, 1, 1, False), (2, 2, 1, True), (3, 2, 1, False), (5, 1, 2, True)],
+    ("nodes", "ranks_per_node", "replicas", "road"),
+    [
+        (2, 1, 1, "torch's planner"),
+        (2, 2, 1, "dcp_mem.save"),
+        (3, 2, 1, "dcp.save"),
+        (5, 1, 2, "dcp_mem.save"),
+    ],
 )
 def test_every_copy_is_what_was_saved_and_has_its_checksums_beside_it(
-    memory_root: Path, nodes: int, ranks_per_node: int, replicas: int, own_plan: bool
+    memory_root: Path, nodes: int, ranks_per_node: int, replicas: int, road: str
 ) -> None:
     cluster = Cluster(str(memory_root), ranks_per_node)
-    outcomes = forked_ranks(_saves_and_waits, nodes * ranks_per_node, cluster, replicas, own_plan)
+    outcomes = forked_ranks(_saves_and_waits, nodes * ranks_per_node, cluster, replicas, road)
     assert outcomes == [[(State.REPLICATED, replicas, "")] * 2] * (nodes * ranks_per_node)
     for name in ("step-1", "step-2"):
         lies_on = _segments(cluster, range(nodes), name)
@@ -232,7 +233,7 @@ def _prepares_and_saves(cluster: Cluster) -> tuple[set[int], set[int]]:
         assert writer.prepare(_state(1)).wait(30)
         slots = Path(cluster.memory(dist.get_rank()), "job", ".slots")
         ready = {path.stat().st_ino for path in slots.iterdir()}
-        _save(writer, 1, own_plan=False)
+        _save(writer, 1, road="dcp.save")
         writer.wait("step-1", "replicated", timeout=30)
         (held,) = cluster.held(dist.get_rank()).checkpoints()
         return ready, {path.stat().st_ino for path in Path(held.directory).glob("*.distcp")}

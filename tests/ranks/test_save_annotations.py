@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_mem
 from dcp_mem import ConfigError, MemoryStorageWriter
 from dcp_mem.format.manifest import Manifest
+from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.launch import run_ranks
-
-SAVES = {"dcp.save": dcp.save, "dcp_mem.save": dcp_mem.save}
 
 
 def _told(

@@ -3,14 +3,16 @@
 import gc
 import weakref
 
+import pytest
 import torch
 
 import dcp_mem
+from tests.support.checkpoints.plans import SAVES
 from tests.support.checkpoints.roundtrip import Places
 from tests.support.processes.forks import forked
 
 
-def _saves(places: Places) -> list[str]:
+def _saves(places: Places, road: str) -> list[str]:
     """Save in every way; return the ways after which a saved tensor was still alive."""
     gc.disable()
     kept = []
@@ -23,15 +25,18 @@ def _saves(places: Places) -> list[str]:
             tensor = torch.rand(size)
             alive = weakref.ref(tensor)
             state = {"weights": tensor}
-            dcp_mem.save(state, checkpoint_id="step", storage_writer=writer)
+            SAVES[road](state, checkpoint_id="step", storage_writer=writer)
             del tensor, state
             if alive() is not None:
                 kept.append(way)
     return kept
 
 
-def test_a_tensor_is_freed_after_each_kind_of_save_though_no_collector_runs(places: Places) -> None:
-    assert forked(_saves, places) == []
+@pytest.mark.parametrize("road", ["dcp.save", "dcp_mem.save"])
+def test_a_tensor_is_freed_after_each_kind_of_save_though_no_collector_runs(
+    places: Places, road: str
+) -> None:
+    assert forked(_saves, places, road) == []
 
 
 def _save_nested_sharded(places: Places) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -34,6 +33,7 @@ from dcp_mem.policy.pieces import Extent, cut, merged, with_large_apart
 from dcp_mem.policy.sharing import LoadShare, Need, NoRoom, SharedPiece, share_out
 from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.jobs import Job
+from tests.support.checkpoints.plans import LOADS
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 
 EXTENTS = st.lists(
@@ -412,7 +412,7 @@ def _load_and_compare(
     job: Job, state: dict[str, Any], asked: _Asked, road: str, broadcast: bool
 ) -> None:
     with asked.counting(), job.reader(broadcast=broadcast) as reader:
-        {"dcp_mem": dcp_mem.load, "dcp": dcp.load}[road](state, storage_reader=reader)
+        LOADS[road](state, storage_reader=reader)
         assert reader.report().source == "storage"
     for name, expected in _replicated(filled=True).items():
         if isinstance(expected, torch.Tensor):
@@ -439,7 +439,7 @@ def _stored_nbytes(job: Job) -> int:
     return sum(path.stat().st_size for path in Path(job.url).rglob("*.distcp"))
 
 
-@pytest.mark.parametrize("road", ["dcp", "dcp_mem"])
+@pytest.mark.parametrize("road", ["dcp.load", "torch's planner"])
 @pytest.mark.parametrize(
     ("nodes", "broadcast", "times"),
     [
@@ -462,7 +462,7 @@ def test_storage_gives_each_byte_once_for_each_node_or_in_all(
 def _load_without_room(jobs: Sequence[Job]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_fetch, "room_for_window", lambda root: 0)
-        return _load_counted(jobs, "dcp_mem", False)
+        return _load_counted(jobs, "dcp_mem.load", False)
 
 
 def _load_where_the_window_fails(jobs: Sequence[Job]) -> Exception | None:
@@ -471,7 +471,7 @@ def _load_where_the_window_fails(jobs: Sequence[Job]) -> Exception | None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_fetch, "make_window", make_window)
-        return raised_by(lambda: _load_counted(jobs, "dcp_mem", False))
+        return raised_by(lambda: _load_counted(jobs, "dcp_mem.load", False))
 
 
 def test_without_room_for_a_window_every_rank_fetches_for_itself(
@@ -490,7 +490,7 @@ def test_a_window_that_cannot_be_made_fails_all_ranks_alike(
 
 
 def _load_damaged(jobs: Sequence[Job], broadcast: bool) -> Exception | None:
-    return raised_by(lambda: _load_counted(jobs, "dcp_mem", broadcast))
+    return raised_by(lambda: _load_counted(jobs, "dcp_mem.load", broadcast))
 
 
 @pytest.mark.parametrize("broadcast", [False, True])

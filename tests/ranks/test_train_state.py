@@ -292,10 +292,11 @@ def test_a_load_that_finds_nothing_leaves_all_as_it_was(
         dict(vars(scheduler)),
         set(vars(optimizer)),
     )
-    with pytest.raises(NoRecoverableCheckpoint):
+    with pytest.raises(dcp.CheckpointException) as failure:
         dcp_mem.load(
             {"app": TrainState(model, optimizer, scheduler)}, storage_reader=memory_job.reader()
         )
+    assert isinstance(failure.value.failures[0][0], NoRecoverableCheckpoint)
     assert (
         _bits(model),
         optimizer.state_dict(),
@@ -391,7 +392,8 @@ def test_what_is_missing_and_isnt_a_ranks_own_is_an_error(memory_job: Job) -> No
             {"app": TrainState(nn.Linear(2, 2))}, checkpoint_id="step-1", storage_writer=writer
         )
     with pytest.raises(
-        RuntimeError, match=r"Missing key in checkpoint state_dict: app\.extra\.epoch"
+        dcp.CheckpointException,
+        match=r"RuntimeError: Missing key in checkpoint state_dict: app\.extra\.epoch",
     ):
         dcp_mem.load(
             {"app": TrainState(nn.Linear(2, 2), extra={"epoch": 0})},

@@ -52,6 +52,8 @@ model = Model()
 BEFORE = {
     "README.md 1": LOOP,
     "README.md 2": FIRST_SAVE,
+    "docs/async.md 1": LOOP,
+    "docs/async.md 2": LOOP,
     "docs/lightning.md 1": TRAINER,
     "docs/manager.md 1": LOOP,
     "docs/nebula.md 1": "",
@@ -64,6 +66,8 @@ BEFORE = {
 """What a block takes for given."""
 AFTER = {
     "README.md 1": "assert manager.latest() == 20",
+    "docs/async.md 1": "assert [one.name for one in writer.status()][0] == 'step-24'",
+    "docs/async.md 2": "assert manager.latest() == 20",
     "docs/lightning.md 1": "assert trainer.global_step == 120",
     "docs/manager.md 1": "assert manager.latest() == 20",
     "docs/nebula.md 1": "assert state == {'weights': [1, 2, 3]}; assert nm.flush_persistence()",

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.plans import TorchPlanner
 from tests.support.checkpoints.roundtrip import (
     ROADS,
     Places,
@@ -57,7 +58,7 @@ def _no_plans_cached() -> Iterator[None]:
 
 
 def _caching_planner() -> dcp.DefaultSavePlanner:
-    return dcp.DefaultSavePlanner(enable_plan_caching=True)
+    return TorchPlanner(enable_plan_caching=True)
 
 
 def _metadata(places: Places, road: str, name: str) -> Metadata:
@@ -119,8 +120,10 @@ def test_a_casting_planner_and_the_default_one_in_turn_each_save_their_own(place
             state = _state(step)
             for planner in (
                 _HalfUnplanned(),
+                TorchPlanner(),
                 dcp.DefaultSavePlanner(),
                 _HalfPlanned(),
+                TorchPlanner(),
                 dcp.DefaultSavePlanner(),
             ):
                 places.save(writer, state, "latest", planner=planner)
@@ -185,17 +188,22 @@ def test_a_planner_that_reorders_its_finished_plan_survives(places: Places) -> N
     with places.writer() as writer:
         for step in range(3):
             state = _state(step)
-            places.save(writer, state, f"{step}", planner=_Reversed() if step != 1 else None)
+            places.save(
+                writer, state, f"{step}", planner=_Reversed() if step != 1 else TorchPlanner()
+            )
             comes_back(places, f"{step}", state)
 
 
-def test_a_state_whose_keys_change_places_survives(places: Places) -> None:
+@pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, TorchPlanner])
+def test_a_state_whose_keys_change_places_survives(
+    places: Places, planner: type[SavePlanner]
+) -> None:
     one, two = torch.randn(5), torch.randn(5)
     with places.writer() as writer:
         for step, state in enumerate(
             [{"a": one, "b": two}, {"b": one, "a": two}, {"a": two, "c": one}]
         ):
-            places.save(writer, state, f"{step}")
+            places.save(writer, state, f"{step}", planner=planner())
             comes_back(places, f"{step}", state)
 
 
@@ -701,7 +709,7 @@ def test_saves_with_and_without_plan_caching_follow_each_other(places: Places) -
     with places.writer() as writer:
         for step in range(6):
             state = _state(step)
-            planner = _caching_planner() if step % 3 != 1 else dcp.DefaultSavePlanner()
+            planner = _caching_planner() if step % 3 != 1 else TorchPlanner()
             places.save(writer, state, f"{step}", planner=planner)
             comes_back(places, f"{step}", state)
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,7 +32,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from dcp_mem import DcpMemError, RankFailed
+from tests.support.checkpoints import roundtrip
 from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.plans import SAVES, TorchPlanner, save_by_torch
 from tests.support.checkpoints.roundtrip import (
     ROADS,
     Places,
@@ -42,13 +44,21 @@ from tests.support.checkpoints.roundtrip import (
     blank_of,
     comes_back,
     random_tensor,
-    survives,
 )
+from tests.support.processes.forks import raised_by
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:ComplexHalf support is experimental:UserWarning",
     "ignore:Sparse .* tensor support is in beta state:UserWarning",
 )
+
+
+def survives(places: Places, state: State, **options: Any) -> None:
+    """Survive two saves: one that dcp_mem plans, and one that torch plans."""
+    roundtrip.survives(places, state, **options)
+    if "save_planner" not in options:
+        options = {"roads": ROADS[::3], **options, "save_planner": TorchPlanner}
+        roundtrip.survives(places, state, **options)
 
 
 # -- dtypes ----------------------------------------------------------------------------------------
@@ -85,13 +95,19 @@ def test_a_dtype_that_torch_cannot_plan_fails_there_and_harms_nothing(
     places: Places, dtype: torch.dtype
 ) -> None:
     good = {"a": torch.arange(4.0)}
-    with places.writer() as writer:
+    with places.writer(keep_memory=9) as writer:
         places.save(writer, good, "good")
-        with pytest.raises(dcp.CheckpointException, match="iinfo"):
-            dcp.save({"a": torch.empty(4, dtype=dtype)}, checkpoint_id="bad", storage_writer=writer)
-        comes_back(places, "good", good)
-        places.save(writer, good, "after")
-        comes_back(places, "after", good)
+        bad = {"a": random_tensor(torch.int32, 4).view(torch.uint8).view(dtype)}
+        for number, save in enumerate(SAVES.values()):
+            error = raised_by(
+                functools.partial(save, bad, checkpoint_id="bad", storage_writer=writer)
+            )
+            assert "iinfo" in str(error) if error else save is not save_by_torch
+            if not error:  # dcp_mem asks for no number of bits
+                comes_back(places, "bad", bad, roads=("memory",))
+            comes_back(places, "good", good)
+            places.save(writer, good, f"after-{number}")
+            comes_back(places, f"after-{number}", good)
 
 
 def test_nan_payloads_and_negative_zeros_survive(places: Places) -> None:
@@ -644,7 +660,10 @@ def test_the_values_at_the_time_of_the_save_are_what_loads(places: Places) -> No
         comes_back(places, "step-1", {"a": torch.zeros(1000)})
 
 
-def test_plans_that_change_from_save_to_save_survive(places: Places) -> None:
+@pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, TorchPlanner])
+def test_plans_that_change_from_save_to_save_survive(
+    places: Places, planner: type[SavePlanner]
+) -> None:
     plans: list[State] = [
         {"a": torch.randn(10), "b": torch.randn(3, 3)},
         {"a": torch.randn(10), "b": torch.randn(3, 3), "new group": torch.randn(7)},  # grows
@@ -662,7 +681,7 @@ def test_plans_that_change_from_save_to_save_survive(places: Places) -> None:
     ]
     with places.writer() as writer:
         for step, state in enumerate(plans):
-            places.save(writer, state, f"step-{step}")
+            places.save(writer, state, f"step-{step}", planner=planner())
             sparse = any(
                 isinstance(value, torch.Tensor) and value.is_sparse for value in state.values()
             )
@@ -704,8 +723,9 @@ def test_two_models_saved_in_turn_by_one_writer_survive(places: Places) -> None:
             one = {"layer.weight": torch.full((40,), float(step)), "step": step}
             # the same names, dtypes and shapes flattened, but another structure
             two = {"layer": {"weight": torch.full((40,), -float(step))}, "step": step}
-            places.save(writer, one, f"one-{step}")
-            places.save(writer, two, f"two-{step}")
+            planner = TorchPlanner if step % 2 else dcp.DefaultSavePlanner
+            places.save(writer, one, f"one-{step}", planner=planner())
+            places.save(writer, two, f"two-{step}", planner=planner())
             comes_back(places, f"one-{step}", one)
             comes_back(places, f"two-{step}", two)
             assert _unflattened(places, f"one-{step}") == {"layer.weight", "step"}
@@ -743,7 +763,8 @@ def test_hundreds_of_saves_leave_nothing_behind(places: Places) -> None:
 
         def save(step: int) -> None:
             state = {"a": torch.full((5000,), float(step)), "b": torch.randn(17), "step": step}
-            dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
+            road = save_by_torch if step % 3 == 0 else dcp.save
+            road(state, checkpoint_id=f"step-{step}", storage_writer=writer)
 
         for step in range(20):
             save(step)
@@ -774,7 +795,8 @@ def test_saving_under_one_name_over_and_over_takes_no_more_memory(
         job = Path(places.memory, places.job)
         for step in range(30):
             state = {"a": torch.full((5000,), float(step)), "step": step}
-            dcp.save(state, checkpoint_id="latest", storage_writer=writer)
+            road = save_by_torch if step % 3 == 0 else dcp.save
+            road(state, checkpoint_id="latest", storage_writer=writer)
             assert len(list(job.glob("*/*.distcp"))) == 1
             # There is one more while a flush reads the replaced checkpoint.
             assert len(list(job.glob(".slots/*.slot"))) <= keep + 1

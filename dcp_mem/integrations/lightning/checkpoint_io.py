@@ -178,7 +178,9 @@ class MemoryCheckpointIO(CheckpointIO):
         self._wait_for_flushes(name)
         self.writer.annotate_next_save(step=step, metrics=self._metrics)
         self._metrics = {}
-        functional.save(state, checkpoint_id=name, storage_writer=self.writer, no_dist=no_dist)
+        functional.save_or_raise_cause(
+            state, checkpoint_id=name, storage_writer=self.writer, no_dist=no_dist
+        )
         if is_local(path) and self._is_first():
             # `ModelCheckpoint` looks for the directory to find out that there is such a checkpoint.
             os.makedirs(path, exist_ok=True)
@@ -220,7 +222,7 @@ class MemoryCheckpointIO(CheckpointIO):
             planner = None if state else WholePlanner(weights_only=restricted)
             # Without a name, an older checkpoint is loaded if this one turns out to be damaged.
             wanted = None if is_newest else name
-            functional.load(
+            functional.load_or_raise_cause(
                 state,
                 checkpoint_id=wanted,
                 storage_reader=reader,

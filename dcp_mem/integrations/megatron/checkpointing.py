@@ -347,7 +347,7 @@ class MemoryCheckpointing:
         """Load the common state of a checkpoint of ours; None for Megatron's own."""
         common = Common()
         try:
-            functional.load(
+            functional.load_or_raise_cause(
                 common.state, checkpoint_id=name_of(checkpoint_dir), storage_reader=reader
             )
         except CheckpointNotFound:

@@ -1,11 +1,14 @@
-"""Plans and metadata beside what torch makes of the same state."""
+"""Plans, metadata, saves and loads beside what torch makes of the same state."""
 
 import contextlib
-from collections.abc import Sequence
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import (
     _validate_global_plan,
 )
@@ -16,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
+import dcp_mem
 from dcp_mem.format.catalog import Catalog, Ints
 from dcp_mem.format.catalog_conversion import metadata_of
 from dcp_mem.format.layout import layout_of
@@ -27,6 +31,66 @@ from tests.support.checkpoints.roundtrip import State, properties_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and extent."""
+
+
+class TorchPlanner(dcp.DefaultSavePlanner):
+    """Torch's default planner under another name, so that dcp_mem leaves the planning to torch."""
+
+
+class TorchLoadPlanner(dcp.DefaultLoadPlanner):
+    """The same for loads."""
+
+
+def save_by_torch(state: State, **options: Any) -> Metadata:
+    """`dcp.save`, planned by torch."""
+    metadata: Metadata = dcp.save(state, planner=TorchPlanner(), **options)
+    return metadata
+
+
+def load_by_torch(state: State, **options: Any) -> None:
+    """`dcp.load`, planned by torch."""
+    dcp.load(state, planner=TorchLoadPlanner(), **options)
+
+
+SAVES: Mapping[str, Callable[..., Metadata]] = {
+    "dcp.save": dcp.save,
+    "dcp_mem.save": dcp_mem.save,
+    "torch's planner": save_by_torch,
+}
+"""The roads of a save: two that dcp_mem plans, and that of torch."""
+
+LOADS: Mapping[str, Callable[..., object]] = {
+    "dcp.load": dcp.load,
+    "dcp_mem.load": dcp_mem.load,
+    "torch's planner": load_by_torch,
+}
+"""The roads of a load."""
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect what dcp_mem logs."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("dcp_mem"), Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def why_torch_plans(lines: Sequence[str]) -> list[str]:
+    """Return why saves were left to torch, going by the log."""
+    found = (re.search(r"is planned by torch(?:, which takes longer)?: (.*)", one) for one in lines)
+    return [match[1] for match in found if match]
 
 
 def written(plan: GlobalPlan, rank: int) -> Ints:

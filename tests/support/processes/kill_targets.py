@@ -47,11 +47,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import dcp_mem
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
 from dcp_mem.common import faults
 from dcp_mem.flushing import agent
+from dcp_mem.saving.overlap import Overlap
 from tests.support import REPOSITORY
+from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.launch import TETHER, RankDeath, RanksFailed, RanksHung
 
 FAILURES = (Exception, CheckpointException)
@@ -60,8 +61,11 @@ FAILURES = (Exception, CheckpointException)
 RUN = "kill-tests"
 """Run id of all forked processes: they are restarts of one job to dcp_mem."""
 
-OWN_PLAN = "DCP_MEM_TESTS_OWN_PLAN"
-"""Set in the environment of a process, its saves go through dcp_mem.save."""
+ROAD = "DCP_MEM_TESTS_ROAD"
+"""In the environment of a process, the road of its saves: one of SAVES; by default dcp.save."""
+
+OVERLAPPED = "DCP_MEM_TESTS_OVERLAPPED"
+"""Set likewise, they go through dcp.async_save, with copies behind the training loop."""
 
 _POLL_SECONDS = 0.005
 _DUMP_STACKS = signal.SIGRTMAX
@@ -492,7 +496,8 @@ class Trainer:
             self._writers[persist] = self.place.writer(persist=persist)
         return self._writers[persist]
 
-    def save(self, step: int, name: str = "", persist: bool = True) -> None:
+    def save(self, step: int, name: str = "", persist: bool = True, road: str = "dcp.save") -> None:
+        os.environ[ROAD] = road
         save(self.writer(persist), step, name)
 
     def wait(self, name: str, timeout: float = 60.0) -> None:
@@ -612,8 +617,25 @@ def name_of(step: int) -> str:
 
 
 def save(writer: MemoryStorageWriter, step: int, name: str = "") -> None:
-    road = dcp_mem.save if os.environ.get(OWN_PLAN) else dcp.save
+    if os.environ.get(OVERLAPPED):
+        _save_behind(writer, state_of(step), name or name_of(step))
+        return
+    road = SAVES[os.environ.get(ROAD, "dcp.save")]
     road(state_of(step), checkpoint_id=name or name_of(step), storage_writer=writer)
+
+
+def _save_behind(writer: MemoryStorageWriter, state: dict[str, Any], name: str) -> None:
+    """Save with dcp.async_save, and wait; the tensors are an optimizer's parameters."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    parameters = [
+        torch.nn.Parameter(
+            value.to_local() if isinstance(value, DTensor) else value, requires_grad=False
+        )
+        for value in tensors
+    ]
+    with writer._overlapping(Overlap(torch.optim.SGD(parameters))):
+        begun: Any = dcp.async_save(state, checkpoint_id=name, storage_writer=writer)
+    getattr(begun, "upload_completion", begun).result(60)
 
 
 def save_armed(

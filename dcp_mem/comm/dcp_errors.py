@@ -1,0 +1,93 @@
+"""Errors as DCP raises them: a CheckpointException that has the failures by rank.
+
+`except CheckpointException` then works around `dcp_mem.save` and `dcp_mem.load` as it does around
+`dcp.save` and `dcp.load`. It is no subclass of Exception, so `except Exception` doesn't catch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+
+from dcp_mem.comm.agreement import described
+from dcp_mem.errors import RankFailed
+
+
+@contextmanager
+def raised_as_by_dcp(
+    step: str,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    is_passed_on: Callable[[Exception], bool],
+) -> Iterator[None]:
+    """Raise what the block raises as a CheckpointException, with the error itself as its cause.
+
+    KeyboardInterrupt, SystemExit and whatever else isn't an Exception is passed on as it is.
+
+    Args:
+        step: What is done, for the exception's first argument.
+        process_group: The ranks of the call; None for the default group.
+        no_dist: This rank is alone.
+        is_passed_on: Tells which errors aren't wrapped.
+
+    Raises:
+        CheckpointException: The block has failed, on this rank or on another one.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_passed_on(error):
+            raise
+        rank = 0 if no_dist or not _has_groups() else dist.get_rank(process_group)
+        raise CheckpointException(step, failures_by_rank(error, rank)) from error
+
+
+def failures_by_rank(error: Exception, rank: int) -> dict[int, Any]:
+    """Return the failures that an error tells of, as CheckpointException takes them.
+
+    A RankFailed stands for the errors of the ranks that it names. Each gets one of its own, since
+    only the texts of errors travel; this rank's is the error itself. Any other error is this
+    rank's.
+
+    Args:
+        error: What a call of all ranks has raised.
+        rank: This rank's number.
+    """
+    if not isinstance(error, RankFailed) or not error.failures:
+        return {rank: _wrap_exception(error)}
+    _, traceback = _wrap_exception(error)
+    found: dict[int, Any] = {
+        failed: (RankFailed(error.what, [(failed, text)]), traceback)
+        for failed, text in error.failures
+    }
+    cause = error.__cause__
+    if rank in found and isinstance(cause, Exception) and not isinstance(cause, RankFailed):
+        found[rank] = _wrap_exception(cause)
+    return found
+
+
+def _has_groups() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def cause_of(error: BaseException, process_group: dist.ProcessGroup | None) -> BaseException:
+    """Return the error that a CheckpointException tells of; any other error as it is.
+
+    Args:
+        error: As `dcp.save` raises it.
+        process_group: The ranks of the call; None for the default group.
+
+    Returns:
+        This rank's own error, else a RankFailed.
+    """
+    if not isinstance(error, CheckpointException):
+        return error
+    rank = dist.get_rank(process_group) if _has_groups() else 0
+    if rank in error.failures:
+        return error.failures[rank][0]
+    failures = [(one, described(failure[0])) for one, failure in sorted(error.failures.items())]
+    return RankFailed("the save", failures)

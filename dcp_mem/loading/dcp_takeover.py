@@ -1,0 +1,123 @@
+"""Loads that DCP drives and dcp_mem plans: `dcp.load` without the cost of torch's planning.
+
+DCP's planner makes DCP's metadata of every item, and its plans go to the coordinator and back. Here
+a stand-in plans in the planner's place, by the catalog, each rank for itself (`plan.py`), and gives
+DCP an empty plan. An error of one rank goes to all ranks as DCP has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from dcp_mem.comm.dcp_call import PlanningCall
+from dcp_mem.common.gc_pause import collector_paused
+from dcp_mem.format.metadata import LazyMetadata
+from dcp_mem.loading.open import OpenCheckpoint
+from dcp_mem.loading.plan import plan_alone
+from dcp_mem.planning.load_planner import LocalLoadPlanner
+from dcp_mem.planning.reads import Reads
+
+
+class LoadTakeover:
+    """One `dcp.load`, on one rank, whose planning dcp_mem takes over."""
+
+    def __init__(self, call: PlanningCall) -> None:
+        """Put a stand-in in place of DCP's planner, unless there is one already.
+
+        Args:
+            call: The planning step of DCP, whose planner `is_usual`.
+        """
+        known = call.planner if isinstance(call.planner, _StandIn) else None
+        self._stand_in = known or _StandIn(call)
+        call.replace_planner(self._stand_in)
+
+    def begin(self, opened: OpenCheckpoint) -> Metadata:
+        """Take note of the checkpoint to load; return its metadata, made when it is looked at.
+
+        Args:
+            opened: On all ranks.
+        """
+        self._stand_in.opened = opened
+        return LazyMetadata(lambda: opened.metadata)
+
+
+def is_usual(planner: LoadPlanner) -> bool:
+    """Return whether dcp_mem plans as this planner would.
+
+    Args:
+        planner: As given to `dcp.load`.
+    """
+    if isinstance(planner, _StandIn):
+        return True  # The metadata is read once more.
+    return (
+        type(planner) is DefaultLoadPlanner
+        and planner.flatten_state_dict
+        and planner.flatten_sharded_tensors
+    )
+
+
+def taken_over(plan: LoadPlan, planner: LoadPlanner) -> tuple[LoadPlan | Reads, LoadPlanner]:
+    """Return what to read, and the planner that resolves it.
+
+    Args:
+        plan: As DCP hands it to `read_data`, like `planner`.
+        planner: A stand-in of ours, or any other.
+    """
+    if not isinstance(planner, _StandIn):
+        return plan, planner
+    if planner.reads is None:
+        return plan, planner.planner
+    return planner.reads, planner.own
+
+
+class _StandIn(LoadPlanner):
+    """Plans in the place of DCP's planner.
+
+    Attributes:
+        planner: DCP's.
+        own: Of dcp_mem; unpickles freely, as DCP's does.
+        opened: The checkpoint; None as long as there is none.
+        reads: What this rank reads; None as long as it hasn't planned.
+    """
+
+    def __init__(self, call: PlanningCall) -> None:
+        self.planner = call.planner
+        self.own = LocalLoadPlanner(
+            weights_only=False, allow_partial_load=call.planner.allow_partial_load
+        )
+        self.opened: OpenCheckpoint | None = None
+        self.reads: LoadPlan | Reads | None = None
+        self._state, self._is_coordinator = call.state_dict, call.is_coordinator
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        return
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.opened is not None
+        with collector_paused():
+            self.reads = plan_alone(self.opened, self.own, self._state, self._is_coordinator)
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        self.own.load_bytes(read_item, value)
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        return self.own.resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+        self.own.commit_tensor(read_item, tensor)

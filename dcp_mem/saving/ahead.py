@@ -1,0 +1,263 @@
+"""States that are copied ahead of their save: `dcp.async_save`, with the writer as its stager.
+
+`stage` copies a state dict straight into a slot, in the caller's thread: the only copy. The save
+follows in another thread. It agrees with the other ranks, seals the slot and completes the
+checkpoint. What belongs to the save travels in the state dict that DCP hands on.
+
+A state dict of another structure than the last ones isn't part of a plan of all ranks yet, and the
+ranks plan only in the save. Such a state is copied into private memory, as torch's stager does, and
+from there into its slot. That is also what is done where no slot is free, and where another process
+saves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import _state_dict_utils
+from torch.distributed.tensor import DTensor
+
+from dcp_mem.comm.agreement import Attempted
+from dcp_mem.common.log import log
+from dcp_mem.common.values import SaveInfo
+from dcp_mem.errors import ConfigError, DcpMemError
+from dcp_mem.memory.slots import SlotPool, capacity_for
+from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
+from dcp_mem.runtime.session import Session
+from dcp_mem.runtime.turns import Turn
+from dcp_mem.saving.overlap import Overlap, OverlappedCopies
+from dcp_mem.saving.own_plan import (
+    CatalogOfOwnPlan,
+    OwnPlans,
+    catalog_source_of,
+    own_plans_of,
+)
+from dcp_mem.saving.plan import TAIL_ROOM
+from dcp_mem.saving.stage import Filled, Later, fill, seal_filled
+from dcp_mem.saving.values import Agreed, Planned, SaveContext, Staged
+
+try:
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+except ImportError:  # torch 2.6
+    StateDictStager = None  # type: ignore[assignment,misc]
+
+_KEY = "staged by dcp_mem"
+
+
+class StagedState:
+    """A state dict as it was when `stage` was called; it travels to the save as a value.
+
+    It may be pickled, for a save in another process, where it isn't in a slot.
+    """
+
+    def __init__(
+        self,
+        info: SaveInfo,
+        content: Attempted[AheadCopy | dict[str, Any]],
+        turn: Turn | None = None,
+    ) -> None:
+        """Take what the save will need.
+
+        Args:
+            info: What the training loop said of the save.
+            content: The copy; or why there is none, which the save raises on all ranks.
+            turn: The save's turn among those of this process; None where another process saves.
+        """
+        self.info, self.turn = info, turn
+        self._content = content
+
+    def take(self) -> Attempted[AheadCopy | dict[str, Any]]:
+        """Return the copy, and keep no hold on it.
+
+        Whoever keeps a failed save's future or error keeps this state, and would keep the slot.
+        """
+        content, self._content = self._content, Attempted(({},))
+        return content
+
+    def as_state_dict(self) -> dict[str, Any]:
+        """Return a state dict that stands for this one, for DCP to hand on."""
+        return {_KEY: self}
+
+
+def staged_in(state_dict: Mapping[str, Any]) -> StagedState | None:
+    """Return the staged state that a state dict stands for; None where it is a plain one.
+
+    Args:
+        state_dict: As DCP hands it on.
+    """
+    staged = state_dict.get(_KEY) if len(state_dict) == 1 else None
+    return staged if isinstance(staged, StagedState) else None
+
+
+def copy_ahead(
+    context: SaveContext,
+    state: Mapping[str, Any],
+    overlap: Overlap | None,
+    *,
+    to_lowest_rank: bool,
+) -> AheadCopy | None:
+    """Copy a state dict into a slot, by the plan that all ranks have saved such a state with.
+
+    Args:
+        context: Of the save to come.
+        state: The state dict.
+        overlap: Which copies needn't be made at once; None for none of them.
+        to_lowest_rank: As `OwnPlans.plan_together` was told.
+
+    Returns:
+        None where there is no such plan, or no slot.
+    """
+    session = context.session
+    plans = own_plans_of(session)
+    planned = plans.recognised(context, state, to_lowest_rank=to_lowest_rank)
+    if planned is None or not _has_room(context, planned.nbytes + TAIL_ROOM):
+        return None
+    session.prefaulting.stop()
+    later = None
+    if overlap is not None:
+        later = OverlappedCopies(overlap, planned, partial(_warn_once, session))
+    return AheadCopy(context, planned, fill(session, planned, later), later)
+
+
+def copied(state: Mapping[str, Any], *, is_shared: bool = False) -> dict[str, Any]:
+    """Return a copy of a state dict in private CPU memory, made as torch's stager makes it.
+
+    Args:
+        state: The state dict.
+        is_shared: Have tensors lie in memory that other processes can map.
+    """
+    plain = dict(state)
+    if StateDictStager is not None:
+        stager = _Stager(pin_memory=False, share_memory=is_shared)
+        result: dict[str, Any] = stager.stage(plain)
+        return result
+    targets = _state_dict_utils._create_cpu_state_dict(plain, share_memory=is_shared)
+    return _state_dict_utils._copy_state_dict(plain, targets, type_check=False)
+
+
+class _Stager(StateDictStager or object):  # type: ignore[misc]
+    """torch's stager, for tensors that it copies wrongly or not at all as well (torch 2.13)."""
+
+    def _offload_tensor(self, x: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
+        if type(x) is DTensor:
+            # torch takes the address of a part behind another one for that of a real storage.
+            local = self.deepcopy_with_tensor_offload(x._local_tensor, memo)
+            copied = DTensor(local, x._spec, requires_grad=False)
+        elif x.layout is not torch.strided or x.is_quantized or x.is_conj() or x.is_neg():
+            # torch would fail, or lose what isn't in the storage.
+            copied = x.detach().clone().cpu()
+        else:
+            return super()._offload_tensor(x, memo, non_blocking=non_blocking)
+        memo[id(x)] = copied
+        return copied
+
+
+def _warn_once(session: Session, text: str) -> None:
+    if session.last_saves.is_first_warning(text):
+        log.warning("%s", text)
+
+
+def _has_room(context: SaveContext, nbytes: int) -> bool:
+    """Tell whether a slot is free, or may be made, whatever the other ranks agree to later."""
+    session, needed = context.session, capacity_for(nbytes)
+    if any(size >= needed for size in session.slots.spare_sizes()):
+        return True
+    limit = context.settings.memory_limit
+    if limit is not None and session.memory.allocated_bytes() + needed > limit:
+        return False
+    return session.memory.free_bytes() > needed
+
+
+class AheadCopy:
+    """A state dict that lies in a slot, by a plan of all ranks: an ItemProvider for one save.
+
+    A copy that no save takes gives its slot back.
+    """
+
+    def __init__(
+        self, context: SaveContext, planned: Planned, filled: Filled, later: Later | None
+    ) -> None:
+        """Take a slot that has been filled.
+
+        Args:
+            context: Of the save to come, as far as it was known.
+            planned: This rank's part of the plan.
+            filled: The slot.
+            later: Made those copies that weren't made at once.
+        """
+        self._group: GroupKey = context.group
+        self._plans: OwnPlans = own_plans_of(context.session)
+        items = planned.items.without_values()  # type: ignore[attr-defined]
+        end = max((offset + nbytes for offset, nbytes in filled.tail), default=0)
+        self._planned = replace(
+            planned,
+            items=items,
+            sources=None,
+            nbytes=max(planned.layout.layout.nbytes, end),
+            is_written=True,
+        )
+        self._filled: Filled = replace(filled, items=items)
+        self._later = later
+        self._unused = weakref.finalize(self, _give_back, context.session.slots, filled, later)
+
+    def plan(self, context: SaveContext) -> Planned:
+        """Return the part of the plan that the slot was filled by."""
+        if context.group != self._group:
+            raise ConfigError("dcp.async_save staged for other ranks than dcp.save saves with")
+        return self._planned
+
+    def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
+        """Refuse: the bytes lie as the old plan has them, and the state dict has gone on.
+
+        Raises:
+            DcpMemError: On all ranks.
+        """
+        why = (
+            f"{context.name} isn't saved: the state dict of some ranks has another structure than "
+            f"that of the last save, and that of rank {context.rank} hasn't. The next save plans "
+            f"anew"
+        )
+        self._plans.forget(self._planned.plan_id)
+        if not why_not:
+            self._plans.refuse_to_plan(context, why)
+        raise DcpMemError(why)
+
+    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
+        """Seal the slot, once all of it has been copied."""
+        try:
+            if self._later is not None:
+                self._later.finish()
+        except BaseException:
+            self._unused()
+            raise
+        self._unused.detach()
+        return seal_filled(context, agreed, self._filled)
+
+    def give_back(self) -> None:
+        """Give the slot back, unless it has been sealed: its save has failed."""
+        self._unused()
+
+    def has_changed(self, saved: SavedPlan | None) -> bool:
+        """Return False: the plan was there before."""
+        return False
+
+    def catalog_source(self, planned: Planned) -> CatalogOfOwnPlan:
+        """Return what makes a catalog of the global plan and the ranks' rows."""
+        return catalog_source_of(planned)
+
+    def settle(self, saved: SavedPlan) -> None:
+        """Do nothing: the plan is kept already."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("what lies in a slot can't be sent to another process")
+
+
+def _give_back(slots: SlotPool, filled: Filled, later: Later | None) -> None:
+    if later is not None:
+        later.cancel()
+    slots.abandon(filled.slot)

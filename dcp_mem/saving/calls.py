@@ -1,0 +1,137 @@
+"""A writer's calls: what each thread is in the middle of, and how a save begins on all ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dcp_mem.comm import Ranks
+from dcp_mem.comm.agreement import Attempted, described, on_all_ranks
+from dcp_mem.comm.dcp_call import DcpCall
+from dcp_mem.common.values import SaveInfo
+from dcp_mem.errors import ConfigError, RankFailed
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.runtime.session import Session
+from dcp_mem.runtime.turns import Turn
+from dcp_mem.saving.dcp_takeover import DcpTakeover
+from dcp_mem.saving.overlap import Overlap
+from dcp_mem.saving.values import SaveContext
+
+
+@dataclass(slots=True)
+class DcpSave:
+    """The save that DCP is in the middle of.
+
+    Attributes:
+        context: This rank's part in it.
+        takeover: Where dcp_mem may plan it; None where DCP's planner does.
+        manifest: Of what DCP's planner has planned, once that is complete.
+    """
+
+    context: SaveContext
+    takeover: DcpTakeover | None = None
+    manifest: Manifest | None = None
+
+    @property
+    def own(self) -> DcpTakeover | None:
+        """The takeover, if dcp_mem has planned the save."""
+        is_planned = self.takeover is not None and self.takeover.is_planned
+        return self.takeover if is_planned else None
+
+
+class ThreadCalls(threading.local):
+    """A thread's calls of one writer. DCP drives each save in one thread, from `reset` to `finish`.
+
+    Attributes:
+        name: Of the checkpoint to save.
+        refused: Why it can't have that name.
+        why_not: Why dcp_mem can't plan the next save; "" where that isn't known.
+        takeover: Of the save whose planning begins.
+        turn: Of the save that DCP drives.
+        save: That DCP is in the middle of.
+        last: The last complete checkpoint, and what its coordinator said of it.
+        overlap: Which copies of the next `stage` needn't be made at once.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.refused: ConfigError | None = None
+        self.why_not = ""
+        self.takeover: DcpTakeover | None = None
+        self.turn: Turn | None = None
+        self.save: DcpSave | None = None
+        self.last: tuple[Manifest, SaveInfo] | None = None
+        self.overlap: Overlap | None = None
+
+    def reset(self) -> None:
+        """Forget the save before, but for what it has made."""
+        self.name, self.refused, self.takeover, self.save = None, None, None, None
+
+    def begun(self) -> DcpSave:
+        """Return the save that DCP is in the middle of. Raises ConfigError where there is none."""
+        if self.save is None:
+            raise ConfigError(
+                "DCP calls set_up_storage_writer before this: drive the writer through dcp.save"
+            )
+        return self.save
+
+    def checked_name(self) -> str:
+        """Return what to save under. Raises ConfigError where that is missing, or no name."""
+        if self.refused is not None:
+            raise self.refused
+        if self.name is None:
+            raise ConfigError(
+                "pass checkpoint_id= to dcp.save or dcp_mem.save: "
+                "path= of the writer is the root of all checkpoints of a job"
+            )
+        return self.name
+
+
+def called(opened: Attempted[Session], call: Callable[[], DcpCall]) -> DcpCall:
+    """Return the ranks of a call. A rank that has an error of its own raises that.
+
+    Args:
+        opened: This rank's session, or why it has none.
+        call: Finds the ranks, and may find that one has left.
+
+    Raises:
+        Exception: This rank's own error.
+        RankFailed: Another rank has left.
+    """
+    try:
+        return call()
+    except RankFailed:
+        if opened.error is not None:
+            raise opened.error from None
+        raise
+
+
+def opened_together(ranks: Ranks, opened: Attempted[Session]) -> Session:
+    """Return this rank's session once all ranks have one.
+
+    Later errors travel with the exchanges of the save.
+
+    Args:
+        ranks: That save together.
+        opened: This rank's session, or why it has none.
+
+    Raises:
+        Exception: This rank has none.
+        RankFailed: Another rank has none.
+    """
+    if not ranks.is_connected:
+        return on_all_ranks(ranks, "opening the job's memory", lambda: opened.value)
+    if opened.error is not None:
+        ranks.leave(described(opened.error))
+    return opened.value
+
+
+def leave(context: SaveContext, error: BaseException) -> None:
+    """Part from the other ranks: wherever they are, they must not wait for this one.
+
+    Args:
+        context: Of the save.
+        error: Why this rank doesn't go on with it.
+    """
+    context.ranks.leave(f"{type(error).__name__}: {error}")

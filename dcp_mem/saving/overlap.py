@@ -1,0 +1,313 @@
+"""Copies under the next forward and backward passes.
+
+Parameters and optimizer state don't change before the optimizer's next step. So they may be copied
+behind the training loop, and a hook on the optimizer's step waits for the copies. Whatever else a
+state dict holds (buffers, random numbers, counters, temporaries) may change at any time, and is
+copied at once.
+
+Some set-ups break that rule, such as an optimizer that runs within the backward pass. They are
+known by their marks, and everything is copied at once then. `validate=True` finds whoever else
+breaks the rule: the checkpoint is discarded then, and never completed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dcp_mem.common import faults
+from dcp_mem.errors import ConfigError, DcpMemError
+from dcp_mem.memory.copying import Move, copy, copy_here
+from dcp_mem.memory.device_copies import Enqueued, copy_stream
+from dcp_mem.saving.values import Planned
+
+_BATCH = 16 << 20
+_SAMPLES = 256
+_pending: set[OverlappedCopies] = set()
+_hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_guard = threading.Lock()
+
+
+class Overlap:
+    """The optimizers whose next steps a save waits with, instead of its caller.
+
+    Args:
+        *optimizers: All those that change what is saved.
+        validate: Hold each copy against a fingerprint taken when `async_save` was called, and
+            discard the checkpoint where it differs. It finds code that changes parameters or
+            optimizer state outside of these optimizers' steps.
+
+    Raises:
+        ConfigError: There is no optimizer, or something else.
+    """
+
+    def __init__(self, *optimizers: Any, validate: bool = False) -> None:
+        strange = [one for one in optimizers if not isinstance(one, Optimizer)]
+        if strange or not optimizers:
+            raise ConfigError(
+                f"overlap={strange[0] if strange else None!r}: give the optimizers whose step is "
+                f"to wait for the copies"
+            )
+        self.optimizers: tuple[Optimizer, ...] = optimizers
+        self.validate = validate
+
+
+def overlap_of(value: Overlap | Optimizer | Iterable[Optimizer]) -> Overlap:
+    """Return what a caller means by `overlap=`.
+
+    Args:
+        value: An optimizer, several of them, or an `Overlap`.
+
+    Raises:
+        ConfigError: It is anything else.
+    """
+    if isinstance(value, Overlap):
+        return value
+    if isinstance(value, (list, tuple)):
+        return Overlap(*value)
+    return Overlap(value)
+
+
+def wait_for_copies(optimizer: Optimizer | None = None) -> None:
+    """Wait for the copies of what an optimizer is about to change; for all copies without one.
+
+    Args:
+        optimizer: About to make a step.
+    """
+    with _guard:
+        pending = list(_pending)
+    for copies in pending:
+        if optimizer is None or optimizer in copies.optimizers:
+            copies.wait()
+
+
+class OverlappedCopies:
+    """The copies of one save that are made behind the training loop: a `Later`."""
+
+    def __init__(self, overlap: Overlap, planned: Planned, warn: Callable[[str], None]) -> None:
+        """Prepare to take over copies.
+
+        Args:
+            overlap: Whose steps wait.
+            planned: What is saved.
+            warn: Called with the reason where everything has to be copied at once.
+        """
+        self.optimizers = overlap.optimizers
+        self._validates, self._planned, self._warn = overlap.validate, planned, warn
+        self._moves: deque[Move] = deque()
+        self._checks: list[_Check] = []
+        self._kept: list[torch.Tensor] = []
+        self._enqueued: list[Enqueued] = []
+        self._is_awaited = self._is_cancelled = False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def take(self, moves: Sequence[Move]) -> Sequence[Move]:
+        """Take over the copies of parameters and optimizer state; return the others."""
+        tensors = list(_tensors(self.optimizers))
+        why_not = _why_not(self.optimizers, tensors)
+        if why_not:
+            self._warn(f"overlap= has no effect: {why_not}")
+            return moves
+        known = {one.data_ptr(): one for one in tensors}
+        at_once, later, kept = [], [], []
+        for number, move in enumerate(moves):
+            tensor = known.get(move[1])
+            if tensor is None or not 0 < move[2] <= tensor.nbytes:
+                at_once.append(move)
+                continue
+            later.append(move)
+            kept.append(tensor)
+            if self._validates:
+                self._checks.append(_Check(number, move, tensor))
+        if later:
+            self._moves.extend(_cut(later))
+            self._kept += kept
+        return at_once
+
+    def take_from_device(
+        self, device: torch.device, copies: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Enqueue copies from a device; of what may change at any time first.
+
+        The caller never waits. The device makes the former before whatever it is told from now on,
+        and the latter before the optimizers' next steps.
+        """
+        stream = copy_stream(device)
+        assert stream is not None
+        tensors = list(_tensors(self.optimizers))
+        why_not = _why_not(self.optimizers, tensors)
+        if why_not:
+            self._warn(f"overlap= has no effect: {why_not}")
+        known = {} if why_not else {one.data_ptr(): one for one in tensors}
+        at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
+        later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for target, source in copies:
+            tensor = known.get(source.data_ptr())
+            is_later = tensor is not None and source.nbytes <= tensor.nbytes
+            (later if is_later else at_once).append((target, source))
+        for group in (at_once, later):
+            if group:
+                targets, sources = zip(*group, strict=True)
+                enqueued = stream.enqueue(targets, sources)
+                self._enqueued.append(enqueued)
+                if group is at_once:
+                    enqueued.hold_device()
+                self._kept += sources
+
+    def begin(self) -> None:
+        """Begin with the copies; from here on the optimizers' next steps wait for them."""
+        if not self._kept:
+            return
+        for optimizer in self.optimizers:
+            _hook(optimizer)
+        with _guard:
+            _pending.add(self)
+        if self._moves:
+            self._thread = threading.Thread(target=self._work, name="dcp_mem-copy", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Return once what is copied may change. What has gone wrong is raised by `finish`."""
+        self._join()
+        for enqueued in self._enqueued:
+            enqueued.hold_device()
+        with _guard:
+            _pending.discard(self)
+
+    def finish(self) -> None:
+        """Return once all copies have been made.
+
+        Raises:
+            DcpMemError: What was to be copied has changed meanwhile.
+        """
+        self._end()
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        """Make no further copy, and return once none is being made."""
+        self._is_cancelled = True
+        self._end()
+
+    def _end(self) -> None:
+        """Wait for all copies, and let go of what was copied."""
+        self._join()
+        for enqueued in self._enqueued:
+            enqueued.wait()
+        with _guard:
+            _pending.discard(self)
+        self._kept.clear()
+
+    def _join(self) -> None:
+        self._is_awaited = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            faults.point("overlap.begun")
+            while self._moves and not self._is_cancelled:
+                batch, nbytes = [], 0
+                while self._moves and nbytes < _BATCH:
+                    batch.append(self._moves.popleft())
+                    nbytes += batch[-1][2]
+                # Somebody who waits is served by all threads, the training loop isn't disturbed.
+                (copy if self._is_awaited else copy_here)(batch)
+            faults.point("overlap.copied")
+            self._validate()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._checks.clear()
+
+    def _validate(self) -> None:
+        changed = [check for check in self._checks if not check.holds()]
+        if changed and not self._is_cancelled:
+            item = self._planned.tensors[changed[0].number]
+            name = self._planned.items.index(item).fqn
+            raise DcpMemError(
+                f"{name} and {len(changed) - 1} other tensors changed between the save and the "
+                f"optimizer's step, so the copy isn't the state that was to be saved: name every "
+                f"optimizer in overlap=, or save without overlap="
+            )
+
+
+class _Check:
+    """A tensor's fingerprint from before it was copied."""
+
+    def __init__(self, number: int, move: Move, tensor: torch.Tensor) -> None:
+        self.number = number
+        self._destination, self._nbytes = move[0], move[2]
+        self._tensor, self._version = tensor, tensor._version
+        self._samples = _fingerprint(move[1], move[2])
+
+    def holds(self) -> bool:
+        """Tell whether the copy is of the tensor as it was, as far as that can be told cheaply."""
+        is_same = _fingerprint(self._destination, self._nbytes) == self._samples
+        return is_same and self._tensor._version == self._version
+
+
+def _fingerprint(address: int, nbytes: int) -> int:
+    """Return a checksum of a few hundred bytes, spread over so many from an address on."""
+    data = np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(address))
+    return zlib.crc32(data[:: max(1, nbytes // _SAMPLES)].tobytes())
+
+
+def _cut(moves: Sequence[Move]) -> Iterator[Move]:
+    """Yield the same copies in pieces of at most a batch."""
+    for destination, source, nbytes in moves:
+        for start in range(0, nbytes, _BATCH):
+            yield destination + start, source + start, min(_BATCH, nbytes - start)
+
+
+def _tensors(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
+    """Yield this rank's parts of all parameters, and of the optimizers' state of them."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield _local(parameter)
+                for value in optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, torch.Tensor):
+                        yield _local(value)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor._local_tensor if type(tensor) is DTensor else tensor
+    return local
+
+
+def _why_not(optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -> str:
+    """Return why parameters may change before the optimizers' steps; "" where they don't."""
+    parameters = [
+        parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    if any(getattr(one, "_in_backward_optimizers", None) for one in parameters):
+        return "an optimizer runs in the backward pass"
+    if any(getattr(one, "_post_accumulate_grad_hooks", None) for one in parameters):
+        return "hooks on gradients may run an optimizer in the backward pass"
+    if torch.cuda.is_initialized() and any(one.is_cpu and one.dim() for one in tensors):
+        return "parameters or optimizer state are offloaded to the CPU"
+    return ""
+
+
+def _hook(optimizer: Optimizer) -> None:
+    """Have an optimizer's steps wait for the copies of what they change."""
+    with _guard:
+        if optimizer in _hooked:
+            return
+        _hooked.add(optimizer)
+    optimizer.register_step_pre_hook(lambda stepping, *_: wait_for_copies(stepping))

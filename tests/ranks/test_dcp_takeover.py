@@ -1,0 +1,1045 @@
+"""`dcp.save` and `dcp.load` with torch's default planners: dcp_mem plans, and nobody can tell."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcp_mem
+from dcp_mem import MemoryStorageWriter
+from dcp_mem.common import faults
+from dcp_mem.errors import CheckpointNotFound
+from dcp_mem.format.metadata import read_metadata
+from dcp_mem.planning.load_planner import LocalLoadPlanner
+from tests.support.checkpoints import sharding
+from tests.support.checkpoints.plans import (
+    TorchLoadPlanner,
+    TorchPlanner,
+    assert_same_content,
+    load_by_torch,
+    logged,
+    save_by_torch,
+    why_torch_plans,
+)
+from tests.support.checkpoints.roundtrip import Places, State, assert_same, blank_of, comes_back
+from tests.support.processes.forks import forked, forked_ranks
+from tests.support.seeds import SEED
+
+CACHING = "enable_plan_caching" in inspect.signature(dcp.DefaultSavePlanner).parameters
+FROM_MEMORY = ("memory", "stock from memory")
+PATIENCE = {"DCP_MEM_TIMEOUT": "20"}
+RANKS = pytest.mark.parametrize("ranks", [1, 2])
+
+
+# -- helpers of the ranks --------------------------------------------------------------------------
+
+
+def _rows(first: float, rows: int = 7) -> DTensor:
+    """Rows of five, sharded over all ranks, without communication."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    full = torch.arange(rows * 5.0).view(rows, 5) + first
+    chunks = full.chunk(world)
+    local = chunks[rank] if rank < len(chunks) else full[:0]
+    mesh = init_device_mesh("cpu", (world,))
+    return DTensor.from_local(
+        local.clone(), mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+    )
+
+
+def _state(step: int) -> State:
+    """Sharded, replicated and own tensors, and byte items, nested in dicts and lists."""
+    rank = dist.get_rank()
+    return {
+        "rows": _rows(step),
+        "model": {"w": torch.full((9,), float(step)), "list": [torch.full((2,), step), "x" * step]},
+        f"own.{rank}": {"t": torch.full((rank + 2,), rank + step), "note": f"rank {rank}"},
+        "step": step,
+    }
+
+
+@contextlib.contextmanager
+def _torch_plans() -> Iterator[list[str]]:
+    """Collect the names of the planners of DCP that are asked for a plan of a save."""
+    with _asked(DefaultSavePlanner) as asked:
+        yield asked
+
+
+@contextlib.contextmanager
+def _torch_plans_loads() -> Iterator[list[str]]:
+    """The same for loads; dcp_mem has a planner that is one of torch's, and plans in part so."""
+    with _asked(DefaultLoadPlanner) as asked:
+        yield asked
+
+
+@contextlib.contextmanager
+def _asked(kind: type[DefaultSavePlanner] | type[DefaultLoadPlanner]) -> Iterator[list[str]]:
+    asked: list[str] = []
+    plan: Callable[[Any], Any] = kind.create_local_plan
+
+    def counting(self: Any) -> Any:
+        if not isinstance(self, LocalLoadPlanner):
+            asked.append(type(self).__name__)
+        return plan(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "create_local_plan", counting)
+        yield asked
+
+
+def _failures_of(act: Callable[[], object]) -> dict[int, BaseException]:
+    """The failures, by rank, of the CheckpointException that this raises."""
+    try:
+        act()
+    except dcp.CheckpointException as error:
+        return {rank: failure for rank, (failure, _) in error.failures.items()}
+    return {}
+
+
+def _load(places: Places, name: str, into: State, **options: Any) -> State:
+    return places.load("memory", name, into, **options)
+
+
+def _newest(places: Places, into: State) -> State:
+    dcp.load(into, storage_reader=places.reader("memory", ""))
+    return into
+
+
+# -- the caller's planner --------------------------------------------------------------------------
+
+
+def _seen(planner: object) -> dict[str, Any]:
+    """What can be seen of a planner: its attributes, and the caches that all planners share."""
+    caches = {name: dict(value) for name, value in _caches().items()}
+    return {**vars(planner), **caches}
+
+
+def _caches() -> Mapping[str, dict[str, Any]]:
+    found = {**vars(SavePlanner), **vars(DefaultSavePlanner)}
+    return {name: value for name, value in found.items() if isinstance(value, dict)}
+
+
+def _saves_with_a_planner_of_the_caller(places: Places, elsewhere: str) -> None:
+    rank = dist.get_rank()
+    options: dict[str, Any] = {"enable_plan_caching": True} if CACHING else {}
+    planner = DefaultSavePlanner(**options)
+    before = _seen(planner)
+    with places.writer(persist=False) as writer:
+
+        def save(state: State, name: str) -> dict[int, BaseException]:
+            return _failures_of(
+                lambda: dcp.save(state, checkpoint_id=name, storage_writer=writer, planner=planner)
+            )
+
+        for step in range(2):
+            assert not save(_state(step), f"{step}")
+            assert _seen(planner) == before
+        for failing in range(dist.get_world_size()):
+            faults.arm("stage.copied:raise:1" if rank == failing else "")
+            assert isinstance(save(_state(3), "bad").get(failing), faults.FaultInjected)
+            assert _seen(planner) == before
+            odd = {**_state(3), "model": {"w": torch.ones(4, *[1] * (rank == failing))}}
+            assert bool(save(odd, "odd")) == (dist.get_world_size() > 1)
+            assert _seen(planner) == before
+            odd["model"]["w"] = torch.empty(4, device="meta")
+            assert save(odd, "odd")
+            assert _seen(planner) == before
+    dcp.save(_state(5), storage_writer=dcp.FileSystemWriter(elsewhere), planner=planner)
+    into = blank_of(_state(5))
+    dcp.load(into, storage_reader=dcp.FileSystemReader(elsewhere))
+    assert_same(_state(5), into)
+
+
+@RANKS
+def test_a_planner_that_the_caller_passes_to_a_save_is_as_it_was(
+    places: Places, tmp_path: Path, ranks: int
+) -> None:
+    forked_ranks(
+        _saves_with_a_planner_of_the_caller, ranks, places, str(tmp_path / "torch"), env=PATIENCE
+    )
+
+
+def _loads_with_a_planner_of_the_caller(places: Places, elsewhere: str) -> None:
+    rank = dist.get_rank()
+    dcp.save(_state(5), storage_writer=dcp.FileSystemWriter(elsewhere))
+    with places.writer(persist=False) as writer:
+        dcp.save(_state(1), checkpoint_id="1", storage_writer=writer)
+    planner = DefaultLoadPlanner()
+    before = dict(vars(planner))
+    for failing in range(dist.get_world_size()):
+        into = blank_of(_state(0))
+        _load(places, "1", into, planner=planner)
+        assert_same(_state(1), into)
+        assert vars(planner) == before
+        unfit = {**blank_of(_state(0)), **({"absent": torch.ones(2)} if rank == failing else {})}
+        failures = _failures_of(partial(_load, places, "1", unfit, planner=planner))
+        assert isinstance(failures.get(failing), RuntimeError)
+        assert vars(planner) == before
+    into = blank_of(_state(0))
+    dcp.load(into, storage_reader=dcp.FileSystemReader(elsewhere), planner=planner)
+    assert_same(_state(5), into)
+
+
+@RANKS
+def test_a_planner_that_the_caller_passes_to_a_load_is_as_it_was(
+    places: Places, tmp_path: Path, ranks: int
+) -> None:
+    forked_ranks(_loads_with_a_planner_of_the_caller, ranks, places, str(tmp_path / "torch"))
+
+
+def _saves_and_fails(places: Places) -> list[str]:
+    """The ways after which a saved tensor was still alive, though no collector runs."""
+    gc.disable()
+    kept = []
+    with places.writer(keep_memory=2, persist=False) as writer:
+        for way, size, fault in (
+            ("the first save of a structure", 100, ""),
+            ("a warm save", 100, ""),
+            ("a changed structure", 200, ""),
+            ("a save that fails", 200, "stage.copied:raise:1"),
+            ("a save that another rank fails", 200, "stage.copied:raise:1"),
+        ):
+            tensor = torch.rand(size)
+            alive = weakref.ref(tensor)
+            state = {f"own.{dist.get_rank()}": tensor, "replicated": torch.ones(3)}
+            is_failing = dist.get_rank() == (1 if "another" in way else 0)
+            faults.arm(fault if is_failing else "")
+            with contextlib.suppress(dcp.CheckpointException):
+                dcp.save(state, checkpoint_id="step", storage_writer=writer)
+            faults.arm("")
+            del tensor, state
+            if fault:
+                gc.collect()  # torch's own frames and the error refer to each other
+            if alive() is not None:
+                kept.append(way)
+    return kept
+
+
+def test_no_rank_keeps_what_has_been_saved(places: Places) -> None:
+    assert forked_ranks(_saves_and_fails, 2, places, env=PATIENCE) == [[], []]
+
+
+# -- options of the planner ------------------------------------------------------------------------
+
+
+def _writers(metadata: Metadata) -> dict[MetadataIndex, str]:
+    """Which rank wrote each item."""
+    return {index: info.relative_path[:4] for index, info in metadata.storage_data.items()}
+
+
+def _saves_to_the_lowest_rank_in_turn(places: Places) -> None:
+    def state(step: int, names: int) -> State:
+        replicated = {f"replicated.{name}": torch.full((400,), step) for name in range(names)}
+        return {**replicated, f"own.{dist.get_rank()}": torch.full((3,), dist.get_rank())}
+
+    with places.writer(keep_memory=3, persist=False) as writer, _torch_plans() as by_torch:
+        step = 0
+        for names in (6, 8):
+            for lowest in (True, False, True, False, False, True, True):
+                step += 1
+                planner = DefaultSavePlanner(dedup_save_to_lowest_rank=lowest)
+                returned = dcp.save(
+                    state(step, names), checkpoint_id="a", storage_writer=writer, planner=planner
+                )
+                writers = _writers(returned)
+                of_replicated = {
+                    writer for index, writer in writers.items() if index.fqn.startswith("repl")
+                }
+                assert of_replicated == ({"__0_"} if lowest else {"__0_", "__1_"}), step
+                assert {f"own.{rank}": f"__{rank}_" for rank in range(2)} == {
+                    index.fqn: writer for index, writer in writers.items() if "own" in index.fqn
+                }
+                comes_back(places, "a", state(step, names), roads=FROM_MEMORY)
+                dist.barrier()
+            assert not by_torch
+            planner = TorchPlanner(dedup_save_to_lowest_rank=True)
+            by_torch_alone = dcp.save(
+                state(step, names), checkpoint_id="torch", storage_writer=writer, planner=planner
+            )
+            assert _writers(by_torch_alone) == writers
+            assert by_torch.pop() == TorchPlanner.__name__
+
+
+def test_what_all_ranks_hold_goes_to_the_lowest_rank_where_the_planner_says_so(
+    places: Places,
+) -> None:
+    forked_ranks(_saves_to_the_lowest_rank_in_turn, 2, places)
+
+
+def _saves_with_plan_caching(places: Places, one_planner: bool) -> None:
+    rank = dist.get_rank()
+    kept = DefaultSavePlanner(enable_plan_caching=True)
+    with places.writer(keep_memory=3, persist=False) as writer, _torch_plans() as by_torch:
+        for step, (of_first, of_second) in enumerate(
+            [(3, 3), (3, 3), (9, 3), (9, 3), (9, 4000), (2, 5), (2, 5), (0, 5), (3, 3)]
+        ):
+            size = (of_first, of_second)[rank]
+            state = {**_state(step), f"more.{rank}": torch.full((size,), rank + step)}
+            if step in (3, 6) and rank == 1:
+                state["new"] = {"group": torch.full((5,), step)}
+            planner = kept if one_planner else DefaultSavePlanner(enable_plan_caching=True)
+            options = {"checkpoint_id": f"{step}", "storage_writer": writer}
+            returned = dcp.save(state, planner=planner, **options)
+            comes_back(places, f"{step}", state, roads=FROM_MEMORY)
+            assert not by_torch
+            options["checkpoint_id"] = "torch"
+            theirs = dcp.save(state, planner=TorchPlanner(enable_plan_caching=True), **options)
+            by_torch.clear()
+            assert_same_content(returned, theirs)
+            comes_back(places, "torch", state, roads=FROM_MEMORY)
+            dist.barrier()
+
+
+@pytest.mark.skipif(not CACHING, reason=f"torch {torch.__version__} caches no plans")
+@pytest.mark.parametrize("one_planner", [False, True], ids=["a planner each", "one planner"])
+def test_plan_caching_follows_structures_that_change(places: Places, one_planner: bool) -> None:
+    forked_ranks(_saves_with_plan_caching, 2, places, one_planner)
+
+
+# -- what travels ----------------------------------------------------------------------------------
+
+
+def _counts_what_travels(places: Places) -> list[tuple[str, int]]:
+    """Bytes of each object that a warm save and load send on torch's collectives."""
+    state = {"model": {f"layer.{number}": _rows(number) for number in range(500)}, "step": 1}
+    sent: list[tuple[str, int]] = []
+    what = ""
+    pickled: Callable[..., Any] = distributed_c10d._object_to_tensor
+
+    def counting(*args: Any, **options: Any) -> Any:
+        data, size = pickled(*args, **options)
+        sent.append((what, int(size)))
+        return data, size
+
+    with places.writer(persist=False) as writer, pytest.MonkeyPatch.context() as patch:
+        for step in range(3):
+            if step == 2:
+                patch.setattr(distributed_c10d, "_object_to_tensor", counting)
+            what = "save"
+            returned = dcp.save(state, checkpoint_id=f"{step}", storage_writer=writer)
+        what = "load"
+        into = blank_of(state)
+        _load(places, "2", into)
+        assert_same(state, into)
+        what = "save by torch"
+        save_by_torch(state, checkpoint_id="torch", storage_writer=writer)
+    assert len(returned.state_dict_metadata) == 501
+    return sent
+
+
+def test_nothing_that_grows_with_the_tensors_travels_on_torchs_collectives(places: Places) -> None:
+    for sent in forked_ranks(_counts_what_travels, 2, places):
+        for what in ("save", "load"):
+            sizes = [size for one, size in sent if one == what]
+            assert sizes, f"nothing was counted of the {what}"
+            assert max(sizes) < 4096, (what, sizes)
+        assert max(size for one, size in sent if one == "save by torch") > 40_000
+
+
+# -- the metadata that a save returns --------------------------------------------------------------
+
+
+def _stored(places: Places, name: str) -> Metadata:
+    metadata = dcp.FileSystemReader(places.shown(name)).read_metadata()
+    assert metadata.storage_meta is not None
+    metadata.storage_meta.load_id = None  # the reader's
+    return metadata
+
+
+def _looks_at_what_a_save_returns(places: Places) -> bytes:
+    """Return the pickled metadata."""
+    with places.writer(keep_memory=1, persist=False) as writer:
+        unseen = dcp.save(_state(1), checkpoint_id="unseen", storage_writer=writer)
+        for step in range(2):
+            returned = dcp.save(_state(step), checkpoint_id="a", storage_writer=writer)
+            stored = _stored(places, "a")
+            dist.barrier()
+            assert type(stored) is Metadata
+            assert isinstance(returned, Metadata)
+            assert dataclasses.is_dataclass(returned)
+            assert returned == stored
+            assert stored == returned
+            assert not returned != stored  # noqa: SIM202 (asks the other operator)
+            assert returned != unseen
+            assert returned != 7  # type: ignore[comparison-overlap]
+            assert repr(returned) == repr(stored)
+            for one in dataclasses.fields(Metadata):
+                assert getattr(returned, one.name) == getattr(stored, one.name)
+            for made in (
+                pickle.loads(pickle.dumps(returned)),
+                pickle.loads(pickle.dumps(returned, protocol=0)),
+                copy.copy(returned),
+                copy.deepcopy(returned),
+                dataclasses.replace(returned),
+                read_metadata(pickle.dumps(returned)),
+            ):
+                assert type(made) is Metadata
+                assert made == stored
+                made.planner_data = "changed"
+                assert returned == stored
+            deep = copy.deepcopy(returned)
+            deep.state_dict_metadata.clear()
+            assert returned == stored
+            replaced = dataclasses.replace(returned, planner_data={})
+            assert (replaced.planner_data, replaced.storage_data) == ({}, stored.storage_data)
+            assert sorted(returned.planner_data) == sorted(returned.state_dict_metadata)
+            assert len(returned.storage_data) == len(stored.storage_data) > 0
+        theirs = save_by_torch(_state(1), checkpoint_id="torch", storage_writer=writer)
+        assert_same_content(returned, theirs)
+        assert set(returned.storage_data) == set(theirs.storage_data)
+        for step in range(4):
+            dcp.save(_state(step), checkpoint_id=f"later-{step}", storage_writer=writer)
+        dist.barrier()
+        assert not places.directory("memory", "a").exists()
+        assert returned == stored
+        # Nobody has looked at this one while its checkpoint was there.
+        assert_same_content(unseen, theirs)
+    assert set(unseen.storage_data) == set(theirs.storage_data)
+    returned.planner_data = {"mine": 1}
+    assert returned.planner_data == {"mine": 1}
+    returned.planner_data = stored.planner_data
+    return pickle.dumps(returned)
+
+
+_READ_METADATA = """
+import pickle, sys
+metadata = pickle.load(open(sys.argv[1], "rb"))
+assert "dcp_mem" not in sys.modules
+print(type(metadata).__name__, len(metadata.storage_data) > 3)
+"""
+
+
+@RANKS
+def test_what_dcp_save_returns_is_metadata_in_everything_on_every_rank(
+    places: Places, tmp_path: Path, ranks: int
+) -> None:
+    first, *others = forked_ranks(_looks_at_what_a_save_returns, ranks, places)
+    assert all(pickle.loads(other) == pickle.loads(first) for other in others)
+    tmp_path.joinpath("metadata").write_bytes(first)
+    told = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            _READ_METADATA,
+            str(tmp_path / "metadata"),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        timeout=100,
+    )
+    assert told.stdout == "Metadata True\n"
+
+
+def _saves_metadata_of_another_save(places: Places) -> None:
+    with places.writer(persist=False) as writer:
+        for save in (dcp.save, save_by_torch, dcp_mem.save):
+            first = dcp.save(_state(1), checkpoint_id="first", storage_writer=writer)
+            save({"of first": first, "t": torch.ones(2)}, checkpoint_id="2", storage_writer=writer)
+            del first
+            dist.barrier()
+
+
+def _loads_metadata(places: Places) -> int:
+    into = {"of first": None, "t": torch.zeros(2)}
+    _load(places, "2", into)
+    metadata: Any = into["of first"]
+    assert type(metadata) is Metadata
+    return len(metadata.state_dict_metadata)
+
+
+def test_metadata_can_itself_be_saved_and_is_whole_in_another_process(places: Places) -> None:
+    forked_ranks(_saves_metadata_of_another_save, 2, places)
+    assert forked(_loads_metadata, places) == 9
+
+
+class _Pickling(TorchPlanner):
+    """Pickles something while DCP saves."""
+
+    def __init__(self, what: object) -> None:
+        super().__init__()
+        self.what, self.pickled = what, b""
+
+    def create_local_plan(self) -> SavePlan:
+        self.pickled = pickle.dumps(self.what)
+        return super().create_local_plan()
+
+
+def _pickles_metadata_within_a_save(places: Places) -> bytes:
+    with places.writer(persist=False) as writer:
+        planner = _Pickling(dcp.save(_state(1), checkpoint_id="first", storage_writer=writer))
+        dcp.save(_state(2), checkpoint_id="2", storage_writer=writer, planner=planner)
+        return planner.pickled
+
+
+def test_metadata_that_is_pickled_within_another_save_is_whole(places: Places) -> None:
+    for pickled in forked_ranks(_pickles_metadata_within_a_save, 2, places):
+        assert len(pickle.loads(pickled).state_dict_metadata) == 9
+
+
+def _saves_where_there_is_no_room(places: Places) -> None:
+    with places.writer(memory_limit="1KiB", on_full="skip", persist=False) as writer:
+        returned = dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
+        assert returned == Metadata({})
+        assert [one.state.value for one in writer.status()] == ["skipped"]
+
+
+@RANKS
+def test_a_save_that_is_skipped_returns_empty_metadata(places: Places, ranks: int) -> None:
+    forked_ranks(_saves_where_there_is_no_room, ranks, places)
+
+
+# -- ranks that don't do the same ------------------------------------------------------------------
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def _saves_with_one_rank_that_needs_torch(places: Places, odd: int) -> list[str]:
+    torch.serialization.add_safe_globals([_Subclass])
+    is_odd = dist.get_rank() == odd
+    with places.writer(persist=False) as writer, logged() as lines, _torch_plans() as by_torch:
+        for step, save in enumerate((dcp.save, dcp_mem.save, dcp.save)):
+            planner = TorchPlanner() if is_odd else DefaultSavePlanner() if step else None
+            save(_state(step), checkpoint_id="a", storage_writer=writer, planner=planner)
+            assert len(by_torch) == 1
+            comes_back(places, "a", _state(step), roads=FROM_MEMORY)
+            by_torch.clear()
+            subclass = torch.arange(3).as_subclass(_Subclass) if is_odd else torch.arange(3)
+            state = {**_state(step), f"own.{dist.get_rank()}": subclass}
+            save(state, checkpoint_id="b", storage_writer=writer)
+            assert len(by_torch) == 1
+            by_torch.clear()
+            into: State = {
+                **blank_of(_state(step)),
+                f"own.{dist.get_rank()}": torch.zeros(3, dtype=torch.int64),
+            }
+            _load(places, "b", into)
+            assert torch.equal(into[f"own.{dist.get_rank()}"], torch.arange(3))
+            by_torch.clear()
+            save(_state(step), checkpoint_id="c", storage_writer=writer)
+            assert not by_torch
+            comes_back(places, "c", _state(step), roads=FROM_MEMORY)
+            by_torch.clear()
+            dist.barrier()
+    return why_torch_plans(lines)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_one_rank_that_needs_torchs_planner_takes_all_with_it_and_the_next_save_does_not(
+    places: Places, odd: int
+) -> None:
+    for reasons in forked_ranks(
+        _saves_with_one_rank_that_needs_torch, 2, places, odd, env=PATIENCE
+    ):
+        assert any(TorchPlanner.__name__ in reason for reason in reasons)
+        assert any(f"rank {odd}" in reason for reason in reasons)
+
+
+def _loads_with_one_rank_that_needs_torch(places: Places, odd: int) -> None:
+    is_odd = dist.get_rank() == odd
+    with places.writer(persist=False) as writer:
+        dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
+    reader = places.reader("memory", "a")
+    for _ in range(2):
+        for planner in (TorchLoadPlanner() if is_odd else None, None):
+            with _torch_plans_loads() as by_torch:
+                into = blank_of(_state(0))
+                dcp.load(into, checkpoint_id="a", storage_reader=reader, planner=planner)
+                assert_same(_state(1), into)
+            assert by_torch == ([TorchLoadPlanner.__name__] if planner is not None else [])
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_ranks_may_load_with_different_planners(places: Places, odd: int) -> None:
+    forked_ranks(_loads_with_one_rank_that_needs_torch, 2, places, odd, env=PATIENCE)
+
+
+# -- ranks that fail -------------------------------------------------------------------------------
+
+FAILURES = {
+    "name": ("ConfigError", "is no name under"),
+    "open": ("MemoryUnavailable", "does not exist"),
+    "plan": ("OSError", "no state today"),
+    "save.agreed": ("FaultInjected", "fault injected"),
+    "stage.claimed": ("FaultInjected", "fault injected"),
+    "stage.copied": ("FaultInjected", "fault injected"),
+    "stage.sealed": ("FaultInjected", "fault injected"),
+    "complete.receipts": ("FaultInjected", "fault injected"),
+}
+"""Where a rank fails, and what its failure is called and says."""
+
+
+class _Unpicklable:
+    """A byte item that can't be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise OSError(5, "no state today")
+
+
+def _fails_in_every_step(places: Places) -> None:
+    rank = dist.get_rank()
+    good = 0
+    with places.writer(persist=False) as writer, _torch_plans() as by_torch:
+
+        def save_well() -> None:
+            nonlocal good
+            good += 1
+            dcp.save(_state(good), checkpoint_id=f"good-{good}", storage_writer=writer)
+            assert not by_torch
+            comes_back(places, f"good-{good}", _state(good), roads=FROM_MEMORY)
+            dist.barrier()
+
+        def check(failures: dict[int, BaseException], where: str, failing: int) -> None:
+            kind, text = FAILURES[where]
+            assert failing in failures, (where, failing, failures)
+            assert type(failures[failing]).__name__ == kind, (where, failures)
+            assert text in str(failures[failing])
+            for other, error in failures.items():
+                assert other == failing or f"rank {failing}: " in str(error), (where, failures)
+            comes_back(places, f"good-{good}", _state(good), roads=FROM_MEMORY)
+            # Rank 1 isn't needed once it has told that it sealed.
+            newest = {good, 99} if (where, failing) == ("complete.receipts", 1) else {good}
+            assert _newest(places, blank_of(_state(0)))["step"] in newest, (where, failing)
+            dist.barrier()
+
+        save_well()
+        for where in FAILURES:
+            for failing in (0, 1):
+                is_failing = rank == failing
+                used, name, state = writer, "bad", _state(99)
+                if where == "name" and is_failing:
+                    name = "../bad"
+                elif where == "open" and is_failing:
+                    used = dataclasses.replace(places, memory=f"{places.memory}/no/root").writer()
+                elif where == "plan" and is_failing:
+                    state[f"own.{rank}"]["note"] = _Unpicklable()
+                elif "." in where and is_failing:
+                    faults.arm(f"{where}:raise:1")
+                for _ in range(2 if where == "name" else 1):
+                    failures = _failures_of(
+                        lambda: dcp.save(state, checkpoint_id=name, storage_writer=used)  # noqa: B023
+                    )
+                    check(failures, where, failing)
+                faults.arm("")
+                save_well()
+        odd = {**_state(99), "model": {"w": torch.ones(4, *[1] * rank)}}
+        for _ in range(2):
+            failures = _failures_of(
+                lambda: dcp.save(odd, checkpoint_id="bad", storage_writer=writer)
+            )
+            assert failures
+            assert "model.w" in str(next(iter(failures.values())))
+            comes_back(places, f"good-{good}", _state(good), roads=FROM_MEMORY)
+            dist.barrier()
+            save_well()
+        for _ in range(3):
+            faults.arm("complete.catalog:raise:1" if rank == 0 else "")
+            failures = _failures_of(
+                lambda: dcp.save(
+                    {**_state(99), f"new.{good}": 1}, checkpoint_id="bad", storage_writer=writer
+                )
+            )
+            faults.arm("")
+            assert isinstance(failures.get(0), faults.FaultInjected)
+            save_well()
+        job = Path(places.memory, places.job)
+        assert len([*job.rglob("*.slot"), *job.rglob("*.distcp")]) <= 2 * (2 + 1)
+        dist.barrier()
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_fails_anywhere_fails_the_save_on_all_by_its_name_and_nothing_else(
+    places: Places,
+) -> None:
+    forked_ranks(_fails_in_every_step, 2, places, env={"DCP_MEM_TIMEOUT": "30"}, timeout=200)
+
+
+# -- loads -----------------------------------------------------------------------------------------
+
+
+def _loads_what_does_not_fit(places: Places) -> None:
+    with places.writer(persist=False) as writer:
+        dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
+    unfit: list[State] = [
+        {**_state(0), "absent": torch.zeros(3)},
+        {**_state(0), "absent": "text"},
+        {**_state(0), "model": {"w": torch.zeros(10)}},
+        {**_state(0), "model": {"w": torch.zeros(3, 3)}},
+        {**_state(0), "model": {"w": "text"}},
+        {**_state(0), "rows": _rows(0, rows=8)},
+    ]
+    for state in unfit:
+        theirs, ours = (
+            _failures_of(lambda: load(copy.copy(state), storage_reader=reader))  # noqa: B023
+            for load, reader in (
+                (load_by_torch, places.reader("memory", "a")),
+                (dcp.load, places.reader("memory", "a")),
+            )
+        )
+        assert theirs.keys() == ours.keys() == set(range(dist.get_world_size()))
+        assert [repr(error) for error in theirs.values()] == [
+            repr(error) for error in ours.values()
+        ]
+    of_both: list[State] = []
+    for load in (load_by_torch, dcp.load):
+        other = {**blank_of(_state(0)), "step": torch.zeros(3)}
+        load(other, storage_reader=places.reader("memory", "a"))
+        of_both.append(other)
+    assert_same(of_both[0], of_both[1])
+    absent = _failures_of(lambda: _load(places, "absent", _state(0)))
+    assert all(isinstance(error, CheckpointNotFound) for error in absent.values())
+    assert absent
+    assert_same(_state(1), _load(places, "a", blank_of(_state(0))))
+
+
+@RANKS
+def test_a_state_dict_that_does_not_fit_gets_torchs_own_error(places: Places, ranks: int) -> None:
+    forked_ranks(_loads_what_does_not_fit, ranks, places)
+
+
+def _loads_in_part(places: Places) -> None:
+    state = _state(1)
+    with places.writer(persist=False) as writer:
+        dcp.save(state, checkpoint_id="a", storage_writer=writer)
+    with _torch_plans_loads() as by_torch:
+        into = {**blank_of(state), "absent": torch.full((3,), 7.0), "missing": "text"}
+        _load(places, "a", into, planner=DefaultLoadPlanner(allow_partial_load=True))
+        assert_same({**state, "absent": torch.full((3,), 7.0), "missing": "text"}, into)
+        into = {"model": blank_of(state["model"])}
+        _load(places, "a", into)
+        assert_same({"model": state["model"]}, into)
+        assert not _load(places, "a", {})
+        assert not by_torch
+    for keys in ({"model"}, {"step"}, {"model.w"}, "step", None):
+        ours, theirs = (
+            state_dict_loader._load_state_dict_from_keys(
+                keys,
+                checkpoint_id=None if road.startswith("stock") else "a",
+                storage_reader=places.reader(road, "a"),
+            )
+            for road in FROM_MEMORY
+        )
+        assert ours.keys() == theirs.keys()
+        assert_same(ours, theirs)
+        assert ours or keys != {"model"}
+
+
+@RANKS
+def test_a_part_of_a_checkpoint_loads_as_by_torch(places: Places, ranks: int) -> None:
+    forked_ranks(_loads_in_part, ranks, places)
+
+
+@dataclasses.dataclass
+class _Settings:
+    """What only free unpickling brings back."""
+
+    rate: float
+
+
+class _Noting(dict[str, Any]):
+    """A dict that notes what is put into it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.noted: list[str] = []
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.noted.append(key)
+        super().__setitem__(key, value)
+
+
+def _loads_into_the_callers_own(places: Places) -> None:
+    """Places that the caller refers to otherwise, too, are filled, and not replaced."""
+    state: State = {
+        "settings": _Settings(0.5),
+        "nested": {"deep": [torch.arange(3.0), {"deeper": (1, 2)}, [torch.ones(2)]], "n": 3},
+        "meta": torch.arange(4.0),
+        "t": torch.arange(6.0).view(2, 3),
+    }
+    with places.writer(persist=False) as writer:
+        dcp.save(state, checkpoint_id="a", storage_writer=writer)
+    found: list[list[Any]] = []
+    for load in (load_by_torch, dcp.load):
+        tensor, inner = torch.zeros(3), _Noting({"deeper": None})
+        nested = _Noting({"deep": [tensor, inner, [torch.zeros(2)]], "n": 0})
+        into = _Noting({"settings": None, "nested": nested, "t": torch.zeros(2, 3)})
+        load(into, checkpoint_id="a", storage_reader=places.reader("memory", "a"))
+        assert into["settings"] == _Settings(0.5)
+        assert into["nested"] is nested
+        assert nested["deep"][0] is tensor
+        assert nested["deep"][1] is inner
+        assert torch.equal(tensor, torch.arange(3.0))
+        assert torch.equal(nested["deep"][2][0], torch.ones(2))
+        assert (nested["n"], inner["deeper"]) == (3, (1, 2))
+        assert torch.equal(into["t"], state["t"])
+        # Newer torch sets some items twice, and containers that it has filled.
+        found.append([sorted(set(each.noted) - {"deep"}) for each in (into, nested, inner)])
+        parameter = torch.nn.Parameter(torch.zeros(2, 3))
+        meta: State = {"meta": torch.empty(4, device="meta"), "t": parameter}
+        load(meta, checkpoint_id="a", storage_reader=places.reader("memory", "a"))
+        assert meta["t"] is parameter
+        assert parameter.requires_grad
+        found.append([str(meta["meta"].device), meta["meta"].tolist()])
+    assert found[:2] == found[2:]
+    assert found[1] == ["cpu", [0.0, 1.0, 2.0, 3.0]]
+
+
+@RANKS
+def test_a_load_fills_the_callers_dicts_tensors_and_lists_as_torch_does(
+    places: Places, ranks: int
+) -> None:
+    forked_ranks(_loads_into_the_callers_own, ranks, places)
+
+
+def _loads_several_with_one_reader(places: Places) -> None:
+    with places.writer(keep_memory=3, persist=False) as writer:
+        for step in range(3):
+            dcp.save(_state(step), checkpoint_id=f"{step}", storage_writer=writer)
+        with places.reader("memory", "") as reader:  # type: ignore[attr-defined]
+            for load in (dcp.load, load_by_torch, dcp_mem.load, dcp.load):
+                for step in (1, 2, 0):
+                    into = blank_of(_state(0))
+                    load(into, checkpoint_id=f"{step}", storage_reader=reader)
+                    assert_same(_state(step), into)
+                    assert reader.report().checkpoint_id == f"{step}"
+                unfit = {**blank_of(_state(0)), "absent": 1}
+                assert _failures_of(partial(dcp.load, unfit, storage_reader=reader))
+                into = blank_of(_state(0))
+                load(into, storage_reader=reader)
+                assert_same(_state(2), into)
+        assert_same(
+            _state(1), _load(places, "1", blank_of(_state(0)), planner=DefaultLoadPlanner())
+        )
+
+
+@RANKS
+def test_one_reader_loads_over_and_over(places: Places, ranks: int) -> None:
+    forked_ranks(_loads_several_with_one_reader, ranks, places)
+
+
+# -- drivers of other torches ----------------------------------------------------------------------
+
+Change = Callable[[str], str]
+
+
+def _instead(*replacements: tuple[str, str]) -> Change:
+    """A change of a driver's text; each replacement has to change it."""
+
+    def change(text: str) -> str:
+        for pattern, replacement in replacements:
+            text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
+            assert count, f"{pattern} isn't in {text}"
+        return text
+
+    return change
+
+
+def _with_another_planner_variable(text: str) -> str:
+    head, wrapper, body = text.partition("    distW = _DistWrapper(")
+    assert wrapper
+    body, count = re.subn(r"(?<![\w.\"])planner\b(?!=)", "chosen", body)
+    assert count > 5
+    return f"{head}    chosen = planner\n{wrapper}{body}"
+
+
+_ASKED = r"^( +)storage_meta = storage_writer\.storage_meta\(\)$"
+_PLANNED = r"^( +)(local_plan = planner\.create_local_plan\(\))$"
+_PREPARED = r"^( +)(local_plan = storage_writer\.prepare_local_plan\(local_plan\))$"
+_ASK = r"\1storage_writer.storage_meta()\n\1\2"
+_NOT_ASKED = (_ASKED, r"\1storage_meta = None")
+_READ = r"^( +)metadata = storage_reader\.read_metadata\(\)$"
+_SET_UP = r"planner\.set_up_planner\(state_dict, metadata, distW\.is_coordinator\)"
+
+SAVE_DRIVERS: dict[str, tuple[Change, bool]] = {
+    "asks after set_up_storage_writer": (_instead(_NOT_ASKED, (_PLANNED, _ASK)), False),
+    "asks after create_local_plan": (_instead(_NOT_ASKED, (_PREPARED, _ASK)), False),
+    "asks twice": (_instead((_ASKED, r"\1storage_writer.storage_meta()\n\g<0>")), False),
+    "asks after set_up_planner": (
+        _instead(
+            _NOT_ASKED,
+            (r"^( +)(if \(\n +\"kwargs\"\n|if \"kwargs\" in|storage_writer\.set_up_)", _ASK),
+        ),
+        False,
+    ),
+    "never asks": (_instead(_NOT_ASKED), False),
+    "names its step otherwise": (_instead((r"\blocal_step\b", "first_step")), False),
+    "names its planner otherwise": (_with_another_planner_variable, False),
+    "is torch's": (lambda text: text, True),
+}
+"""How a driver differs, and whether dcp_mem has to plan under it."""
+
+LOAD_DRIVERS: dict[str, tuple[Change, bool]] = {
+    "reads after set_up_planner": (
+        _instead(
+            (_SET_UP, "planner.metadata = metadata"),
+            (_READ, r"\1planner.set_up_planner(state_dict, None, distW.is_coordinator)\n\g<0>"),
+        ),
+        False,
+    ),
+    "reads twice": (_instead((_READ, r"\1storage_reader.read_metadata()\n\g<0>")), False),
+    "names its step otherwise": (_instead((r"\blocal_step\b", "first_step")), False),
+    "names its planner otherwise": (_with_another_planner_variable, False),
+    "is torch's": (lambda text: text, True),
+}
+
+
+@contextlib.contextmanager
+def _driver(module: Any, name: str, change: Change) -> Iterator[None]:
+    """Drive with a changed text of torch's driver."""
+    made: dict[str, Any] = {}
+    text = change(textwrap.dedent(inspect.getsource(getattr(module, name))))
+    exec(compile(text, f"<another {name}>", "exec"), vars(module), made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, made[name])
+        yield
+
+
+def _saves_by_another_driver(places: Places, which: str) -> list[str]:
+    change, is_own = SAVE_DRIVERS[which]
+    with places.writer(persist=False) as writer, logged() as lines:
+        for step in range(4):
+            with _driver(state_dict_saver, "_save_state_dict", change), _torch_plans() as by_torch:
+                returned = dcp.save(_state(step), checkpoint_id="a", storage_writer=writer)
+            assert len(by_torch) == (0 if is_own else min(len(by_torch), 1))
+            comes_back(places, "a", _state(step), roads=FROM_MEMORY)
+            dist.barrier()
+            with _torch_plans() as by_torch:
+                usual = dcp.save(_state(step), checkpoint_id="b", storage_writer=writer)
+            assert not by_torch
+            assert_same_content(returned, usual)
+            comes_back(places, "b", _state(step), roads=FROM_MEMORY)
+            dist.barrier()
+    return why_torch_plans(lines)
+
+
+@RANKS
+@pytest.mark.parametrize("which", SAVE_DRIVERS)
+def test_a_torch_that_drives_its_writers_in_another_way_saves_well(
+    places: Places, which: str, ranks: int
+) -> None:
+    said = "this torch drives its writers in another way"
+    unknown = which.startswith(("never", "names", "asks after set_up_storage", "asks after create"))
+    for reasons in forked_ranks(_saves_by_another_driver, ranks, places, which, env=PATIENCE):
+        assert [reason for reason in reasons if reason == said] == [said] * unknown, reasons
+
+
+def _loads_by_another_driver(places: Places, which: str) -> None:
+    change, is_own = LOAD_DRIVERS[which]
+    with places.writer(persist=False) as writer:
+        for step in range(2):
+            dcp.save(_state(step), checkpoint_id=f"{step}", storage_writer=writer)
+    reader = places.reader("memory", "")
+    # Only the first look at the metadata goes by the name.
+    steps: list[int | None] = [None] * 2 if which == "reads twice" else [1, 0, 1]
+    for wanted in steps:
+        into = blank_of(_state(0))
+        with _driver(state_dict_loader, "_load_state_dict", change), _torch_plans_loads() as asked:
+            dcp.load(
+                into, checkpoint_id=None if wanted is None else f"{wanted}", storage_reader=reader
+            )
+            assert len(asked) <= (0 if is_own else 1)
+        assert_same(_state(1 if wanted is None else wanted), into)
+
+
+@RANKS
+@pytest.mark.parametrize("which", LOAD_DRIVERS)
+def test_a_torch_that_drives_its_readers_in_another_way_loads_well(
+    places: Places, which: str, ranks: int
+) -> None:
+    forked_ranks(_loads_by_another_driver, ranks, places, which, env=PATIENCE)
+
+
+# -- both roads, at random -------------------------------------------------------------------------
+
+
+def _saves_at_random_on_both_roads(places: Places, seed: int) -> None:
+    random = Random(seed)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parts, mesh_of = sharding.draw(random, world), sharding.meshes()
+    with places.writer(keep_memory=3, persist=False) as writer:
+        for step in range(5):
+            if step not in (0, 3):
+                parts = sharding.changed(random, parts, world)
+            state = sharding.build(parts, rank, mesh_of, step)
+            blank = partial(sharding.build, parts, rank, mesh_of, 99)
+            _saves_on_both_roads(places, writer, state, blank)
+
+
+def _saves_on_both_roads(
+    places: Places, writer: MemoryStorageWriter, state: State, blank: Callable[[], State]
+) -> None:
+    """Save by dcp_mem's plan, by torch's, and by dcp_mem's again."""
+    roads = {"ours": dcp.save, "torch": save_by_torch, "again": dcp.save}
+    returned = {}
+    with _torch_plans() as by_torch:
+        for name, save in roads.items():
+            returned[name] = save(state, checkpoint_id=name, storage_writer=writer)
+    assert by_torch == [TorchPlanner.__name__]
+    for name in roads:
+        assert_same_content(returned[name], returned["torch"])
+        assert set(returned[name].storage_data) == set(returned["torch"].storage_data)
+        assert_same_content(returned[name], _stored(places, name))
+        assert name == "torch" or returned[name] == _stored(places, name)
+        comes_back(places, name, state, blank=blank, roads=FROM_MEMORY)
+    if dist.get_world_size() == 1:
+        written = {name: _written(places, name, returned[name]) for name in roads}
+        assert written["ours"] == written["torch"]
+        assert written["again"] == written["torch"]
+    dist.barrier()
+
+
+def _written(places: Places, name: str, metadata: Metadata) -> dict[int, bytes]:
+    """The bytes of the segment, by offset; between items, and behind the last, lies anything."""
+    (path,) = places.directory("memory", name).glob("*.distcp")
+    data = path.read_bytes()
+    return {
+        info.offset: data[info.offset : info.offset + info.length]
+        for info in metadata.storage_data.values()
+    }
+
+
+@pytest.mark.timeout(240)
+@settings(
+    max_examples=8,
+    phases=(Phase.explicit, Phase.generate),  # each example starts processes
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(world=st.integers(1, 4), seed=st.integers(0, 1 << 32))
+def test_both_roads_in_turn_save_the_same(places: Places, world: int, seed: int) -> None:
+    print(f"seed {seed} of {SEED}")
+    mine = dataclasses.replace(places, job=f"job-{world}-{seed}")
+    forked_ranks(_saves_at_random_on_both_roads, world, mine, seed, timeout=100)
+
+
+def test_segments_of_both_roads_are_equal_to_the_byte_on_one_rank(places: Places) -> None:
+    forked_ranks(_saves_at_random_on_both_roads, 1, places, SEED)
