@@ -495,4 +495,4 @@ def test_a_node_lost_at_a_named_point_of_a_save_costs_that_save_alone(
     lost.kill()
     assert [ending.exit_code for ending in saving.wait(60)] == [1, -signal.SIGKILL]
     cluster.add()
-    assert cluster.launch(_load, job).results() == [(1, "memory and storage")] * 2
+    assert cluster.launch(_load, job).results() == [(1, "memory and peers and storage")] * 2

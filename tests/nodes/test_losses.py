@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_mem
 from dcp_mem.common import faults
@@ -169,7 +170,7 @@ def _ending(run: Path) -> Iterator[None]:
         yield
         while True:
             dist.barrier()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         ended = Path(run, f"ended-{socket.gethostname()}-{os.environ['LOCAL_RANK']}")
         ended.write_text(f"{type(error).__name__}: {error}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -1009,7 +1010,9 @@ def _live(job: Job, begun: set[int], is_shared: MemoryStorageWriter | None, call
         elif call == "wait" and last:
             while pending:
                 pending.pop(0).result(_SECONDS)
-            writer.wait(f"step-{last}", timeout=_SECONDS)
+            # A newer one of another thread may take its place on the way to storage.
+            with contextlib.suppress(dcp_mem.FlushFailed):
+                writer.wait(f"step-{last}", timeout=_SECONDS)
         elif call == "close":
             writer.close()
         elif call == "grow":
