@@ -406,7 +406,7 @@ _Raising = Callable[
     [str, dist.ProcessGroup | None, bool, Callable[[Exception], bool]],
     AbstractContextManager[None],
 ]
-"""How errors are raised: by `raised_as_by_dcp`, or `_raised_as_is`."""
+"""Raises errors of a block in one of two ways: `raised_as_by_dcp`, or `_raised_as_is`."""
 
 
 def _raised_as_is(*_: object) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Which checkpoint is flushed next, when a failed one is tried again, and what is recorded of it.
+"""The order of flushes: the next checkpoint, repeats of failed ones, and the records of both.
 
 One scheduler serves all jobs of a memory root. It runs in the agent, or in a thread of the trainer
 (`agent="thread"`).

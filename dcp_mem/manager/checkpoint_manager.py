@@ -539,7 +539,7 @@ class CheckpointManager:
 
 
 class _Pace:
-    """When the next save is due, and how long steps and saves take."""
+    """The interval of saves, and the seconds that steps and saves take."""
 
     def __init__(self, pause: int) -> None:
         self._pause = pause

@@ -233,7 +233,7 @@ class AheadCopy:
             if self._later is not None:
                 self._later.finish()
         except BaseException:
-            self._unused()
+            self.give_back()
             raise
         self._unused.detach()
         return seal_filled(context, agreed, self._filled)

@@ -18,6 +18,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -114,15 +115,9 @@ class OverlappedCopies:
 
     def take(self, moves: Sequence[Move]) -> Sequence[Move]:
         """Take over the copies of parameters and optimizer state; return the others."""
-        tensors = list(_tensors(self.optimizers))
-        why_not = _why_not(self.optimizers, tensors)
-        if why_not:
-            self._warn(f"overlap= has no effect: {why_not}")
-            return moves
-        known = {one.data_ptr(): one for one in tensors}
         at_once, later, kept = [], [], []
         for number, move in enumerate(moves):
-            tensor = known.get(move[1])
+            tensor = self._may_wait.get(move[1])
             if tensor is None or not 0 < move[2] <= tensor.nbytes:
                 at_once.append(move)
                 continue
@@ -145,15 +140,10 @@ class OverlappedCopies:
         """
         stream = copy_stream(device)
         assert stream is not None
-        tensors = list(_tensors(self.optimizers))
-        why_not = _why_not(self.optimizers, tensors)
-        if why_not:
-            self._warn(f"overlap= has no effect: {why_not}")
-        known = {} if why_not else {one.data_ptr(): one for one in tensors}
         at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in copies:
-            tensor = known.get(source.data_ptr())
+            tensor = self._may_wait.get(source.data_ptr())
             is_later = tensor is not None and source.nbytes <= tensor.nbytes
             (later if is_later else at_once).append((target, source))
         for group in (at_once, later):
@@ -164,6 +154,16 @@ class OverlappedCopies:
                 if group is at_once:
                     enqueued.hold_device()
                 self._kept += sources
+
+    @cached_property
+    def _may_wait(self) -> dict[int, torch.Tensor]:
+        """Parameters and optimizer state, by address; none where they may change at any time."""
+        tensors = list(_tensors(self.optimizers))
+        why_not = _why_not(self.optimizers, tensors)
+        if why_not:
+            self._warn(f"overlap= has no effect: {why_not}")
+            return {}
+        return {one.data_ptr(): one for one in tensors}
 
     def begin(self) -> None:
         """Begin with the copies; from here on the optimizers' next steps wait for them."""
@@ -208,6 +208,7 @@ class OverlappedCopies:
         with _guard:
             _pending.discard(self)
         self._kept.clear()
+        self.__dict__.pop("_may_wait", None)
 
     def _join(self) -> None:
         self._is_awaited = True

@@ -181,17 +181,15 @@ class OwnPlans:
             wanted: Id of the plan to take if it fits; the last one otherwise.
             to_lowest_rank: As `plan_together` was told.
         """
-        plans = self._like(context.group, to_lowest_rank)[::-1]
-        for plan in sorted(plans, key=lambda plan: plan.plan_id != wanted):
-            planned = self._planned(context, plan, state)
-            if planned is not None:
-                return planned
+        planned = self.recognised(context, state, wanted, to_lowest_rank=to_lowest_rank)
+        if planned is not None:
+            return planned
         try:
             structure = Structure(state)
             _check_dtypes(structure)
         except NotDescribable as reason:
             return Unplanned(str(reason))
-        for plan in plans:
+        for plan in self._like(context.group, to_lowest_rank)[::-1]:
             if plan.structure.plan.is_same(structure.plan):
                 # What differs doesn't count: the type of a byte item, say.
                 self._replace(plan.structure, structure)
@@ -247,19 +245,26 @@ class OwnPlans:
         return plan_id, mask, whole
 
     def recognised(
-        self, context: SaveContext, state: Mapping[str, Any], *, to_lowest_rank: bool = False
+        self,
+        context: SaveContext,
+        state: Mapping[str, Any],
+        wanted: str = "",
+        *,
+        to_lowest_rank: bool = False,
     ) -> Planned | None:
-        """Return this rank's part of saving a state dict by the last plan that fits it.
+        """Return this rank's part of saving a state dict by a plan that fits it.
 
         Args:
             context: Of the save.
             state: The state dict.
+            wanted: Id of the plan to take if it fits; the last one otherwise.
             to_lowest_rank: As `plan_together` was told.
 
         Returns:
             None where no plan fits.
         """
-        for plan in self._like(context.group, to_lowest_rank)[::-1]:
+        plans = self._like(context.group, to_lowest_rank)[::-1]
+        for plan in sorted(plans, key=lambda plan: plan.plan_id != wanted):
             planned = self._planned(context, plan, state)
             if planned is not None:
                 return planned
