@@ -306,6 +306,7 @@ def _save(
     use_collectives: bool = True,
 ) -> Metadata:
     why_not = _why_not(storage_writer, planner, use_collectives)
+    left_to_torch: AbstractContextManager[None] = nullcontext()
     if not why_not:
         assert isinstance(storage_writer, MemoryStorageWriter)
         states = _States(state_dict)
@@ -320,17 +321,21 @@ def _save(
                     to_lowest_rank=saves_to_lowest_rank(planner),
                 )
         except NoCommonPlan:
-            pass  # The writer has logged why.
+            left_to_torch = storage_writer._left_to_torch()  # The writer has logged why.
     elif not isinstance(storage_writer, MemoryStorageWriter):
         log.info("%s is planned by torch: %s", checkpoint_id, why_not)
-    metadata: Metadata = dcp.save(
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_writer=storage_writer,
-        planner=planner,
-        process_group=process_group,
-        **_accepted(dcp.save, no_dist=(no_dist, False), use_collectives=(use_collectives, True)),
+    accepted = _accepted(
+        dcp.save, no_dist=(no_dist, False), use_collectives=(use_collectives, True)
     )
+    with left_to_torch:
+        metadata: Metadata = dcp.save(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_writer=storage_writer,
+            planner=planner,
+            process_group=process_group,
+            **accepted,
+        )
     return metadata
 
 

@@ -571,6 +571,19 @@ class MemoryStorageWriter(StorageWriter):
             leave(context, error)
             raise
 
+    @contextmanager
+    def _left_to_torch(self) -> Iterator[None]:
+        """Let DCP drive the save that `_save_collectively` has just left to torch's planner.
+
+        What is known of that save is forgotten afterwards, also where DCP fails before it calls the
+        writer: the next save must ask the other ranks again.
+        """
+        try:
+            yield
+        finally:
+            if self._calls.why_not:
+                self._calls.why_not, self._next_info = "", SaveInfo()
+
     def _new_streams(self) -> Streams:
         """Return room for streams that become a checkpoint by `_save_streams`."""
         return Streams(self._open_session().slots)

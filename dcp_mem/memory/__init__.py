@@ -6,5 +6,5 @@ This room may import format, policy and what lies below them. Read its modules i
 written down of checkpoints and loads), `recycling` (segments become free slots),
 `stock_metadata` and `stock_metadata_thread` (`.metadata` for torch's own readers), `catalogs`,
 `locks` (leases and the job's lock), `slots`, `mapping`, `views` (files as memory), `copying`
-(payload bytes), `pinning` (CUDA), `window` (memory that ranks share while they load).
+(payload bytes), `pinning` and `numa` (CUDA), `window` (memory that ranks share while they load).
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dcp_mem.common.log import log
+from dcp_mem.memory.numa import stay_near
 from dcp_mem.memory.slots import Slot
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -36,6 +37,16 @@ def pin(slot: Slot) -> None:
         return
     _pinned.add(key)
     slot.on_unmap.append(lambda: _unpin(key, device))
+
+
+def touch_pages_near_device() -> None:
+    """Have pages that the calling thread touches first lie near this process's device, if any.
+
+    For a thread that does nothing else: it stays on the CPUs of the device's NUMA node.
+    """
+    device = _device_in_use() if torch.cuda.is_initialized() else None
+    if device is not None:
+        stay_near(torch.cuda.get_device_properties(device))
 
 
 def _device_in_use() -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings
+from dcp_mem.memory import pinning
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.runtime.heap import GrownHeap
@@ -116,6 +117,7 @@ class Prefaulting:
 
     def _work(self, sizes: SlotSizes, checkpoints: int, wanted: Callable[[], bool]) -> None:
         try:
+            pinning.touch_pages_near_device()
             for count in range(1, checkpoints * sizes.count + 1):  # one checkpoint after the other
                 self._make_ready(sizes, count, wanted)
         except Exception:

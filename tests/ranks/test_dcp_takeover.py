@@ -565,6 +565,37 @@ def test_one_rank_that_needs_torchs_planner_takes_all_with_it_and_the_next_save_
         assert any(f"rank {odd}" in reason for reason in reasons)
 
 
+class _RaisesTheSecondTime:
+    """A stateful object that answers dcp_mem.save, and fails in the dcp.save that follows."""
+
+    calls = 0
+
+    def state_dict(self) -> State:
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("asked twice")
+        return {"own": torch.arange(3).as_subclass(_Subclass)}
+
+    def load_state_dict(self, state: State) -> None:
+        raise NotImplementedError
+
+
+def _saves_after_a_save_that_was_left_to_torch_and_failed(places: Places) -> list[object]:
+    with places.writer(persist=False) as writer, _torch_plans() as by_torch:
+        writer.annotate_next_save(step=7)
+        bad = {**_state(0), "object": _RaisesTheSecondTime()}
+        with pytest.raises(ValueError, match="asked twice"):
+            dcp_mem.save(bad, checkpoint_id="bad", storage_writer=writer)
+        dcp.save(_state(1), checkpoint_id="good", storage_writer=writer)
+        comes_back(places, "good", _state(1), roads=FROM_MEMORY)
+        return [by_torch, [entry.step for entry in writer.status()]]
+
+
+def test_what_is_known_of_a_save_that_torch_plans_ends_with_it(places: Places) -> None:
+    [found] = forked_ranks(_saves_after_a_save_that_was_left_to_torch_and_failed, 1, places)
+    assert found == [[], [None]]
+
+
 def _loads_with_one_rank_that_needs_torch(places: Places, odd: int) -> None:
     is_odd = dist.get_rank() == odd
     with places.writer(persist=False) as writer:
