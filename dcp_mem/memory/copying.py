@@ -38,6 +38,8 @@ _NBYTES = operator.itemgetter(2)
 _SHARES_EACH = 8
 _ONE_THREAD_NBYTES = 4 << 20
 """Below this, handing over to threads costs more than it gains."""
+_ONE_THREAD_PIECE = 32 << 10
+"""Below this on average, threads spend more on the interpreter's lock than they save on copies."""
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
@@ -143,8 +145,8 @@ def _read_share(descriptor: int, moves: Sequence[Move]) -> None:
 
 
 def _in_shares(moves: Sequence[Move], act: Callable[[Sequence[Move]], None]) -> None:
-    threads = torch.get_num_threads()
-    if threads == 1 or sum(map(_NBYTES, moves)) < _ONE_THREAD_NBYTES:
+    threads, nbytes = torch.get_num_threads(), sum(map(_NBYTES, moves))
+    if threads == 1 or nbytes < max(_ONE_THREAD_NBYTES, _ONE_THREAD_PIECE * len(moves)):
         act(moves)
         return
     work_off(shares(moves, threads * _SHARES_EACH), act)
