@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -78,6 +79,9 @@ from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.saving.stage import Results
 from dcp_mem.saving.streams import StreamItems, Streams
 from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, SaveContext
+
+_RETURN_SECONDS = 0.001
+"""Time for `dcp.async_save` to return in, before the save in the background does anything."""
 
 
 class MemoryStorageWriter(StorageWriter):
@@ -208,6 +212,9 @@ class MemoryStorageWriter(StorageWriter):
         # Where set_up_storage_writer has been called by now, it is too late to agree on a plan.
         can_agree = call is not None and call.uses_collectives and calls.save is None
         calls.takeover = DcpTakeover(call) if call is not None and can_agree else None
+        if calls.takeover is not None and calls.takeover.staged is not None:
+            # This thread has the interpreter's lock, and the training loop would wait 5 ms for it.
+            time.sleep(_RETURN_SECONDS)
         return StorageMeta(checkpoint_id=calls.name)
 
     @picklable
