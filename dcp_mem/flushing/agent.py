@@ -15,6 +15,7 @@ import pickle
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -150,19 +151,18 @@ def _start(root: str, message: bytes) -> int:
         "OMP_NUM_THREADS": "1",
     }
     try:
-        child = os.posix_spawn(
-            sys.executable,
+        # A descriptor of the trainer in the agent would outlive the trainer, and peers would see
+        # their connections to it stay open when it is killed: gloo's sockets aren't close-on-exec.
+        child = subprocess.Popen(
             [sys.executable, "-m", "dcp_mem.flushing.agent", root],
-            environment,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, reading, 0),
-                (os.POSIX_SPAWN_DUP2, output, 1),
-                (os.POSIX_SPAWN_DUP2, output, 2),
-            ],
-            setsid=True,
-            setsigmask=[],
-            setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],
+            stdin=reading,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            close_fds=True,
+            start_new_session=True,
         )
+        child.returncode = 0  # Popen would warn that it still runs; it is waited for by its id.
     finally:
         os.close(reading)
         os.close(output)
@@ -172,7 +172,7 @@ def _start(root: str, message: bytes) -> int:
             os.write(writing, struct.pack("!I", len(message)) + message)
     finally:
         os.close(writing)
-    return child
+    return child.pid
 
 
 @contextlib.contextmanager
@@ -308,6 +308,8 @@ def main() -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the trainer's thread may have blocked some
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # SIGTERM may be a pre-emption notice for the whole node: go on until SIGKILL, since only what
     # is flushed by then is saved.

@@ -1,0 +1,80 @@
+"""The agent holds no descriptor of its trainer: who dies is noticed at once, agent or not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from tests.support.processes.kill_targets import Place, agents_of, forked, name_of, save, wait_for
+
+_TIMEOUT_SECONDS = 120.0
+_SOON_SECONDS = 20.0
+"""Well below the time-out of the user's own group, 30 minutes."""
+
+
+def _files_of(pid: int) -> set[str]:
+    """The sockets, pipes and files that a process has open."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(entry))
+    return found
+
+
+def _files_of_agent_and_trainer(place: Place) -> tuple[set[str], set[str]]:
+    inheritable = os.open("/proc/self/status", os.O_RDONLY)
+    os.set_inheritable(inheritable, True)
+    writer = place.writer()
+    save(writer, 1)
+    writer.wait(name_of(1), timeout=60)
+    (agent,) = agents_of(place.memory)
+    found = _files_of(agent.pid), _files_of(os.getpid())
+    dist.barrier()
+    return found
+
+
+def test_the_agent_has_nothing_open_that_its_trainer_has(memory_root: Path, tmp_path: Path) -> None:
+    roots = tuple(str(memory_root / str(rank)) for rank in range(2))
+    place = Place(str(memory_root), str(tmp_path / "storage"), roots=roots)
+    for of_agent, of_trainer in forked(_files_of_agent_and_trainer, 2, place).join():
+        assert [name for name in of_trainer if name.startswith("socket:")]
+        shared = of_agent & of_trainer
+        assert {name for name in shared if not name.startswith(("/dev/", "anon_inode:"))} == set()
+
+
+def _waits_for_a_killed_rank(place: Place) -> float:
+    """Return the seconds after which a barrier of the user's own group fails."""
+    group = dist.new_group(backend="gloo")
+    dist.barrier(group)
+    writer = place.writer()
+    save(writer, 1)
+    writer.wait(name_of(1), timeout=60)
+    (agent,) = agents_of(place.memory)
+    wait_for(lambda: agent.status() == psutil.STATUS_STOPPED, "the agent to stop")
+    dist.barrier(group)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        dist.barrier(group)
+    return time.monotonic() - started
+
+
+def test_the_users_barrier_fails_at_once_when_a_rank_is_killed_whose_agent_lives(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    roots = tuple(str(memory_root / str(rank)) for rank in range(2))
+    place = Place(str(memory_root), str(tmp_path / "storage"), roots=roots)
+    env = {"DCP_MEM_FAULTS": "flush.recorded:stop:1"}  # in the agents, which live on like this
+    seconds, _ = forked(_waits_for_a_killed_rank, 2, place, env=env).join(
+        timeout=_TIMEOUT_SECONDS, killed={1}
+    )
+    assert seconds < _SOON_SECONDS
+    assert len(agents_of(roots[1])) == 1
