@@ -390,6 +390,8 @@ def job_name(job: str | None, url: str | None) -> str:
 def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> str:
     """Return the checkpoint's name under the root.
 
+    A name is a name, wherever the process runs: only what is absolute is looked for under the root.
+
     Args:
         url: The job's root.
         checkpoint_id: A name, or a full path or URL directly under the root.
@@ -398,13 +400,11 @@ def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> s
         ConfigError: It is neither.
     """
     text = _text("checkpoint_id", checkpoint_id)
-    name = text
+    name = text.removeprefix("file://") if text.startswith("file:///") else text
+    if os.path.isabs(name):
+        name = os.path.abspath(name)
     if url is not None:
-        for candidate in (text, os.path.abspath(text)):
-            if candidate.startswith(url + "/"):
-                name = candidate[len(url) + 1 :]
-        if text.startswith("file://") and text[7:].startswith(url + "/"):
-            name = text[7 + len(url) + 1 :]
+        name = name.removeprefix(url + "/")
     name = name.rstrip("/")
     if not _NAME.fullmatch(name) or len(name) > 200 or name in (HISTORIES, RECOVERIES):
         raise ConfigError(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -20,11 +22,14 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dcp_mem.comm.agreement import Attempted, attempt
 from dcp_mem.comm.dcp_errors import raised_as_by_dcp
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError
 from dcp_mem.planning.load_planner import LocalLoadPlanner
+from dcp_mem.planning.refusing_planners import RefusingLoadPlanner, RefusingSavePlanner
 from dcp_mem.reader import MemoryStorageReader
+from dcp_mem.saving.ahead import refused_state
 from dcp_mem.saving.dcp_takeover import saves_to_lowest_rank, why_not_own_plan
 from dcp_mem.saving.overlap import Overlap, overlap_of
 from dcp_mem.saving.values import NoCommonPlan
@@ -201,15 +206,24 @@ def async_save(
         if not isinstance(storage_writer, MemoryStorageWriter) or async_stager is not None:
             raise ConfigError("overlap= needs a MemoryStorageWriter that stages by itself")
         copies = storage_writer._overlapping(overlap_of(overlap))
+    made: Attempted[dict[str, Any]] = Attempted((state_dict,))
+    if isinstance(storage_writer, MemoryStorageWriter) and async_stager is None:
+        made = attempt(lambda: _without_stateful(state_dict))
     with copies:
-        return dcp.async_save(
-            state_dict,
+        begun = dcp.async_save(
+            made.value if made.error is None else refused_state(made.error),
             checkpoint_id=checkpoint_id,
             storage_writer=storage_writer,
             planner=planner,
             process_group=process_group,
             **accepted,
         )
+    if made.error is not None:
+        # The other ranks raise it as well, once this one has told them behind training.
+        response: Any = begun
+        wait([getattr(response, "upload_completion", response)])
+        raise made.error
+    return begun
 
 
 def load(
@@ -327,12 +341,13 @@ def _save(
     accepted = _accepted(
         dcp.save, no_dist=(no_dist, False), use_collectives=(use_collectives, True)
     )
-    with left_to_torch:
+    made = attempt(lambda: _without_stateful(state_dict))
+    with left_to_torch, _raised_together(made.error):
         metadata: Metadata = dcp.save(
-            state_dict,
+            made.value if made.error is None else {},
             checkpoint_id=checkpoint_id,
             storage_writer=storage_writer,
-            planner=planner,
+            planner=planner if made.error is None else RefusingSavePlanner(made.error),
             process_group=process_group,
             **accepted,
         )
@@ -374,15 +389,17 @@ def _load(
             "%s is planned by torch: its reader or planner isn't dcp_mem's or the default",
             checkpoint_id,
         )
-        loaded = states.make()
-        dcp.load(
-            loaded,
-            checkpoint_id=checkpoint_id,
-            storage_reader=storage_reader,
-            planner=planner,
-            process_group=process_group,
-            **_accepted(dcp.load, no_dist=(no_dist, False)),
-        )
+        made = attempt(states.make)
+        loaded = made.value if made.error is None else {}
+        with _raised_together(made.error):
+            dcp.load(
+                loaded,
+                checkpoint_id=checkpoint_id,
+                storage_reader=storage_reader,
+                planner=planner if made.error is None else RefusingLoadPlanner(made.error),
+                process_group=process_group,
+                **_accepted(dcp.load, no_dist=(no_dist, False)),
+            )
     if isinstance(planner, LocalLoadPlanner):
         planner.take_out_lacking()
     _put_into(state_dict, loaded, keys)
@@ -405,6 +422,22 @@ def _put_into(state_dict: dict[str, Any], loaded: dict[str, Any], keys: Sequence
     known = set(keys)
     for key in [key for key in loaded if key not in known]:
         state_dict[key] = loaded[key]
+
+
+@contextmanager
+def _raised_together(error: Exception | None) -> Iterator[None]:
+    """Raise an error that DCP raises in the block on all ranks; as it is on this one.
+
+    Args:
+        error: Why this rank can't take part, which its planner raises; None for nothing.
+    """
+    try:
+        yield
+    except CheckpointException:
+        if error is None:
+            raise
+    if error is not None:
+        raise error
 
 
 _Raising = Callable[

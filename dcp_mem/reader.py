@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_mem.comm.agreement import attempt
+from dcp_mem.comm.agreement import attempt, leaving_on_error
 from dcp_mem.comm.dcp_call import (
     DcpCall,
     dcp_call,
@@ -34,7 +34,7 @@ from dcp_mem.errors import (
 )
 from dcp_mem.format import names
 from dcp_mem.loading.candidates import open_newest
-from dcp_mem.loading.dcp_takeover import LoadTakeover, is_usual, taken_over
+from dcp_mem.loading.dcp_takeover import LoadTakeover, guard_planner, is_usual, taken_over
 from dcp_mem.loading.elect import elect_together
 from dcp_mem.loading.load import load_opened
 from dcp_mem.loading.load_attempt import LoadAttempt
@@ -124,8 +124,10 @@ class MemoryStorageReader(StorageReader):
         call = dcp_call(self._process_group, f"load {self.settings.job}")
         planning = planning_call(self)
         takeover = LoadTakeover(planning) if planning and is_usual(planning.planner) else None
+        if planning is not None and takeover is None:
+            guard_planner(planning, call.ranks)
         try:
-            with collector_paused():
+            with leaving_on_error(call.ranks), collector_paused():
                 self._load = LoadAttempt(self._request(call, started))
                 self._opened = open_newest(self._load)
         except (DcpMemError, OSError) as error:
@@ -224,7 +226,7 @@ class MemoryStorageReader(StorageReader):
         group = process_group if process_group is not None else self._process_group
         call = direct_call(group, no_dist, f"load {self.settings.job}")
         self._is_coordinator = call.rank == 0
-        with collector_paused():
+        with leaving_on_error(call.ranks), collector_paused():
             self._load = LoadAttempt(self._request(call, started))
             self._opened = open_newest(self._load)
             try:
@@ -253,8 +255,9 @@ class MemoryStorageReader(StorageReader):
         """
         call = direct_call(self._process_group, False, f"load {self.settings.job}")
         self._id = None
-        load = LoadAttempt(self._request(call, time.monotonic()))
-        plan = elect_together(load, Search(None, names.COLLECTIVE))
+        with leaving_on_error(call.ranks):
+            load = LoadAttempt(self._request(call, time.monotonic()))
+            plan = elect_together(load, Search(None, names.COLLECTIVE))
         return list(dict.fromkeys(choice.name for choice in plan.choices))
 
     def report(self) -> RecoveryReport:
@@ -322,8 +325,11 @@ class MemoryStorageReader(StorageReader):
             raise ConfigError(
                 "DCP calls read_metadata before this: drive the reader through dcp.load"
             )
-        wait_for_copies()  # of a save: what is loaded may go into what is still being copied
-        self._report = load_opened(load, opened, plan, planner, is_coordinator=self._is_coordinator)
+        with leaving_on_error(load.ranks):
+            wait_for_copies()  # of a save: what is loaded may go into what is still being copied
+            self._report = load_opened(
+                load, opened, plan, planner, is_coordinator=self._is_coordinator
+            )
 
 
 def _no_metadata() -> Metadata:

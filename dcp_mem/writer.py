@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_mem.comm import SingleRank, known_ranks, run_token
-from dcp_mem.comm.agreement import Attempted, attempt
+from dcp_mem.comm.agreement import Attempted, attempt, leaving_on_error
 from dcp_mem.comm.dcp_call import (
     StagingCall,
     dcp_call,
@@ -60,7 +60,13 @@ from dcp_mem.runtime.session import (
     session_for,
 )
 from dcp_mem.runtime.turns import Turn
-from dcp_mem.saving.ahead import AheadCopy, StagedState, copied, copy_ahead
+from dcp_mem.saving.ahead import (
+    AheadCopy,
+    StagedState,
+    copied,
+    copy_ahead,
+    raise_if_refused,
+)
 from dcp_mem.saving.calls import DcpSave, ThreadCalls, called, leave, opened_together
 from dcp_mem.saving.dcp_plan import DcpPlanItems, DcpPlanTracker, fill_in, republish
 from dcp_mem.saving.dcp_takeover import (
@@ -177,6 +183,7 @@ class MemoryStorageWriter(StorageWriter):
         self._token = new_token()
         self._run = ""
         self._next_info = SaveInfo()
+        self._saves_elsewhere = False  # in another process, which has a session of its own
         self._copies_to_send = 0  # of this writer, to the process that saves what was staged
         self._calls = ThreadCalls()
         self._dcp_plans = DcpPlanTracker()
@@ -264,6 +271,8 @@ class MemoryStorageWriter(StorageWriter):
             info=self._take_info() if staged is None else staged.info,
             is_driven_by_dcp=True,
         )
+        if takeover is not None:
+            takeover.enter(ranks)
         why_not, calls.why_not = calls.why_not, ""
         if takeover is not None and not why_not:
             try:
@@ -314,8 +323,8 @@ class MemoryStorageWriter(StorageWriter):
             plan: What this rank writes, as DCP's global plan has it.
             planner: Resolves the plan's items to tensors and bytes.
         """
-        with collector_paused():
-            begun = self._calls.begun()
+        begun = self._calls.begun()
+        with leaving_on_error(begun.context.ranks), collector_paused():
             if begun.own is not None:
                 self._carry_out(begun.context, begun.own)
                 return _future([])
@@ -347,7 +356,7 @@ class MemoryStorageWriter(StorageWriter):
                 return  # the save was skipped
             if not self._dcp_plans.is_published(metadata):
                 republish(begun.context, begun.manifest, metadata, results)
-            fill_in(metadata, results, begun.manifest.save_id)
+            fill_in(metadata, results, begun.manifest)
             self._dcp_plans.release()
             faults.point("save.finished")
 
@@ -383,10 +392,12 @@ class MemoryStorageWriter(StorageWriter):
         """
         call = staging_call(self)
         if call is None or not call.uses_collectives:
+            raise_if_refused(state_dict)
             return copied(state_dict)
         info, turn = self._take_info(), None
         content: Attempted[AheadCopy | dict[str, Any]]
         if call.is_in_process:
+            self._saves_elsewhere = True
             self._copies_to_send += 1
             content = attempt(lambda: self._copied_elsewhere(state_dict, is_shared=True))
         else:
@@ -438,7 +449,7 @@ class MemoryStorageWriter(StorageWriter):
             RankFailed: Another rank could not plan, or open its memory.
         """
         call = dcp_call(self._process_group, self._purpose)
-        with self._in_turn():
+        with leaving_on_error(call.ranks), self._in_turn():
             return prepare(
                 self.settings, call, self._open_session, state_dict, planner or DefaultSavePlanner()
             )
@@ -482,17 +493,23 @@ class MemoryStorageWriter(StorageWriter):
         """Path of the file where this node's agent writes what it does."""
         return states.agent_log(self.settings)
 
-    def close(self, flush: bool = True, *, progress: bool = False) -> None:
+    def close(
+        self, flush: bool = True, *, progress: bool = False, persist_newest: bool = True
+    ) -> None:
         """Wait until all that is meant for storage is durable, then give back slots and mappings.
 
-        What `keep_memory` keeps stays in memory, for a restart. Closing twice is fine.
+        The newest checkpoint goes to storage as well, whichever saves `persist=` has chosen; only
+        persist=False keeps it in memory. What `keep_memory` keeps stays in memory, for a restart.
+        Closing twice is fine.
 
         Args:
             flush: False doesn't wait; the agent goes on flushing by itself.
             progress: Show how far the flush is, on stderr if that is a terminal.
+            persist_newest: False leaves the newest checkpoint to `persist=`, like any other.
 
         Raises:
-            FlushFailed: Storage refuses; the checkpoints stay in memory.
+            FlushFailed: Storage refuses, or another node has lost its part; the checkpoints stay in
+                memory.
         """
         try:
             # Without a session, a flush thread has ended, and nothing would flush what is pending.
@@ -501,9 +518,10 @@ class MemoryStorageWriter(StorageWriter):
             if session is not None:
                 with session.turns.take():  # Saves in the background come first.
                     pass
+            promoted = self._promote_newest() if persist_newest else frozenset()
             if flush and self.settings.url is not None and not has_no_flusher:
                 with progress_bar(progress) as show:
-                    states.wait_for_all(self.settings, self._wake_agent, show)
+                    states.wait_for_all(self.settings, self._wake_agent, show, promoted=promoted)
             self._apply_retention()
         finally:
             close_session(self.settings, drop_free=True)
@@ -673,6 +691,7 @@ class MemoryStorageWriter(StorageWriter):
         self, call: StagingCall, session: Session, info: SaveInfo, state: dict[str, Any]
     ) -> AheadCopy | dict[str, Any]:
         """Copy a state dict into a slot, or elsewhere where there is no plan of it, or no slot."""
+        raise_if_refused(state)
         group = call.process_group if call.process_group is not None else self._process_group
         ranks = SingleRank() if call.is_alone else known_ranks(group, self._purpose)
         if ranks is not None and not why_not_own_plan(call.planner):
@@ -699,6 +718,7 @@ class MemoryStorageWriter(StorageWriter):
     def _copied_elsewhere(
         self, state: dict[str, Any], *, is_shared: bool = False
     ) -> dict[str, Any]:
+        raise_if_refused(state)
         if self._calls.overlap is not None:
             log.info("overlap= has no effect on a save that isn't copied straight into a slot")
         return copied(state, is_shared=is_shared)
@@ -793,6 +813,21 @@ class MemoryStorageWriter(StorageWriter):
     def _purpose(self) -> str:
         """The purpose of the ranks' connections: all saves of one job share them."""
         return f"save {self.settings.job}"
+
+    def _promote_newest(self) -> frozenset[str]:
+        """Have the newest checkpoint flushed, of each scope; return the save ids of those.
+
+        Only of a job that this process saves: another one may still be at it.
+        """
+        session, chosen = open_session(self.settings), self.settings
+        if chosen.url is None or chosen.persist.is_never:
+            return frozenset()
+        if session is None and not self._saves_elsewhere:
+            return frozenset()
+        promoted = states.promote_newest(chosen)
+        if promoted:
+            self._wake_agent()
+        return promoted
 
     def _apply_retention(self) -> None:
         session = open_session(self.settings)

@@ -94,6 +94,24 @@ def leaving(ranks: Ranks) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def leaving_on_error(ranks: Ranks) -> Iterator[None]:
+    """Leave the ranks where the block raises on this rank, so that none waits for its next call.
+
+    A RankFailed has ended the other ranks' calls as well.
+
+    Args:
+        ranks: The ranks that make the same calls in the block, or behind it.
+    """
+    try:
+        yield
+    except RankFailed:
+        raise
+    except BaseException as error:
+        ranks.leave(described(error))
+        raise
+
+
 def described(error: BaseException) -> str:
     """Return an error's type and text, for the other ranks.
 

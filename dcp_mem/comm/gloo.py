@@ -15,8 +15,8 @@ import atexit
 import hashlib
 import json
 import os
-import pickle
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,6 @@ import torch.distributed as dist
 from dcp_mem.comm import relay
 from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.collectives import Channel, Message, Ranks, Share, SingleRank
-from dcp_mem.comm.relay import dumped
 from dcp_mem.comm.timed_store import TimedStore, connected, own_connection
 from dcp_mem.comm.tree import Tree, tree_of
 from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
@@ -40,18 +39,19 @@ _LENGTH = 8
 """Bytes of a header that say how long the message is; the others are the message's first bytes."""
 _HEADER = 128
 """Bytes of a message's header; most messages fit into it."""
-_WIDE_HEADER = 4096
-"""Bytes of a header where every rank sends to every other one."""
 _TAG = 0x64637
 _STORE_SECONDS = 30.0
 """The longest that a call to the store may take."""
+_LAST_SECONDS = 5.0
+"""The longest that a call to the store may take where an exchange has failed in the last moment."""
 
 
 class GlooRanks:
     """Ranks of a process group, over a gloo group with the same members.
 
-    Once the group breaks, or a rank leaves it, the next call that begins with `refresh` uses a new
-    group, of the next generation.
+    Once the group breaks, or a rank leaves it, every further exchange of the call fails at once:
+    a call waits for a lost rank no more than once. The next call, which begins with `refresh`, uses
+    a new group, of the next generation.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class GlooRanks:
             members: The ranks' numbers in the default group.
             purpose: Who uses the ranks; each purpose has a group of its own.
             store: Where the ranks meet.
-            seconds: How long a rank waits for another.
+            seconds: How long an exchange may wait for other ranks, connecting to them included.
             variable: The environment variable that sets this, for the texts of errors.
         """
         self.rank = rank
@@ -90,41 +90,34 @@ class GlooRanks:
         self._generation = 0
         self._calls = 0
         self._group: dist.ProcessGroupGloo | None = None
+        self._failed: tuple[str, Sequence[tuple[int, str]]] | None = None  # in the call under way
         self._tree = self._flat_tree()
 
     def set_nodes(self, nodes: Sequence[str]) -> None:
         self._tree = tree_of(nodes, self.rank)
 
     def exchange(self, value: T) -> list[T]:
-        return self._guarded("exchange", lambda group: _all_gather(group, value, self.size))
+        return self._guarded("exchange", lambda wire: relay.exchange(wire, self._tree, value))
 
     def all_reduce(self, value: T, join: Callable[[T, T], T]) -> T:
         return self._guarded(
-            "agreement", lambda group: relay.all_reduce(_GlooWire(group), self._tree, value, join)
+            "agreement", lambda wire: relay.all_reduce(wire, self._tree, value, join)
         )
 
     def gather(self, value: T, share: Share[T] = list) -> list[T]:
-        return self._guarded(
-            "gather", lambda group: relay.gather(_GlooWire(group), self._tree, value, share)
-        )
+        return self._guarded("gather", lambda wire: relay.gather(wire, self._tree, value, share))
 
     def broadcast(self, value: T) -> T:
-        return self._guarded(
-            "broadcast", lambda group: relay.broadcast(_GlooWire(group), self._tree, value)
-        )
+        return self._guarded("broadcast", lambda wire: relay.broadcast(wire, self._tree, value))
 
     def scatter(self, values: Sequence[T]) -> T:
-        return self._guarded(
-            "scatter", lambda group: relay.scatter(_GlooWire(group), self._tree, values)
-        )
+        return self._guarded("scatter", lambda wire: relay.scatter(wire, self._tree, values))
 
     def tell_leaders(self, data: bytes) -> Any:
-        return self._guarded(
-            "broadcast", lambda group: relay.tell_leaders(_GlooWire(group), self._tree, data)
-        )
+        return self._guarded("broadcast", lambda wire: relay.tell_leaders(wire, self._tree, data))
 
     def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        self._guarded("swap", lambda group: _swap(group, outgoing, incoming))
+        self._guarded("swap", lambda wire: wire.swap(outgoing, incoming))
 
     def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
         default = dist.distributed_c10d._get_default_store()
@@ -165,8 +158,9 @@ class GlooRanks:
             RankFailed: A rank has left this very call, or the store is gone or silent.
         """
         self._calls += 1
+        self._failed = None
         while self._is_broken():
-            left = self._who_left()
+            left = self._who_left(self._timed_store.seconds)
             self._generation += 1
             self.close()
             self.cache.clear()
@@ -180,7 +174,8 @@ class GlooRanks:
         return self._group is not None
 
     def leave(self, why: str) -> None:
-        self._say_broken(json.dumps([self.rank, why, self._calls]))
+        self._say_broken(self._timed_store.seconds, json.dumps([self.rank, why, self._calls]))
+        self._failed = ("the call", [(self.rank, why)])
         self.close()
 
     def close(self) -> None:
@@ -201,43 +196,49 @@ class GlooRanks:
     def _broken_key(self) -> str:
         return f"{self._name}/{self._generation}/broken"
 
-    def _guarded(self, what: str, act: Callable[[Any], T]) -> T:
+    def _guarded(self, what: str, act: Callable[[_GlooWire], T]) -> T:
+        if self._failed is not None:
+            raise RankFailed(*self._failed)
+        deadline = time.monotonic() + self._timeout.total_seconds()
         try:
             if self._group is None:
                 self._group = self._build()
-            return act(self._group)
+            return act(_GlooWire(self._group, deadline))
         except DcpMemError:
             raise
         except Exception as error:
-            left = self._who_left()
-            self._say_broken()
+            # The store's host may be the one that is lost.
+            seconds = min(max(deadline - time.monotonic(), _LAST_SECONDS), _STORE_SECONDS)
+            left = self._who_left(seconds)
+            self._say_broken(seconds)
             # Ranks that wait for this one learn of it when the group ends. The error's frames would
             # keep the group for as long as someone keeps the error, as DCP does.
             traceback.clear_frames(error.__traceback__)
             self.close()
-            if left is not None:
-                raise RankFailed(what, [left[:2]]) from None
             text = str(error).split("\n")[0][:300]
-            raise RankFailed(
-                f"{what} between {self.size} ranks (a rank died or fell behind by "
-                f"{self._timeout.total_seconds():.0f} s; {self._variable} sets this)",
-                [(self.rank, text)],
-            ) from None
+            if left is None:
+                what = (
+                    f"{what} between {self.size} ranks (a rank died or fell behind by "
+                    f"{self._timeout.total_seconds():.0f} s; {self._variable} sets this)"
+                )
+            self._failed = what, [left[:2] if left is not None else (self.rank, text)]
+            raise RankFailed(*self._failed) from None
 
-    def _who_left(self) -> tuple[int, str, int] | None:
+    def _who_left(self, seconds: float) -> tuple[int, str, int] | None:
         """Return the rank that left the group, why it did, and in which call; None for no rank."""
+        store = self._timed_store
         try:
-            if self._timed_store.check(self._broken_key()):
-                rank, why, call = json.loads(self._timed_store.get(self._broken_key()))
+            if store.check(self._broken_key(), seconds):
+                rank, why, call = json.loads(store.get(self._broken_key(), seconds))
                 return int(rank), str(why), int(call)
         except (RuntimeError, ValueError, TypeError):  # the store is gone too, or no rank left
             return None
         return None
 
-    def _say_broken(self, why: str = "null") -> None:
+    def _say_broken(self, seconds: float, why: str = "null") -> None:
         try:
             # The first entry stays: later ones only follow from it.
-            self._timed_store.compare_set(self._broken_key(), "", why)
+            self._timed_store.compare_set(self._broken_key(), "", why, seconds)
         except Exception as error:
             print(f"dcp_mem: the store is gone too: {error}", file=sys.stderr)
 
@@ -258,10 +259,16 @@ def _meeting(rank: int) -> Iterator[None]:
 
 
 class _GlooWire:
-    """Point-to-point messages: a header of fixed size, and the bytes that don't fit into it."""
+    """Point-to-point messages: a header of fixed size, and the bytes that don't fit into it.
 
-    def __init__(self, group: Any) -> None:
+    Args:
+        group: Of the ranks.
+        deadline: Until when its messages are waited for, in seconds of the monotonic clock.
+    """
+
+    def __init__(self, group: Any, deadline: float) -> None:
         self._group = group  # Any: torch declares no methods for a gloo group that isn't registered
+        self._deadline = deadline
 
     def send(self, ranks: Sequence[int], data: Any) -> None:
         if not ranks:
@@ -273,8 +280,7 @@ class _GlooWire:
             parts.append(
                 torch.frombuffer(bytearray(rest) if rest.readonly else rest, dtype=torch.uint8)
             )
-        for work in [self._group.send([part], rank, _TAG) for part in parts for rank in ranks]:
-            work.wait()
+        self._wait([self._group.send([part], rank, _TAG) for part in parts for rank in ranks])
 
     def receive(self, ranks: Sequence[int]) -> list[Any]:
         headers = [bytearray(_HEADER) for _ in ranks]
@@ -282,9 +288,30 @@ class _GlooWire:
             self._group.recv([torch.frombuffer(header, dtype=torch.uint8)], rank, _TAG)
             for header, rank in zip(headers, ranks, strict=True)
         ]
+        self._wait(works)
+        return [self._message(header, rank) for header, rank in zip(headers, ranks, strict=True)]
+
+    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        """Send and receive bytes straight from and into memory; see `Ranks.swap`.
+
+        No deadline but the group's own, for each message: they may be many gigabytes.
+        """
+        works = [
+            self._group.recv([torch.frombuffer(view, dtype=torch.uint8)], rank, _TAG)
+            for rank, view in incoming
+        ]
+        works += [
+            self._group.send([torch.frombuffer(view, dtype=torch.uint8)], rank, _TAG)
+            for rank, view in outgoing
+        ]
         for work in works:
             work.wait()
-        return [self._message(header, rank) for header, rank in zip(headers, ranks, strict=True)]
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        for work in works:
+            # Zero would stand for the group's own time-out.
+            seconds = max(self._deadline - time.monotonic(), 0.001)
+            work.wait(timedelta(seconds=seconds))
 
     def _message(self, header: bytearray, rank: int) -> Any:
         """Return the message of a header; receive what didn't fit into the header."""
@@ -294,49 +321,8 @@ class _GlooWire:
         message = bytearray(nbytes)
         message[:inline_nbytes] = header[_LENGTH:]
         rest = torch.frombuffer(message, dtype=torch.uint8, offset=inline_nbytes)
-        self._group.recv([rest], rank, _TAG).wait()
+        self._wait([self._group.recv([rest], rank, _TAG)])
         return memoryview(message)
-
-
-def _swap(group: Any, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-    works = [
-        group.recv([torch.frombuffer(view, dtype=torch.uint8)], rank, _TAG)
-        for rank, view in incoming
-    ]
-    works += [
-        group.send([torch.frombuffer(view, dtype=torch.uint8)], rank, _TAG)
-        for rank, view in outgoing
-    ]
-    for work in works:
-        work.wait()
-
-
-def _all_gather(group: Any, value: Any, size: int) -> list[Any]:
-    """Gather values in one collective if all fit into headers, as almost all do; else in two."""
-    message = dumped(value)
-    headers = _gathered(group, _header(message, _WIDE_HEADER), size)
-    sizes = list(map(_message_nbytes, headers))
-    longest = max(sizes)
-    if longest <= _WIDE_HEADER - _LENGTH:
-        return [
-            pickle.loads(memoryview(header)[_LENGTH : _LENGTH + nbytes])
-            for header, nbytes in zip(headers, sizes, strict=True)
-        ]
-    padded = bytearray(longest)
-    padded[: len(message)] = message
-    outputs = _gathered(group, padded, size)
-    return [
-        pickle.loads(memoryview(output)[:nbytes])
-        for output, nbytes in zip(outputs, sizes, strict=True)
-    ]
-
-
-def _gathered(group: Any, data: bytearray, size: int) -> list[bytearray]:
-    """Return the bytes of all ranks, which have the same length on each."""
-    outputs = [bytearray(len(data)) for _ in range(size)]
-    tensors = [torch.frombuffer(output, dtype=torch.uint8) for output in outputs]
-    group.allgather([tensors], [torch.frombuffer(data, dtype=torch.uint8)]).wait()
-    return outputs
 
 
 def _header(message: memoryview, nbytes: int) -> bytearray:

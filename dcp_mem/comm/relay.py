@@ -1,4 +1,4 @@
-"""Collectives along a tree: the ranks join, gather, broadcast and scatter their values.
+"""Collectives along a tree: the ranks join, exchange, gather, broadcast and scatter values.
 
 They work over any wire that carries bytes between a rank and its neighbours in the tree.
 """
@@ -51,6 +51,17 @@ def all_reduce(wire: Wire, tree: Tree, value: T, join: Callable[[T, T], T]) -> T
     if tree.parent is not None:
         wire.send([tree.parent], dumped(value))
     return broadcast(wire, tree, value)
+
+
+def exchange(wire: Wire, tree: Tree, value: T) -> list[T]:
+    """Return every rank's value on every rank, by rank.
+
+    Args:
+        wire: Carries the bytes.
+        tree: This rank's position.
+        value: This rank's value.
+    """
+    return broadcast(wire, tree, gather(wire, tree, value, list))
 
 
 def broadcast(wire: Wire, tree: Tree, value: T) -> T:

@@ -27,11 +27,12 @@ class TimedCalls:
         self._seconds = seconds
         self._thread: threading.Thread | None = None
 
-    def do(self, act: Callable[[], T]) -> T:
+    def do(self, act: Callable[[], T], seconds: float | None = None) -> T:
         """Return what `act` returns, or raise what it raises.
 
         Args:
             act: Called in a thread, which is left behind where it takes too long.
+            seconds: The most that this call may take; None: as any call.
 
         Raises:
             RuntimeError: `act` takes too long, or an earlier call still does.
@@ -51,12 +52,13 @@ class TimedCalls:
         # A daemon, so that it doesn't keep the process from ending.
         self._thread = threading.Thread(target=work, name="dcp_mem-ask", daemon=True)
         self._thread.start()
-        self._thread.join(self._seconds)
+        limit = self._seconds if seconds is None else seconds
+        self._thread.join(limit)
         if errors:
             raise errors[0]
         if not answers:
             raise RuntimeError(
-                f"the store that the ranks met in did not answer within {self._seconds:.0f} s"
+                f"the store that the ranks met in did not answer within {limit:.0f} s"
             )
         return answers[0]
 
@@ -67,36 +69,47 @@ class TimedStore:
     Args:
         store: A connection that nothing else uses.
         seconds: The most that a call may take.
+
+    Attributes:
+        seconds: As given.
     """
 
     def __init__(self, store: dist.Store, seconds: float) -> None:
         self._store, self._calls = store, TimedCalls(seconds)
+        self.seconds = seconds
 
-    def check(self, key: str) -> bool:
+    def check(self, key: str, seconds: float | None = None) -> bool:
         """Return whether the store has the key.
 
         Args:
             key: The key.
+            seconds: The most that this call may take; None: as any call.
         """
-        return self._calls.do(lambda: bool(self._store.check([key])))
+        return self._calls.do(lambda: bool(self._store.check([key])), seconds)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, seconds: float | None = None) -> bytes:
         """Return a key's value; wait for it if need be.
 
         Args:
             key: The key.
+            seconds: The most that this call may take; None: as any call.
         """
-        return self._calls.do(lambda: bytes(self._store.get(key)))
+        return self._calls.do(lambda: bytes(self._store.get(key)), seconds)
 
-    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+    def compare_set(
+        self, key: str, expected: str, wanted: str, seconds: float | None = None
+    ) -> bytes:
         """Set a key to `wanted` if it has the expected value; return what it has then.
 
         Args:
             key: The key.
             expected: The value to replace; "" where the key isn't there yet.
             wanted: The new value.
+            seconds: The most that this call may take; None: as any call.
         """
-        return self._calls.do(lambda: bytes(self._store.compare_set(key, expected, wanted)))
+        return self._calls.do(
+            lambda: bytes(self._store.compare_set(key, expected, wanted)), seconds
+        )
 
 
 def connected(store: dist.Store, rank: int, size: int, seconds: float) -> dist.ProcessGroupGloo:
@@ -106,13 +119,14 @@ def connected(store: dist.Store, rank: int, size: int, seconds: float) -> dist.P
         store: Where these ranks meet, and no others.
         rank: This rank's number in the group.
         size: The number of ranks.
-        seconds: How long a message of the group may wait; connecting may take twice as long.
+        seconds: How long connecting may take, and then each message of the group may wait.
 
     Raises:
         RuntimeError: The ranks don't all come in time.
     """
     timeout = timedelta(seconds=seconds)
-    return TimedCalls(2 * seconds).do(lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
+    # By itself it takes up to twice as long: for the addresses of the others, and for the others.
+    return TimedCalls(seconds).do(lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
 def own_connection(store: dist.Store, seconds: float) -> dist.Store:

@@ -44,14 +44,25 @@ def write_atomically(
         os.rename(temporary, path)
     except OSError as error:
         remove(temporary)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise MemoryBudgetExceeded(
-                len(data), free_bytes(os.path.dirname(path)), f"no space for {path}"
-            ) from None
+        raise_if_full(error, path, len(data))
         raise
     if sync:
         sync_directory(os.path.dirname(path))
     return facts
+
+
+def raise_if_full(error: OSError, path: str, nbytes: int = 1) -> None:
+    """Raise MemoryBudgetExceeded, with the path, for an error that says that there is no space.
+
+    Args:
+        error: What was raised.
+        path: What was to be written.
+        nbytes: How much of it.
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = free_bytes(os.path.dirname(path))
+        # With no inode left there may be bytes.
+        raise MemoryBudgetExceeded(max(nbytes, free + 1), free, f"no space for {path}") from None
 
 
 def swap_names(one: str, other: str) -> None:

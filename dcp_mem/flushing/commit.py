@@ -281,7 +281,7 @@ def commit(job: FlushJob) -> None:
     job.storage.put(job.key(file), read_bytes(os.path.join(job.checkpoint.directory, file)))
     job.storage.put(job.key(names.stored_manifest(manifest.save_id)), manifest.to_json())
     faults.point("flush.manifest")
-    metadata = template_of(catalog).render(manifest.save_id, manifest.tails)
+    metadata = template_of(catalog).render(manifest.save_id, manifest.tails, manifest.name)
     key = job.key(names.metadata_file(manifest.scope))
     faults.point("flush.commit")
     try:

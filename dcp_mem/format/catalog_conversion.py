@@ -67,13 +67,19 @@ class RankItems:
 # -- from a catalog to DCP's metadata -------------------------------------------------------------
 
 
-def metadata_of(catalog: Catalog, save_id: str, tails: Mapping[int, Sequence[Extent]]) -> Metadata:
+def metadata_of(
+    catalog: Catalog,
+    save_id: str,
+    tails: Mapping[int, Sequence[Extent]],
+    checkpoint_id: str | None = None,
+) -> Metadata:
     """Return DCP's metadata of one save; equal shapes are one object.
 
     Args:
         catalog: What the checkpoint consists of.
         save_id: The save attempt; it is part of the segments' names.
         tails: By rank, offset and length of each item of its tail.
+        checkpoint_id: The checkpoint's name.
 
     Raises:
         ManifestInvalid: The tails don't belong to the catalog.
@@ -105,7 +111,8 @@ def metadata_of(catalog: Catalog, save_id: str, tails: Mapping[int, Sequence[Ext
         elif kind == BYTES:
             known[catalog.names[name]] = BytesStorageMetadata()
     metadata = Metadata(known, planner_data=_planner_data(catalog))
-    return with_storage(metadata, _storage_data(catalog, offsets, save_id, tails), save_id)
+    storage_data = _storage_data(catalog, offsets, save_id, tails)
+    return with_storage(metadata, storage_data, save_id, checkpoint_id)
 
 
 def _storage_data(

@@ -20,7 +20,9 @@ from dcp_mem.errors import UntrustedMetadata
 from dcp_mem.format.names import DCP_VERSION
 
 
-def with_storage(metadata: Metadata, storage_data: Any, save_id: str) -> Metadata:
+def with_storage(
+    metadata: Metadata, storage_data: Any, save_id: str, checkpoint_id: str | None = None
+) -> Metadata:
     """Return a new `Metadata` of the same content with other storage data.
 
     Torch 2.6 has no `version` field.
@@ -29,12 +31,13 @@ def with_storage(metadata: Metadata, storage_data: Any, save_id: str) -> Metadat
         metadata: Where the entries and the planner data come from.
         storage_data: As DCP has it: where each item lies, by its index.
         save_id: The save attempt.
+        checkpoint_id: The checkpoint's name.
     """
     result = Metadata(
         state_dict_metadata=metadata.state_dict_metadata,
         planner_data=metadata.planner_data,
         storage_data=storage_data,
-        storage_meta=StorageMeta(save_id=save_id),
+        storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id),
     )
     if hasattr(result, "version"):
         result.version = DCP_VERSION

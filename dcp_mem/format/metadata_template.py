@@ -90,6 +90,7 @@ class MetadataTemplate:
         ids: Where save ids begin in it.
         offsets: Where the offset of each tail item begins, a number of eight bytes.
         lengths: Where the length of each tail item begins, a number of eight bytes.
+        checkpoint_id: Where the checkpoint's name goes, behind all other gaps.
         tail: The tail items.
     """
 
@@ -97,14 +98,21 @@ class MetadataTemplate:
     ids: Ints
     offsets: Ints
     lengths: Ints
+    checkpoint_id: int
     tail: TailLocations
 
-    def render(self, save_id: str, tails: Mapping[int, Sequence[Extent]]) -> bytes:
+    def render(
+        self,
+        save_id: str,
+        tails: Mapping[int, Sequence[Extent]],
+        checkpoint_id: str | None = None,
+    ) -> bytes:
         """Return the bytes of `.metadata` for one save.
 
         Args:
             save_id: The save attempt.
             tails: By rank, offset and length of each item of its tail.
+            checkpoint_id: The checkpoint's name.
 
         Raises:
             ManifestInvalid: The tails don't belong to the catalog.
@@ -120,7 +128,9 @@ class MetadataTemplate:
         extents = self.tail.extents(tails).astype("<i8").view(np.uint8).reshape(-1, 2, 8)
         data[self.offsets[:, None] + np.arange(8)] = extents[:, 0]
         data[self.lengths[:, None] + np.arange(8)] = extents[:, 1]
-        return data.tobytes()
+        filled = data.tobytes()
+        name = pickle.NONE if checkpoint_id is None else string(checkpoint_id)
+        return filled[: self.checkpoint_id] + name + filled[self.checkpoint_id :]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -174,8 +184,10 @@ def template_of(catalog: Catalog) -> MetadataTemplate:
     data += records(len(places.tail.rows), *tail).tobytes() + pickle.SETITEMS
     data += string("storage_meta")
     ids.append(len(data) + storage_meta.rindex(_PLACEHOLDER.encode()))
-    # Torch 2.6 has no such field, and ignores it.
-    data += storage_meta + string("version") + string(DCP_VERSION)
+    data += storage_meta
+    name = len(data)
+    # Torch 2.6 has no field for the version, and ignores it.
+    data += BUILD + string("version") + string(DCP_VERSION)
     data += BUILD + pickle.STOP
     offsets, lengths = starts + width(tail[:_OFFSET]), starts + width(tail[:_LENGTH])
     return MetadataTemplate(
@@ -183,6 +195,7 @@ def template_of(catalog: Catalog) -> MetadataTemplate:
         ids=np.array(ids, np.int64),
         offsets=offsets,
         lengths=lengths,
+        checkpoint_id=name,
         tail=places.tail,
     )
 
@@ -361,9 +374,13 @@ def _stored(
 
 
 def _storage_meta(memo: Memo) -> bytes:
-    """Return the opcodes of `StorageMeta`, with the keys of torch 2.13, which 2.6 accepts."""
+    """Return the opcodes of `StorageMeta`, with the keys of torch 2.13, which 2.6 accepts.
+
+    The last key, its value and the end are missing.
+    """
     state = [
-        *(string("checkpoint_id"), pickle.NONE, string("save_id"), string(_PLACEHOLDER)),
+        *(string("save_id"), string(_PLACEHOLDER)),
         *(string("load_id"), pickle.NONE, string("modules"), pickle.EMPTY_LIST),
+        string("checkpoint_id"),
     ]
-    return memo.share(_META) + NEW + STATE + b"".join(state) + BUILD
+    return memo.share(_META) + NEW + STATE + b"".join(state)

@@ -104,14 +104,17 @@ class AcceleratorCheckpoints:
                 set_rng_state(self._random_numbers)
             yield batch
 
-    def close(self, flush: bool = True, *, progress: bool = True) -> None:
+    def close(
+        self, flush: bool = True, *, progress: bool = True, persist_newest: bool = True
+    ) -> None:
         """Wait until storage has what it should have; see `CheckpointManager.close`.
 
         Args:
             flush: Whether to wait for the flush.
             progress: Whether to show a bar while waiting.
+            persist_newest: Whether the newest checkpoint goes to storage as well.
         """
-        self.manager.close(flush, progress=progress)
+        self.manager.close(flush, progress=progress, persist_newest=persist_newest)
 
     def __enter__(self) -> AcceleratorCheckpoints:
         return self

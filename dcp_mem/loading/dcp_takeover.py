@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
+from dcp_mem.comm import Ranks
+from dcp_mem.comm.agreement import leaving_on_error
 from dcp_mem.comm.dcp_call import PlanningCall
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.format.metadata import LazyMetadata
@@ -45,6 +47,17 @@ class LoadTakeover:
         return LazyMetadata(lambda: opened.metadata)
 
 
+def guard_planner(call: PlanningCall, ranks: Ranks) -> None:
+    """Have the ranks left where DCP's planner raises in front of their exchanges in `read_data`.
+
+    Args:
+        call: The planning step of DCP, whose planner isn't a usual one.
+        ranks: That load together.
+    """
+    known = call.planner.planner if isinstance(call.planner, _Guarded) else call.planner
+    call.replace_planner(_Guarded(known, ranks))
+
+
 def is_usual(planner: LoadPlanner) -> bool:
     """Return whether dcp_mem plans as this planner would.
 
@@ -67,11 +80,46 @@ def taken_over(plan: LoadPlan, planner: LoadPlanner) -> tuple[LoadPlan | Reads, 
         plan: As DCP hands it to `read_data`, like `planner`.
         planner: A stand-in of ours, or any other.
     """
+    if isinstance(planner, _Guarded):
+        return plan, planner.planner
     if not isinstance(planner, _StandIn):
         return plan, planner
     if planner.reads is None:
         return plan, planner.planner
     return planner.reads, planner.own
+
+
+class _Guarded(LoadPlanner):
+    """DCP's planner, whose `finish_plan` leaves no rank waiting; DCP guards its other methods.
+
+    Attributes:
+        planner: DCP's.
+    """
+
+    def __init__(self, planner: LoadPlanner, ranks: Ranks) -> None:
+        self.planner, self._ranks = planner, ranks
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self.planner.set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> LoadPlan:
+        return self.planner.create_local_plan()
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return self.planner.create_global_plan(global_plan)
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        with leaving_on_error(self._ranks):
+            return self.planner.finish_plan(central_plan)
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        self.planner.load_bytes(read_item, value)
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        return self.planner.resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+        self.planner.commit_tensor(read_item, tensor)
 
 
 class _StandIn(LoadPlanner):

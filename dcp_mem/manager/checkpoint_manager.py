@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from dcp_mem import functional
-from dcp_mem.comm.agreement import described, from_all_ranks
+from dcp_mem.comm.agreement import attempt, described, from_all_ranks, leaving_on_error
 from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.comm.dcp_errors import cause_of
 from dcp_mem.common.log import log
@@ -80,8 +80,8 @@ class CheckpointManager:
             optimizer state, so that `save` doesn't, as in `dcp_mem.async_save`; implies
             async_save.
         on_error: "warn" logs what fails, in saves and behind training, and training goes on;
-            "raise" raises it from the next `save`, on all ranks alike. Wrong
-            arguments always raise.
+            "raise" raises it from the next `save`, on all ranks alike. Arguments that are wrong on
+            all ranks always raise.
         preemption: Names of signals ("SIGTERM", "SIGUSR1") at which the newest checkpoint is
             flushed before the signal takes its usual effect; see `Preemption`.
         preemption_deadline: Seconds that this flush may take at most.
@@ -172,23 +172,36 @@ class CheckpointManager:
                 flush or copy behind training has (FlushFailed). With async_save: the save before
                 has failed.
         """
-        number, figures = _number(step), checked_metrics(metrics)
+        number = _number(step)
         saved = Saved(step=number, name=f"step-{number}", outcome="not due")
         if not (force_persist or self._pace.is_due(number)):
             return saved
+        self._preemption.wait()
         started, until_next = time.monotonic(), self._steps_until_next(number)
         failed = self._finish_begun()
-        saved = replace(saved, troubles=(*failed, *self._troubles()))
+        given = attempt(lambda: (checked_metrics(metrics), dict(state), self._troubles()))
+        # The other ranks wait for this one: it takes part, with its error.
+        figures, items, troubles = (
+            given.value if given.error is None else ({}, {"": _Refusing(given.error)}, ())
+        )
+        saved = replace(saved, troubles=(*failed, *troubles))
         save = self._begin if self._is_async else self._save
         try:
             self._writer._annotate(SaveInfo(number, figures, force_persist, until_next))
-            saved = save(saved, dict(state), started)
-        except ConfigError:
-            raise
+            saved = save(saved, items, started)
         except Exception as error:
+            if isinstance(error, ConfigError) and not self._is_of_few(error):
+                raise
             return self._failed(replace(saved, seconds=time.monotonic() - started), error)
         self._raise_on_all_ranks(saved.troubles)
         return saved
+
+    def _is_of_few(self, error: ConfigError) -> bool:
+        """Tell whether some ranks alone have got something wrong, and others haven't."""
+        cause, size = error.__cause__, 1
+        if dist.is_available() and dist.is_initialized():
+            size = dist.get_world_size(self._process_group)
+        return isinstance(cause, RankFailed) and len(cause.failures) < size
 
     def _save(self, saved: Saved, state: dict[str, Any], started: float) -> Saved:
         functional.save_or_raise_cause(
@@ -386,7 +399,10 @@ class CheckpointManager:
 
         what = f"deleting {name}"
         try:
-            is_found = from_all_ranks(ranks, what, partial(self._evict, name), delete_from_storage)
+            with leaving_on_error(ranks):
+                is_found = from_all_ranks(
+                    ranks, what, partial(self._evict, name), delete_from_storage
+                )
         except RankFailed:
             raise
         except Exception as error:
@@ -450,14 +466,19 @@ class CheckpointManager:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def close(self, flush: bool = True, *, progress: bool = True) -> None:
+    def close(
+        self, flush: bool = True, *, progress: bool = True, persist_newest: bool = True
+    ) -> None:
         """Wait until storage has what it should have, then give back memory.
 
-        What `keep_memory` keeps stays in memory, for a restart. Closing twice is fine.
+        The newest checkpoint goes to storage as well, whichever saves `persist=` has chosen; only
+        persist=False keeps it in memory. What `keep_memory` keeps stays in memory, for a restart.
+        Closing twice is fine.
 
         Args:
             flush: False returns at once; the agent goes on flushing.
             progress: Show progress on standard error if that is a terminal.
+            persist_newest: False leaves the newest checkpoint to `persist=`, like any other.
 
         Raises:
             FlushFailed: Storage refuses a checkpoint, which stays in memory (logged with
@@ -468,7 +489,7 @@ class CheckpointManager:
             try:
                 self._finish_begun()
             finally:
-                self._writer.close(flush, progress=progress)
+                self._writer.close(flush, progress=progress, persist_newest=persist_newest)
         except FlushFailed as error:
             if self._raises:
                 raise
@@ -531,11 +552,26 @@ class CheckpointManager:
         if not self._raises:
             return
         ranks = direct_call(self._process_group, False, self._purpose).ranks
-        all_troubles = ranks.all_reduce({ranks.rank: troubles[0]} if troubles else {}, operator.or_)
+        own = {ranks.rank: troubles[0]} if troubles else {}
+        with leaving_on_error(ranks):
+            all_troubles = ranks.all_reduce(own, operator.or_)
         if all_troubles:
             rank = min(all_troubles)
             name, _, text = all_troubles[rank].partition(": ")
             raise FlushFailed(name, f"{text} (rank {rank})")
+
+
+class _Refusing:
+    """Stands for a state that this rank couldn't make."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        raise self._error
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        return
 
 
 class _Pace:

@@ -22,6 +22,10 @@ from dcp_mem.operations.inventory import job_memory
 from dcp_mem.writer import MemoryStorageWriter
 
 _PAUSE = 0.05
+_MISSED_SECONDS = 1.0
+"""How long after a fork a handler may run for a signal that came in the middle of it."""
+_ECHO_SECONDS = 1.0
+"""How long a raised signal may take to be heard."""
 _NEWEST = 2
 """Checkpoints to flush. Nodes that are told to end in the middle of a save may differ on whether
 the newest is complete; the one before it is complete on all."""
@@ -32,15 +36,18 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 class Preemption:
     """Handlers for signals that announce the job's end, such as SIGTERM, or SIGUSR1 under Slurm.
 
-    A thread has the newest complete checkpoint flushed, even one that was to stay in memory, and
-    waits until it is durable, for at most `deadline_seconds`. Then the handler that was there
-    before is called; if there was none, the process ends by the signal, as it would have. Nothing
-    is saved: storage gets what was saved last. Each rank acts by itself and waits for no other
-    rank.
+    1. The interpreter writes the signal's number to a wake-up descriptor, at once. (Python calls
+       handlers in the main thread, between bytecodes: a rank that waits in a collective would be
+       killed before its handler runs.)
+    2. A thread reads it, has the newest complete checkpoint flushed, even one that was to stay in
+       memory, and waits until it is durable, for at most `deadline_seconds`. Nothing is saved:
+       storage gets what was saved last.
+    3. The handler that was there before is called, in the main thread; if there was none, the
+       process ends by the signal, as it would have.
 
-    Python calls handlers in the main thread, between bytecodes: a rank that waits in a collective
-    would be killed before its handler runs. So the thread learns of signals from a wake-up
-    descriptor, to which the interpreter writes at once.
+    Meanwhile the main thread goes on, but for saves, which wait (`wait`). The handler itself waits
+    for nothing: it may have interrupted code that holds what the flush needs, such as a lease, a
+    lock of the logger, or one of the user's. Each rank acts by itself and waits for no other rank.
 
     Args:
         writer: The writer whose checkpoints are flushed.
@@ -65,6 +72,7 @@ class Preemption:
         self._writer, self._deadline = writer, deadline_seconds
         self._before: dict[int, Handler] = {}
         self._seen: dict[int, str] = {}
+        self._settled: set[int] = set()  # signals that are flushed for, and not passed on yet
         self._listener: _SignalListener | None = None
 
     def install(self) -> None:
@@ -83,9 +91,13 @@ class Preemption:
             self._listener = _SignalListener(self._on_signal)
 
     def uninstall(self) -> None:
-        """Put back the handlers that were there before, except where others came since."""
+        """Put back the handlers that were there before, except where others came since.
+
+        Signals that have come are settled first.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
+        self.wait()
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
@@ -94,31 +106,45 @@ class Preemption:
             self._listener.close()
             self._listener = None
 
+    def wait(self) -> None:
+        """Return once the signals that have come are settled; a save would overtake the flush."""
+        if self._listener is not None and self._listener.is_own:
+            self._listener.wait()
+
     def _on_signal(self, number: int) -> None:
-        """Flush, in the thread; then end the process by the signal unless a handler will run."""
-        if number not in self._before:
+        """Flush, in the thread; then pass the signal on."""
+        if number not in self._before or self._listener is None:
             return
         before = self._before[number]
         try:
             self._flush(number)
         except Exception:
             log.exception("the newest checkpoint may not be on storage")
-        if not callable(before) and before != signal.SIG_IGN:
+        if callable(before):
+            if signal.getsignal(number) == self._handle:  # else others have taken the signal
+                self._settled.add(number)
+                self._listener.raise_in_main_thread(number)
+        elif before != signal.SIG_IGN:
             # Python's own `signal` may be called in the main thread alone. None: the default.
             ctypes.CDLL(None).signal(number, None)
             os.kill(os.getpid(), number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Wait for the flush, in the main thread whenever it gets here; pass the signal on."""
+        """Pass a signal on that is settled; any other is the thread's."""
         before = self._before.get(number, signal.getsignal(number))
-        if self._listener is not None and self._listener.is_own:
-            self._listener.settle(number)
-        elif not callable(before) and before != signal.SIG_IGN:
+        if self._listener is None or not self._listener.is_own:
             # This is a forked child, which has nothing to flush.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        if callable(before):
-            before(number, frame)
+            if callable(before):
+                before(number, frame)
+            elif before != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+        elif number not in self._settled:
+            self._listener.tell(number)
+        else:
+            self._settled.discard(number)
+            if callable(before):
+                before(number, frame)
 
     def _flush(self, number: int) -> None:
         started, name = time.monotonic(), signal.Signals(number).name
@@ -129,14 +155,14 @@ class Preemption:
             return
         if self._seen.get(number) == newest[0].manifest.save_id:
             return  # The signal came twice; the first deadline stands.
-        self._seen[number] = newest[0].manifest.save_id
-        for checkpoint in newest:
-            if checkpoint.flush.outcome != Outcome.DURABLE and not checkpoint.manifest.persist:
-                memory.promote(checkpoint)
+        ids = [one.manifest.save_id for one in newest]
+        self._seen[number] = ids[0]
         self._writer._wake_agent(now=True)
         while True:
             present = {one.manifest.save_id: one for one in memory.checkpoints()}
-            now = present.get(newest[0].manifest.save_id)
+            if _promote(memory, [present[one] for one in ids if one in present]):
+                self._writer._wake_agent(now=True)
+            now = present.get(ids[0])
             seconds = time.monotonic() - started
             if now is None or now.flush.outcome == Outcome.DURABLE:
                 log.warning("%s: %s is durable (%.1f s)", name, newest[0].name, seconds)
@@ -160,7 +186,9 @@ class _SignalListener:
 
     def __init__(self, act: Callable[[int], None]) -> None:
         self._act, self._process = act, os.getpid()
-        self._guard, self._is_busy = threading.Lock(), False
+        self._is_busy = False
+        self._echoes: dict[int, float] = {}  # signals that this has raised, and when
+        self._forked = 0.0
         self._near, self._far = socket.socketpair()
         self._far.setblocking(False)
         self._other = -1
@@ -173,18 +201,37 @@ class _SignalListener:
         """Whether this is the process that made it."""
         return self._process == os.getpid()
 
-    def settle(self, number: int) -> None:
-        """Return once a signal that has come, and those before it, have been acted on."""
-        self._far.send(bytes([number]))  # It may have come while this was paused.
-        while True:
-            with self._guard:
-                if not self._is_busy and not select.select([self._near], [], [], 0)[0]:
-                    return
+    def wait(self) -> None:
+        """Return once the signals that have come have been acted on."""
+        while self._is_acting():
             time.sleep(_PAUSE)
+
+    def tell(self, number: int) -> None:
+        """Have a signal acted on that came while this was paused; others are known already.
+
+        Called in the main thread, by the handler that Python calls for each signal.
+        """
+        if time.monotonic() - self._forked < _MISSED_SECONDS and not self._is_acting():
+            self._far.send(bytes([number]))
+
+    def raise_in_main_thread(self, number: int) -> None:
+        """Have Python call the signal's handler now; it isn't acted on once more."""
+        self._echoes[number] = time.monotonic()
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, number)  # which ends a sleep of the main thread, too
+
+    def _is_acting(self) -> bool:
+        return self._is_busy or bool(select.select([self._near], [], [], 0)[0]) or self._is_busy
 
     def resume(self) -> None:
         """Take over the wake-up descriptor; what it was before gets the signals passed on."""
         self._other = signal.set_wakeup_fd(self._far.fileno(), warn_on_full_buffer=False)
+
+    def resume_after_fork(self) -> None:
+        """Take over the wake-up descriptor, which was given back for a fork."""
+        self._forked = time.monotonic()
+        self.resume()
 
     def pause(self) -> None:
         """Give the wake-up descriptor back to whoever had it before."""
@@ -200,18 +247,22 @@ class _SignalListener:
     def _listen(self) -> None:
         while True:
             select.select([self._near], [], [])
-            with self._guard:
-                numbers = self._near.recv(64)
-                self._is_busy = bool(numbers)
+            self._is_busy = True  # before the number is read: `wait` sees one of the two
+            numbers = self._near.recv(64)
             if not numbers:
+                self._is_busy = False
                 self._near.close()
                 return
-            if self._other != -1:
-                os.write(self._other, numbers)
-            for number in dict.fromkeys(numbers):
+            come = [number for number in dict.fromkeys(numbers) if not self._is_echo(number)]
+            if self._other != -1 and come:
+                os.write(self._other, bytes(come))
+            for number in come:
                 self._act(number)
-            with self._guard:
-                self._is_busy = False
+            self._is_busy = False
+
+    def _is_echo(self, number: int) -> bool:
+        raised = self._echoes.pop(number, None)
+        return raised is not None and time.monotonic() - raised < _ECHO_SECONDS
 
 
 _listeners: list[_SignalListener] = []
@@ -227,7 +278,7 @@ def _pause_all() -> None:
 def _resume_all() -> None:
     if threading.current_thread() is threading.main_thread():
         for listener in _listeners:
-            listener.resume()
+            listener.resume_after_fork()
 
 
 def _ignore_signals_in_child() -> None:
@@ -238,6 +289,17 @@ def _ignore_signals_in_child() -> None:
 os.register_at_fork(
     before=_pause_all, after_in_parent=_resume_all, after_in_child=_ignore_signals_in_child
 )
+
+
+def _promote(memory: JobMemory, checkpoints: Sequence[LocalCheckpoint]) -> bool:
+    """Have checkpoints flushed that were to stay in memory; return whether there were any."""
+    lacking = [
+        one
+        for one in checkpoints
+        if one.flush.outcome != Outcome.DURABLE and not one.manifest.persist
+    ]
+    promoted = [one for one in lacking if memory.promote(one)]
+    return bool(promoted)
 
 
 def _alternative(newest: Sequence[LocalCheckpoint], present: dict[str, LocalCheckpoint]) -> str:

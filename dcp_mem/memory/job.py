@@ -208,13 +208,13 @@ class JobMemory:
             checkpoint: As it was found.
 
         Returns:
-            False where it has left memory, or was replaced, meanwhile.
+            False where it has left memory, or was replaced, meanwhile, or is locked just now.
         """
         path = checkpoint.manifest_path
         promoted = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
             descriptor = open_leased(path)  # under the lease it can't be evicted
-        except FileNotFoundError:
+        except (FileNotFoundError, BlockingIOError):
             return False
         try:
             with in_turn(checkpoint.directory):

@@ -64,13 +64,17 @@ def open_leased(path: str) -> int:
     Raises:
         FileNotFoundError: There is no such file. A file that was recycled before the lease was
             taken counts as gone, by its inode: its bytes are another save's by now.
+        BlockingIOError: The file is there, and another process has locked it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if share(descriptor) and os.stat(path).st_ino == os.fstat(descriptor).st_ino:
-            return descriptor
-        end_lease(descriptor)
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        is_shared = share(descriptor)
+        if os.stat(path).st_ino != os.fstat(descriptor).st_ino:
+            end_lease(descriptor)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        if not is_shared:
+            raise BlockingIOError(errno.EWOULDBLOCK, "locked by a process that works on it", path)
+        return descriptor
     except BaseException:
         os.close(descriptor)
         raise

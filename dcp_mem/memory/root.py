@@ -6,7 +6,7 @@ import os
 import stat
 import uuid
 
-from dcp_mem.common.files import read_bytes, remove
+from dcp_mem.common.files import raise_if_full, read_bytes, remove, write_atomically
 from dcp_mem.common.log import log
 from dcp_mem.errors import MemoryRootRefused, MemoryUnavailable
 
@@ -67,6 +67,7 @@ def _make(path: str) -> None:
     except FileExistsError:
         return
     except OSError as error:
+        raise_if_full(error, path)
         raise MemoryUnavailable(path, os.strerror(error.errno or 0)) from None
 
 
@@ -85,6 +86,9 @@ def private_directory(path: str) -> str:
         facts = os.lstat(path)
         if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
             raise MemoryRootRefused(path, "it is not a directory of yours") from None
+    except OSError as error:
+        raise_if_full(error, path)
+        raise
     return path
 
 
@@ -93,15 +97,17 @@ def node_id(root: str) -> str:
 
     Args:
         root: The memory root.
+
+    Raises:
+        MemoryBudgetExceeded: Its file system is full.
     """
     path = os.path.join(root, ".node")
     try:
         return read_bytes(path).decode()
     except FileNotFoundError:
         pass  # this process may be the first one
-    temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
-    with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as stream:
-        stream.write(uuid.uuid4().hex[:12].encode())
+    temporary = f"{path}.{uuid.uuid4().hex[:8]}.new"
+    write_atomically(temporary, uuid.uuid4().hex[:12].encode())
     try:
         os.link(temporary, path)  # the first one wins, and is never seen half written
     except FileExistsError:

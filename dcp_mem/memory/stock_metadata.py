@@ -36,7 +36,8 @@ def put_stock_metadata(
     own = _own_path(directory, manifest)
     if not os.path.exists(own):
         template = template or template_of(read_catalog(directory, manifest.catalog))
-        files.write_atomically(own, template.render(manifest.save_id, manifest.tails))
+        metadata = template.render(manifest.save_id, manifest.tails, manifest.name)
+        files.write_atomically(own, metadata)
     target = os.path.join(directory, names.metadata_file(manifest.scope))
     temporary = f"{target}.{uuid.uuid4().hex[:8]}"
     os.link(own, temporary)

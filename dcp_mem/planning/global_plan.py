@@ -262,11 +262,11 @@ def _mixed(joined: GlobalPlan) -> list[str]:
     is_whole[joined.name[joined.kind != ItemKind.SHARD]] = True
     mixed = np.flatnonzero(is_chunk & is_whole)
     largest, least = np.zeros((2, len(joined.names), joined.size.shape[1]), np.int64)
-    shards = np.flatnonzero(joined.kind == ItemKind.SHARD)
+    tensors = np.flatnonzero(joined.kind != ItemKind.OBJECT)
     least[:] = np.iinfo(np.int64).max
-    np.maximum.at(largest, joined.name[shards], joined.size[shards])
-    np.minimum.at(least, joined.name[shards], joined.size[shards])
-    uneven = np.flatnonzero(is_chunk & (largest != least).any(axis=1))
+    np.maximum.at(largest, joined.name[tensors], joined.size[tensors])
+    np.minimum.at(least, joined.name[tensors], joined.size[tensors])
+    uneven = np.flatnonzero(is_tensor & (largest != least).any(axis=1))
     return [
         *(f"{joined.names[one]}: something else on another rank" for one in unlike),
         *(f"{joined.names[one]}: sharded on one rank and not on another" for one in mixed),

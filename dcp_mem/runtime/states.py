@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from dcp_mem.comm.gloo import exchange_timeout
 from dcp_mem.common.log import log
 from dcp_mem.common.progress_bar import Show
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Outcome, State, Transfer
@@ -105,11 +106,33 @@ def _awaitable(state: State | str) -> State:
     raise ConfigError(f"state={text!r}: wait for 'complete', 'replicated' or 'durable'")
 
 
+def promote_newest(settings: Settings) -> frozenset[str]:
+    """Have the newest checkpoint in memory flushed that was to stay there, of each scope.
+
+    Args:
+        settings: Of the job.
+
+    Returns:
+        The save ids of those; empty where storage has them, or is to get them anyway.
+    """
+    memory = JobMemory(settings.memory_root, settings.job)
+    newest: dict[str, LocalCheckpoint] = {}
+    for checkpoint in memory.checkpoints():
+        newest.setdefault(checkpoint.manifest.scope, checkpoint)
+    return frozenset(
+        one.manifest.save_id
+        for one in newest.values()
+        if not one.manifest.persist and memory.promote(one)
+    )
+
+
 def wait_for_all(
     settings: Settings,
     wake: Wake,
     show: Show | None = None,
     timeout: float | None = None,
+    *,
+    promoted: Collection[str] = (),
 ) -> None:
     """Wait until nothing in memory awaits its flush.
 
@@ -118,19 +141,28 @@ def wait_for_all(
         wake: Wakes the agent.
         show: Shown the checkpoints several times a second.
         timeout: Seconds; None waits for as long as there is hope.
+        promoted: Save ids of checkpoints that were to stay in memory. Other nodes may not have been
+            told, so these are given up where they fail for longer than ranks wait for each other.
 
     Raises:
-        FlushFailed: Storage refused all that is left; names the newest of them.
+        FlushFailed: Storage refused all that is left, or it was given up; names the newest of them.
         WaitTimeout: The time ran out first.
     """
-    before = _refusals(settings)
+    before, patience_ends = _refusals(settings), time.monotonic() + exchange_timeout()
+
+    def is_given_up(checkpoint: LocalCheckpoint) -> bool:
+        has_failed = checkpoint.flush.outcome == Outcome.FAILED
+        is_late = has_failed and time.monotonic() > patience_ends
+        return (is_late and checkpoint.manifest.save_id in promoted) or _is_refused_again(
+            checkpoint, before
+        )
 
     def is_over() -> bool:
         memory = JobMemory(settings.memory_root, settings.job)
         pending = [checkpoint for checkpoint in memory.checkpoints() if checkpoint.pending]
-        refused = [checkpoint for checkpoint in pending if _is_refused_again(checkpoint, before)]
-        if refused and len(refused) == len(pending):
-            raise FlushFailed(refused[0].name, refused[0].flush.error)
+        given_up = [checkpoint for checkpoint in pending if is_given_up(checkpoint)]
+        if given_up and len(given_up) == len(pending):
+            raise FlushFailed(given_up[0].name, given_up[0].flush.error)
         return not pending
 
     waiting = _Wait(

@@ -10,7 +10,7 @@ from dcp_mem.comm.agreement import Attempted, attempt, described, raise_together
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
-from dcp_mem.errors import CheckpointExists, ConfigError, MemoryBudgetExceeded
+from dcp_mem.errors import CheckpointExists, ConfigError, MemoryBudgetExceeded, RankFailed
 from dcp_mem.format import names
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import NodeMemory, Verdict, admit, allowance
@@ -225,7 +225,9 @@ def _agree_at_length(
     while True:
         reports = context.ranks.exchange(report)
         if planned.error is not None:
-            raise planned.error
+            failed = [(rank, one.error) for rank, one in enumerate(reports) if one.error]
+            cause = planned.error.__cause__ or RankFailed(f"preparing {context.name}", failed)
+            raise planned.error from cause
         verdict = _verdict(context, topology, reports)
         if topology.is_leader:
             evict(context.session.memory, verdict.evict, "to make room for a newer checkpoint")

@@ -47,6 +47,7 @@ except ImportError:  # torch 2.6
     StateDictStager = None  # type: ignore[assignment,misc]
 
 _KEY = "staged by dcp_mem"
+_REFUSED = "refused by dcp_mem"
 
 
 class StagedState:
@@ -92,6 +93,28 @@ def staged_in(state_dict: Mapping[str, Any]) -> StagedState | None:
     """
     staged = state_dict.get(_KEY) if len(state_dict) == 1 else None
     return staged if isinstance(staged, StagedState) else None
+
+
+def refused_state(error: Exception) -> dict[str, Any]:
+    """Return a state dict that stands for one that this rank couldn't make.
+
+    The writer stages the error in its place, and the save raises it on all ranks.
+
+    Args:
+        error: Why there is none.
+    """
+    return {_REFUSED: error}
+
+
+def raise_if_refused(state_dict: Mapping[str, Any]) -> None:
+    """Raise the error that a state dict stands for; return for a plain one.
+
+    Args:
+        state_dict: As given to `stage`.
+    """
+    error = state_dict.get(_REFUSED) if len(state_dict) == 1 else None
+    if isinstance(error, Exception):
+        raise error
 
 
 def copy_ahead(

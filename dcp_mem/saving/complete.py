@@ -88,9 +88,13 @@ def complete(
     session, topology = context.session, agreed.topology
     key = context.plan_key(planned.plan_id)
     last = session.last_saves.plans.get(key)
+    is_shared = staged.error is not None
     try:
         receipts = _exchange_receipts(context, staged, last, provider)
         faults.point("complete.receipts")
+        # Before the checkpoint is there: from then on its segments may be flushed.
+        session.slots.share(staged.value.slot)
+        is_shared = True
         saved, catalog = _same_as(last, agreed, receipts), None
         if saved is None:
             source = provider.catalog_source(planned)
@@ -114,7 +118,7 @@ def complete(
         session.last_saves.is_swept = False
         raise
     finally:
-        if staged.error is None:
+        if not is_shared:
             session.slots.share(staged.value.slot)
 
 

@@ -249,16 +249,18 @@ def republish(
         session.wake_agent(context.settings)
 
 
-def fill_in(metadata: Metadata, results: Sequence[Sequence[WriteResult]], save_id: str) -> None:
+def fill_in(
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], manifest: Manifest
+) -> None:
     """Add to DCP's metadata where each item lies.
 
     Args:
         metadata: DCP's.
         results: Of all ranks, as DCP hands them to `finish`.
-        save_id: The save attempt.
+        manifest: Of the checkpoint.
     """
     storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
-    finished = with_storage(metadata, storage_data, save_id)
+    finished = with_storage(metadata, storage_data, manifest.save_id, manifest.name)
     metadata.storage_data, metadata.storage_meta = finished.storage_data, finished.storage_meta
     if hasattr(metadata, "version"):
         metadata.version = finished.version

@@ -8,16 +8,20 @@ before `write_data`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
-from dcp_mem.comm.agreement import Attempted
+from dcp_mem.comm import Ranks, SingleRank
+from dcp_mem.comm.agreement import Attempted, leaving_on_error
 from dcp_mem.comm.dcp_call import PlanningCall
 from dcp_mem.common.log import log
+from dcp_mem.planning.global_plan import PlanInvalid
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.ahead import AheadCopy, StagedState, staged_in
 from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of
@@ -51,10 +55,9 @@ class DcpTakeover:
         self._why_not = why_not_own_plan(planner)
         if not call.has_usual_coordinator:
             self._why_not = "a coordinator other than rank 0"
-        self._stand_in: _StandIn | None = None
-        if not self._why_not:
-            self._stand_in = _StandIn(planner)
-            call.replace_planner(self._stand_in)
+        # Also where DCP's planner plans: the ranks are told when it raises.
+        self._stand_in = _StandIn(planner)
+        call.replace_planner(self._stand_in)
         self.items: ItemProvider | None = None
         self.settled: Settled | None = None
         self.is_planned = False
@@ -70,6 +73,14 @@ class DcpTakeover:
             state = found
         self._state = Attempted((state,), content.error)
         call.replace_state_dict(state)
+
+    def enter(self, ranks: Ranks) -> None:
+        """Take note of the ranks that save together, which DCP's planner must not leave waiting.
+
+        Args:
+            ranks: The ranks.
+        """
+        self._stand_in.ranks = ranks
 
     def settle(self, context: SaveContext) -> None:
         """Plan, and agree on the save, with all ranks; leave it to DCP's planner if one can't.
@@ -88,7 +99,6 @@ class DcpTakeover:
             self.items = None
             note_torch_plans(context.session, context.name, reason.why_not)
             return
-        assert self._stand_in is not None
         self.is_planned = self._stand_in.is_planned = True
         if self.settled is None:
             self.give_up()
@@ -107,13 +117,13 @@ class DcpTakeover:
             own_plans_of(context.session),
             self._state,
             why_not=self._why_not,
-            to_lowest_rank=self._stand_in is not None and self._stand_in.saves_to_lowest_rank,
+            to_lowest_rank=self._stand_in.saves_to_lowest_rank,
         )
 
     @property
     def metadata(self) -> ReturnedMetadata | None:
         """What `dcp.save` will return; None for a save that is skipped."""
-        made = self._stand_in.metadata if self._stand_in is not None else None
+        made = self._stand_in.metadata
         return made if isinstance(made, ReturnedMetadata) else None
 
 
@@ -156,14 +166,21 @@ def note_torch_plans(session: Session, name: str, why: str) -> None:
 class _StandIn(SavePlanner):
     """Answers DCP in its planner's place, once dcp_mem has planned; else DCP's planner answers.
 
+    DCP passes on to all ranks what its planner raises in the planning step, but between
+    `set_up_planner` and that exchange, and behind `finish_plan`, lie exchanges of the writer's. So
+    the planner is set up behind the first of these, and the ranks are left where `finish_plan`
+    raises.
+
     Attributes:
         planner: DCP's.
+        ranks: That save together; None as long as they aren't known.
         metadata: Of the save, for DCP to return.
         is_planned: Whether dcp_mem has planned.
     """
 
     def __init__(self, planner: SavePlanner) -> None:
         self.planner = planner
+        self.ranks: Ranks | None = None
         self.metadata: Metadata = Metadata({})
         self.is_planned = False
         self._set_up: dict[str, Any] | None = None
@@ -186,19 +203,47 @@ class _StandIn(SavePlanner):
         if self.is_planned:
             return SavePlan([])
         if set_up is not None:
-            self.planner.set_up_planner(**set_up)
+            _set_up(self.planner, set_up)
         return self.planner.create_local_plan()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self.is_planned:
             return all_plans, self.metadata
+        if isinstance(self.planner, DefaultSavePlanner):
+            _refuse_contradictions(all_plans)
         return self.planner.create_global_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan if self.is_planned else self.planner.finish_plan(new_plan)
+        if self.is_planned:
+            return new_plan
+        with leaving_on_error(self.ranks or SingleRank()):
+            return self.planner.finish_plan(new_plan)
 
     def resolve_data(self, write_item: Any) -> Any:
         return self.planner.resolve_data(write_item)
+
+
+def _refuse_contradictions(plans: Sequence[SavePlan]) -> None:
+    """Raise PlanInvalid for tensors that ranks have in different sizes; torch would save one."""
+    sizes: dict[str, torch.Size] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.type is WriteItemType.TENSOR and item.tensor_data is not None:
+                size = item.tensor_data.size
+                if sizes.setdefault(item.index.fqn, size) != size:
+                    raise PlanInvalid(
+                        f"{item.index.fqn}: rank {rank} has a tensor of {list(size)}, "
+                        f"another rank one of {list(sizes[item.index.fqn])}"
+                    )
+
+
+def _set_up(planner: SavePlanner, arguments: Mapping[str, Any]) -> None:
+    """Set a planner up as DCP does, which knows planners of before `storage_meta`."""
+    known = inspect.signature(planner.set_up_planner).parameters
+    if "storage_meta" in known or any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        planner.set_up_planner(**arguments)
+    else:
+        planner.set_up_planner(arguments["state_dict"], arguments["is_coordinator"])
 
 
 def planner_of(planner: SavePlanner) -> SavePlanner:

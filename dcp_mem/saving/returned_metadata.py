@@ -60,7 +60,7 @@ class ReturnedMetadata(LazyMetadata):
         self.__dict__["_of_checkpoint"] = manifest, info
         self.__dict__["_find"] = lambda: session.catalogs.find(manifest.catalog)
         self.__dict__["_of"] = lambda catalog: metadata_of(
-            Catalog.from_bytes(catalog), manifest.save_id, manifest.tails
+            Catalog.from_bytes(catalog), manifest.save_id, manifest.tails, manifest.name
         )
 
     def keep(self) -> ReturnedMetadata:

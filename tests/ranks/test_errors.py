@@ -658,3 +658,22 @@ def test_name_that_is_none_under_the_root_is_refused_on_every_rank(
             )
         assert isinstance(errors[-1], ConfigError)
         assert "the ranks save under different checkpoint ids: step-0, step-1" in str(errors[-1])
+
+
+# -- a memory root that is full before the first save ----------------------------------------------
+
+
+def _save_for_the_first_time(memory: str) -> Exception | None:
+    with MemoryStorageWriter(memory_root=memory, job="job") as writer:
+        return raised_by(lambda: save(writer, 1))
+
+
+def test_a_root_that_is_full_before_the_first_save_is_refused_with_its_path(
+    memory_root: Path,
+) -> None:
+    with mounted_tmpfs(memory_root / "small", "8m") as small:
+        fill(small / "filler")
+        error = forked(_save_for_the_first_time, str(small))
+    assert isinstance(error, MemoryBudgetExceeded)
+    assert str(small) in str(error)
+    assert "Raise memory_limit or the tmpfs size" in str(error)

@@ -188,3 +188,91 @@ def test_it_is_not_asked_for_by_default_and_is_over_with_close(
 def test_it_takes_a_place_to_go_to(memory_root: Path) -> None:
     with pytest.raises(ConfigError, match="give a path"):
         CheckpointManager(memory_root=memory_root, job="job", preemption="SIGTERM")
+
+
+_HOLDS = """
+    import fcntl
+    {hold}
+    Path({ready!r}).touch()
+    while not hit:
+        time.sleep(0.01)
+    time.sleep(1)  # the flush would have begun by now
+    {release}
+    while True:
+        time.sleep(1)
+"""
+
+
+def _start_holding(root: Path, tmp_path: Path, hold: str, release: str) -> "subprocess.Popen[str]":
+    """Start a loop whose main thread holds something when the signal comes."""
+    # A handler of the user's that is called at once: what Python calls by then is known.
+    after = _HOLDS.replace("{hold}", hold).replace("{release}", release)
+    hit = (
+        "hit = []; import dcp_mem.manager.preemption as p; handle = p.Preemption._handle\n"
+        "    def noting(self, number, frame):\n"
+        "        hit.append(number)\n"
+        "        handle(self, number, frame)\n"
+        "    p.Preemption._handle = noting"
+    )
+    return _start(root, tmp_path, before=hit, after=after, deadline=20)
+
+
+@pytest.mark.parametrize("what", ["a lease", "the logger"])
+def test_a_signal_does_not_wait_for_what_the_main_thread_holds(
+    memory_root: Path, tmp_path: Path, what: str
+) -> None:
+    if what == "a lease":
+        hold = (
+            "from dcp_mem.runtime.session import _sessions; [session] = _sessions.values(); "
+            "[held] = [one for one in session.slots._open.values() if 'step-4' in one.path]; "
+            "fcntl.flock(held.descriptor, fcntl.LOCK_EX)"
+        )
+        release = "fcntl.flock(held.descriptor, fcntl.LOCK_SH)"
+    else:
+        hold = "logging.getLogger().handlers[0].acquire()"
+        release = "logging.getLogger().handlers[0].release()"
+    started = time.monotonic()
+    said = _end(_start_holding(memory_root, tmp_path, hold, release), signal.SIGTERM)
+    assert "SIGTERM: step-4 is durable" in said
+    assert "is gone" not in said
+    assert time.monotonic() - started < 19
+
+
+_SAVES = """
+    Path({ready!r}).touch()
+    for step in range(5, 500):
+        manager.save(step, {{"n": step}})
+        time.sleep(0.05)
+"""
+
+
+def test_no_save_overtakes_the_flush(memory_root: Path, tmp_path: Path) -> None:
+    process = _start(memory_root, tmp_path, after=_SAVES)
+    said = _end(process, signal.SIGTERM)
+    assert process.returncode == -signal.SIGTERM
+    assert "is durable" in said
+
+
+def test_the_users_own_handler_is_called_once_for_each_signal(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    before = (
+        "import collections; calls = collections.Counter()\n"
+        "    signal.signal(signal.SIGTERM, lambda number, frame: calls.update([number]))"
+    )
+    after = """
+    Path({ready!r}).touch()
+    for expected in (1, 2):
+        while sum(calls.values()) < expected:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        print("calls", sum(calls.values()), flush=True)
+        if expected == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(5)
+"""
+    process = _start(memory_root, tmp_path, before=before, after=after)
+    said = _end(process, signal.SIGTERM)
+    assert process.returncode == 5
+    assert "calls 1" in said
+    assert "calls 2" in said

@@ -197,7 +197,7 @@ def _save_five(job: Job, persist: bool | Persist) -> list[CheckpointStatus]:
     with job.writer(persist=persist, agent="thread", keep_memory=5) as writer:
         for number in range(1, 6):
             save(writer, number)
-        writer.close()
+        writer.close(persist_newest=False)
         return writer.status()
 
 

@@ -116,6 +116,8 @@ class MemoryCheckpoint(ModelCheckpoint):
         return {NEWEST}
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if self._preemption is not None:
+            self._preemption.wait()
         memory = _plugin(trainer)
         memory.annotate_next_save(trainer.callback_metrics)
         started = time.monotonic()

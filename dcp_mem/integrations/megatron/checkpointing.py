@@ -309,15 +309,18 @@ class MemoryCheckpointing:
             self._writers[root] = MemoryStorageWriter(root, **self._options)
         return self._writers[root]
 
-    def close(self, flush: bool = True, *, progress: bool = False) -> None:
+    def close(
+        self, flush: bool = True, *, progress: bool = False, persist_newest: bool = True
+    ) -> None:
         """Close the writers: wait until storage has what it should have, and give back memory.
 
         Args:
             flush: As in `MemoryStorageWriter.close`.
             progress: As in `MemoryStorageWriter.close`.
+            persist_newest: As in `MemoryStorageWriter.close`.
         """
         for writer in self._writers.values():
-            writer.close(flush, progress=progress)
+            writer.close(flush, progress=progress, persist_newest=persist_newest)
 
     # -- where things are --------------------------------------------------------------------------
 

@@ -70,7 +70,8 @@ class Description:
         if self._metadata is None:
             assert self.catalog is not None
             assert self.manifest is not None
-            self._metadata = metadata_of(self.catalog, self.manifest.save_id, self.tails)
+            manifest = self.manifest
+            self._metadata = metadata_of(self.catalog, manifest.save_id, self.tails, manifest.name)
         return self._metadata
 
 

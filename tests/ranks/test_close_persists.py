@@ -1,0 +1,116 @@
+"""What is saved last goes to storage as the job ends, whichever saves the policy has chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_mem import CheckpointManager, FlushFailed, MemoryStorageWriter, every_n_saves
+from dcp_mem.common.values import Outcome
+from dcp_mem.config import settings
+from dcp_mem.format.manifest import FlushRecord
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.runtime import states
+from tests.support.checkpoints.jobs import wait_until
+from tests.support.processes.forks import forked_ranks
+
+
+def _manager(root: str | Path, url: str | Path, **options: object) -> CheckpointManager:
+    chosen = {"persist": every_n_saves(10), **options}
+    return CheckpointManager(url, memory_root=root, job="job", **chosen)  # type: ignore[arg-type]
+
+
+def _saved(manager: CheckpointManager, steps: int) -> None:
+    for step in range(steps):
+        assert manager.save(step, {"n": step})
+
+
+def _stored(url: Path) -> list[str]:
+    return sorted(path.parent.name for path in url.glob("*/.metadata"))
+
+
+def test_close_persists_the_newest_checkpoint(memory_root: Path, url: Path) -> None:
+    with _manager(memory_root, url) as manager:
+        _saved(manager, 5)
+    assert _stored(url) == ["step-0", "step-4"]
+    state = {"n": 0}
+    assert _manager(memory_root / "lost", url).restore(state) == 4 == state["n"]
+
+
+def test_close_leaves_the_newest_checkpoint_in_memory_when_told_to(
+    memory_root: Path, url: Path
+) -> None:
+    manager = _manager(memory_root, url)
+    _saved(manager, 3)
+    manager.close(persist_newest=False)
+    assert _stored(url) == ["step-0"]
+
+
+def test_persist_false_keeps_all_in_memory(memory_root: Path, url: Path) -> None:
+    with _manager(memory_root, url, persist=False) as manager:
+        _saved(manager, 3)
+    assert _stored(url) == []
+
+
+def test_a_loop_that_ends_in_an_error_has_its_newest_checkpoint_flushed_behind_it(
+    memory_root: Path, url: Path
+) -> None:
+    manager = _manager(memory_root, url)
+    _saved(manager, 3)
+    manager.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    wait_until(lambda: _stored(url) == ["step-0", "step-2"], "the newest to be flushed")
+
+
+def test_a_writer_that_has_saved_nothing_persists_nothing(memory_root: Path, url: Path) -> None:
+    manager = _manager(memory_root, url)
+    _saved(manager, 3)
+    manager.wait(0)
+    with MemoryStorageWriter(url, memory_root=memory_root / "another", job="job"):
+        pass
+    manager.close(persist_newest=False)
+    with MemoryStorageWriter(url, memory_root=memory_root, job="job"):
+        pass
+    assert _stored(url) == ["step-0"]
+
+
+def _saves_and_closes(root: str, url: str) -> None:
+    with MemoryStorageWriter(
+        url,
+        memory_root=f"{root}/{torch.distributed.get_rank()}",
+        job="job",
+        persist=every_n_saves(9),
+    ) as writer:
+        for step in range(3):
+            dcp.save(
+                {"x": torch.full((8,), float(step))},
+                checkpoint_id=f"step-{step}",
+                storage_writer=writer,
+            )
+
+
+def test_the_newest_checkpoint_of_several_nodes_is_persisted(memory_root: Path, url: Path) -> None:
+    forked_ranks(_saves_and_closes, 2, str(memory_root), str(url))
+    assert _stored(url) == ["step-0", "step-2"]
+
+
+def test_a_newest_checkpoint_whose_other_part_never_comes_is_given_up(
+    memory_root: Path, url: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = _manager(memory_root, url)
+    _saved(manager, 2)
+    manager.wait(0)
+    chosen = settings(url, memory_root=memory_root, job="job")
+    promoted = states.promote_newest(chosen)
+    memory = JobMemory(str(memory_root), "job")
+    [newest] = [one for one in memory.checkpoints() if one.manifest.save_id in promoted]
+    failed = FlushRecord(
+        save_id=newest.manifest.save_id, outcome=Outcome.FAILED, error="the part of another node"
+    )
+    memory.record_flush(newest, failed)
+    monkeypatch.setenv("DCP_MEM_TIMEOUT", "1")
+    with pytest.raises(FlushFailed, match="the part of another node"):
+        states.wait_for_all(chosen, lambda now: None, promoted=promoted)
+    manager.close()

@@ -1,0 +1,402 @@
+"""An error on one rank, wherever it comes, ends the call on all ranks; the next call works."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+import dcp_mem
+from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter
+from dcp_mem.comm.gloo import GlooRanks
+from tests.support.processes.forks import forked_ranks, raised_by
+
+_ENV = {"DCP_MEM_TIMEOUT": "60"}
+_SOON_SECONDS = 30.0
+"""Well below the time-out."""
+
+
+class _Outcome(NamedTuple):
+    """What became of a call on one rank, and of the same call without a failure."""
+
+    case: str
+    error: str
+    seconds: float
+    afterwards: str
+
+
+def _outcome(case: str, act: Callable[[], object], well: Callable[[], object]) -> _Outcome:
+    dist.barrier()
+    started = time.monotonic()
+    error = raised_by(act)
+    seconds = time.monotonic() - started
+    dist.barrier()
+    return _Outcome(case, repr(error), seconds, repr(raised_by(well)))
+
+
+def _ended_together(found: list[list[_Outcome]], text: str) -> None:
+    assert found[0]
+    for of_ranks in zip(*found, strict=True):
+        for outcome in of_ranks:
+            assert text in outcome.error, of_ranks
+            assert outcome.seconds < _SOON_SECONDS, of_ranks
+            assert outcome.afterwards == "None", of_ranks
+
+
+def _state() -> dict[str, Any]:
+    return {"x": torch.arange(1000.0) + dist.get_rank(), "step": 1}
+
+
+def _writer(root: str) -> MemoryStorageWriter:
+    return MemoryStorageWriter(None, memory_root=root, job="job")
+
+
+def _reader(root: str) -> MemoryStorageReader:
+    return MemoryStorageReader(None, memory_root=root, job="job")
+
+
+# -- callbacks of planners -------------------------------------------------------------------------
+
+_FAILING = {"": ""}
+"""Under "callback", the one that raises in this process."""
+
+
+def _fail_in(callback: str) -> None:
+    if _FAILING[""] == callback:
+        raise OSError(f"{callback} has failed")
+
+
+class _Saving(DefaultSavePlanner):
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        _fail_in("set_up_planner")
+        super().set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> Any:
+        _fail_in("create_local_plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        _fail_in("create_global_plan")
+        return super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        _fail_in("finish_plan")
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        _fail_in("resolve_data")
+        return super().resolve_data(write_item)
+
+
+class _Loading(DefaultLoadPlanner):
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        _fail_in("set_up_planner")
+        super().set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> Any:
+        _fail_in("create_local_plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, global_plan: Any) -> Any:
+        _fail_in("create_global_plan")
+        return super().create_global_plan(global_plan)
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        _fail_in("finish_plan")
+        return super().finish_plan(new_plan)
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        _fail_in("resolve_tensor")
+        return super().resolve_tensor(read_item)
+
+
+class _Stateful:
+    """Its methods raise where they are told to."""
+
+    def state_dict(self) -> dict[str, Any]:
+        _fail_in("state_dict")
+        return {"y": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["y"].tolist() == [1.0, 1.0, 1.0]
+
+
+@contextmanager
+def _failing(callback: str, culprit: int) -> Iterator[None]:
+    _FAILING[""] = callback if dist.get_rank() == culprit else ""
+    try:
+        yield
+    finally:
+        _FAILING[""] = ""
+
+
+def _cases(callbacks: str) -> list[tuple[str, int]]:
+    cases = [(callback, culprit) for callback in callbacks.split() for culprit in (0, 1)]
+    return [case for case in cases if case != ("create_global_plan", 1)]
+
+
+def _planners_fail_in_saves(root: str) -> list[_Outcome]:
+    found = []
+
+    def save() -> None:
+        dcp.save(_state(), checkpoint_id="a", storage_writer=writer, planner=_Saving())
+
+    callbacks = "set_up_planner create_local_plan create_global_plan finish_plan resolve_data"
+    with _writer(root) as writer:
+        for callback, culprit in _cases(callbacks):
+
+            def fail(callback: str = callback, culprit: int = culprit) -> None:
+                with _failing(callback, culprit):
+                    save()
+
+            found.append(_outcome(f"{callback} of rank {culprit}", fail, save))
+    return found
+
+
+def test_a_planner_that_raises_on_one_rank_ends_the_save_on_all(memory_root: Path) -> None:
+    found = forked_ranks(_planners_fail_in_saves, 2, str(memory_root), timeout=200, env=_ENV)
+    _ended_together(found, "has failed")
+
+
+def _planners_fail_in_loads(root: str) -> list[_Outcome]:
+    found = []
+    with _writer(root) as writer:
+        dcp.save(_state(), checkpoint_id="a", storage_writer=writer)
+
+    def load() -> None:
+        with _reader(root) as reader:
+            dcp.load(_state(), storage_reader=reader, planner=_Loading())
+
+    callbacks = "set_up_planner create_local_plan create_global_plan finish_plan resolve_tensor"
+    for callback, culprit in _cases(callbacks):
+
+        def fail(callback: str = callback, culprit: int = culprit) -> None:
+            with _failing(callback, culprit):
+                load()
+
+        found.append(_outcome(f"{callback} of rank {culprit}", fail, load))
+    return found
+
+
+def test_a_planner_that_raises_on_one_rank_ends_the_load_on_all(memory_root: Path) -> None:
+    found = forked_ranks(_planners_fail_in_loads, 2, str(memory_root), timeout=200, env=_ENV)
+    _ended_together(found, "has failed")
+
+
+class _Old(DefaultSavePlanner):
+    """Knows no storage_meta."""
+
+    def set_up_planner(  # type: ignore[override]
+        self, state_dict: dict[str, Any], is_coordinator: bool
+    ) -> None:
+        super().set_up_planner(state_dict, is_coordinator=is_coordinator)
+
+
+def _saves_with_an_old_planner(root: str) -> float:
+    with _writer(root) as writer:
+        dcp.save({"x": torch.ones(2)}, checkpoint_id="a", storage_writer=writer, planner=_Old())
+    into = {"x": torch.zeros(2)}
+    dcp.load(into, storage_reader=_reader(root))
+    return float(into["x"].sum())
+
+
+def test_a_planner_of_before_storage_meta_is_set_up_as_it_can_be(memory_root: Path) -> None:
+    assert forked_ranks(_saves_with_an_old_planner, 2, str(memory_root)) == [2.0, 2.0]
+
+
+# -- anything else between two exchanges -----------------------------------------------------------
+
+_COLLECTIVES = ("exchange", "all_reduce", "gather", "broadcast", "scatter", "tell_leaders", "swap")
+
+
+class _Interrupted(Exception):
+    """Stands for whatever goes wrong in front of an exchange."""
+
+
+@contextmanager
+def _interrupted_before(call: int, culprit: int) -> Iterator[list[int]]:
+    """Raise in the place of this rank's nth collective call; yields the number of its calls."""
+    count = [0]
+
+    def interrupting(name: str) -> Callable[..., Any]:
+        original = getattr(GlooRanks, name)
+
+        def counted(self: GlooRanks, *args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            if count[0] == call and dist.get_rank() == culprit:
+                raise _Interrupted("on its way")
+            return original(self, *args, **kwargs)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _COLLECTIVES:
+            patch.setattr(GlooRanks, name, interrupting(name))
+        yield count
+
+
+def _calls(root: str) -> dict[str, Callable[[], object]]:
+    def save(**options: Any) -> None:
+        with _writer(root) as writer:
+            dcp.save(_state(), checkpoint_id="a", storage_writer=writer, **options)
+
+    def save_by_function() -> None:
+        with _writer(root) as writer:
+            dcp_mem.save(_state(), checkpoint_id="a", storage_writer=writer)
+
+    def load(**options: Any) -> None:
+        with _reader(root) as reader:
+            dcp.load(_state(), storage_reader=reader, **options)
+
+    def load_by_function() -> None:
+        with _reader(root) as reader:
+            dcp_mem.load(_state(), storage_reader=reader)
+
+    def prepare() -> None:
+        with _writer(root) as writer:
+            writer.prepare(_state()).wait()
+
+    def look() -> None:
+        with _reader(root) as reader:
+            assert reader.recoverable()
+
+    def delete() -> None:
+        with CheckpointManager(memory_root=root, job="job", on_error="raise") as manager:
+            manager.save(7, _state())
+            manager.delete(7)
+
+    return {
+        "dcp.save": save,
+        "dcp.save with a planner": lambda: save(planner=_Saving()),
+        "dcp_mem.save": save_by_function,
+        "dcp.load": load,
+        "dcp.load with a planner": lambda: load(planner=_Loading()),
+        "dcp_mem.load": load_by_function,
+        "prepare": prepare,
+        "recoverable": look,
+        "manager": delete,
+    }
+
+
+def _is_interrupted_anywhere(root: str, name: str) -> list[_Outcome]:
+    act, found = _calls(root)[name], []
+    _calls(root)["dcp.save"]()
+    with _interrupted_before(0, 0) as count:
+        act()
+    for number in range(1, count[0] + 1):
+        for culprit in (0, 1):
+
+            def interrupted(number: int = number, culprit: int = culprit) -> None:
+                with _interrupted_before(number, culprit):
+                    act()
+
+            found.append(_outcome(f"rank {culprit}, call {number}", interrupted, act))
+    return found
+
+
+@pytest.mark.parametrize("name", list(_calls("")))
+def test_an_error_in_front_of_any_exchange_ends_the_call_on_all_ranks(
+    memory_root: Path, name: str
+) -> None:
+    found = forked_ranks(_is_interrupted_anywhere, 2, str(memory_root), name, timeout=250, env=_ENV)
+    _ended_together(found, "on its way")
+
+
+# -- stateful objects ------------------------------------------------------------------------------
+
+
+def _states_fail(root: str) -> list[_Outcome]:
+    def state() -> dict[str, Any]:
+        return {"x": torch.arange(4.0), "own": _Stateful()}
+
+    def async_save() -> None:
+        begun = dcp_mem.async_save(state(), checkpoint_id="b", storage_writer=writer)
+        getattr(begun, "upload_completion", begun).result()
+
+    def load(**options: Any) -> None:
+        with _reader(root) as reader:
+            dcp_mem.load(state(), checkpoint_id="a", storage_reader=reader, **options)
+
+    found = []
+    with _writer(root) as writer:
+
+        def save(**options: Any) -> None:
+            dcp_mem.save(state(), checkpoint_id="a", storage_writer=writer, **options)
+
+        save()
+        roads: dict[str, Callable[[], object]] = {
+            "save": save,
+            "save with a planner": lambda: save(planner=_Saving()),
+            "async_save": async_save,
+            "load": load,
+            "load with a planner": lambda: load(planner=_Loading()),
+        }
+        for name, act in roads.items():
+            for culprit in (0, 1):
+
+                def fail(act: Callable[[], object] = act, culprit: int = culprit) -> None:
+                    with _failing("state_dict", culprit):
+                        act()
+
+                found.append(_outcome(f"{name}, rank {culprit}", fail, act))
+    return found
+
+
+def test_a_stateful_object_that_raises_on_one_rank_ends_the_call_on_all(memory_root: Path) -> None:
+    found = forked_ranks(_states_fail, 2, str(memory_root), timeout=200, env=_ENV)
+    _ended_together(found, "has failed")
+
+
+# -- the manager -----------------------------------------------------------------------------------
+
+
+def _metrics_are_wrong(root: str, culprits: tuple[int, ...]) -> list[str]:
+    found: list[str] = []
+    with CheckpointManager(memory_root=root, job="job") as manager:
+        for step, is_wrong in enumerate([False, True, False]):
+            metrics = {"loss": "low"} if is_wrong and dist.get_rank() in culprits else {"loss": 1.0}
+            try:
+                found.append(manager.save(step, _state(), metrics=metrics).outcome)
+            except dcp_mem.ConfigError as error:
+                found.append(str(error).split(":")[0])
+    return found
+
+
+def test_what_one_rank_alone_gets_wrong_is_a_warning_for_all(memory_root: Path) -> None:
+    for culprit in (0, 1):
+        found = forked_ranks(_metrics_are_wrong, 2, str(memory_root), (culprit,), env=_ENV)
+        assert found == [["complete", "failed", "complete"]] * 2
+    found = forked_ranks(_metrics_are_wrong, 2, str(memory_root), (0, 1), env=_ENV)
+    assert found == [["complete", "metrics", "complete"]] * 2
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def _shapes_differ(root: str) -> list[_Outcome]:
+    def save(size: int, **options: Any) -> None:
+        dcp.save({"x": torch.ones(size)}, checkpoint_id="a", storage_writer=writer, **options)
+
+    def outcome(planner: Any) -> _Outcome:
+        return _outcome(
+            repr(planner),
+            lambda: save(3 + dist.get_rank(), planner=planner),
+            lambda: save(3, planner=planner),
+        )
+
+    with _writer(root) as writer:
+        return [outcome(planner) for planner in (None, _Saving())]
+
+
+def test_a_tensor_that_ranks_have_in_different_shapes_is_refused(memory_root: Path) -> None:
+    """torch's own planner would save one of them."""
+    found = forked_ranks(_shapes_differ, 2, str(memory_root), env=_ENV)
+    _ended_together(found, "x: ")
