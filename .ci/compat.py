@@ -95,7 +95,7 @@ def _is_usable(module: str) -> bool:
 
 
 def row(report: str, told: str) -> None:
-    """Put this torch's row in the place of the one that was there."""
+    """Put this torch's row in the place of the one that was there for the same tests."""
     suite = ET.parse(report).getroot()  # noqa: S314 (pytest wrote it, just now)
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for one in suite.iter("testsuite"):
@@ -121,7 +121,7 @@ def row(report: str, told: str) -> None:
     lines = TABLE.read_text().splitlines()
     start = lines.index(f"|{' --- |' * len(COLUMNS)}") + 1
     stop = next(number for number in range(start, len(lines)) if not lines[number].startswith("|"))
-    others = [line for line in lines[start:stop] if not line.startswith(f"| {cells[0]} |")]
+    others = [line for line in lines[start:stop] if _run_by(line) != (cells[0], cells[3])]
     lines[start:stop] = sorted([*others, f"| {' | '.join(cells)} |"], key=_version)
     TABLE.write_text("\n".join(lines) + "\n")
 
@@ -141,6 +141,12 @@ def _git(*arguments: str) -> str:
 
 def _has_failed(case: ET.Element) -> bool:
     return case.find("failure") is not None or case.find("error") is not None
+
+
+def _run_by(line: str) -> tuple[str, str]:
+    """Return the torch and the tests of a row."""
+    cells = [cell.strip() for cell in line.split("|")]
+    return cells[1], cells[4]
 
 
 def _version(line: str) -> list[int]:

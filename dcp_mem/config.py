@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dcp_mem.common.azure_urls import abfs_url
 from dcp_mem.common.values import HISTORIES, RECOVERIES
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.persistence import Persist, persist_policy
@@ -304,6 +305,8 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
             "file names: give it as "
             f"storage_options= or in the environment"
         )
+    text = abfs_url(text)
+    protocol, _, rest = text.partition("://")
     if not rest.strip("/"):
         raise ConfigError(
             f"path={text!r}: a bucket, container or directory is missing after {protocol}://"
@@ -400,7 +403,7 @@ def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> s
         ConfigError: It is neither.
     """
     text = _text("checkpoint_id", checkpoint_id)
-    name = text.removeprefix("file://") if text.startswith("file:///") else text
+    name = text.removeprefix("file://") if text.startswith("file:///") else _as_abfs(text)
     if os.path.isabs(name):
         name = os.path.abspath(name)
     if url is not None:
@@ -413,6 +416,13 @@ def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> s
             f"path or URL directly under the root"
         )
     return name
+
+
+def _as_abfs(text: str) -> str:
+    try:
+        return abfs_url(text)
+    except ConfigError:
+        return text
 
 
 def run_identity() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import pickle
 import time
@@ -83,7 +84,7 @@ from dcp_mem.saving.prepare import Preparation, prepare
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.saving.stage import Results
-from dcp_mem.saving.streams import StreamItems, Streams
+from dcp_mem.saving.streams import NothingNew, StreamItems, Streams
 from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, SaveContext
 
 _RETURN_SECONDS = 0.001
@@ -618,7 +619,7 @@ class MemoryStorageWriter(StorageWriter):
         make_streams: Callable[[], Streams],
         checkpoint_id: str | os.PathLike[str],
         *,
-        process_group: dist.ProcessGroup | None = None,
+        has_new: bool,
         no_dist: bool = False,
     ) -> Manifest | None:
         """Make a checkpoint of what the ranks have written into their streams.
@@ -629,14 +630,20 @@ class MemoryStorageWriter(StorageWriter):
         Args:
             make_streams: Gives this rank's streams, and may raise.
             checkpoint_id: Name of the checkpoint.
-            process_group: The ranks; None for the writer's.
+            has_new: Whether this rank has anything to save.
             no_dist: Save alone.
 
         Returns:
             None where the save was skipped.
+
+        Raises:
+            NothingNew: No rank has anything to save; on all ranks, with nothing done.
         """
         with self._in_turn():
-            context = self._begin(checkpoint_id, process_group, no_dist)
+            context = self._begin(checkpoint_id, None, no_dist)
+            if not context.ranks.all_reduce(has_new, operator.or_):
+                self._next_info = context.info
+                raise NothingNew(context.name)
             streams = attempt(make_streams)
             try:
                 completed = self._save(context, StreamItems(streams))

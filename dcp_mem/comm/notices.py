@@ -72,6 +72,20 @@ class Notices:
         except RuntimeError as error:
             raise self._failed(error) from None
 
+    def reset(self, what: str) -> None:
+        """Set a counter that all ranks share to 0; no rank may be counting.
+
+        Args:
+            what: The counter's name.
+        """
+        key = f"count/{what}"
+        try:
+            with self._guard:
+                count = self._asking.do(lambda: int(self._asking_store.add(key, 0)))
+                self._asking.do(lambda: self._asking_store.add(key, -count))
+        except RuntimeError as error:
+            raise self._failed(error) from None
+
     def settle(self, what: str, proposal: str) -> str:
         """Settle a question by the first proposal; return that proposal, on every rank.
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.integrations import nebula
 from dcp_mem.integrations.nebula.completion import ON_COMMIT
@@ -135,6 +136,12 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._loaded is None or self._loaded.tag != tag:
             found = nebula.get_checkpoint(tag)
             self._loaded = found if found.tag else nebula.get_latest_checkpoint()
+            if self._loaded.tag and not found.tag:
+                log.warning(
+                    "%s is not whole, in memory or on storage: %s is loaded in its place",
+                    tag,
+                    self._loaded.tag,
+                )
         if not self._loaded.tag:
             raise DcpMemError(
                 f"neither {tag} nor any other checkpoint is whole, in this node's memory "

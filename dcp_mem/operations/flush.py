@@ -30,7 +30,7 @@ class Flushed:
     error: str
 
 
-def promote(settings: Settings, newest: int | None = None) -> list[str]:
+def promote(settings: Settings, newest: int | None = None, name: str | None = None) -> list[str]:
     """Mean checkpoints for storage that were saved to stay in memory; return their names.
 
     Only this node is told. Where several nodes hold a checkpoint, each of them must be told, or
@@ -39,6 +39,7 @@ def promote(settings: Settings, newest: int | None = None) -> list[str]:
     Args:
         settings: The job's.
         newest: How many of them; all by default.
+        name: Only the checkpoint of this name.
 
     Raises:
         ConfigError: The job has no URL.
@@ -49,7 +50,11 @@ def promote(settings: Settings, newest: int | None = None) -> list[str]:
     kept = (
         []
         if memory is None
-        else [checkpoint for checkpoint in memory.checkpoints() if not checkpoint.manifest.persist]
+        else [
+            checkpoint
+            for checkpoint in memory.checkpoints()
+            if not checkpoint.manifest.persist and name in (None, checkpoint.name)
+        ]
     )
     return [
         checkpoint.name

@@ -12,6 +12,7 @@ saves.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import _state_dict_utils
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.comm.agreement import Attempted
@@ -159,8 +160,35 @@ def copied(state: Mapping[str, Any], *, is_shared: bool = False) -> dict[str, An
         stager = _Stager(pin_memory=False, share_memory=is_shared)
         result: dict[str, Any] = stager.stage(plain)
         return result
-    targets = _state_dict_utils._create_cpu_state_dict(plain, share_memory=is_shared)
-    return _state_dict_utils._copy_state_dict(plain, targets, type_check=False)
+    return {key: _copied_value(value, is_shared) for key, value in plain.items()}
+
+
+def _copied_value(value: Any, is_shared: bool) -> Any:
+    """Return a copy of a value of a state dict, whatever its tensors' kind.
+
+    What torch 2.6 has for this leaves a DTensor, or a ShardedTensor, as it is: it would change with
+    the training.
+    """
+    if isinstance(value, dict):
+        return {key: _copied_value(inner, is_shared) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied_value(inner, is_shared) for inner in value)
+    if isinstance(value, ShardedTensor):
+        result = object.__new__(type(value))
+        result.__dict__.update(value.__dict__)
+        result.__dict__.pop("_sharded_tensor_id", None)  # it would be given back twice
+        result._local_shards = [
+            Shard(_copied_value(shard.tensor, is_shared), shard.metadata)
+            for shard in value.local_shards()
+        ]
+        return result
+    if type(value) is DTensor:
+        local = _copied_value(value._local_tensor, is_shared)
+        return DTensor(local, value._spec, requires_grad=False)
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach().to("cpu", copy=True)
+        return tensor.share_memory_() if is_shared else tensor
+    return copy.deepcopy(value)
 
 
 class _Stager(StateDictStager or object):  # type: ignore[misc]

@@ -39,6 +39,10 @@ _BUFFER = 1 << 20
 _COPIED_AT_ONCE = 16 << 20
 
 
+class NothingNew(Exception):
+    """No rank has any new stream, so there is nothing to save; raised on all ranks."""
+
+
 class Streams:
     """One rank's streams for a checkpoint that isn't saved yet; owns their slot until then.
 

@@ -144,10 +144,10 @@ def _check_files(engine: Any, place: Path) -> None:
 def _check_strategy(deepspeed: Any, place: str) -> None:
     """Lightning's strategy needs CUDA devices; what it does with its engine doesn't."""
     lightning = pytest.importorskip("lightning.pytorch")
+    section = {"persistent_storage_path": f"{place}/strategy", "persistent_time_interval": 0}
+    config = {"zero_optimization": {"stage": 2}, "nebula": {"enabled": True, **section}}
     try:
-        strategy = dcp_mem.integrations.nebula.NebulaDeepspeedStrategy(
-            stage=2, persistent_storage_path=f"{place}/strategy", persistent_time_interval=0
-        )
+        strategy = dcp_mem.integrations.nebula.NebulaDeepspeedStrategy(config=config)
     except ImportError:  # Lightning takes no DeepSpeed before 0.16 beside this torch
         return
     assert isinstance(strategy, lightning.strategies.DeepSpeedStrategy)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_mem.integrations.nebula
-from dcp_mem import ConfigError, DcpMemError, MemoryStorageWriter, SegmentCorrupt, every_n_saves
+from dcp_mem import (
+    CheckpointNotFound,
+    ConfigError,
+    DcpMemError,
+    MemoryStorageWriter,
+    SegmentCorrupt,
+    every_n_saves,
+)
 from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.integrations.nebula import run
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.launch import run_fresh
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +165,229 @@ def test_a_tag_that_is_saved_anew_has_the_new_files_alone(memory_root: Path, url
         checkpoint.load("a")
 
 
+# -- what is complete stays as it is, or grows ----------------------------------------------------
+
+
+def _loaded(tag: str, *names: str) -> list[Any]:
+    found = dcp_mem.integrations.nebula.get_checkpoint(tag)
+    return [found.load(name) for name in names]
+
+
+@pytest.mark.parametrize("num_of_files", [1, 2, -1, -2])
+def test_a_commit_with_nothing_new_leaves_a_complete_checkpoint_as_it_is(
+    memory_root: Path, url: Path, num_of_files: int
+) -> None:
+    _init(memory_root, url)
+    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-5", num_of_files)
+    checkpoint.save("a", 1)
+    checkpoint.save("b", 2)
+    for _ in range(2):
+        assert checkpoint.commit()
+        assert _loaded("step-5", "a", "b") == [1, 2]
+    assert dcp_mem.integrations.nebula.Checkpoint("step-5", num_of_files).commit()
+    assert _loaded("step-5", "a", "b") == [1, 2]
+
+
+def test_a_commit_in_another_process_leaves_a_complete_checkpoint_as_it_is(
+    memory_root: Path, url: Path
+) -> None:
+    assert forked(_saves_two, memory_root, url) == ["step-5"]
+    _init(memory_root, url)
+    assert dcp_mem.integrations.nebula.Checkpoint("step-5", 2).commit()
+    assert _loaded("step-5", "a", "b") == [1, 2]
+
+
+def _saves_two(root: Path, url: Path) -> list[str]:
+    _init(root, url)
+    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-5", 2)
+    checkpoint.save("a", 1)
+    checkpoint.save("b", 2)
+    return _tags()
+
+
+def test_a_commit_of_nothing_at_all_makes_no_checkpoint(memory_root: Path, url: Path) -> None:
+    _init(memory_root, url)
+    assert not dcp_mem.integrations.nebula.Checkpoint("step-5", -2).commit()
+    assert _tags() == []
+
+
+def test_a_further_file_adds_to_a_checkpoint_that_is_complete_by_its_count(
+    memory_root: Path, url: Path
+) -> None:
+    _init(memory_root, url)
+    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-5", 2)
+    checkpoint.save("a", 1)
+    checkpoint.save("b", 2)
+    for number, name in enumerate(["c", "d"], 3):
+        checkpoint.save(name, number)
+        assert _loaded("step-5", "a", "b", name) == [1, 2, number]
+        assert checkpoint.commit()
+    assert _loaded("step-5", "a", "b", "c", "d") == [1, 2, 3, 4]
+
+
+def test_a_file_that_is_committed_later_adds_to_its_checkpoint(
+    memory_root: Path, url: Path
+) -> None:
+    _init(memory_root, url)
+    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-5", -2)
+    for number, name in enumerate(["a", "b"]):
+        checkpoint.save(name, number)
+        assert checkpoint.commit()
+    assert _loaded("step-5", "a", "b") == [0, 1]
+
+
+def test_a_checkpoint_that_is_saved_anew_never_has_old_and_new_files(
+    memory_root: Path, url: Path
+) -> None:
+    _init(memory_root, url)
+    held = dcp_mem.integrations.nebula.Checkpoint("best", 2)
+    for epoch in range(4):
+        made = dcp_mem.integrations.nebula.Checkpoint("best", 2) if epoch > 1 else held
+        made.save("a", epoch)
+        if epoch:
+            assert _loaded("best", "a", "b") == [epoch - 1] * 2
+        made.save("b", epoch)
+        assert _loaded("best", "a", "b") == [epoch] * 2
+
+
+def test_a_file_of_an_older_tag_adds_to_it(memory_root: Path, url: Path) -> None:
+    _init(memory_root, url)
+    for step in (1, 2):
+        dcp_mem.integrations.nebula.Checkpoint(f"step-{step}").save("model", step)
+    dcp_mem.integrations.nebula.Checkpoint("step-1").save("optimizer", 3)
+    assert _loaded("step-1", "model", "optimizer") == [1, 3]
+
+
+def test_a_further_file_of_a_checkpoint_that_has_left_memory_is_refused(
+    memory_root: Path, url: Path
+) -> None:
+    _init(memory_root, url, num_of_version_in_retention=1)
+    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-1", 2)
+    checkpoint.save("a", 1)
+    checkpoint.save("b", 2)
+    assert dcp_mem.integrations.nebula.flush_persistence()
+    for step in (2, 3):
+        dcp_mem.integrations.nebula.Checkpoint(f"step-{step}").save("a", step)
+    wait_until(lambda: not (memory_root / run.current().settings.job / "step-1").exists())
+    with pytest.raises(DcpMemError, match="has left this node's memory"):
+        checkpoint.save("c", 3)
+    assert _loaded("step-1", "a", "b") == [1, 2]
+
+
+def test_a_commit_ends_the_count_of_files(memory_root: Path, url: Path) -> None:
+    _init(memory_root, url)
+    early = dcp_mem.integrations.nebula.Checkpoint("best", 3)
+    early.save("a", 0)
+    assert early.commit()
+    again = dcp_mem.integrations.nebula.Checkpoint("best", 3)
+    for name in ("a", "b"):
+        again.save(name, 1)
+        assert _loaded("best", "a") == [0]
+    again.save("c", 1)
+    assert _loaded("best", "a", "b", "c") == [1, 1, 1]
+
+
+# -- what isn't there is not replaced by something else --------------------------------------------
+
+
+def test_a_checkpoint_that_does_not_exist_loads_nothing(memory_root: Path, url: Path) -> None:
+    _init(memory_root, url)
+    dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", 1)
+    for checkpoint, wanted in (
+        (dcp_mem.integrations.nebula.get_checkpoint("nope"), "nope"),
+        (dcp_mem.integrations.nebula.get_checkpoint(7), "7"),
+        (dcp_mem.integrations.nebula.Checkpoint(), ""),
+        (dcp_mem.integrations.nebula.Checkpoint("nope"), "nope"),
+    ):
+        with pytest.raises(CheckpointNotFound, match=f"'{wanted}'.*step-1"):
+            checkpoint.load("model")
+        with pytest.raises(CheckpointNotFound), checkpoint.open("model"):
+            pass
+
+
+def test_a_tag_may_be_a_number(memory_root: Path, url: Path) -> None:
+    _init(memory_root, url, num_of_version_in_retention=3)
+    for step in (0, 10, 20):
+        dcp_mem.integrations.nebula.Checkpoint(step).save("model", step)
+    assert dcp_mem.integrations.nebula.get_checkpoint(10).load("model") == 10
+    assert dcp_mem.integrations.nebula.get_checkpoint(0).load("model") == 0
+    assert dcp_mem.integrations.nebula.get_checkpoint(None).load("model") == 20
+    assert dcp_mem.integrations.nebula.Checkpoint(None).tag == ""
+
+
+def test_one_checkpoint_is_flushed_by_its_tag(memory_root: Path, url: Path) -> None:
+    _init(memory_root, url, persistent_time_interval=3600, num_of_version_in_retention=4)
+    for step in range(4):
+        dcp_mem.integrations.nebula.Checkpoint(step).save("model", step)
+    assert dcp_mem.integrations.nebula.flush_persistence(2)
+    assert sorted(path.parent.name for path in url.glob("*/.metadata")) == ["0", "2"]
+    assert dcp_mem.integrations.nebula.flush_persistence("0")
+    assert not dcp_mem.integrations.nebula.flush_persistence("nope")
+
+
+def test_a_run_that_is_shut_down_has_flushed_and_another_may_follow(
+    memory_root: Path, url: Path
+) -> None:
+    _init(memory_root, url)
+    dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", 1)
+    path = dcp_mem.integrations.nebula.get_latest_checkpoint_path("model")
+    dcp_mem.integrations.nebula._shutdown()
+    assert (url / "step-1" / ".metadata").exists()
+    assert not os.path.exists(path)
+    dcp_mem.integrations.nebula._shutdown()
+    _init(memory_root, url)
+    assert _loaded("step-1", "model") == [1]
+
+
+def test_the_path_of_the_newest_checkpoint_is_one_of_a_file_until_there_is_a_newer_one(
+    memory_root: Path, url: Path
+) -> None:
+    _init(memory_root, url)
+    assert dcp_mem.integrations.nebula.get_latest_checkpoint_path("model") == ""
+    dcp_mem.integrations.nebula.Checkpoint("step-1").save("../model", _tensors(1))
+    first = dcp_mem.integrations.nebula.get_latest_checkpoint_path("../model")
+    assert _equal(torch.load(first), _tensors(1))
+    assert dcp_mem.integrations.nebula.get_latest_checkpoint_path("../model") == first
+    with pytest.raises(ConfigError, match="has no 'model'"):
+        dcp_mem.integrations.nebula.get_latest_checkpoint_path("model")
+    # Another process has the same file, and leaves it to this one.
+    assert forked(_path_of_newest, memory_root, url, "../model") == first
+    assert os.path.exists(first)
+    dcp_mem.integrations.nebula.Checkpoint("step-2").save("model", _tensors(2))
+    second = dcp_mem.integrations.nebula.get_latest_checkpoint_path("model")
+    assert _equal(torch.load(second), _tensors(2))
+    assert not os.path.exists(first)
+
+
+def test_files_of_a_process_that_was_killed_are_removed_by_the_next_one(
+    memory_root: Path, url: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    _init(memory_root, url)
+    dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", 1)
+    run_fresh(
+        _path_of_newest,
+        memory_root,
+        url,
+        "model",
+        True,
+        env={"TMPDIR": str(tmp_path)},
+        expect_signal=signal.SIGKILL,
+    )
+    assert len(list(tmp_path.glob("*-files/*"))) == 1
+    dcp_mem.integrations.nebula.Checkpoint("step-2").save("model", 2)
+    assert dcp_mem.integrations.nebula.get_latest_checkpoint_path("model")
+    assert len(list(tmp_path.glob("*-files/*"))) == 1
+
+
+def _path_of_newest(root: Path, url: Path, name: str, is_killed: bool = False) -> str:
+    _init(root, url)
+    path = dcp_mem.integrations.nebula.get_latest_checkpoint_path(name)
+    if is_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return path
+
+
 def test_memory_keeps_as_many_as_are_to_be_retained_and_storage_gets_one_now_and_then(
     memory_root: Path, url: Path
 ) -> None:
@@ -169,10 +401,9 @@ def test_memory_keeps_as_many_as_are_to_be_retained_and_storage_gets_one_now_and
         "step-0": ["tier3"],
     }
     assert dcp_mem.integrations.nebula.get_latest_checkpoint(url).tag == "step-4"
-    assert (
-        dcp_mem.integrations.nebula.get_latest_checkpoint_path("model", url)
-        == f"{url}/step-4/model"
-    )
+    path = dcp_mem.integrations.nebula.get_latest_checkpoint_path("model", url)
+    assert path.endswith("/step-4/model")
+    assert torch.load(path) == 4
     assert dcp_mem.integrations.nebula.flush_persistence()
     assert (url / "step-4" / ".metadata").exists()
 
@@ -405,6 +636,28 @@ def test_what_was_complete_before_another_init_stays_as_it_was(
     memory_root: Path, url: Path
 ) -> None:
     assert forked_ranks(_inits_again, 2, memory_root, url) == [[0, 0, 1]] * 2
+
+
+def _adds_and_commits_again(root: Path, url: Path) -> list[Any]:
+    _init(root, url)
+    checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-5", 2)
+    checkpoint.save(f"part-{_rank()}", _rank())
+    torch.distributed.barrier()
+    wait_until(lambda: _tags() == ["step-5"])
+    first = checkpoint.commit()
+    if _rank() == 1:
+        checkpoint.save("further", 2)
+    torch.distributed.barrier()
+    second = checkpoint.commit()
+    found = dcp_mem.integrations.nebula.get_checkpoint("step-5")
+    return [first, second, *(found.load(name) for name in ("part-0", "part-1", "further"))]
+
+
+def test_commits_and_further_files_of_several_ranks_lose_nothing(
+    memory_root: Path, url: Path
+) -> None:
+    found = forked_ranks(_adds_and_commits_again, 2, memory_root, url)
+    assert found == [[True, True, 0, 1, 2]] * 2
 
 
 # -- several nodes ---------------------------------------------------------------------------------

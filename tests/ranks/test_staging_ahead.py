@@ -343,6 +343,28 @@ def test_some_of_the_ranks_save(memory_job: Job) -> None:
     forked_ranks(_save_by, 3, memory_job, "some ranks")
 
 
+# -- copies in private memory ----------------------------------------------------------------------
+
+
+def _copy_without_torchs_stager() -> None:
+    odd, inner = {1, 2}, torch.ones(2)
+    state = make_state(3) | {"list": [inner], "tuple": (inner, 1), "odd": odd}
+    with patch.object(ahead, "StateDictStager", None):
+        copied = ahead.copied(state)
+    _overwrite(state)
+    inner.fill_(-77)
+    odd.add(3)
+    assert copied.pop("list")[0].tolist() == [1, 1]
+    assert copied.pop("tuple")[0].tolist() == [1, 1]
+    assert copied.pop("odd") == {1, 2}
+    assert number_of(copied) == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_copy_where_torch_has_no_stager_for_it_shares_nothing_with_the_state(ranks: int) -> None:
+    forked_ranks(_copy_without_torchs_stager, ranks)
+
+
 # -- structures that change ------------------------------------------------------------------------
 
 

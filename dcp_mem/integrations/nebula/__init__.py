@@ -11,7 +11,8 @@ this order:
     checkpoint   checkpoints, and the functions of the API
     completion   when a checkpoint is complete, alone and with several ranks
     peers        reading from other nodes' memory
-    lightning, deepspeed   Nebula's classes for Lightning
+    local_files  files of checkpoints, for whoever opens them by path
+    lightning, deepspeed   Nebula's classes for Lightning, on the `packages` that there are
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from dcp_mem.integrations.nebula.checkpoint import (
     list_checkpoints,
     newest_files,
 )
-from dcp_mem.integrations.nebula.run import init, join
+from dcp_mem.integrations.nebula.local_files import release_all
+from dcp_mem.integrations.nebula.run import init, join, shut_down
 
 _ADAPTERS = {  # imported when used: they need Lightning, and the last one needs DeepSpeed
     "NebulaCallback": "dcp_mem.integrations.nebula.lightning",
@@ -67,6 +69,14 @@ def install() -> None:
                 f"{name} has been imported already, from elsewhere: "
                 "call dcp_mem.integrations.nebula.install() before that"
             )
+
+
+def _shutdown() -> None:
+    """End the run, as `torch_nebula._shutdown` does: flush, stop, and remove temporary files."""
+    try:
+        shut_down()
+    finally:
+        release_all()
 
 
 def __getattr__(name: str) -> Any:

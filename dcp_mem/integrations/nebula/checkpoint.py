@@ -20,30 +20,36 @@ from dcp_mem.config import Settings, checkpoint_name
 from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError
 from dcp_mem.format import names
 from dcp_mem.integrations.nebula.completion import EACH_FILE, ON_COMMIT
+from dcp_mem.integrations.nebula.local_files import local_file
 from dcp_mem.integrations.nebula.peers import Peers
 from dcp_mem.integrations.nebula.run import Run, current, join, run_elsewhere, run_for
 from dcp_mem.operations import housekeeping, inventory
 from dcp_mem.operations.contents import contents_of
 from dcp_mem.operations.flush import promote
 from dcp_mem.operations.streams import open_stream
-from dcp_mem.saving.streams import name_of_rank
+from dcp_mem.saving.streams import NothingNew, name_of_rank
 from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import committed_under
 from dcp_mem.storage.routes import open_storage
+
+_saved_alone: dict[str, str | None] = {}
+"""The root of each checkpoint that this process has saved by `save_alone`, by tag."""
 
 
 class Checkpoint:
     """One checkpoint: files are saved under its tag, or loaded from there.
 
     A restart finds it once it is complete on all ranks, and not before. Make it on all ranks, also
-    on those that save nothing.
+    on those that save nothing. What is saved once it is complete adds to it; a new `Checkpoint` of
+    its tag replaces it when that one is complete.
     """
 
-    def __init__(self, tag: str = "", num_of_files: int = EACH_FILE) -> None:
+    def __init__(self, tag: object = "", num_of_files: int = EACH_FILE) -> None:
         """Name the checkpoint, and say when it is complete.
 
         Args:
-            tag: Its name; "" has one made, the same on all ranks that have one made as well.
+            tag: Its name, a text or a number; "" has one made, the same on all ranks that have one
+                made as well.
             num_of_files: -1 completes it with each file that any rank saves; n, once the ranks
                 have saved n files together; -2, once every rank has called `commit`.
 
@@ -59,15 +65,22 @@ class Checkpoint:
         self._run: Run | None = None
         self._found: CheckpointStatus | None = None
         self._path: str | os.PathLike[str] | None = None
-        self._tag = str(tag)
+        self._tag = _text(tag)
+        self._wanted = self._tag
+        self._times_completed: int | None = None
         join()
 
     @classmethod
     def _of(
-        cls, run: Run, found: CheckpointStatus | None, path: str | os.PathLike[str] | None
+        cls,
+        run: Run,
+        wanted: str,
+        found: CheckpointStatus | None,
+        path: str | os.PathLike[str] | None,
     ) -> Checkpoint:
         checkpoint = cls("" if found is None else found.name, ON_COMMIT)
         checkpoint._run, checkpoint._found, checkpoint._path = run, found, path
+        checkpoint._wanted = wanted
         return checkpoint
 
     def __repr__(self) -> str:
@@ -92,28 +105,48 @@ class Checkpoint:
             DcpMemError: The checkpoint can't be completed.
         """
         run = self._own_run()
-        if not self._tag:
-            self._tag = run.completing.new_tag()
-        tag = checkpoint_name(run.settings.url, self._tag)
-        run.completing.save(tag, _file_name(name), partial(_pickle, obj), self._num_of_files)
+        tag = self._name_in(run)
+        run.completing.save(
+            tag,
+            _file_name(name),
+            partial(_pickle, obj),
+            self._num_of_files,
+            is_complete=self._is_complete_in(run, tag),
+        )
 
     def commit(self) -> bool:
         """Complete the checkpoint; call this on all ranks.
 
         Returns:
-            Whether it is complete, on all ranks; the log says why not.
+            Whether it is complete, on all ranks; the log says why not. Where nothing was saved
+            since it was completed, nothing happens.
         """
         run = self._own_run()
         try:
-            if not self._tag:
-                self._tag = run.completing.new_tag()
-            run.completing.commit(checkpoint_name(run.settings.url, self._tag))
+            tag = self._name_in(run)
+            run.completing.commit(tag, is_complete=self._is_complete_in(run, tag))
         except ConfigError:
             raise
+        except NothingNew:
+            if run.completing.times_completed(tag) or _find(run, tag, None) is not None:
+                return True
+            log.error("%s is not complete: nothing was saved", tag)
+            return False
         except DcpMemError as error:
             log.error("%s is not complete: %s", self._tag, error)
             return False
         return True
+
+    def _name_in(self, run: Run) -> str:
+        if not self._tag:
+            self._tag = run.completing.new_tag()
+        return checkpoint_name(run.settings.url, self._tag)
+
+    def _is_complete_in(self, run: Run, tag: str) -> bool:
+        """Return whether this checkpoint, and not an earlier one of its tag, is complete."""
+        if self._times_completed is None:
+            self._times_completed = run.completing.times_completed(tag)
+        return run.completing.times_completed(tag) > self._times_completed
 
     def load(self, name: str, map_location: Any = None, *, weights_only: bool = False) -> Any:
         """Load an object of this checkpoint, from this node's memory, other nodes' or storage.
@@ -141,20 +174,28 @@ class Checkpoint:
         Raises:
             CheckpointNotFound: There is no such checkpoint.
         """
-        run = self._own_run()
-        found = self._found or _find(run, self._tag, self._path)
-        if found is None:
-            raise CheckpointNotFound(self._tag, str(self._path or run.settings.url), [], [])
-        chosen = run.settings_for(self._path)
-        with open_stream(
-            chosen,
-            _storage(chosen),
-            found,
-            partial(_pick, _file_name(name)),
-            name,
-            _peers(run, chosen),
-        ) as data:
+        with self._opened(name) as (_, data):
             yield io.BufferedReader(_View(data))
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[str, memoryview]]:
+        """Yield what a file is called among those of all ranks, and its bytes."""
+        run = self._own_run()
+        found = self._found
+        if found is None and self._tag:  # without a tag, another checkpoint would be found
+            found = _find(run, self._tag, self._path)
+        if found is None:
+            tags = [one["tag"] for one in list_checkpoints(self._path)]
+            raise CheckpointNotFound(self._wanted, str(self._path or run.settings.url), tags, [])
+        chosen, picked = run.settings_for(self._path), [""]
+
+        def pick(files: Sequence[str]) -> str | None:
+            item = _pick(_file_name(name), files)
+            picked[0] = item or ""
+            return item
+
+        with open_stream(chosen, _storage(chosen), found, pick, name, _peers(run, chosen)) as data:
+            yield picked[0], data
 
     def _own_run(self) -> Run:
         if self._run is None:
@@ -179,11 +220,25 @@ def save_alone(
         persist_path: The root of another job than the one that `init` has set.
     """
     run = run_elsewhere(persist_path)
+    _saved_alone[tag] = run.settings.url
     if is_best:
         run.writer.annotate_next_save(persist=True, metrics={"is_best": 1.0})
     run.alone.save(
         checkpoint_name(run.settings.url, tag), _file_name(name), partial(_pickle, obj), EACH_FILE
     )
+
+
+def saved_alone(tag: str) -> str | None:
+    """Return the root under which this process has saved a checkpoint by `save_alone`.
+
+    Args:
+        tag: The checkpoint's.
+
+    Returns:
+        None for the run's own root, and where this process has saved none of that tag.
+    """
+    url = _saved_alone.get(tag)
+    return None if url == current().settings.url else url
 
 
 def delete_checkpoint(tag: str) -> None:
@@ -195,7 +250,7 @@ def delete_checkpoint(tag: str) -> None:
     Raises:
         CheckpointInUse: It is being read or flushed.
     """
-    chosen = current().settings
+    chosen = run_elsewhere(saved_alone(tag)).settings
     name = checkpoint_name(chosen.url, tag)
     housekeeping.evict(chosen, name)
     if chosen.url is not None:
@@ -232,18 +287,20 @@ def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list
     ]
 
 
-def get_checkpoint(tag: str = "", persist_path: str | os.PathLike[str] | None = None) -> Checkpoint:
+def get_checkpoint(
+    tag: object = "", persist_path: str | os.PathLike[str] | None = None
+) -> Checkpoint:
     """Return the complete checkpoint of a tag, to load from.
 
     Args:
-        tag: "" for the newest one.
+        tag: A text or a number; "" for the newest one.
         persist_path: The root of another job than the one that `init` has set.
 
     Returns:
-        A checkpoint whose tag is "" where there is none.
+        A checkpoint whose tag is "" where there is none; its `load` raises CheckpointNotFound.
     """
-    run = run_for(persist_path)
-    return Checkpoint._of(run, _find(run, tag, persist_path), persist_path)
+    run, wanted = run_for(persist_path), _text(tag)
+    return Checkpoint._of(run, wanted, _find(run, wanted, persist_path), persist_path)
 
 
 def get_latest_checkpoint(persist_path: str | os.PathLike[str] | None = None) -> Checkpoint:
@@ -258,7 +315,10 @@ def get_latest_checkpoint(persist_path: str | os.PathLike[str] | None = None) ->
 def get_latest_checkpoint_path(
     name: str, persist_path: str | os.PathLike[str] | None = None
 ) -> str:
-    """Return the path of a file of the newest complete checkpoint, for `NebulaCheckpointIO`.
+    """Return the path of a file of the newest complete checkpoint, as `torch.save` writes it.
+
+    The file is put into the directory for temporary files, once on each node. It stays until the
+    processes that have asked for it end, or ask for the file of a newer checkpoint.
 
     Args:
         name: The file.
@@ -266,14 +326,17 @@ def get_latest_checkpoint_path(
 
     Returns:
         "" where there is no checkpoint.
+
+    Raises:
+        ConfigError: The newest checkpoint has no such file.
+        SegmentCorrupt: The file is damaged in every place that has it.
+        OSError: There is no room for it.
     """
-    run = run_for(persist_path)
-    found = _find(run, "", persist_path)
-    return (
-        ""
-        if found is None
-        else f"{run.settings_for(persist_path).url or ''}/{found.name}/{_file_name(name)}"
-    )
+    newest = get_latest_checkpoint(persist_path)
+    if newest._found is None:
+        return ""
+    with newest._opened(name) as (item, data):
+        return local_file(newest._found.save_id, item, newest.tag, name, data)
 
 
 def newest_files() -> tuple[str, list[str]]:
@@ -300,8 +363,11 @@ def newest_files() -> tuple[str, list[str]]:
     return on_rank_0(ranks, "looking for the newest checkpoint", find)
 
 
-def flush_persistence() -> bool:
-    """Flush the newest complete checkpoint to storage, and wait for that; call this on all ranks.
+def flush_persistence(tag: object = "") -> bool:
+    """Flush a complete checkpoint to storage, and wait for that; call this on all ranks.
+
+    Args:
+        tag: The checkpoint's; "" for the newest one, and for all that is to reach storage anyway.
 
     Returns:
         Whether storage has it; the log says why not.
@@ -310,13 +376,28 @@ def flush_persistence() -> bool:
     if run.settings.url is None:
         return False
     try:
-        promote(run.settings, newest=1)
+        name = checkpoint_name(run.settings.url, _text(tag)) if _text(tag) else None
+        promote(run.settings, newest=1, name=name)
         run.writer._wake_agent()
-        run.writer.wait(progress=False)
+        if name is not None and _is_on_storage(run, name):
+            return True
+        run.writer.wait(name, progress=False)
+    except ConfigError:
+        raise
     except DcpMemError as error:
         log.error("not everything is on storage: %s", error)
         return False
     return True
+
+
+def _is_on_storage(run: Run, name: str) -> bool:
+    """Return whether storage has a checkpoint that memory no longer has."""
+    storage = _storage(run.settings)
+    return (
+        storage is not None
+        and not any(one.name == name for one in inventory.in_memory(run.settings))
+        and bool(committed_under(storage, name))
+    )
 
 
 def _find(
@@ -379,6 +460,10 @@ def _pick(name: str, files: Sequence[str]) -> str | None:
     )
     candidates = [name, name_of_rank(name, rank), *(file for _, file in of_ranks)]
     return next((file for file in candidates if file in files), None)
+
+
+def _text(tag: object) -> str:
+    return "" if tag is None else str(tag)
 
 
 def _file_name(name: object) -> str:

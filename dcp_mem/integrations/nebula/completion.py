@@ -13,7 +13,10 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
 from typing import IO, Any, Protocol
 
 import torch.distributed as dist
@@ -25,13 +28,29 @@ from dcp_mem.errors import DcpMemError, WaitTimeout
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Extent
 from dcp_mem.integrations.nebula.peers import Peers
-from dcp_mem.saving.streams import Streams
+from dcp_mem.saving.streams import NothingNew, Streams
 from dcp_mem.writer import MemoryStorageWriter
 
 ON_COMMIT = -2
 EACH_FILE = -1
 _END_SECONDS = 30.0
 _KEPT = 64
+_MOST_KNOWN = 1000
+"""Complete checkpoints of which it is known what files they have."""
+
+
+class Due(Enum):
+    """What completes a checkpoint.
+
+    Attributes:
+        WAITING: Files that waited for the others; they are all that the checkpoint has.
+        FILE: A file that completes it at once; what the checkpoint has in memory stays in it.
+        FURTHER: As FILE, of a checkpoint that is complete already, and must not lose anything.
+    """
+
+    WAITING = "waiting"
+    FILE = "file"
+    FURTHER = "further"
 
 
 class Completion(Protocol):
@@ -44,8 +63,21 @@ class Completion(Protocol):
     def new_tag(self) -> str:
         """Return a tag that no checkpoint has; the n-th call returns the same on all ranks."""
 
+    def times_completed(self, tag: str) -> int:
+        """Return how often a checkpoint has been completed since this object was made.
+
+        Args:
+            tag: The checkpoint.
+        """
+
     def save(
-        self, tag: str, name: str, write: Callable[[IO[bytes]], None], num_of_files: int
+        self,
+        tag: str,
+        name: str,
+        write: Callable[[IO[bytes]], None],
+        num_of_files: int,
+        *,
+        is_complete: bool = False,
     ) -> None:
         """Save a file, and complete its checkpoint if that is due.
 
@@ -54,18 +86,21 @@ class Completion(Protocol):
             name: The file's name.
             write: Writes the file.
             num_of_files: When the checkpoint is complete, as in `Checkpoint`.
+            is_complete: Whether it is complete already, so that the file is a further one.
 
         Raises:
             DcpMemError: The file can't be saved, or the checkpoint can't be completed.
         """
 
-    def commit(self, tag: str) -> None:
+    def commit(self, tag: str, *, is_complete: bool = False) -> None:
         """Complete a checkpoint; return once it is complete on all ranks.
 
         Args:
             tag: The checkpoint's tag.
+            is_complete: Whether it is complete already, so that what it has stays in it.
 
         Raises:
+            NothingNew: No rank has saved anything since the checkpoint was completed.
             DcpMemError: It can't be completed.
         """
 
@@ -79,39 +114,95 @@ class _Files:
     def __init__(self, writer: MemoryStorageWriter, rank: int, *, is_alone: bool) -> None:
         self._writer, self._rank, self._is_alone = writer, rank, is_alone
         self._guard = threading.Lock()
-        self._open: dict[str, Streams] = {}
-        self._grows: set[str] = set()
+        self._waiting: dict[str, Streams] = {}
+        self._added: dict[str, Streams] = {}  # these complete their checkpoint at once
+        self._kept: set[str] = set()  # complete checkpoints that waiting files are to add to
         self._complete: dict[str, tuple[str, dict[str, Extent]]] = {}
+        self.times_completed: Counter[str] = Counter()
 
-    def add(self, tag: str, name: str, write: Callable[[IO[bytes]], None], *, grows: bool) -> None:
-        """Write a file. If the checkpoint `grows`, the files of its complete version stay in it."""
+    def add(
+        self,
+        tag: str,
+        name: str,
+        write: Callable[[IO[bytes]], None],
+        num_of_files: int,
+        is_complete: bool,
+    ) -> Due:
+        """Write a file; return what completes its checkpoint."""
         with self._guard:
-            if tag not in self._open:
-                self._open[tag] = self._writer._new_streams()
-            self._grows = self._grows | {tag} if grows else self._grows - {tag}
-            self._open[tag].add(name, write)
+            due = self._due(tag, name, num_of_files, is_complete)
+            if due is Due.WAITING:
+                self._keep(tag, is_complete)
+            streams = self._streams_for(due)
+            if tag not in streams:
+                streams[tag] = self._writer._new_streams()
+            streams[tag].add(name, write)
+            return due
 
-    def complete(self, tag: str) -> None:
+    def _due(self, tag: str, name: str, num_of_files: int, is_complete: bool) -> Due:
+        """Tell a further file of a complete checkpoint from one that is saved anew.
+
+        A name that the checkpoint has begins the next version of it, which waits for its other
+        files: one that has old and new files would be neither.
+        """
+        if num_of_files == EACH_FILE:
+            return Due.FURTHER if is_complete else Due.FILE
+        is_further = is_complete and name not in self._complete.get(tag, ("", {}))[1]
+        return Due.FURTHER if is_further and num_of_files > 0 else Due.WAITING
+
+    def _streams_for(self, due: Due) -> dict[str, Streams]:
+        return self._waiting if due is Due.WAITING else self._added
+
+    def keep(self, tag: str, is_kept: bool) -> None:
+        """Set whether files that are waiting add to the complete checkpoint of their tag."""
+        with self._guard:
+            self._keep(tag, is_kept)
+
+    def _keep(self, tag: str, is_kept: bool) -> None:
+        self._kept = self._kept | {tag} if is_kept else self._kept - {tag}
+
+    def complete(self, tag: str, due: Due) -> None:
         """Complete a checkpoint together with all ranks; errors are raised on all of them."""
         extents: dict[str, Extent] = {}
+        new = self._streams_for(due)
 
         def streams() -> Streams:
-            found = self._open.pop(tag, None) or self._writer._new_streams()
-            if tag in self._complete:
-                found.add_copies(*self._complete[tag])
+            found = new.pop(tag, None) or self._writer._new_streams()
+            try:
+                if due is not Due.WAITING or tag in self._kept:
+                    self._add_complete_files(found, tag, must=due is not Due.FILE)
+            except BaseException:
+                found.close()
+                raise
             extents.update(found.extents)
             return found
 
         with self._guard:
-            if tag not in self._grows:
-                self._complete.pop(tag, None)
-            manifest = self._writer._save_streams(streams, tag, no_dist=self._is_alone)
-            self._complete.clear()  # only the newest one grows
+            manifest = self._writer._save_streams(
+                streams, tag, has_new=tag in new, no_dist=self._is_alone
+            )
+            self._kept.discard(tag)
             if manifest is None:
                 raise DcpMemError(f"{tag} is skipped: memory was full")
             file = names.segment_file(self._rank, manifest.save_id)
             chosen = self._writer.settings
+            self._complete.pop(tag, None)  # it becomes the newest
             self._complete[tag] = os.path.join(chosen.memory_root, chosen.job, tag, file), extents
+            while len(self._complete) > _MOST_KNOWN:
+                self._complete.pop(next(iter(self._complete)))
+            self.times_completed[tag] += 1
+
+    def _add_complete_files(self, streams: Streams, tag: str, *, must: bool) -> None:
+        path, extents = self._complete.get(tag, ("", {}))
+        try:
+            if not extents.keys() <= streams.extents.keys():
+                streams.add_copies(path, extents)
+        except FileNotFoundError:
+            if must:
+                raise DcpMemError(
+                    f"{tag} is complete, and has left this node's memory: nothing can be added to "
+                    "it. Save under another tag, or save all files again by a new Checkpoint"
+                ) from None
 
 
 class SoloCompletion:
@@ -124,23 +215,35 @@ class SoloCompletion:
     def __init__(self, writer: MemoryStorageWriter) -> None:
         self.peers: Peers | None = None
         self._files = _Files(writer, 0, is_alone=True)
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
 
     def new_tag(self) -> str:
         return _new_tag()
 
-    def save(
-        self, tag: str, name: str, write: Callable[[IO[bytes]], None], num_of_files: int
-    ) -> None:
-        self._files.add(tag, name, write, grows=num_of_files == EACH_FILE)
-        if num_of_files == ON_COMMIT:
-            return
-        self._counts[tag] = self._counts.get(tag, 0) + 1
-        if self._counts[tag] % max(num_of_files, 1) == 0:
-            self._files.complete(tag)
+    def times_completed(self, tag: str) -> int:
+        return self._files.times_completed[tag]
 
-    def commit(self, tag: str) -> None:
-        self._files.complete(tag)
+    def save(
+        self,
+        tag: str,
+        name: str,
+        write: Callable[[IO[bytes]], None],
+        num_of_files: int,
+        *,
+        is_complete: bool = False,
+    ) -> None:
+        due = self._files.add(tag, name, write, num_of_files, is_complete)
+        if due is not Due.WAITING:
+            self._files.complete(tag, due)
+        elif num_of_files != ON_COMMIT:
+            self._counts[tag] += 1
+            if self._counts[tag] >= num_of_files:
+                self.commit(tag, is_complete=is_complete)
+
+    def commit(self, tag: str, *, is_complete: bool = False) -> None:
+        self._counts.pop(tag, None)
+        self._files.keep(tag, is_complete)
+        self._files.complete(tag, Due.WAITING)
 
     def close(self) -> None:
         return
@@ -171,23 +274,39 @@ class JointCompletion:
         self._tags += 1
         return self._notices.settle(f"tag {self._tags}", _new_tag())
 
+    def times_completed(self, tag: str) -> int:
+        return self._files.times_completed[tag]
+
     def save(
-        self, tag: str, name: str, write: Callable[[IO[bytes]], None], num_of_files: int
+        self,
+        tag: str,
+        name: str,
+        write: Callable[[IO[bytes]], None],
+        num_of_files: int,
+        *,
+        is_complete: bool = False,
     ) -> None:
-        self._files.add(tag, name, write, grows=num_of_files == EACH_FILE)
-        if num_of_files == ON_COMMIT:
-            return
-        count = self._notices.count(f"files of {tag}")
-        if count % max(num_of_files, 1) == 0:
-            turn = f"{tag}, file {count}"
-            self._notices.add(json.dumps([tag, turn]))
+        due = self._files.add(tag, name, write, num_of_files, is_complete)
+        if due is not Due.WAITING:
+            number = self._notices.count(f"added files of {tag}")
+            self._complete(tag, f"{tag}, added file {number}", due)
+        elif num_of_files != ON_COMMIT:
+            count = self._notices.count(f"files of {tag}")
+            if count % num_of_files == 0:
+                self._complete(tag, f"{tag}, file {count}", due)
+
+    def _complete(self, tag: str, turn: str, due: Due) -> None:
+        self._notices.add(json.dumps([tag, turn, due.value]))
+        with suppress(NothingNew):  # another turn has completed the file's checkpoint
             self._wait(turn)
 
-    def commit(self, tag: str) -> None:
+    def commit(self, tag: str, *, is_complete: bool = False) -> None:
+        self._files.keep(tag, is_complete)
         count, size = self._notices.count(f"commits of {tag}"), self._notices.size
         turn = f"{tag}, commit {-(-count // size)}"
         if count % size == 0:
-            self._notices.add(json.dumps([tag, turn]))
+            self._notices.reset(f"files of {tag}")  # no rank is saving: all of them commit
+            self._notices.add(json.dumps([tag, turn, Due.WAITING.value]))
         self._wait(turn)
 
     def _wait(self, turn: str) -> None:
@@ -226,10 +345,12 @@ class JointCompletion:
         if self.peers is not None:
             self.peers.answer(request)
 
-    def _take_part(self, tag: str, turn: str) -> None:
+    def _take_part(self, tag: str, turn: str, due: str) -> None:
         error: Exception | None = None
         try:
-            self._files.complete(tag)
+            self._files.complete(tag, Due(due))
+        except NothingNew as nothing:
+            error = nothing
         except Exception as failure:
             error = failure
             log.warning("%s is not complete: %s", tag, failure)

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
-
-from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.deepspeed import MemoryCheckpointEngine
+from dcp_mem.integrations.nebula.packages import class_of_each
+
+_SECTION = "nebula"
+_OPTIONS = (
+    "persistent_storage_path",
+    "persistent_time_interval",
+    "num_of_version_in_retention",
+)
+# Unlike callbacks and plugins, a strategy has parts of its trainer's package.
+_Base: Any = class_of_each("pytorch.strategies", "DeepSpeedStrategy")[0]
 
 
-class NebulaDeepspeedStrategy(DeepSpeedStrategy):
-    """DeepSpeedStrategy whose checkpoints go to node memory, and from there to storage."""
+class NebulaDeepspeedStrategy(_Base):  # type: ignore[misc]
+    """DeepSpeedStrategy whose checkpoints go to node memory, and from there to storage.
+
+    It is for the trainer of the package that the script has imported, `lightning` or
+    `pytorch_lightning`.
+    """
+
+    config: dict[str, Any]
 
     def __init__(
         self,
@@ -25,18 +40,23 @@ class NebulaDeepspeedStrategy(DeepSpeedStrategy):
         """Make the strategy.
 
         Args:
-            *args: As in DeepSpeedStrategy.
+            *args: As in DeepSpeedStrategy. The section "nebula" of `config` gives what the
+                arguments below leave out; with "enabled": false, DeepSpeed saves as without it.
             persistent_storage_path: As in `init`.
             persistent_time_interval: As in `init`.
             num_of_version_in_retention: As in `init`.
             **kwargs: As in DeepSpeedStrategy.
         """
         super().__init__(*args, **kwargs)
-        self._nebula = {
-            "persistent_time_interval": persistent_time_interval,
-            "num_of_version_in_retention": num_of_version_in_retention,
+        given = (persistent_storage_path, persistent_time_interval, num_of_version_in_retention)
+        section = _section_of(self.config)
+        # With it, DeepSpeed would make an engine of its own.
+        self.config = {key: value for key, value in self.config.items() if key != _SECTION}
+        self._uses_memory = bool(section.get("enabled", True) or persistent_storage_path)
+        self._nebula: dict[str, Any] = {
+            name: section.get(name) if value is None else value
+            for name, value in zip(_OPTIONS, given, strict=True)
         }
-        self._nebula_path = persistent_storage_path
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -48,7 +68,8 @@ class NebulaDeepspeedStrategy(DeepSpeedStrategy):
             filepath: The directory that DeepSpeed would write.
             storage_options: Handed on to Lightning.
         """
-        self._use_memory().saves_in = os.fspath(filepath)
+        if self._uses_memory:
+            self._use_memory().saves_in = os.fspath(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -59,22 +80,35 @@ class NebulaDeepspeedStrategy(DeepSpeedStrategy):
             *args: Handed on to Lightning.
             **kwargs: Handed on to Lightning.
         """
-        self._use_memory()
+        if self._uses_memory:
+            self._use_memory()
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         return loaded
 
     def _use_memory(self) -> _NamedByDirectory:
         engine = self.deepspeed_engine
         if not isinstance(engine.checkpoint_engine, _NamedByDirectory):
-            path = self._nebula_path or os.environ.get("NEBULA_PERSISTENT_STORAGE_PATH")
+            options = dict(self._nebula)
+            path = options.pop("persistent_storage_path") or os.environ.get(
+                "NEBULA_PERSISTENT_STORAGE_PATH"
+            )
             if not path:
                 raise ConfigError(
-                    "give persistent_storage_path=, or set NEBULA_PERSISTENT_STORAGE_PATH "
-                    "in the environment"
+                    "give persistent_storage_path=, in the section nebula of DeepSpeed's config "
+                    "or to the strategy, or set NEBULA_PERSISTENT_STORAGE_PATH in the environment"
                 )
-            engine.checkpoint_engine = _NamedByDirectory(path, **self._nebula)
+            engine.checkpoint_engine = _NamedByDirectory(path, **options)
         checkpoint_engine: _NamedByDirectory = engine.checkpoint_engine
         return checkpoint_engine
+
+
+def _section_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    section = config.get(_SECTION) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f"the section nebula of DeepSpeed's config is {section!r}: give an object"
+        )
+    return section
 
 
 class _NamedByDirectory(MemoryCheckpointEngine):

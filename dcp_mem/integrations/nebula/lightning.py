@@ -1,28 +1,31 @@
 """Nebula's classes for Lightning: a checkpoint plugin and a callback.
 
-Scripts import them from `dcp_mem.integrations.nebula`. New scripts are better served by
-`dcp_mem.integrations.lightning`.
+Scripts import them from `dcp_mem.integrations.nebula`. They are for the trainers of `lightning` and
+of `pytorch_lightning`. New scripts are better served by `dcp_mem.integrations.lightning`.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch
 
 from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.integrations import nebula
-from dcp_mem.integrations.nebula.checkpoint import delete_checkpoint, save_alone
+from dcp_mem.integrations.nebula.checkpoint import delete_checkpoint, save_alone, saved_alone
+from dcp_mem.integrations.nebula.local_files import is_local_file
+from dcp_mem.integrations.nebula.packages import class_of_each
+from dcp_mem.integrations.nebula.run import has_run
 
 _FILE = "checkpoint"
 _OPTIONS = frozenset({"is_best", "persist_path"})
 
 
-class NebulaCheckpointIO(CheckpointIO):
+class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # type: ignore[misc]
     """Saves Lightning's checkpoints, each as one file, which the saving rank completes alone.
 
     A checkpoint's tag is the last part of its path. Of the storage options, {"is_best": True} has
@@ -51,22 +54,24 @@ class NebulaCheckpointIO(CheckpointIO):
         """Load a checkpoint.
 
         Args:
-            path: One that was saved to, or that `get_latest_checkpoint_path` has returned.
+            path: One that was saved to, under the root of `init` or another; or that
+                `get_latest_checkpoint_path` has returned; or of a file that Lightning itself wrote.
             map_location: As in torch.load.
             weights_only: As in torch.load.
 
         Raises:
             CheckpointNotFound: There is none of that name.
         """
-        directory, name = os.path.split(str(path))
-        found = nebula.get_checkpoint(name)
-        file = _FILE
-        if not found.tag:
-            found, file = nebula.get_checkpoint(os.path.basename(directory)), name
-        if not found.tag:
+        text, is_restricted = str(path), bool(weights_only)
+        found, file = (None, _FILE) if is_local_file(text) else _find(text)
+        loaded: dict[str, Any]
+        if found is not None:
+            loaded = found.load(file, map_location, weights_only=is_restricted)
+        elif os.path.isfile(text):
+            loaded = torch.load(text, map_location, weights_only=is_restricted)
+        else:
             tags = [listed["tag"] for listed in nebula.list_checkpoints()]
-            raise CheckpointNotFound(str(path), "Nebula's memory and storage", tags, [])
-        loaded: dict[str, Any] = found.load(file, map_location, weights_only=bool(weights_only))
+            raise CheckpointNotFound(text, "Nebula's memory and storage", tags, [])
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -77,19 +82,63 @@ class NebulaCheckpointIO(CheckpointIO):
         """
         delete_checkpoint(os.path.basename(str(path)))
 
+    def teardown(self) -> None:
+        """Wait until storage has the newest checkpoint; after an exception, leave that be."""
+        if has_run() and sys.exc_info()[0] is None:
+            nebula.flush_persistence()
 
-class NebulaCallback(ModelCheckpoint):
-    """ModelCheckpoint that flushes the newest checkpoint to storage when training ends."""
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+class NebulaCallback(*class_of_each("pytorch.callbacks", "ModelCheckpoint")):  # type: ignore[misc]
+    """ModelCheckpoint that flushes the newest checkpoint to storage when training ends.
+
+    Args:
+        *args: As in ModelCheckpoint.
+        config_params: The arguments of `init`, by name, which is called with them; None where the
+            script calls it.
+        **kwargs: As in ModelCheckpoint.
+
+    Raises:
+        ConfigError: A value of config_params makes no sense.
+    """
+
+    def __init__(
+        self, *args: Any, config_params: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._config = config_params
+        if config_params is not None:
+            nebula.init(**config_params)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take part from here on in completing other ranks' checkpoints."""
         super().setup(trainer, pl_module, stage)
+        if self._config is not None and not has_run():  # in a process that was started since
+            nebula.init(**self._config)
         nebula.join()
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait until storage has what it should have."""
         super().on_fit_end(trainer, pl_module)
         nebula.flush_persistence()
+
+
+def _find(path: str) -> tuple[nebula.Checkpoint | None, str]:
+    """Return the checkpoint that a path means, if there is one, and its file's name."""
+    directory, name = os.path.split(path)
+    root, tag = os.path.split(directory)
+    places = [
+        (name, saved_alone(name), _FILE),  # saved by this process, wherever to
+        (name, None, _FILE),
+        (name, directory, _FILE),  # <root>/<tag>
+        (tag, None, name),
+        (tag, root, name),  # <root>/<tag>/<file>
+    ]
+    for place, persist_path, file in dict.fromkeys(places):
+        with suppress(ConfigError):  # a part of the path that can be no name, or no root
+            found = nebula.get_checkpoint(place, persist_path) if place else None
+            if found is not None and found.tag:
+                return found, file
+    return None, ""
 
 
 def _checked(options: Any) -> Mapping[str, Any]:

@@ -83,12 +83,22 @@ class Run:
             self._completing.close()
             self._completing = None
 
+    def shut_down(self) -> None:
+        """Stop completing checkpoints, and wait until storage has what it should have.
+
+        Raises:
+            FlushFailed: Storage refuses; the checkpoints stay in memory.
+        """
+        self.close()
+        for run in (*self.elsewhere.values(), self):
+            run.writer.close()
+
 
 _run: Run | None = None
 
 
 def init(
-    persistent_storage_path: str | os.PathLike[str] | None = None,
+    persistent_storage_path: str | os.PathLike[str] | tuple[str] | None = None,
     persistent_time_interval: float | str | None = None,
     num_of_version_in_retention: int | str | None = None,
     **options: Any,
@@ -100,7 +110,8 @@ def init(
 
     Args:
         persistent_storage_path: An fsspec URL or a plain path; default
-            $NEBULA_PERSISTENT_STORAGE_PATH. Without either, checkpoints stay in memory.
+            $NEBULA_PERSISTENT_STORAGE_PATH. Without either, checkpoints stay in memory. A tuple
+            with a path is one, too: Microsoft's samples have a comma behind it.
         persistent_time_interval: Seconds between checkpoints that are flushed, 0 for all of them;
             default $NEBULA_PERSISTENT_TIME_INTERVAL, else 100.
         num_of_version_in_retention: Checkpoints that stay in memory; default 2.
@@ -113,7 +124,9 @@ def init(
     if "num_of_versions_in_retention" in options:
         num_of_version_in_retention = options.pop("num_of_versions_in_retention")
     found = {
-        "path": persistent_storage_path or os.environ.get("NEBULA_PERSISTENT_STORAGE_PATH") or None,
+        "path": _path(persistent_storage_path)
+        or os.environ.get("NEBULA_PERSISTENT_STORAGE_PATH")
+        or None,
         "persist": _persist(persistent_time_interval),
         "keep_memory": _retained(num_of_version_in_retention),
         "memory_limit": _memory_limit(),
@@ -123,6 +136,31 @@ def init(
         _run.close()
     _run = Run(found)
     _run.join()
+
+
+def _path(
+    given: str | os.PathLike[str] | tuple[str] | None,
+) -> str | os.PathLike[str] | None:
+    return given[0] if isinstance(given, tuple) and len(given) == 1 else given
+
+
+def has_run() -> bool:
+    """Return whether `init` was called in this process."""
+    return _run is not None
+
+
+def shut_down() -> None:
+    """End the run, once storage has what it should have; call this on all ranks.
+
+    From here on there is no run until `init` is called again.
+
+    Raises:
+        FlushFailed: Storage refuses; the checkpoints stay in memory.
+    """
+    global _run
+    run, _run = _run, None
+    if run is not None:
+        run.shut_down()
 
 
 def join() -> None:
