@@ -19,6 +19,7 @@ from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.policy.retention import KeepLast, Retention, retention, with_newest
 
 OnFull = Literal["wait", "skip", "raise"]
+OnSlowStorage = Literal["newest", "all"]
 OnReplication = Literal["wait", "skip", "cancel"]
 AgentKind = Literal["process", "thread"]
 
@@ -67,6 +68,7 @@ class Settings:
         keep_storage: Which checkpoints stay on storage; None for all.
         memory_limit: Bytes that the job may occupy on a node; None for `keep` + 1 checkpoints.
         on_full: What a save does that finds no room.
+        on_slow_storage: Whether storage gets all checkpoints that are meant for it.
         storage_options: For fsspec; they may hold secrets, so they stay out of repr.
         overwrite: Whether a save may replace a checkpoint of the same name.
         agent: Where the flush runs.
@@ -85,6 +87,7 @@ class Settings:
     keep_storage: Retention | None = None
     memory_limit: int | None = None
     on_full: OnFull = "wait"
+    on_slow_storage: OnSlowStorage = "newest"
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     overwrite: bool = True
     agent: AgentKind = "process"
@@ -99,6 +102,11 @@ class Settings:
         """The largest number of checkpoints that stay in memory."""
         return self.keep_memory.most or 1
 
+    @property
+    def persists_all(self) -> bool:
+        """Whether a checkpoint that is meant for storage stays in memory until it is there."""
+        return self.on_slow_storage == "all"
+
 
 def settings(
     path: str | os.PathLike[str] | None,
@@ -110,6 +118,7 @@ def settings(
     keep_storage: int | Retention | None = None,
     memory_limit: int | str | None = None,
     on_full: str = "wait",
+    on_slow_storage: str = "newest",
     storage_options: Mapping[str, Any] | None = None,
     overwrite: bool = True,
     agent: str = "process",
@@ -131,6 +140,7 @@ def settings(
         keep_storage: Which checkpoints stay on storage: a number or a policy; None for all.
         memory_limit: Bytes, or a text such as "64GiB"; default $DCP_MEM_MEMORY_LIMIT, else None.
         on_full: "wait", "skip" or "raise".
+        on_slow_storage: "newest" or "all".
         storage_options: Passed to fsspec.
         overwrite: Whether a save may replace a checkpoint of the same name.
         agent: "process" or "thread".
@@ -146,6 +156,8 @@ def settings(
     """
     if on_full not in ("wait", "skip", "raise"):
         raise ConfigError(f"on_full={on_full!r}: choose 'wait', 'skip' or 'raise'")
+    if on_slow_storage not in ("newest", "all"):
+        raise ConfigError(f"on_slow_storage={on_slow_storage!r}: choose 'newest' or 'all'")
     if on_replication not in ("wait", "skip", "cancel"):
         raise ConfigError(f"on_replication={on_replication!r}: choose 'wait', 'skip' or 'cancel'")
     if agent not in ("process", "thread"):
@@ -165,6 +177,7 @@ def settings(
         keep_storage=None if keep_storage is None else retention(keep_storage, "keep_storage"),
         memory_limit=_bytes_or_none("memory_limit", memory_limit),
         on_full=on_full,  # type: ignore[arg-type]
+        on_slow_storage=on_slow_storage,  # type: ignore[arg-type]
         storage_options=dict(storage_options or {}),
         overwrite=overwrite,
         agent=agent,  # type: ignore[arg-type]
@@ -409,7 +422,7 @@ def checkpoint_name(url: str | None, checkpoint_id: str | os.PathLike[str]) -> s
     if url is not None:
         name = name.removeprefix(url + "/")
     name = name.rstrip("/")
-    if not _NAME.fullmatch(name) or len(name) > 200 or name in (HISTORIES, RECOVERIES):
+    if not is_checkpoint_name(name):
         raise ConfigError(
             f"checkpoint_id={text!r} is no name under {url or 'the job'}: give a plain name such "
             "as 'step-100', or a full "
@@ -423,6 +436,19 @@ def _as_abfs(text: str) -> str:
         return abfs_url(text)
     except ConfigError:
         return text
+
+
+def is_checkpoint_name(text: str) -> bool:
+    """Return whether a checkpoint may have this name.
+
+    Args:
+        text: Any text.
+    """
+    return (
+        _NAME.fullmatch(text) is not None
+        and len(text) <= 200
+        and text not in (HISTORIES, RECOVERIES)
+    )
 
 
 def run_identity() -> str:

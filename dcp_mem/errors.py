@@ -10,7 +10,7 @@ sends exceptions from rank to rank, and one that doesn't pickle would hang the o
 - Mend storage or the network; training can go on: `StorageRefused`, `FlushFailed`,
   `ReplicationFailed`.
 - Load another checkpoint: `NoRecoverableCheckpoint`, `CheckpointNotFound`, `SegmentCorrupt`,
-  `ManifestInvalid`, `StorageKeyMissing`.
+  `ManifestInvalid`, `SizeRefused`, `StorageKeyMissing`.
 - Decide whether to trust a checkpoint: `UntrustedMetadata`, `UntrustedObject`.
 - Look at another rank: `RankFailed`.
 """
@@ -22,6 +22,8 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+_MOST_LISTED = 10
+"""Checkpoints that an error names."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -313,7 +315,11 @@ class CheckpointNotFound(NoRecoverableCheckpoint):
         self.checkpoint, self.available = checkpoint, tuple(available)
 
     def __str__(self) -> str:
-        there = ", ".join(self.available) or "none"
+        some = ", ".join(self.available[:_MOST_LISTED]) or "none"
+        more = len(self.available) - _MOST_LISTED
+        there = some + (f" and {more} more" if more > 0 else "")
+        if not self.reasons:
+            return f"no {self.checkpoint} in {self.where} (there are, newest first: {there})"
         passed = "".join(f"\n  - {reason}" for reason in self.reasons)
         return (
             f"checkpoint {self.checkpoint!r} can't be loaded from {self.where} (loadable, newest "
@@ -349,6 +355,28 @@ class ManifestInvalid(DcpMemError, ValueError):
 
     Use a newer release if the text says so; otherwise load another checkpoint.
     """
+
+
+class SizeRefused(DcpMemError):
+    """A checkpoint claims sizes that what holds it can't have; no memory was taken for them.
+
+    It is damaged, or made to exhaust memory. Load another checkpoint.
+
+    Args:
+        what: What claims a size.
+        claimed_bytes: What it claims.
+        held_bytes: What there is.
+    """
+
+    def __init__(self, what: str, claimed_bytes: int, held_bytes: int) -> None:
+        super().__init__(what, claimed_bytes, held_bytes)
+        self.what, self.claimed_bytes, self.held_bytes = what, claimed_bytes, held_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: {gib(self.claimed_bytes)} are claimed where {gib(self.held_bytes)} are "
+            "there: it is damaged, or made to exhaust memory"
+        )
 
 
 class StorageKeyMissing(DcpMemError, FileNotFoundError):

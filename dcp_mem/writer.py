@@ -86,6 +86,7 @@ from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.saving.stage import Results
 from dcp_mem.saving.streams import NothingNew, StreamItems, Streams
 from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, SaveContext
+from dcp_mem.storage.destination import lives_in_one_process, refuse_unusable
 
 _RETURN_SECONDS = 0.001
 """Time for `dcp.async_save` to return in, before the save in the background does anything."""
@@ -126,6 +127,10 @@ class MemoryStorageWriter(StorageWriter):
         on_full: What a save does when memory is full: "wait" for the flush to free a slot, "skip"
             the save, or "raise" MemoryBudgetExceeded. The same on all ranks. Where no flush could
             free a slot, "wait" raises too.
+        on_slow_storage: What happens where saves come faster than flushes: "newest" leaves out of
+            storage what newer checkpoints overtake; with "all" none is left out, and a save waits
+            for room within the memory budget (or does what on_full says). What storage refuses
+            doesn't hold up saves.
         storage_options: Passed to fsspec as they are. They reach the agent over a pipe, and are
             never written down.
         overwrite: False refuses a checkpoint id that is there already.
@@ -154,6 +159,7 @@ class MemoryStorageWriter(StorageWriter):
         keep_storage: int | Retention | None = None,
         memory_limit: int | str | None = None,
         on_full: str = "wait",
+        on_slow_storage: str = "newest",
         storage_options: Mapping[str, Any] | None = None,
         overwrite: bool = True,
         agent: str = "process",
@@ -170,6 +176,7 @@ class MemoryStorageWriter(StorageWriter):
             keep_storage=keep_storage,
             memory_limit=memory_limit,
             on_full=on_full,
+            on_slow_storage=on_slow_storage,
             storage_options=storage_options,
             overwrite=overwrite,
             agent=agent,
@@ -179,7 +186,7 @@ class MemoryStorageWriter(StorageWriter):
             failure_domain=failure_domain,
             on_replication=on_replication,
         )
-        _check_that_the_agent_gets(self.settings)
+        _check_that_it_can_be_flushed(self.settings)
         self._process_group = process_group
         self._token = new_token()
         self._run = ""
@@ -189,6 +196,7 @@ class MemoryStorageWriter(StorageWriter):
         self._calls = ThreadCalls()
         self._dcp_plans = DcpPlanTracker()
         self._agent = AgentHandle(self.settings.memory_root)
+        self._home = os.getpid()
 
     # -- DCP's contract, in the order of its calls -------------------------------------------------
 
@@ -509,8 +517,8 @@ class MemoryStorageWriter(StorageWriter):
             persist_newest: False leaves the newest checkpoint to `persist=`, like any other.
 
         Raises:
-            FlushFailed: Storage refuses, or another node has lost its part; the checkpoints stay in
-                memory.
+            FlushFailed: Storage refuses, or another node has lost its part; the text says which
+                checkpoints stay in memory, and how to flush them later.
         """
         try:
             # Without a session, a flush thread has ended, and nothing would flush what is pending.
@@ -789,7 +797,17 @@ class MemoryStorageWriter(StorageWriter):
         if staged is not None and staged.turn is not None:
             return self._open_session(), staged.turn
         self._calls.checked_name()
+        self._refuse_to_flush_elsewhere()
         return enter_session(self.settings, self._identity())
+
+    def _refuse_to_flush_elsewhere(self) -> None:
+        """Raise ConfigError where a flush in this process wouldn't reach the writer's storage."""
+        url = self.settings.url
+        if url is not None and os.getpid() != self._home and lives_in_one_process(url):
+            raise ConfigError(
+                f"path={url!r} lives in the process that made the writer, and this save runs in "
+                "another one: let async_save use a thread (AsyncCheckpointerType.THREAD)"
+            )
 
     def _named(self, session: Session) -> Session:
         """Return the session of a save that has a name. Raises ConfigError where it has none."""
@@ -847,6 +865,7 @@ class MemoryStorageWriter(StorageWriter):
                         scope,
                         self.settings.keep_memory,
                         gets_copies=bool(self.settings.redundancy),
+                        persists_all=self.settings.persists_all,
                     )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -874,9 +893,17 @@ class MemoryStorageWriter(StorageWriter):
         self.__dict__.update(state, _calls=ThreadCalls())
 
 
-def _check_that_the_agent_gets(chosen: Settings) -> None:
-    """Raise ConfigError for storage options that can't be sent to another process."""
-    if chosen.agent == "process" and chosen.url is not None:
+def _check_that_it_can_be_flushed(chosen: Settings) -> None:
+    """Raise ConfigError for a root that takes no files, or that the agent can't reach."""
+    if chosen.url is None:
+        return
+    if not chosen.persist.is_never:
+        refuse_unusable(
+            chosen.url,
+            chosen.storage_options,
+            is_flushed_elsewhere=chosen.agent == "process",
+        )
+    if chosen.agent == "process":
         try:
             pickle.dumps(chosen.storage_options)
         except Exception as error:

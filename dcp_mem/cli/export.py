@@ -21,7 +21,7 @@ from dcp_mem.operations.export import (
     export_safetensors,
     export_torch,
 )
-from dcp_mem.operations.inventory import find, list_checkpoints
+from dcp_mem.operations.inventory import find_one
 
 FORMATS = ("dcp", "torch", "safetensors", "files")
 _HELP = """Write a checkpoint out for other programs. One process does it, and needs far less memory
@@ -99,10 +99,11 @@ def command(
     if prefix and kind != "safetensors":
         raise ConfigError("--prefix is for --format safetensors")
     settings = common.settings()
-    checkpoint = find(
-        list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES),
+    checkpoint = find_one(
+        settings,
         checkpoint_id,
         searched_places(settings),
+        retry_policy=INTERACTIVE_RETRIES,
     )
     storage = open_job_storage(settings)
     exported: Exported

@@ -10,9 +10,11 @@ from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_pla
 from dcp_mem.cli.screen import Screen, age, facts_of, figures, problem, size, state
 from dcp_mem.common.values import CheckpointStatus
 from dcp_mem.config import memory_root_path
-from dcp_mem.operations.inventory import Job, list_checkpoints, list_jobs
+from dcp_mem.operations.inventory import Job, count_superseded, list_checkpoints, list_jobs
 
 _HELP = """List a job's checkpoints in this node's memory and on storage, newest first.
+
+Saves that newer ones superseded before their flush are counted (on_slow_storage="newest").
 
 Without ROOT and --job: list the jobs in this node's memory, and what each has there. Exit code 1 if
 there is nothing.
@@ -36,10 +38,17 @@ def command(common: CommonOptions) -> int:
         return _list_jobs(common.screen, memory_root_path(common.memory_root))
     settings = common.settings()
     found = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
+    superseded = count_superseded(settings)
     common.screen.answer(
-        job=settings.job, root=settings.url, checkpoints=[facts_of(one) for one in found]
+        job=settings.job,
+        root=settings.url,
+        checkpoints=[facts_of(one) for one in found],
+        superseded=superseded,
     )
     _show(common.screen, found)
+    if superseded:
+        what = "1 save was" if superseded == 1 else f"{superseded:,} saves were"
+        common.screen.line(f"{what} superseded by a newer one before the flush")
     if not found:
         common.screen.note(f"no checkpoints in {searched_places(settings)}")
     return 0 if found else 1

@@ -14,7 +14,7 @@ from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointInUse, ConfigError
 from dcp_mem.operations.housekeeping import delete, evict
-from dcp_mem.operations.inventory import find, list_checkpoints
+from dcp_mem.operations.inventory import find_all, list_checkpoints
 
 _HELP = """Remove checkpoints from this node's memory and from storage.
 
@@ -63,7 +63,7 @@ def command(common: CommonOptions, ids: tuple[str, ...], yes: bool, force: bool)
     """
     settings = common.settings()
     known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
-    wanted = {find(known, one, searched_places(settings)).name for one in ids}
+    wanted = {one.name for one in find_all(known, ids, searched_places(settings))}
     chosen = [one for one in known if one.name in wanted]
     _refuse_the_newest(known, chosen, force)
     if not yes:

@@ -5,23 +5,35 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from dcp_mem.common.progress_bar import transfer_text
 from dcp_mem.common.values import CheckpointStatus, State
+from dcp_mem.common.values import figures as figures
 from dcp_mem.errors import gib
 
-_WIDTH_OF_FILES = 1000
-"""Columns where the output is no terminal: lines in a file or pipe aren't wrapped."""
+_WIDTH_OF_FILES = 100
+"""Columns where the output is no terminal."""
+_SHORT = 40
+"""Columns that the first cell of a row may have without being wrapped."""
+_LONG_SECONDS = 3.0
+"""From when on a line says how long something took."""
 _COLORS = {
     State.DURABLE: "green",
     State.REPLICATED: "cyan",
@@ -63,10 +75,13 @@ class Screen:
             text: What to print.
             style: As in rich; ignored for a `Text`, which has its own.
         """
-        if not self.is_json:
-            self._console.print(
-                text if isinstance(text, Text) else Text(shown(text), style), soft_wrap=True
-            )
+        if self.is_json:
+            return
+        found = text if isinstance(text, Text) else Text(shown(text), style)
+        if self._console.is_terminal:
+            self._console.print(found, soft_wrap=True)
+        else:
+            self._console.file.write("\n".join(map(_wrapped, found.plain.split("\n"))) + "\n")
 
     def note(self, text: str) -> None:
         """Print a remark that isn't part of the answer on stderr.
@@ -77,6 +92,34 @@ class Screen:
         if not self.is_json:
             self._errors.print(Text(shown(text), "dim"), soft_wrap=True)
 
+    @contextmanager
+    def stage(self, what: str) -> Iterator[None]:
+        """Show on stderr what is under way, where that takes more than a moment.
+
+        A terminal shows it with the seconds meanwhile; elsewhere a line says it once it has taken
+        long.
+
+        Args:
+            what: What is done inside, for people.
+        """
+        if self.is_json:
+            yield
+            return
+        started = time.monotonic()
+        if self._errors.is_terminal:
+            columns = TextColumn("{task.description}"), TimeElapsedColumn()
+            with Progress(*columns, console=self._errors, transient=True) as progress:
+                progress.add_task(shown(what), total=None)
+                yield
+        else:
+            yield
+        self._note_time(what, started)
+
+    def _note_time(self, what: str, started: float) -> None:
+        seconds = time.monotonic() - started
+        if seconds >= _LONG_SECONDS:
+            self.note(f"{what} took {seconds:.0f} s")
+
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
         """Print rows below their headings, without the columns that are empty.
 
@@ -85,7 +128,17 @@ class Screen:
             rows: A cell for each column.
         """
         if not self.is_json and rows:
-            self._console.print(table_of(columns, rows))
+            self._print(table_of(columns, rows, is_wrapped=not self._console.is_terminal))
+
+    def _print(self, *parts: RenderableType) -> None:
+        """Print on standard output; lines of files and pipes don't end in spaces."""
+        if self._console.is_terminal:
+            self._console.print(*parts, sep="\n")
+            return
+        with self._console.capture() as captured:
+            self._console.print(*parts, sep="\n")
+        for line in captured.get().splitlines():
+            self._console.file.write(line.rstrip() + "\n")
 
     @contextmanager
     def live(self) -> Iterator[Callable[[Sequence[RenderableType]], None]]:
@@ -94,7 +147,7 @@ class Screen:
         Where standard output is no terminal, each call prints behind the one before.
         """
         if self.is_json or not self._console.is_terminal:
-            yield lambda parts: None if self.is_json else self._console.print(*parts, "", sep="\n")
+            yield lambda parts: None if self.is_json else self._print(*parts, "")
             return
         with Live(console=self._console, auto_refresh=False) as live:
             yield lambda parts: live.update(Group(*parts), refresh=True)
@@ -115,8 +168,10 @@ class Screen:
             transient=True,
             disable=self.is_json or not self._errors.is_terminal,
         )
+        started = time.monotonic()
         with progress:
             yield Bytes(progress, what)
+        self._note_time(what, started)
 
 
 class Bytes:
@@ -151,22 +206,26 @@ class Bytes:
         self._progress.update(self._task, moved=transfer_text(task.completed, task.total, None))
 
 
-def table_of(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
+def table_of(
+    columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, is_wrapped: bool = False
+) -> Table:
     """Return the table that `Screen.table` prints.
 
     Args:
         columns: Headings; one that begins with ">" aligns its column to the right.
         rows: A cell for each column.
+        is_wrapped: Whether any column may be wrapped, the widest first; else only the last.
     """
     used = [number for number in range(len(columns)) if any(len(row[number]) for row in rows)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number in used:
         name = columns[number]
         is_last = number == used[-1]
+        is_short = all(len(row[number]) <= _SHORT for row in rows)
         table.add_column(
             name.lstrip(">"),
             justify="right" if name[0] == ">" else "left",
-            no_wrap=not is_last,
+            no_wrap=is_short if number == used[0] else not is_last and not is_wrapped,
             overflow="fold",
         )
     for row in rows:
@@ -177,6 +236,18 @@ def table_of(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Ta
             )
         )
     return table
+
+
+def _wrapped(line: str) -> str:
+    """Return a line in lines of bounded length; words of any length stay whole, such as paths."""
+    lines = textwrap.wrap(
+        line,
+        _WIDTH_OF_FILES,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)
 
 
 def shown(text: str) -> str:
@@ -221,15 +292,6 @@ def moment(seconds: float) -> str:
         seconds: Seconds since the epoch; 0 where it isn't known.
     """
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "unknown"
-
-
-def figures(metrics: Mapping[str, float]) -> str:
-    """Return metrics for people.
-
-    Args:
-        metrics: Numbers by name.
-    """
-    return ", ".join(f"{name}={value:.4g}" for name, value in metrics.items())
 
 
 def state(checkpoint: CheckpointStatus) -> Text:

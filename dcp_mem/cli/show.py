@@ -17,7 +17,7 @@ from dcp_mem.cli.options import (
 from dcp_mem.cli.screen import Screen, age, facts_of, figures, moment, size, state
 from dcp_mem.common.values import CheckpointStatus
 from dcp_mem.operations.contents import Contents, contents_of
-from dcp_mem.operations.inventory import find, list_checkpoints
+from dcp_mem.operations.inventory import find_one
 
 _HELP = """Show what a checkpoint consists of: tensors, byte items, segments and the files that
 describe it.
@@ -50,10 +50,11 @@ def command(common: CommonOptions, checkpoint_id: str, is_all: bool) -> int:
         is_all: Whether to list everything, not only the first of each kind.
     """
     settings = common.settings()
-    checkpoint = find(
-        list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES),
+    checkpoint = find_one(
+        settings,
         checkpoint_id,
         searched_places(settings),
+        retry_policy=INTERACTIVE_RETRIES,
     )
     storage = open_job_storage(settings)
     inside = contents_of(settings, storage, checkpoint)

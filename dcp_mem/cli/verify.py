@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 from rich.text import Text
@@ -15,15 +16,20 @@ from dcp_mem.cli.options import (
     subcommand,
 )
 from dcp_mem.cli.screen import Screen, shown, size
-from dcp_mem.operations.inventory import find, list_checkpoints
-from dcp_mem.operations.verify import Damage, Verified, verify
+from dcp_mem.common.values import CheckpointStatus
+from dcp_mem.config import Settings
+from dcp_mem.operations.inventory import find_one, list_checkpoints
+
+if TYPE_CHECKING:  # it imports torch
+    from dcp_mem.operations.verify import Damage, Verified
 
 _HELP = """Read every byte of checkpoints, in this node's memory and on storage, and compare it with
 its CRC32C checksums.
 
 ID is the name or save id of one checkpoint; without it, all are read. Exit code 1 if anything is
 damaged; the command says which MiB of which tensor. A checkpoint that is in memory only has no
-checksums yet, unless it was copied between nodes: the flush computes them.
+checksums yet, unless it was copied between nodes: the flush computes them. Standard error shows
+what is under way, and what took long.
 
 Examples:
   dcp-mem verify s3://ckpts/run-42
@@ -43,13 +49,14 @@ def command(common: CommonOptions, checkpoint_id: str | None) -> int:
         checkpoint_id: A checkpoint's name or save id; None for all checkpoints.
     """
     settings = common.settings()
-    known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
-    chosen = (
-        known if checkpoint_id is None else [find(known, checkpoint_id, searched_places(settings))]
-    )
-    storage = open_job_storage(settings)
+    screen = common.screen
+    with screen.stage("looking for checkpoints"):
+        chosen = _chosen(settings, checkpoint_id)
+        storage = open_job_storage(settings)
+    with screen.stage("importing torch"):
+        from dcp_mem.operations.verify import verify
     results: list[Verified] = []
-    with common.screen.progress("verifying") as progress:
+    with screen.progress("verifying") as progress:
         for checkpoint in chosen:
             results += verify(settings, storage, checkpoint, progress)
     is_damaged = any(result.damages for result in results)
@@ -58,6 +65,13 @@ def command(common: CommonOptions, checkpoint_id: str | None) -> int:
     if not chosen:
         common.screen.note(f"no checkpoints in {searched_places(settings)}")
     return 1 if is_damaged or not chosen else 0
+
+
+def _chosen(settings: Settings, checkpoint_id: str | None) -> list[CheckpointStatus]:
+    if checkpoint_id is None:
+        return list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
+    where = searched_places(settings)
+    return [find_one(settings, checkpoint_id, where, retry_policy=INTERACTIVE_RETRIES)]
 
 
 def _facts(result: Verified) -> dict[str, object]:

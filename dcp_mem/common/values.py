@@ -19,7 +19,7 @@ class State(str, Enum):
     REPLICATED = "replicated"
     DURABLE = "durable"
     FAILED = "failed"  # complete in memory; the flush failed and will be tried again
-    SKIPPED = "skipped"  # never became durable, on purpose; the reason is recorded
+    SKIPPED = "skipped"  # never became durable, mostly since newer ones did; the reason is recorded
     EVICTED = "evicted"  # left memory by retention
     DELETED = "deleted"  # was durable, and left storage by retention
 
@@ -35,6 +35,7 @@ class Outcome(str, Enum):
     FAILED = "failed"  # is tried again; for copies: there are fewer than wanted
     REFUSED = "refused"  # storage refused; is tried again, but rarely
     SKIPPED = "skipped"  # is not tried again
+    SUPERSEDED = "superseded"  # in histories: a newer one took its place before its turn came
     REPLICATED = "replicated"
     EVICTED = "evicted"  # left memory, and was never meant for storage
     DELETED = "deleted"  # was durable, and left storage by retention
@@ -152,8 +153,8 @@ class CheckpointStatus:
         replication_seconds: How long replication took.
         replication_error: Why there is neither copy nor parity, or less than wanted.
         parity: Over how many other nodes there is parity, in place of copies.
-        step: The training step, while the checkpoint is in memory.
-        metrics: The figures given with the save, while the checkpoint is in memory.
+        step: The training step; None where it wasn't given.
+        metrics: The figures given with the save.
         places: MEMORY, STORAGE or both.
         scope: "", or the rank that saved alone ("r3").
         world_size: Ranks that saved it; 0 if unknown.
@@ -197,3 +198,12 @@ class CheckpointStatus:
     def is_replicated(self) -> bool:
         """Whether the checkpoint survives the loss of a node."""
         return self.replicas > 0 or self.parity > 0
+
+
+def figures(metrics: Mapping[str, float]) -> str:
+    """Return metrics for people.
+
+    Args:
+        metrics: Numbers by name.
+    """
+    return ", ".join(f"{name}={value:.4g}" for name, value in metrics.items())

@@ -21,8 +21,13 @@ _CREDENTIAL_PREFIXES = (
     "MSI_",
     "HTTP_PROXY",
     "HTTPS_PROXY",
+    "ALL_PROXY",
     "NO_PROXY",
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+    "SSL_CERT_",
 )
+"""Of variables by which storage SDKs find credentials, proxies, and whom to trust."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ class Registration:
         upload_limit: Bytes per second of this node; None: no limit.
         nodes: Those on which the job's ranks run; all others are lost. None: unknown.
         keep_storage: Which checkpoints stay on storage; None: all.
+        persists_all: Whether none is left out because a newer one is durable.
     """
 
     job: str
@@ -54,6 +60,7 @@ class Registration:
     upload_limit: int | None = None
     nodes: frozenset[str] | None = None
     keep_storage: Retention | None = None
+    persists_all: bool = False
 
     def has_same_destination(self, other: Registration) -> bool:
         """Return whether both reach the same storage in the same way.
@@ -65,7 +72,13 @@ class Registration:
 
     def _destination(self) -> Registration:
         return replace(
-            self, now=False, overwrite=False, upload_limit=None, nodes=None, keep_storage=None
+            self,
+            now=False,
+            overwrite=False,
+            upload_limit=None,
+            nodes=None,
+            keep_storage=None,
+            persists_all=False,
         )
 
 
@@ -90,6 +103,7 @@ def registration_of(
         upload_limit=settings.upload_limit,
         nodes=nodes,
         keep_storage=settings.keep_storage,
+        persists_all=settings.persists_all,
     )
 
 

@@ -410,6 +410,7 @@ class FlushScheduler:
         state.due = now + min(_LONGEST_LOOK, 0.05 * 1.5 ** min(state.waits, 20))
         waited = now - state.waiting_since
         is_late = waited > _PEER_LAG + 10 * state.own_part_seconds
+        is_late = is_late and not self._jobs[memory.job].persists_all
         if _is_superseded(memory, checkpoint) and is_late:
             self._skip(memory, checkpoint, attempt, f"{reason}; a newer one is durable")
         elif waited > _PEER_GRACE:

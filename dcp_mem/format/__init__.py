@@ -11,6 +11,7 @@ Read it in this order:
 - `catalog`: what a checkpoint consists of, item by item. A catalog is written as a `column_file`;
   its names and paths are stored as `name_columns`. `locations` finds its items in the segments.
 - `torch_names`, `metadata`, `catalog_conversion`: between catalogs and DCP's own objects.
+- `sizes`: what a file claims, held against what there is.
 - `pickle_opcodes`, `distinct_shapes`, `metadata_template`: DCP's `.metadata` as bytes, written
   from a catalog without making the objects that it is a pickle of.
 - `history`, `recoveries`: files for people, with a line for each checkpoint or load.

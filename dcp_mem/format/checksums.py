@@ -51,6 +51,15 @@ def blocks_of(offsets: Extents, lengths: Extents) -> Blocks:
     return Blocks(starts, stops - starts, first)
 
 
+def block_count(lengths: Extents) -> int:
+    """Return how many blocks items have.
+
+    Args:
+        lengths: Bytes of each item.
+    """
+    return int(np.maximum(-(-lengths // BLOCK), 1).sum())
+
+
 class BlockChecksums:
     """Computes CRC32C of each block of a segment.
 

@@ -105,12 +105,16 @@ def unpack(data: bytes | memoryview | mmap, version: int) -> Packed:
 def _unpack(head: Mapping[str, Any], body: memoryview) -> Packed:
     columns: dict[str, Ints] = {}
     blobs: dict[str, bytes] = {}
+    left = len(body)
     for name, (kind, shape, offset) in head["table"].items():
         if kind not in (_BLOB, *_TYPES):
             raise ValueError(f"a column of type {kind}")
         nbytes = math.prod(shape) * (1 if kind == _BLOB else np.dtype(kind).itemsize)
         if min(shape) < 0 or not 0 <= offset <= offset + nbytes <= len(body):
             raise ValueError(f"{name} lies outside of the catalog")
+        left -= nbytes
+        if left < 0:
+            raise ValueError("columns overlap")
         piece = body[offset : offset + nbytes]
         if kind == _BLOB:
             blobs[name] = bytes(piece)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from operator import attrgetter
+from typing import Any
 
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import ManifestInvalid
@@ -34,6 +36,8 @@ COLUMNS = (
     "retries",
     "attempts",
     "error",
+    "step",
+    "metrics",
 )
 _NEEDED = {
     "name",
@@ -55,9 +59,12 @@ class HistoryRow:
         save_id: "" for a save that never began.
         created: Seconds since the epoch.
         durable: Seconds since the epoch; 0.0 if it never became durable.
-        outcome: "durable", "failed", "refused", "skipped", "evicted" (was never meant for storage),
-            or "deleted" (has left storage by retention).
+        outcome: "durable", "failed", "refused", "skipped", "superseded" (a newer one was flushed
+            in its place), "evicted" (was never meant for storage), or "deleted" (has left storage
+            by retention).
         throughput_mib_s: Of the node that wrote the row; so are `parts` and `retries`.
+        step: As the training loop gave it; None if it didn't.
+        metrics: As the training loop gave them; JSON in the file.
     """
 
     name: str
@@ -75,9 +82,11 @@ class HistoryRow:
     retries: int = 0
     attempts: int = 0
     error: str = ""
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-_cells = attrgetter(*(field.name for field in fields(HistoryRow)))
+_cells = attrgetter(*(one.name for one in fields(HistoryRow)))
 
 
 def row_of(manifest: Manifest, record: FlushRecord) -> HistoryRow:
@@ -103,6 +112,8 @@ def row_of(manifest: Manifest, record: FlushRecord) -> HistoryRow:
         retries=record.transfer.retries,
         attempts=record.attempts,
         error=record.error[:_LONGEST_ERROR],
+        step=manifest.step,
+        metrics=manifest.metrics,
     )
 
 
@@ -168,9 +179,7 @@ def _lines(rows: Sequence[HistoryRow]) -> bytes:
     writer = csv.writer(stream, lineterminator=_END)
     for row in rows:
         cells = zip(COLUMNS, _cells(row), strict=True)
-        writer.writerow(
-            [_iso(cell) if column in _MOMENTS else _guarded(cell) for column, cell in cells]
-        )
+        writer.writerow([_written(column, cell) for column, cell in cells])
     return stream.getvalue().encode("utf-8", "replace")
 
 
@@ -190,6 +199,8 @@ def _row(cells: Sequence[str], places: Mapping[str, int]) -> HistoryRow | None:
         durable,
         *figures,
         error,
+        step,
+        metrics,
     ) = (cells[places[column]] if column in places else "" for column in COLUMNS)
     flush_seconds, throughput, parts, retries, attempts = figures
     if not (name and created and outcome):
@@ -211,9 +222,28 @@ def _row(cells: Sequence[str], places: Mapping[str, int]) -> HistoryRow | None:
             retries=int(retries or 0),
             attempts=int(attempts or 0),
             error=_unguarded(error),
+            step=int(step) if step else None,
+            metrics=_metrics(metrics),
         )
     except (ValueError, OverflowError):
         return None
+
+
+def _written(column: str, cell: Any) -> str | float:
+    if column in _MOMENTS:
+        return _iso(cell)
+    if column == "metrics":
+        return json.dumps(dict(cell), separators=(",", ":")) if cell else ""
+    return "" if cell is None else _guarded(cell)
+
+
+def _metrics(text: str) -> dict[str, float]:
+    """Parse metrics; people may have edited them."""
+    try:
+        found = json.loads(text) if text else {}
+        return {str(name): float(value) for name, value in found.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
+        return {}
 
 
 def _guarded(cell: str | float) -> str | float:

@@ -18,13 +18,19 @@ import numpy as np
 
 from dcp_mem.common.values import Segment, Transfer
 from dcp_mem.errors import ManifestInvalid
-from dcp_mem.format.checksums import Crcs
+from dcp_mem.format.checksums import Crcs, block_count
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.policy.parity import Share, Stripe
 
 VERSION = 3
 _BODY = ', "body": '
+_MOST = 1 << 50
+"""The largest offset or length in a segment."""
+_LEAST_UNPACKED, _MOST_RATIO = 64 << 20, 64
+"""What the columns of a file may unpack to: at least so many bytes, and so many times its size."""
+_DAMAGE = (TypeError, ValueError, AttributeError, OverflowError, zlib.error)
+"""Errors of reading fields, besides missing ones, that show a file to be damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +110,26 @@ class Manifest:
         """
         body = _parse("manifest", data)
         try:
-            return Manifest(
-                **{**body, "segments": Segments.from_fields(body["save_id"], **body["segments"])}
-            )
-        except (TypeError, LookupError, ValueError) as error:
+            segments = Segments.from_fields(body["save_id"], **body["segments"])
+            manifest = Manifest(**{**body, "segments": segments})
+            _refuse_odd_fields(manifest)
+            return manifest
+        except (LookupError, *_DAMAGE) as error:
             raise ManifestInvalid(f"a manifest lacks or misnames a field: {error}") from None
+
+
+def _refuse_odd_fields(manifest: Manifest) -> None:
+    """Raise ValueError where a field holds what no manifest has."""
+    texts = (manifest.name, manifest.save_id, manifest.scope, manifest.job, manifest.committer)
+    if {type(one) for one in (*texts, manifest.catalog)} != {str}:
+        raise ValueError("a name that is no text")
+    if any("/" in one for one in (*texts, *manifest.segments.node)):
+        raise ValueError("a name with a slash")
+    figures = (manifest.created, manifest.stage_seconds, *manifest.metrics.values())
+    if not {type(one) for one in figures} <= {int, float} or type(manifest.persist) is not bool:
+        raise ValueError("a figure that is no number")
+    if type(manifest.world_size) is not int or type(manifest.step) not in (int, type(None)):
+        raise ValueError("a count that is no number")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -190,16 +211,12 @@ class NodeManifest:
         """
         body = _parse("node", data)
         try:
-            tables = {
-                file: ItemTable(
-                    **{name: _unpack(packed[name], dtype) for name, dtype in _DTYPES.items()}
-                )
-                for file, packed in body["tables"].items()
-            }
+            columns = _Columns(len(data))
+            tables = {file: columns.table(packed) for file, packed in body["tables"].items()}
             return NodeManifest(
                 body["save_id"], body["node"], tables, Transfer(**body.get("transfer", {}))
             )
-        except (TypeError, KeyError, ValueError, AttributeError, zlib.error) as error:
+        except (LookupError, *_DAMAGE) as error:
             raise ManifestInvalid(f"a node manifest is damaged: {error}") from None
 
 
@@ -249,7 +266,7 @@ class FlushRecord:
         body = _parse("flush", data)
         try:
             return FlushRecord(**{**body, "transfer": Transfer(**body.get("transfer", {}))})
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             raise ManifestInvalid(f"a flush record is damaged: {error}") from None
 
 
@@ -361,7 +378,7 @@ def _parse(kind: str, data: bytes) -> dict[str, Any]:
     try:
         document = json.loads(head + b"}")
         version, form, crc = document["version"], document["format"], document["crc"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestInvalid(f"not a {kind} manifest of dcp_mem: {error}") from None
     if form != f"dcp_mem/{kind}" or version != VERSION:
         raise ManifestInvalid(
@@ -369,7 +386,10 @@ def _parse(kind: str, data: bytes) -> dict[str, Any]:
         )
     if body[-1:] != b"}" or zlib.crc32(body[:-1]) != crc:
         raise ManifestInvalid(f"a {kind} manifest is damaged (checksum)")
-    found = json.loads(body[:-1])
+    try:
+        found = json.loads(body[:-1])
+    except (ValueError, RecursionError) as error:
+        raise ManifestInvalid(f"a {kind} manifest is damaged: {error}") from None
     if not isinstance(found, dict):
         raise ManifestInvalid(f"a {kind} manifest is damaged: it holds a {type(found).__name__}")
     return found
@@ -379,5 +399,50 @@ def _pack(column: np.ndarray[Any, Any]) -> str:
     return base64.b64encode(zlib.compress(column.tobytes(), 1)).decode()
 
 
-def _unpack(text: str, dtype: str) -> np.ndarray[Any, Any]:
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=dtype)
+class _Columns:
+    """Unpacks the columns of one file, up to a total that its size allows.
+
+    Args:
+        nbytes: Of the file. Columns of many items take less than a tenth of what they unpack to; of
+            items that are all alike, a thousandth.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = max(_LEAST_UNPACKED, _MOST_RATIO * nbytes)
+
+    def table(self, packed: Mapping[str, str]) -> ItemTable:
+        """Return a segment's items.
+
+        Args:
+            packed: Columns by name, as `_pack` returns them.
+
+        Raises:
+            ValueError, KeyError, TypeError, zlib.error: They are damaged, or don't fit together.
+        """
+        table = ItemTable(**{name: self._column(packed[name], _DTYPES[name]) for name in _DTYPES})
+        _refuse_contradictions(table)
+        return table
+
+    def _column(self, text: str, dtype: str) -> np.ndarray[Any, Any]:
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(base64.b64decode(text), max(1, self._left))
+        if unpacker.unconsumed_tail or not unpacker.eof:
+            raise ValueError("a column is cut short, or unpacks to more than its file could hold")
+        self._left -= len(data)
+        return np.frombuffer(data, dtype=dtype)
+
+
+def _refuse_contradictions(table: ItemTable) -> None:
+    """Raise ValueError where the items of a table, or their checksums, don't fit together."""
+    columns = [table.offsets, table.lengths, table.payload_offsets, table.payload_nbytes]
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError("columns of items differ in length")
+    offsets, lengths, payload_offsets, payload_nbytes = columns
+    if not all(((one >= 0) & (one <= _MOST)).all() for one in (offsets, lengths, payload_nbytes)):
+        raise ValueError("items lie outside of any segment")
+    inside = (payload_offsets >= offsets) & (payload_nbytes <= lengths)
+    inside &= payload_offsets - offsets <= lengths - payload_nbytes
+    if not (inside | (payload_offsets < 0)).all():
+        raise ValueError("payloads reach out of their items")
+    if len(table.crc32c) and len(table.crc32c) != block_count(lengths):
+        raise ValueError("checksums of other blocks")

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_mem.errors import UntrustedMetadata
 from dcp_mem.format.names import DCP_VERSION
+from dcp_mem.format.sizes import refuse_greedy_pickle
 
 
 def with_storage(
@@ -100,7 +101,9 @@ def read_metadata(data: bytes) -> Metadata:
 
     Raises:
         UntrustedMetadata: It names anything else. Nothing of that was called.
+        SizeRefused: It asks for more memory than a pickle of its length needs.
     """
+    refuse_greedy_pickle(data, "a .metadata")
     before = [(thing, dict(vars(thing))) for thing in _mutable()]
     try:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()

@@ -134,6 +134,15 @@ class Segments(Sequence[Segment]):
         tails = [tuple((int(offset), int(length)) for offset, length in one) for one in tail]
         if {len(column) for column in (rank, node, nbytes, layout)} - {len(tails)}:
             raise ValueError("columns of segments differ in length")
+        if not {type(one) for column in (rank, nbytes) for one in column} <= {int}:
+            raise ValueError("a rank or size that is no number")
+        if not {type(one) for one in (*nodes, *layouts)} <= {str}:
+            raise ValueError("a node or layout that is no text")
+        if min(rank, default=0) < 0 or len(set(rank)) != len(rank) or min(nbytes, default=0) < 0:
+            raise ValueError("a rank or size that can't be")
+        for one, size in zip(tails, nbytes, strict=True):
+            if any(min(extent) < 0 or sum(extent) > size for extent in one):
+                raise ValueError("a tail that reaches beyond its segment")
         return Segments(
             save_id=save_id,
             rank=rank,

@@ -16,8 +16,9 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from dcp_mem.errors import DcpMemError
+from dcp_mem.errors import DcpMemError, SizeRefused
 from dcp_mem.format.checksums import BLOCK
+from dcp_mem.format.sizes import refuse_packed_stream
 from dcp_mem.loading.payloads import TableIndex, hull, strides
 from dcp_mem.memory.copying import Move, copy
 from dcp_mem.memory.views import view_of
@@ -25,6 +26,8 @@ from dcp_mem.planning.plain_tensors import is_plain
 from dcp_mem.planning.reads import ItemRead
 
 _MOST_NAMES = 8
+_MOST_UNPACKED_BYTES, _MOST_RATIO = 64 << 20, 100
+"""What an item of torch's stream extensions may unpack to, where nothing else says it."""
 _delivering = threading.Lock()
 
 
@@ -314,6 +317,7 @@ def _check_shape(request: ReadItem, target: torch.Tensor) -> None:
 
 
 def _plain_stream(item: ItemRead, data: memoryview) -> Any:
+    fqn = item.request.storage_index.fqn
     stream: Any = io.BytesIO(data)
     if item.transforms:
         transforms = getattr(filesystem, "_StorageReaderTransforms", None)
@@ -322,5 +326,18 @@ def _plain_stream(item: ItemRead, data: memoryview) -> Any:
                 f"{item.file} was written with stream extensions, which need torch 2.7 or newer"
             )
         stream = transforms().transform_load_stream(item.request, item.transforms, stream)
-        stream = io.BytesIO(stream.read(-1))
+        limit = _most_unpacked(item)
+        unpacked = stream.read(limit + 1)
+        if len(unpacked) > limit:
+            raise SizeRefused(f"{fqn}, unpacked", len(unpacked), limit)
+        data, stream = memoryview(unpacked), io.BytesIO(unpacked)
+    refuse_packed_stream(data, fqn)
     return stream
+
+
+def _most_unpacked(item: ItemRead) -> int:
+    """Return how many bytes an item may have once stream extensions have unpacked it."""
+    if item.saved is None:
+        return max(_MOST_UNPACKED_BYTES, _MOST_RATIO * item.length)
+    dtype, shape = item.saved
+    return math.prod(shape) * dtype.itemsize + _MOST_UNPACKED_BYTES

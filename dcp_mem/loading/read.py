@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcp_mem.common.log import log
-from dcp_mem.errors import UntrustedMetadata
+from dcp_mem.errors import SegmentCorrupt, UntrustedMetadata
+from dcp_mem.format.sizes import refuse_beyond_file
 from dcp_mem.loading.fetch import Fetcher, fetch_all
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.pending import PendingItem, PendingItems
@@ -71,7 +73,7 @@ class _Reading:
         """Return all items of the plan, one by one."""
         if isinstance(self.plan, Reads):
             return self.plan.everything()
-        return list(_items_of(self.opened.metadata, self.plan))
+        return list(_items_of(self.opened, self.plan))
 
 
 # -- from this node's memory alone -----------------------------------------------------------------
@@ -249,18 +251,23 @@ def _prepared(
 # -- what torch's plans say ------------------------------------------------------------------------
 
 
-def _items_of(metadata: Metadata, plan: LoadPlan) -> Iterator[ItemRead]:
+def _items_of(opened: OpenCheckpoint, plan: LoadPlan) -> Iterator[ItemRead]:
     """Yield the items of a plan of torch's, by DCP's metadata.
 
     Raises:
         UntrustedMetadata: It names a file outside of the checkpoint.
+        SizeRefused: It says that an item reaches beyond its file.
+        SegmentCorrupt: A file is missing.
     """
+    metadata, file_nbytes = opened.metadata, opened.description.file_nbytes
     for request in plan.items:
         info = metadata.storage_data[request.storage_index]
         if "/" in info.relative_path or info.relative_path in ("", "..", "."):
             raise UntrustedMetadata(
                 f"metadata that names a file outside of the checkpoint: {info.relative_path}"
             )
+        if file_nbytes is not None:
+            _refuse_beyond_file(opened, info, file_nbytes, request)
         transforms = getattr(info, "transform_descriptors", None) or ()
         yield ItemRead(
             request=request,
@@ -270,6 +277,17 @@ def _items_of(metadata: Metadata, plan: LoadPlan) -> Iterator[ItemRead]:
             saved=_saved(metadata, request),
             transforms=transforms,
         )
+
+
+def _refuse_beyond_file(
+    opened: OpenCheckpoint, info: Any, file_nbytes: Mapping[str, int], request: ReadItem
+) -> None:
+    """Hold an item of a checkpoint that torch's own writer made against its file's size."""
+    file, name = info.relative_path, opened.choice.name
+    if file not in file_nbytes:
+        raise SegmentCorrupt(name, 0, opened.sources[0].label, f"{file} does not exist")
+    what = f"{request.storage_index.fqn} in {file} of checkpoint {name!r}"
+    refuse_beyond_file(info.offset, info.length, file_nbytes[file], what)
 
 
 def _saved(metadata: Metadata, request: ReadItem) -> Saved | None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from dcp_mem.common import files
 from dcp_mem.common.log import log
+from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError, ManifestInvalid
 from dcp_mem.format import names
 from dcp_mem.format.history import HistoryRow
@@ -369,7 +370,9 @@ class JobMemory:
 
     # -- leaving memory ---------------------------------------------------------------------------
 
-    def evict(self, checkpoint: LocalCheckpoint, why: str = "") -> bool:
+    def evict(
+        self, checkpoint: LocalCheckpoint, why: str = "", outcome: Outcome = Outcome.SKIPPED
+    ) -> bool:
         """Take a checkpoint out of memory.
 
         1. Take an exclusive lease on the manifest: readers and flushers hold shared ones.
@@ -380,6 +383,7 @@ class JobMemory:
         Args:
             checkpoint: The one that leaves.
             why: The reason that the history gives, if it was still to be flushed.
+            outcome: What the history says became of it then.
 
         Returns:
             False, with nothing done, where somebody reads or flushes it.
@@ -393,7 +397,7 @@ class JobMemory:
                 return False
             if not _lies_at(descriptor, checkpoint.manifest_path):
                 return True  # another thread or process was faster
-            self._history.add_leaving(checkpoint, why)
+            self._history.add_leaving(checkpoint, why, outcome)
             files.remove(checkpoint.manifest_path)
             self._recycle(checkpoint)
         finally:
@@ -409,7 +413,8 @@ class JobMemory:
         Args:
             checkpoint: As it was before the newer manifest came.
         """
-        self._history.add_leaving(checkpoint, "replaced by a newer save of the same name")
+        why = "replaced by a newer save of the same name"
+        self._history.add_leaving(checkpoint, why, Outcome.SUPERSEDED)
         self._recycle(checkpoint)
 
     def _recycle(self, checkpoint: LocalCheckpoint) -> None:

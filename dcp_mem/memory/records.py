@@ -58,16 +58,21 @@ class LocalHistory:
         except (OSError, MemoryBudgetExceeded) as error:
             log.warning("what became of %s can't be written down: %s", row.name, error)
 
-    def add_leaving(self, checkpoint: LocalCheckpoint, reason: str) -> None:
-        """Add that a checkpoint leaves memory; one that is still pending is thereby skipped.
+    def add_leaving(
+        self, checkpoint: LocalCheckpoint, reason: str, outcome: Outcome = Outcome.SKIPPED
+    ) -> None:
+        """Add that a checkpoint leaves memory; one that is still pending never becomes durable.
 
         Args:
             checkpoint: As it was in memory.
-            reason: Goes into the row of a skipped checkpoint that has no error yet.
+            reason: Goes into the row of one that is pending, or was skipped, without an error.
+            outcome: Of one that is pending, unless its flush has failed: then it failed.
         """
         flush = checkpoint.flush
-        if checkpoint.pending:
-            flush = replace(flush, outcome=Outcome.SKIPPED, error=flush.error or reason)
+        if checkpoint.pending and not flush.error:
+            flush = replace(flush, outcome=outcome, error=reason)
+        elif checkpoint.pending:
+            flush = replace(flush, outcome=Outcome.FAILED)
         elif flush.outcome == Outcome.SKIPPED:
             flush = replace(flush, error=flush.error or reason)
         self.add(row_of(checkpoint.manifest, flush))

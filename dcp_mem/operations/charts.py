@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-LEFT, RIGHT = 86.0, 938.0
+LEFT, RIGHT = 132.0, 938.0
 """The two ends of the time axis, in the units of the drawing."""
 _FEW = 150
 """Up to so many events or values are drawn one by one."""
@@ -222,8 +222,9 @@ def series(
     shown: Callable[[float], str],
     base: int = 10,
     breaks: Sequence[float] = (),
+    is_from_zero: bool = True,
 ) -> Series:
-    """Lay out a chart of values, from 0 upwards.
+    """Lay out a chart of values.
 
     Args:
         times: The axis of time.
@@ -232,13 +233,15 @@ def series(
         shown: Returns a value as text.
         base: 1024 for labels that are round in bytes.
         breaks: Moments over which no line is drawn, ascending.
+        is_from_zero: Whether the axis begins at 0; else at the least value, which may be negative.
     """
     greatest = max((value for _, value in values), default=0.0)
-    ticks = _round_values(greatest, base)
-    top = greatest * 1.06 or 1.0
+    least = 0.0 if is_from_zero else min((value for _, value in values), default=0.0)
+    ticks = _round_values(greatest, base) if is_from_zero else _three_values(least, greatest)
+    room = (greatest - least) * 1.06 or 1.0
 
     def y(value: float) -> float:
-        return round(height * (1 - value / top), 1)
+        return round(height * (1 - (value - least) / room), 1)
 
     at = [(times.at(moment), value) for moment, value in sorted(values)]
     labels = tuple(Tick(y(value), shown(value)) for value in ticks)
@@ -271,6 +274,10 @@ def _lines(points: Sequence[tuple[float, float]], breaks: Sequence[float]) -> st
     for point in points:
         pieces.setdefault(bisect_left(breaks, point[0]), []).append(point)
     return "".join(map(_path, pieces.values()))
+
+
+def _three_values(least: float, greatest: float) -> list[float]:
+    return sorted({least, least + (greatest - least) / 2, greatest})
 
 
 def _round_values(greatest: float, base: int) -> list[float]:

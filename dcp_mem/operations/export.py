@@ -101,16 +101,43 @@ def export_dcp(
     destination = open_storage(url, target_options)
     if any(entry.name == names.metadata_file(checkpoint.scope) for entry in destination.ls(name)):
         raise ConfigError(f"there is a checkpoint at {target} already: give another target")
+    missing = _missing_directories(url)
     if STORAGE in checkpoint.places and storage is not None:
         _copy(storage, checkpoint, destination, name, observer)
     else:
         _flush_to(settings, checkpoint, destination, name)
+    if url.startswith("/"):
+        _open_up(missing, os.path.join(url, name))
     files = [
         (f"{name}/{entry.name}", entry.nbytes)
         for entry in destination.ls(name)
         if not entry.is_directory
     ]
     return Exported(target, tuple(file for file, _ in files), sum(nbytes for _, nbytes in files))
+
+
+def _missing_directories(path: str) -> list[str]:
+    """Return the directories that an export will make on the way to its target."""
+    found = []
+    while path.startswith("/") and not os.path.isdir(path):
+        found.append(path)
+        path = os.path.dirname(path)
+    return found
+
+
+def _open_up(directories: Sequence[str], top: str) -> None:
+    """Give what was written the modes that the umask asks for, as all other files get.
+
+    A job's own directory is private; an export is for others as well.
+    """
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for directory in directories:
+        os.chmod(directory, 0o777 & ~mask)
+    for directory, _, files in os.walk(top):
+        for file in files:
+            os.chmod(os.path.join(directory, file), 0o666 & ~mask)
+        os.chmod(directory, 0o777 & ~mask)
 
 
 def _flush_to(

@@ -14,6 +14,7 @@ from dcp_mem.flushing.registration import registration_of
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.runtime.states import status, wait_for_all
+from dcp_mem.storage.destination import refuse_unusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def flush_now(
 
     Raises:
         WaitTimeout: The time ran out.
-        ConfigError: The job has no URL.
+        ConfigError: The job has no URL, or one that the agent can't write to.
     """
     if settings.url is None:
         raise ConfigError("nothing can be brought to storage without its URL: give the job's root")
@@ -95,6 +96,7 @@ def flush_now(
         if memory is None
         else [checkpoint.manifest for checkpoint in memory.checkpoints() if checkpoint.pending]
     )
+    refuse_unusable(settings.url, settings.storage_options, is_flushed_elsewhere=True)
     agent = AgentHandle(settings.memory_root)
     is_left_alone = (
         job_is_live(os.path.join(settings.memory_root, settings.job)) and not is_promoted

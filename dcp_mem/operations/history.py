@@ -32,6 +32,7 @@ class Fate(str, Enum):
     DURABLE = "durable"  # also where retention has taken it off storage since
     MEMORY = "memory only"
     WAITING = "on its way"
+    SUPERSEDED = "superseded"  # a newer one was flushed in its place
     SKIPPED = "skipped"
     FAILED = "failed"
 
@@ -40,6 +41,7 @@ _FATES = {  # By the text of a row; a damaged row may hold any text.
     Outcome.DURABLE.value: Fate.DURABLE,
     Outcome.DELETED.value: Fate.DURABLE,
     Outcome.EVICTED.value: Fate.MEMORY,
+    Outcome.SUPERSEDED.value: Fate.SUPERSEDED,
     Outcome.SKIPPED.value: Fate.SKIPPED,
     Outcome.NONE.value: Fate.WAITING,
 }
@@ -104,7 +106,7 @@ class Totals:
     """Sums of a history: times in seconds, sizes in bytes.
 
     Attributes:
-        saves: Saves that began. The next five count them by their fate.
+        saves: Saves that began. The next six count them by their fate.
         first: When the first thing happened, since the epoch.
         last: When the last thing happened, since the epoch.
         blocked_seconds: How long saves blocked training.
@@ -122,6 +124,7 @@ class Totals:
     durable: int
     memory_only: int
     waiting: int
+    superseded: int
     skipped: int
     failed: int
     recoveries: int
@@ -194,6 +197,7 @@ def totals(history: History) -> Totals:
         durable=counts[Fate.DURABLE],
         memory_only=counts[Fate.MEMORY],
         waiting=counts[Fate.WAITING],
+        superseded=counts[Fate.SUPERSEDED],
         skipped=counts[Fate.SKIPPED],
         failed=counts[Fate.FAILED],
         recoveries=len(recoveries),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.common.parallel import in_daemons
-from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, State
-from dcp_mem.config import Settings
+from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Outcome, State
+from dcp_mem.config import Settings, is_checkpoint_name
 from dcp_mem.errors import CheckpointNotFound
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory, jobs_in, last_use
@@ -19,6 +19,7 @@ from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import StoredCheckpoint, checkpoint_names, committed_under
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
 from dcp_mem.storage.routes import open_storage
+from dcp_mem.storage.snapshot import Snapshot, cache_under
 
 _GONE = "storage has it no more"
 
@@ -63,7 +64,13 @@ def list_checkpoints(
     if settings.url is None:
         return local
     storage = open_storage(settings.url, settings.storage_options, retry_policy)
-    return merged(local, on_storage(storage))
+    if settings.url.startswith("/"):  # the file system keeps what it has read
+        return merged(local, on_storage(storage))
+    cache = cache_under(settings.memory_root, settings.url)
+    found = on_storage(Snapshot(storage, cache))
+    if cache is not None:
+        cache.drop_unused()
+    return merged(local, found)
 
 
 def find(checkpoints: Sequence[CheckpointStatus], name: str, where: str) -> CheckpointStatus:
@@ -77,10 +84,56 @@ def find(checkpoints: Sequence[CheckpointStatus], name: str, where: str) -> Chec
     Raises:
         CheckpointNotFound: There is none; the error lists those that there are.
     """
+    return find_all(checkpoints, [name], where)[0]
+
+
+def find_all(
+    checkpoints: Sequence[CheckpointStatus], wanted: Sequence[str], where: str
+) -> list[CheckpointStatus]:
+    """Return for each name or save id what `find` returns.
+
+    Args:
+        checkpoints: All there are, newest first.
+        wanted: Checkpoint ids or save ids.
+        where: Where they were looked for, for the error.
+
+    Raises:
+        CheckpointNotFound: Some of them aren't there; the error names all of these.
+    """
+    known: dict[str, CheckpointStatus] = {}
     for one in checkpoints:
-        if name in (one.name, one.save_id):
-            return one
-    raise CheckpointNotFound(name, where, list(dict.fromkeys(one.name for one in checkpoints)), [])
+        known.setdefault(one.name, one)
+        known.setdefault(one.save_id or one.name, one)
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        available = list(dict.fromkeys(one.name for one in checkpoints))
+        raise CheckpointNotFound(", ".join(missing), where, available, [])
+    return [known[name] for name in wanted]
+
+
+def find_one(
+    settings: Settings, name: str, where: str, *, retry_policy: RetryPolicy = RETRIES
+) -> CheckpointStatus:
+    """Return what `find` returns, and look at the other checkpoints only where that is needed.
+
+    Args:
+        settings: The job's.
+        name: Checkpoint id or save id.
+        where: Where they were looked for, for the error.
+        retry_policy: For storage that doesn't answer.
+
+    Raises:
+        CheckpointNotFound: There is none; the error lists those that there are.
+        StorageUnavailable, StorageRefused, MemoryRootRefused, MemoryUnavailable: As of
+            `list_checkpoints`.
+    """
+    if settings.url is not None and is_checkpoint_name(name):
+        storage = open_storage(settings.url, settings.storage_options, retry_policy)
+        local = [one for one in in_memory(settings) if one.name == name]
+        found = merged(local, stored(committed_under(storage, name)))
+        if found:
+            return found[0]
+    return find(list_checkpoints(settings, retry_policy=retry_policy), name, where)
 
 
 def list_jobs(memory_root: str) -> list[Job]:
@@ -129,6 +182,17 @@ def in_memory(settings: Settings) -> list[CheckpointStatus]:
     """
     memory = job_memory(settings)
     return [] if memory is None else _of_job(memory)
+
+
+def count_superseded(settings: Settings) -> int:
+    """Return how many checkpoints newer ones have superseded before their flush, on this node.
+
+    Args:
+        settings: The job's, with its memory root.
+    """
+    memory = job_memory(settings)
+    rows = [] if memory is None else memory.history()
+    return sum(row.outcome == Outcome.SUPERSEDED for row in rows)
 
 
 def on_storage(storage: Storage) -> list[CheckpointStatus]:

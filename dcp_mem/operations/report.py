@@ -5,6 +5,7 @@ It has no scripts and needs nothing from elsewhere; it is readable on any screen
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from itertools import zip_longest
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from dcp_mem.common.values import figures
 from dcp_mem.format.history import HistoryRow
 from dcp_mem.format.recoveries import RecoveryRecord
 from dcp_mem.operations.charts import LEFT, RIGHT, Dot, Series, Times, marks, series
@@ -29,6 +31,8 @@ from dcp_mem.operations.history import (
 _CHECKPOINTS, _RECOVERIES, _TROUBLES = 60, 60, 40
 _LANE, _CHART, _DOTTED = 26.0, 96.0, 40
 _LONGEST_TEXT = 600
+_METRICS = 6
+"""Metrics that are drawn: those that the most checkpoints have."""
 _NONE = "\N{EN DASH}"
 
 
@@ -95,7 +99,7 @@ def render_page(history: History, *, now: float | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(size=size, duration=duration, rate=rate, moment=moment)
-    environment.filters.update(fate=fate_of, throughput=flush_throughput)
+    environment.filters.update(fate=fate_of, throughput=flush_throughput, figures=figures)
     newest = tuple(reversed(history.checkpoints))
     troubles = troubles_of(history)
     return environment.get_template("report.html").render(
@@ -115,6 +119,8 @@ def render_page(history: History, *, now: float | None = None) -> str:
 
 def troubles_of(history: History) -> list[Trouble]:
     """Return what failed, was skipped or passed over, or succeeded after errors; latest first.
+
+    What a newer checkpoint superseded isn't among it: storage gets the newest by default.
 
     Errors that differ in nothing but the checkpoint's name are counted as one.
 
@@ -158,6 +164,8 @@ def troubles_of(history: History) -> list[Trouble]:
 
 
 def _error(one: HistoryRow) -> str:
+    if fate_of(one) is Fate.SUPERSEDED:
+        return ""
     if one.error or fate_of(one) not in (Fate.SKIPPED, Fate.FAILED):
         return one.error
     return (
@@ -255,6 +263,7 @@ def _tiles(sums: Totals) -> list[Tile]:
     saves = _joined(
         (sums.memory_only, "in memory only"),
         (sums.waiting, "on their way"),
+        (sums.superseded, "superseded by newer ones"),
         (sums.skipped, "skipped"),
     )
     return [
@@ -353,7 +362,23 @@ def _charts(times: Times, history: History, flushed: Sequence[HistoryRow]) -> li
             least, most = (text(choose(value for _, value in values)) for choose in (min, max))
             summary = f"{title}: {len(values)} values, from {least} to {most}"
             charts.append(Chart(title, series(times, values, _CHART, text, base, breaks), summary))
+    for name, values in _metrics(history).items():
+        low, high = (choose(value for _, value in values) for choose in (min, max))
+        summary = f"{name}: {len(values)} values, from {low:.4g} to {high:.4g}"
+        drawn = series(times, values, _CHART, "{:.4g}".format, breaks=breaks, is_from_zero=False)
+        charts.append(Chart(name, drawn, summary))
     return charts
+
+
+def _metrics(history: History) -> dict[str, list[tuple[float, float]]]:
+    """Return (moment, value) of each metric that the training loop gave with its saves."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for one in history.checkpoints:
+        for name, value in one.metrics.items():
+            if math.isfinite(value):
+                found.setdefault(name, []).append((one.created, value))
+    most = sorted(found, key=lambda name: (-len(found[name]), name))[:_METRICS]
+    return {name: found[name] for name in sorted(most)}
 
 
 def _seconds(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from dcp_mem.errors import SizeRefused
 from dcp_mem.format.catalog import Catalog, Extent
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
@@ -82,9 +84,24 @@ class WholePlanner(LocalLoadPlanner):
             state_dict: What it held is dropped.
             metadata: DCP's metadata of the checkpoint; never None here.
             is_coordinator: Whether this rank coordinates the load.
+
+        Raises:
+            SizeRefused: The tensors would take more than this machine's memory.
         """
         assert metadata is not None
+        _refuse_more_than_this_machine_has(metadata)
         values = dict[str, Any].fromkeys(metadata.state_dict_metadata) | blank_tensors(metadata)
         state_dict.clear()
         state_dict.update(nested(metadata, values))
         super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _refuse_more_than_this_machine_has(metadata: Metadata) -> None:
+    claimed = sum(
+        entry.size.numel() * entry.properties.dtype.itemsize
+        for entry in metadata.state_dict_metadata.values()
+        if isinstance(entry, TensorStorageMetadata)
+    )
+    held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if claimed > held:
+        raise SizeRefused("the checkpoint's tensors, in this machine's memory", claimed, held)

@@ -20,7 +20,7 @@ class CheckpointFacts:
         nbytes: Bytes that it takes on this node.
         persist: It is meant for storage.
         pending: It is meant for storage and isn't there yet.
-        busy: It is being read, flushed or replicated at this moment.
+        busy: It is being read, flushed or replicated at this moment, or has to wait for its flush.
         replicated: Other nodes have copies of it, and newer checkpoints are to get copies too.
         chosen: The retention policy keeps it, as long as there is room.
     """

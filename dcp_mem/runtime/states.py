@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from dcp_mem.comm.gloo import exchange_timeout
 from dcp_mem.common.log import log
 from dcp_mem.common.progress_bar import Show
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Outcome, State, Transfer
-from dcp_mem.config import Settings
+from dcp_mem.config import Settings, job_name, memory_root_path
 from dcp_mem.errors import (
     CheckpointNotFound,
     ConfigError,
     FlushFailed,
     ReplicationFailed,
     WaitTimeout,
+    gib,
 )
 from dcp_mem.flushing import agent
 from dcp_mem.format.history import HistoryRow
@@ -28,6 +30,7 @@ _FIRST_PAUSE = 0.005
 _LONGEST_PAUSE = 0.2
 _WAKE_EVERY = 2.0
 _COMPLAIN_EVERY = 30.0
+_MOST_NAMES = 10
 
 _AWAITABLE = (State.COMPLETE, State.REPLICATED, State.DURABLE)
 
@@ -145,7 +148,8 @@ def wait_for_all(
             told, so these are given up where they fail for longer than ranks wait for each other.
 
     Raises:
-        FlushFailed: Storage refused all that is left, or it was given up; names the newest of them.
+        FlushFailed: Storage refused all that is left, or it was given up; says why, what that is,
+            and how to flush it later.
         WaitTimeout: The time ran out first.
     """
     before, patience_ends = _refusals(settings), time.monotonic() + exchange_timeout()
@@ -162,7 +166,7 @@ def wait_for_all(
         pending = [checkpoint for checkpoint in memory.checkpoints() if checkpoint.pending]
         given_up = [checkpoint for checkpoint in pending if is_given_up(checkpoint)]
         if given_up and len(given_up) == len(pending):
-            raise FlushFailed(given_up[0].name, given_up[0].flush.error)
+            raise FlushFailed(given_up[0].name, _with_remains(settings, given_up))
         return not pending
 
     waiting = _Wait(
@@ -174,6 +178,28 @@ def wait_for_all(
         show=show,
     )
     waiting.run(timeout)
+
+
+def _with_remains(settings: Settings, refused: Sequence[LocalCheckpoint]) -> str:
+    """Return why storage refuses, what stays in memory, and how to bring that to storage later."""
+    count, nbytes = len(refused), sum(one.local_nbytes() for one in refused)
+    names = ", ".join(one.name for one in refused[:_MOST_NAMES])
+    names += f" and {count - _MOST_NAMES} more" if count > _MOST_NAMES else ""
+    what = f"{count} checkpoints stay" if count > 1 else "It stays"
+    return (
+        f"{refused[0].flush.error.rstrip('.')}. {what} in this node's memory ({names}; "
+        f"{gib(nbytes)}), for as long as the node lives. Once storage admits it, the job's next "
+        f"start here flushes that; so does: {_flush_command(settings)}"
+    )
+
+
+def _flush_command(settings: Settings) -> str:
+    words = ["dcp-mem", "flush", settings.url or "-"]
+    if settings.job != job_name(None, settings.url):
+        words += ["--job", settings.job]
+    if settings.memory_root != memory_root_path(None):
+        words += ["--memory-root", settings.memory_root]
+    return shlex.join(words)
 
 
 # -- how far a checkpoint is -----------------------------------------------------------------------
@@ -384,4 +410,6 @@ def _of_history(row: HistoryRow) -> CheckpointStatus:
         flush_attempts=row.attempts,
         error=row.error,
         transfer=Transfer(parts=row.parts, retries=row.retries),
+        step=row.step,
+        metrics=row.metrics,
     )

@@ -133,6 +133,7 @@ def _with_node(context: SaveContext, topology: Topology, report: RankReport) -> 
         context.scope,
         settings.keep_memory,
         gets_copies=bool(context.redundancy_on(topology)),
+        persists_all=settings.persists_all,
     )
     node = NodeMemory(
         kept=kept,

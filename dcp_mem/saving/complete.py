@@ -107,6 +107,7 @@ def complete(
                 context.scope,
                 context.settings.keep_memory,
                 gets_copies=bool(context.redundancy_on(topology)),
+                persists_all=context.settings.persists_all,
             )
             faults.point("complete.evicted")
         saved = replace(saved, save_id=agreed.save_id)

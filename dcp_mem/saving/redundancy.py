@@ -115,7 +115,13 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
     )
 
     def retain(is_replicated: bool) -> None:
-        apply_retention(session.memory, context.scope, settings.keep_memory, gets_copies=True)
+        apply_retention(
+            session.memory,
+            context.scope,
+            settings.keep_memory,
+            gets_copies=True,
+            persists_all=settings.persists_all,
+        )
 
     return Replication(
         task=task,

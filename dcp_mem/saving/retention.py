@@ -14,7 +14,14 @@ from dcp_mem.policy.facts import CheckpointFacts
 from dcp_mem.policy.retention import KeepLast, Retention
 
 
-def apply_retention(memory: JobMemory, scope: str, policy: Retention, *, gets_copies: bool) -> None:
+def apply_retention(
+    memory: JobMemory,
+    scope: str,
+    policy: Retention,
+    *,
+    gets_copies: bool,
+    persists_all: bool,
+) -> None:
     """Evict what the policy doesn't keep, except what is being read or flushed, or still needed.
 
     Args:
@@ -23,13 +30,16 @@ def apply_retention(memory: JobMemory, scope: str, policy: Retention, *, gets_co
         policy: What stays.
         gets_copies: Whether checkpoints are replicated. The newest one that is then stays until a
             newer one is.
+        persists_all: Whether a checkpoint that is meant for storage stays until it is there.
     """
-    kept = kept_checkpoints(memory, scope, policy, gets_copies=gets_copies)
+    kept = kept_checkpoints(
+        memory, scope, policy, gets_copies=gets_copies, persists_all=persists_all
+    )
     evict(memory, retire(kept, policy.most or 1), "superseded by a newer checkpoint")
 
 
 def kept_checkpoints(
-    memory: JobMemory, scope: str, policy: Retention, *, gets_copies: bool
+    memory: JobMemory, scope: str, policy: Retention, *, gets_copies: bool, persists_all: bool
 ) -> tuple[CheckpointFacts, ...]:
     """Return the checkpoints in memory as policies see them.
 
@@ -38,6 +48,8 @@ def kept_checkpoints(
         scope: "" or the rank whose own checkpoints these are.
         policy: What stays.
         gets_copies: Whether checkpoints are replicated.
+        persists_all: Whether a checkpoint that is meant for storage stays until it is there. One
+            that storage refuses may leave all the same: else a save would wait for ever.
     """
     checkpoints = [one for one in memory.checkpoints() if one.manifest.scope == scope]
     chosen = _chosen(policy, checkpoints)
@@ -55,7 +67,12 @@ def kept_checkpoints(
                 nbytes=checkpoint.local_nbytes(),
                 persist=manifest.persist,
                 pending=checkpoint.pending,
-                busy=busy,
+                busy=busy
+                or (
+                    persists_all
+                    and checkpoint.pending
+                    and checkpoint.flush.outcome != Outcome.REFUSED
+                ),
                 replicated=gets_copies and checkpoint.replication.outcome == Outcome.REPLICATED,
                 chosen=manifest.save_id in chosen,
             )
@@ -89,6 +106,6 @@ def evict(memory: JobMemory, save_ids: frozenset[str], why: str) -> None:
     for checkpoint in memory.checkpoints() if save_ids else ():
         if checkpoint.manifest.save_id in save_ids:
             try:
-                memory.evict(checkpoint, why)
+                memory.evict(checkpoint, why, Outcome.SUPERSEDED)
             except OSError as error:  # the other ranks go on to the next exchange; so must this one
                 log.warning("%s could not be evicted: %s", checkpoint.name, error)

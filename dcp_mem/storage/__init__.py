@@ -3,9 +3,11 @@
 A route moves bytes and tries each request once; `retry` repeats what may be repeated. What is put
 in which order, and what counts as committed, is decided in `flushing`. This room may import format,
 config and what lies below them. Read its modules in this order: this one (the interface), `routes`
-(which route serves a URL), `retry`, `posix`, `fsspec_route`, `s3` with `s3_client`, `azure` with
-`azure_client` and `azure_reads`, `file_system` and `streams` (shared by routes), `translate`
-(errors), `listing` (what is committed), `leases` (who reads).
+(which route serves a URL), `destination` (which URLs can take checkpoints at all), `retry`,
+`posix`, `fsspec_route`, `s3` with `s3_client`, `azure` with `azure_client` and `azure_reads`,
+`file_system` and `streams` (shared by routes), `translate` (errors), `listing` (what is committed),
+`leases` (who reads),
+`snapshot` (for those who look at many checkpoints).
 """
 
 from __future__ import annotations
@@ -168,6 +170,17 @@ class Storage(Protocol):
 
         Raises:
             StorageRefused: Not even the bucket or container is there.
+        """
+
+    def tree(self, most: int) -> list[tuple[str, Entry]] | None:
+        """Return all objects under the root, each with its directory, if that is one short listing.
+
+        Args:
+            most: How many objects may be listed.
+
+        Returns:
+            (directory, entry) of each object; None where there are more, or where this storage
+            lists one directory after the other.
         """
 
     def delete(self, key: str) -> None:

@@ -42,7 +42,7 @@ class AzureStorage:
         self._translator = Translator(url, storage_options)
         with self._translator.errors():
             fs, path = file_system_of(url, storage_options)
-        service = service_client(fs)
+            service = service_client(fs)
         container, _, self._root = path.strip("/").partition("/")
         with self._translator.errors():
             self._container = service.get_container_client(container)
@@ -109,6 +109,18 @@ class AzureStorage:
             file for file in files if file.name and (file.nbytes or file.name not in directories)
         ]
         return shown + [Entry(name, 0, is_directory=True) for name in directories if name]
+
+    def tree(self, most: int) -> list[tuple[str, Entry]] | None:
+        start, found = self._start(""), list[tuple[str, Entry]]()
+        with self._translator.errors():
+            for blob in self._container.list_blobs(start, include=["metadata"]):
+                path, _, name = blob.name.rpartition("/")
+                if name and not _is_marker(blob):
+                    entry = Entry(name, blob.size, is_directory=False, modified=_modified(blob))
+                    found.append((path[len(start) :], entry))
+                if len(found) > most:
+                    return None
+        return found
 
     def delete(self, key: str) -> None:
         with suppress(StorageKeyMissing), self._translator.errors(key):

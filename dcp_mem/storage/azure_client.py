@@ -14,6 +14,7 @@ from requests import Session
 from requests.adapters import HTTPAdapter
 
 from dcp_mem.storage import NotThisRoute
+from dcp_mem.storage.file_system import refuse_missing_authorities, trusted_authorities
 
 _CONNECTION_TIMEOUT, _READ_TIMEOUT = 10.0, 60.0
 _CONNECTIONS = 64
@@ -91,8 +92,13 @@ def _transport(options: dict[str, Any]) -> RequestsTransport:
     session.headers["Accept-Encoding"] = "identity"
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
+    trusted = options.get("connection_verify")
+    if trusted is None:
+        trusted = trusted_authorities("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") or True
+    refuse_missing_authorities(trusted)
     return RequestsTransport(
         session=session,
+        connection_verify=trusted,
         connection_timeout=options.get("connection_timeout") or _CONNECTION_TIMEOUT,
         read_timeout=options.get("read_timeout") or _READ_TIMEOUT,
     )

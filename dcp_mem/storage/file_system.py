@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import fsspec.core
+
+_AUTHORITIES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
 
 
 def file_system_of(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -22,3 +25,33 @@ def file_system_of(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, s
     """
     options = {"skip_instance_cache": True, "use_listings_cache": False, **storage_options}
     return fsspec.core.url_to_fs(url, **options)  # type: ignore[no-any-return]
+
+
+def trusted_authorities(*own_variables: str) -> str | None:
+    """Return the certificates that the environment trusts, where an SDK wouldn't look for them.
+
+    Each SDK looks at a few variables; users set any of them.
+
+    Args:
+        *own_variables: Those that the SDK looks at by itself: they come first.
+
+    Returns:
+        A file; None where the SDK finds out by itself.
+    """
+    if any(map(os.environ.get, own_variables)):
+        return None
+    named = [os.environ.get(variable, "") for variable in _AUTHORITIES]
+    return next((path for path in named if os.path.isfile(path)), None)
+
+
+def refuse_missing_authorities(trusted: Any) -> None:
+    """Make sure that a file of certificates is there: SDKs take a missing one for a broken line.
+
+    Args:
+        trusted: A path; anything else is admitted.
+
+    Raises:
+        FileNotFoundError: It isn't there.
+    """
+    if isinstance(trusted, str) and not os.path.exists(trusted):
+        raise FileNotFoundError(f"the file of trusted certificates, {trusted}, is missing")

@@ -113,6 +113,9 @@ class FsspecStorage:
             return []
         return [_entry(facts) for facts in listed if facts["name"].rstrip("/") != path.rstrip("/")]
 
+    def tree(self, most: int) -> list[tuple[str, Entry]] | None:
+        return None
+
     def delete(self, key: str) -> None:
         try:
             with self._translator.errors(key):

@@ -101,6 +101,9 @@ class PosixStorage:
         except StorageKeyMissing:
             return []
 
+    def tree(self, most: int) -> list[tuple[str, Entry]] | None:
+        return None
+
     def delete(self, key: str) -> None:
         with self._translated():
             with contextlib.suppress(FileNotFoundError):

@@ -79,6 +79,9 @@ class RetryingStorage:
     def ls(self, prefix: str) -> list[Entry]:
         return self._requests.repeat(lambda: self._storage.ls(prefix))
 
+    def tree(self, most: int) -> list[tuple[str, Entry]] | None:
+        return self._requests.repeat(lambda: self._storage.tree(most))
+
     def delete(self, key: str) -> None:
         self._requests.repeat(lambda: self._storage.delete(key))
 

@@ -115,6 +115,19 @@ class S3Storage:
                 found += [_entry(one, start) for one in page.get("Contents", ())]
         return [entry for entry in found if entry.name]  # a nameless one marks the directory itself
 
+    def tree(self, most: int) -> list[tuple[str, Entry]] | None:
+        start = self._below("")
+        found: list[tuple[str, Entry]] = []
+        with self._translator.errors():
+            for page in self._client.pages("list_objects_v2", Prefix=start):
+                for one in page.get("Contents", ()):
+                    path, _, name = one["Key"].rpartition("/")
+                    if name:
+                        found.append((path[len(start) :], _entry(one, f"{path}/" if path else "")))
+                if len(found) > most:
+                    return None
+        return found
+
     def delete(self, key: str) -> None:
         with self._translator.errors():
             self._client.call("delete_object", Key=self._path(key))

@@ -13,6 +13,7 @@ from botocore import UNSIGNED
 from botocore.config import Config
 
 from dcp_mem.storage import NotThisRoute
+from dcp_mem.storage.file_system import refuse_missing_authorities, trusted_authorities
 
 _PIECE = 2 << 20
 _SESSION_ARGUMENTS = {"profile"}
@@ -187,9 +188,13 @@ def _client(fs: Any) -> Any:
         arguments = {
             name: value for name, value in arguments.items() if not name.startswith("aws_")
         }
-    return botocore.session.Session(**fs.kwargs).create_client(
-        "s3", config=_config(fs), **arguments
-    )
+    session = botocore.session.Session(**fs.kwargs)
+    if arguments.get("verify") is None:
+        arguments["verify"] = session.get_config_variable("ca_bundle")
+    if arguments["verify"] is None:
+        arguments["verify"] = trusted_authorities("REQUESTS_CA_BUNDLE")
+    refuse_missing_authorities(arguments["verify"])
+    return session.create_client("s3", config=_config(fs), **arguments)
 
 
 def _config(fs: Any) -> Config:

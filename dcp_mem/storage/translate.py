@@ -21,7 +21,15 @@ from dcp_mem.errors import (
 
 _REFUSED_STATUS = {301, 400, 401, 403, 404, 405, 409, 411, 413, 501, 507}
 _REFUSED_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
-_HARMLESS = {"account_name", "endpoint_url", "profile", "region_name", "project"}
+_HARMLESS = {
+    "account_name",
+    "connection_verify",
+    "endpoint_url",
+    "profile",
+    "project",
+    "region_name",
+    "verify",
+}
 _NO_CONTAINER = (
     "NoSuchBucket",
     "ContainerNotFound",
@@ -43,6 +51,12 @@ _EXPIRED = (
 )
 _EXPIRED_TEXT = (
     "the credentials have expired. Renew them where they come from: the next try takes the new ones"
+)
+_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "certificate verify failed", "CA certificate bundle")
+_UNTRUSTED_TEXT = (
+    "The server's certificate isn't trusted here. If its authority is a private one, name the file "
+    "of its certificate in $REQUESTS_CA_BUNDLE (for S3 also $AWS_CA_BUNDLE) or $SSL_CERT_FILE, or "
+    "in storage_options: client_kwargs={'verify': path} for S3, connection_verify=path for Azure."
 )
 _TRANSIENT = (
     "BadDigest",
@@ -137,6 +151,12 @@ class Translator:
         if key is not None and (isinstance(error, FileNotFoundError) or status_of(error) == 404):
             return StorageKeyMissing(self._url, key)
         text = self._redacted(f"{type(error).__name__}: {_first_line(error)}")[:600].rstrip(". ")
+        if says(error, *_UNTRUSTED):
+            return StorageRefused(self._url, f"{text}. {_UNTRUSTED_TEXT}")
+        if isinstance(error, NotImplementedError):
+            return StorageRefused(
+                self._url, f"{text}. Its file system lacks what a flush needs: give another URL."
+            )
         if isinstance(error, ImportError):
             return StorageRefused(
                 self._url, f"{text}. Install the package that fsspec needs for this protocol."
@@ -192,7 +212,7 @@ def _is_refusal(error: Exception) -> bool:
         return False
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & _REFUSED_NAMES or isinstance(
-        error, (PermissionError, FileNotFoundError, ValueError, TypeError)
+        error, (PermissionError, FileNotFoundError, NotImplementedError, ValueError, TypeError)
     ):
         return True
     if isinstance(error, OSError) and error.errno in _REFUSED_ERRNO:

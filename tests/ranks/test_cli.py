@@ -26,6 +26,8 @@ from dcp_mem import FlushFailed
 from dcp_mem.cli.main import main
 from dcp_mem.config import settings
 from dcp_mem.format import names
+from dcp_mem.format.history import HistoryRow
+from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations.doctor import examine
 from dcp_mem.operations.export import export_safetensors
 from dcp_mem.operations.inventory import list_checkpoints
@@ -133,6 +135,36 @@ def test_ls_without_root_lists_the_jobs_of_the_node(shell: Shell) -> None:
     answer = json.loads(run("ls", "--memory-root", shell.job.memory, "--json").stdout)
     (found,) = answer["jobs"]
     assert (found["name"], found["is_live"], len(found["checkpoints"])) == ("job", False, 2)
+
+
+def test_ls_counts_what_newer_checkpoints_have_superseded(job: Job) -> None:
+    with job.writer(agent="thread", persist=False) as writer:
+        save(writer, 1)
+    memory = JobMemory(job.memory, job.name or "")
+    for number in range(2):
+        memory.add_to_history(
+            HistoryRow(
+                name=f"step-{number}",
+                save_id=f"{number:08x}",
+                created=number + 1.0,
+                outcome="superseded",
+            )
+        )
+    assert Shell(job).json("ls")["superseded"] == 2
+    last = Shell(job).run("ls").stdout.splitlines()[-1]
+    assert last == "2 saves were superseded by a newer one before the flush"
+
+
+def test_piped_tables_are_narrow_and_have_no_spaces_at_the_end(job: Job) -> None:
+    name = "step-" + "9" * 70
+    with job.writer(agent="thread") as writer:
+        writer.annotate_next_save(metrics={f"metric-{number}": number for number in range(9)})
+        save(writer, 1, name)
+    for command in (["ls"], ["show", name], ["verify"]):
+        lines = Shell(job).run(*command).stdout.splitlines()
+        assert lines
+        assert [line for line in lines if line != line.rstrip()] == []
+        assert [line for line in lines if len(line) > 100] == []
 
 
 # -- watch -----------------------------------------------------------------------------------------
@@ -279,7 +311,7 @@ def test_unknown_checkpoint_is_told_with_what_there_is(shell: Shell) -> None:
     assert "step-3, step-2, step-1" in answer["error"]
     result = shell.run("show", "step-9")
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: checkpoint 'step-9'")
+    assert result.stderr.startswith("error: no step-9 in memory (job job) and ")
 
 
 # -- verify ----------------------------------------------------------------------------------------
@@ -336,6 +368,16 @@ def test_verify_tells_segments_that_are_short_or_missing(job: Job) -> None:
     assert [one["rank"] for one in found["memory"]] == [1]
 
 
+def test_verify_says_what_took_long(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp_mem.cli.screen._LONG_SECONDS", 0.0)
+    lines = shell.run("verify").stderr.splitlines()
+    assert [line.partition(" took ")[0] for line in lines] == [
+        "looking for checkpoints",
+        "importing torch",
+        "verifying",
+    ]
+
+
 def test_verify_finds_damaged_checksums_and_a_missing_manifest(shell: Shell) -> None:
     own = _stored(shell.job, "step-1") / names.OWN
     (node,) = own.glob("node-*.json")
@@ -378,6 +420,18 @@ def test_rm_takes_a_checkpoint_from_both_places(shell: Shell) -> None:
     assert not _stored(shell.job, "step-2").exists()
     assert [one["name"] for one in shell.json("ls")["checkpoints"]] == ["step-3", "step-1"]
     assert os.listdir(shell.job.directory / ".slots") == [], "nobody saves into them any more"
+
+
+def test_rm_of_what_isnt_there_says_so_and_lists_ten(job: Job) -> None:
+    with job.writer(keep_memory=12, agent="thread") as writer:
+        for number in range(12):
+            save(writer, number)
+    result = Shell(job).run("rm", "step-3", "nosuch", "other", "--yes")
+    assert result.exit_code == 1
+    there = ", ".join(f"step-{number}" for number in range(11, 1, -1))
+    assert result.stderr.startswith("error: no nosuch, other in memory (job job) and ")
+    assert result.stderr.strip().endswith(f"(there are, newest first: {there} and 2 more)")
+    assert "step-3" in Shell(job).run("ls").stdout
 
 
 def test_rm_leaves_the_newest_durable_one_unless_it_is_forced(shell: Shell) -> None:
@@ -579,6 +633,23 @@ def test_export_makes_a_directory_that_torch_and_we_load(
     assert load_anew(elsewhere).number == number
     assert not Shell(elsewhere).json("verify")["is_damaged"]
     assert "already" in shell.json("export", name, str(tmp_path / "out" / "kept"), code=2)["error"]
+
+
+@pytest.mark.parametrize("name", ["step-2", "step-3"])  # from storage, and from memory
+def test_export_gives_files_the_modes_that_the_umask_asks_for(
+    shell: Shell, tmp_path: Path, name: str
+) -> None:
+    target = tmp_path / "new" / "kept" / name
+    before = os.umask(0o027)
+    try:
+        assert shell.run("export", name, str(target)).exit_code == 0
+    finally:
+        os.umask(before)
+    files = [path for path in target.rglob("*") if path.is_file()]
+    directories = [path for path in (tmp_path / "new").rglob("*") if path.is_dir()]
+    assert files
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
+    assert {path.stat().st_mode & 0o777 for path in [tmp_path / "new", *directories]} == {0o750}
 
 
 def test_export_to_a_relative_path_of_what_torch_wrote(

@@ -144,7 +144,7 @@ def test_the_page_of_a_job_that_was_killed_says_what_its_history_says(
     for one in found.checkpoints:
         row = rows[one.name]
         assert row[0] == moment(one.created)
-        assert row[2:6] == [
+        assert row[3:7] == [
             fate_of(one).value,
             size(one.nbytes),
             duration(one.stage_seconds),
@@ -199,9 +199,9 @@ def test_a_job_in_memory_only(memory_root: Path, tmp_path: Path) -> None:
     load_anew(job)
     result = _report(job, tmp_path / "x.html")
     assert result.exit_code == 0
-    assert "2 saves, 0 durable, 1 recovery, 0 failed" in result.stdout
+    assert "2 saves, 0 durable, 1 recovery, 0 failed" in " ".join(result.stdout.split())
     root = _parsed((tmp_path / "x.html").read_text())
-    assert [row[1:3] for row in _tables(root)["Checkpoints"]] == [
+    assert [row[1:4:2] for row in _tables(root)["Checkpoints"]] == [
         ["step-2", "memory only"],
         ["step-1", "memory only"],
     ]
@@ -231,6 +231,7 @@ def _past(number: int, fate: Fate = Fate.DURABLE, **fields: Any) -> HistoryRow:
         Fate.DURABLE: "durable",
         Fate.MEMORY: "evicted",
         Fate.SKIPPED: "skipped",
+        Fate.SUPERSEDED: "superseded",
         Fate.WAITING: "",
     }.get(fate, "failed")
     facts: dict[str, Any] = {"nbytes": 1 << 30, "stage_seconds": 0.5, "outcome": outcome}
@@ -264,8 +265,38 @@ def test_nothing_is_a_page_too(job: Job, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fate", list(Fate), ids=lambda fate: fate.value)
 def test_one_checkpoint_is_enough(fate: Fate) -> None:
     root = _parsed(render_page(_history([_past(1, fate)])))
-    assert [row[1:3] for row in _tables(root)["Checkpoints"]] == [["step-1", fate.value]]
+    assert [row[1:4] for row in _tables(root)["Checkpoints"]] == [["step-1", "", fate.value]]
     assert ("What went wrong" in _tables(root)) == (fate in (Fate.SKIPPED, Fate.FAILED))
+
+
+def test_superseded_checkpoints_are_counted_as_a_fact() -> None:
+    past = [_past(n, Fate.SUPERSEDED, error="superseded by a newer checkpoint") for n in range(7)]
+    found = _history([*past, _past(8)])
+    root = _parsed(render_page(found))
+    assert _tiles(root)["Saves"] == ("8", "1 durable, 7 superseded by newer ones")
+    assert _tiles(root)["Failed"][0] == "0"
+    assert "What went wrong" not in _tables(root)
+    assert (totals(found).superseded, totals(found).skipped) == (7, 0)
+
+
+def test_metrics_of_the_training_loop_are_drawn_and_listed() -> None:
+    past = [_past(n, step=10 * n, metrics={"loss": 1 / n, "odd": float("nan")}) for n in (1, 2)]
+    root = _parsed(render_page(_history(past)))
+    assert [(row[2], row[-1]) for row in _tables(root)["Checkpoints"]] == [
+        ("20", "loss=0.5, odd=nan"),
+        ("10", "loss=1, odd=nan"),
+    ]
+    drawn = [one.get("aria-label") or "" for one in root.iter("g")]
+    assert "loss: 2 values, from 0.5 to 1" in drawn
+    assert not [text for text in drawn if text.startswith("odd")]
+
+
+def test_cells_of_tables_say_on_a_phone_what_they_are() -> None:
+    text = render_page(_history([_past(1, Fate.FAILED, error="no route")]))
+    cells = list(_parsed(text).iter("td"))
+    assert cells
+    assert all(cell.get("data-label") for cell in cells)
+    assert "@media screen and (max-width: 640px)" in text
 
 
 def test_hostile_texts_stay_texts(job: Job, tmp_path: Path) -> None:

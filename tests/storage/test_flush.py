@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -325,6 +326,52 @@ def test_waiting_for_a_skipped_checkpoint_says_why_it_never_comes(memory_root: P
     )
 
 
+def _save_all_while_the_first_is_stuck(memory: str) -> tuple[bool, list[CheckpointStatus]]:
+    gate = install_gate()
+    gate.close()
+    job = Job("gated://bucket/run", memory)
+    with job.writer(agent="thread", keep_memory=2, on_slow_storage="all") as writer:
+        save(writer, 1)
+        gate.wait_for_arrival()
+        for number in (2, 3):
+            save(writer, number)
+
+        def save_more() -> None:
+            for number in (4, 5):
+                save(writer, number)
+
+        saving = threading.Thread(target=save_more)
+        saving.start()
+        saving.join(1.0)
+        has_waited = saving.is_alive()
+        gate.open()
+        saving.join(60)
+        writer.close()
+        return has_waited, writer.status()
+
+
+def test_saves_wait_for_flushes_where_all_are_to_reach_storage(memory_root: Path) -> None:
+    has_waited, status = forked(_save_all_while_the_first_is_stuck, str(memory_root))
+    assert has_waited
+    assert [(one.name, one.state) for one in status] == [
+        (f"step-{number}", State.DURABLE) for number in (5, 4, 3, 2, 1)
+    ]
+
+
+def test_saves_dont_wait_for_storage_that_refuses(memory_root: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job = Job(str(tmp_path / "file" / "run"), str(memory_root))
+    writer = job.writer(agent="thread", keep_memory=1, on_slow_storage="all")
+    for number in range(6):
+        save(writer, number)
+        wait_until(
+            lambda: any(one.flush_attempts for one in writer.status() if one.in_memory),
+            "storage has refused",
+        )
+    assert load(job.reader()) == 5
+    writer.close(flush=False)
+
+
 @dataclass
 class _Full:
     """A save for which memory had no room: its error, the log, and the checkpoints afterwards."""
@@ -536,13 +583,17 @@ def test_waiting_for_what_storage_refuses_ends_and_renewed_options_help(
             FlushFailed, match=r"'step-1' did not reach storage: .* refused: .* credentials"
         ):
             writer.wait(timeout=60)
-    with pytest.raises(FlushFailed, match="'step-1'"):
+    save(writer, 2)
+    with pytest.raises(FlushFailed, match="'step-2'") as remaining:
         writer.close()
+    assert "2 checkpoints stay in this node's memory (step-2, step-1; " in str(remaining.value)
+    command = f"dcp-mem flush {wrong.url} --job job --memory-root {memory_root}"
+    assert str(remaining.value).endswith(command)
     (agent,) = agents(memory_root)
 
     writer = writing(right)
     writer.wait(timeout=60)
-    assert [(one.name, one.state) for one in writer.status()] == [("step-1", State.DURABLE)]
+    assert {one.name for one in writer.status() if one.is_durable} >= {"step-2"}
     assert agents(memory_root) == [agent], "the agent was to get them while it runs"
 
 

@@ -29,7 +29,7 @@ LINES = st.builds(
     nodes=st.integers(0, 5000),
     nbytes=st.integers(0, 1 << 60),
     stage_seconds=SECONDS,
-    outcome=st.sampled_from(["durable", "failed", "refused", "skipped", "evicted"]),
+    outcome=st.sampled_from(["durable", "failed", "refused", "superseded", "evicted"]),
     durable=st.just(0.0) | MOMENTS,
     flush_seconds=SECONDS,
     throughput_mib_s=SECONDS,
@@ -37,6 +37,8 @@ LINES = st.builds(
     retries=st.integers(0, 9000),
     attempts=st.integers(0, 99),
     error=TEXTS,
+    step=st.none() | st.integers(0, 1 << 60),
+    metrics=st.dictionaries(TEXTS, st.floats(allow_nan=False), max_size=3),
 )
 
 
@@ -72,15 +74,17 @@ def test_a_history_reads_like_this() -> None:
         outcome="failed",
         error='no "room"\nat all',
         attempts=2,
+        step=100,
+        metrics={"loss": 0.5},
     )
     head, row, rest = to_csv([line]).decode().split("\r\n")
     assert head == (
         "name,save_id,created,world_size,nodes,bytes,stage_seconds,outcome,durable,flush_seconds,throughput_mib_s,parts,"
-        "retries,attempts,error"
+        "retries,attempts,error,step,metrics"
     )
     assert row == (
         '"a,b",0011aabb,2026-11-20T20:17:26.500000+00:00,16,2,3145728,0.25,failed,,'
-        '0.0,0.0,0,0,2,"no ""room""\nat all"'
+        '0.0,0.0,0,0,2,"no ""room""\nat all",100,"{""loss"":0.5}"'
     )
     assert rest == ""
 

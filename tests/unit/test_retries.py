@@ -83,6 +83,10 @@ class _Moody:
         self._request()
         return []
 
+    def tree(self, most: int) -> list[tuple[str, Entry]] | None:
+        self._request()
+        return None
+
     def delete(self, key: str) -> None:
         self._request()
 
@@ -106,6 +110,7 @@ OPERATIONS: dict[str, Callable[[RetryingStorage], object]] = {
     "get": lambda storage: storage.get("a"),
     "read_into": lambda storage: storage.read_into("a", 0, []),
     "ls": lambda storage: storage.ls(""),
+    "tree": lambda storage: storage.tree(9),
     "delete": lambda storage: storage.delete("a"),
     "unfinished": lambda storage: storage.unfinished(""),
     "drop_unfinished": lambda storage: storage.drop_unfinished("a"),

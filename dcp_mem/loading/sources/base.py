@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, UntrustedMetadata
+from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, SizeRefused, UntrustedMetadata
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, Extent, catalog_key, catalog_named
 from dcp_mem.format.catalog_conversion import metadata_of
 from dcp_mem.format.locations import locations_of
 from dcp_mem.format.manifest import ItemTable, Manifest, items_of
 
-SOURCE_ERRORS = (SegmentCorrupt, UntrustedMetadata, ManifestInvalid)
+SOURCE_ERRORS = (SegmentCorrupt, UntrustedMetadata, ManifestInvalid, SizeRefused)
 """Errors that make one source unusable; others may still have the bytes whole."""
 
 
@@ -25,10 +25,15 @@ class Description:
     Attributes:
         catalog: Names, shapes and places of its items; None for what torch's own writer made.
         manifest: Its segments; None for what torch's own writer made.
+        file_nbytes: Of the files that torch's own writer made.
     """
 
     def __init__(
-        self, catalog: Catalog | None, manifest: Manifest | None, metadata: Metadata | None = None
+        self,
+        catalog: Catalog | None,
+        manifest: Manifest | None,
+        metadata: Metadata | None = None,
+        file_nbytes: Mapping[str, int] | None = None,
     ) -> None:
         """Describe a checkpoint by catalog and manifest, or by DCP's metadata alone.
 
@@ -36,6 +41,7 @@ class Description:
             catalog: The checkpoint's catalog.
             manifest: The checkpoint's manifest.
             metadata: Needed where there is no catalog.
+            file_nbytes: Likewise.
 
         Raises:
             ManifestInvalid: Catalog and manifest don't belong together.
@@ -43,8 +49,10 @@ class Description:
         """
         self.catalog = catalog
         self.manifest = manifest
+        self.file_nbytes = file_nbytes
         self._metadata = metadata
         if catalog is not None:
+            _refuse_beyond_segments(catalog, manifest)
             locations_of(catalog).tail.extents(self.tails)
             if catalog.planner_pickle:
                 _ = self.metadata
@@ -75,6 +83,18 @@ class Description:
         return self._metadata
 
 
+def _refuse_beyond_segments(catalog: Catalog, manifest: Manifest | None) -> None:
+    """Raise ManifestInvalid where a layout, or a tail, reaches beyond its segment."""
+    if manifest is None:
+        return
+    segments = manifest.segments
+    nbytes = dict(zip(segments.rank, segments.nbytes, strict=True))
+    ends = [int((one.offsets + one.lengths).max(initial=0)) for one in catalog.layouts]
+    for rank, layout in zip(catalog.ranks.tolist(), catalog.layout_of.tolist(), strict=True):
+        if ends[layout] > nbytes.get(rank, ends[layout]):
+            raise ManifestInvalid(f"the items of rank {rank} reach beyond its segment")
+
+
 @dataclass(frozen=True, slots=True)
 class DescriptionFiles:
     """The files that describe a checkpoint, as they lie in memory or on storage.
@@ -83,11 +103,13 @@ class DescriptionFiles:
         manifest: Ours.
         catalog: Ours.
         metadata: DCP's `.metadata`, where there is nothing of ours.
+        file_nbytes: Of the files beside it, as storage lists them.
     """
 
     manifest: bytes = b""
     catalog: bytes = b""
     metadata: bytes = b""
+    file_nbytes: Mapping[str, int] = field(default_factory=dict)
 
     def description(self) -> Description:
         """Return what manifest and catalog say. Raises ManifestInvalid."""

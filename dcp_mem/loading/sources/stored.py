@@ -52,7 +52,9 @@ class StorageSource:
             SegmentCorrupt: One is missing or damaged, or another save is committed there.
         """
         if not self._save_id:
-            return DescriptionFiles(metadata=self._get(names.metadata_file(self._scope), bytes))
+            listed = {entry.name: entry.nbytes for entry in self._storage.ls(self._name)}
+            metadata = self._get(names.metadata_file(self._scope), bytes)
+            return DescriptionFiles(metadata=metadata, file_nbytes=listed)
         if not self._is_committed():
             raise self._corrupt(0, f"what is committed there isn't save {self._save_id}")
         manifest, key = self._get(
@@ -73,7 +75,8 @@ class StorageSource:
             UntrustedMetadata: The `.metadata` holds what no DCP metadata is made of.
         """
         if not self._save_id:
-            return Description(None, None, self._without_manifest(read_metadata(files.metadata)))
+            metadata = self._without_manifest(read_metadata(files.metadata))
+            return Description(None, None, metadata, files.file_nbytes)
         try:
             self._manifest = Manifest.from_json(files.manifest)
             return Description(catalog_named(self._manifest.catalog, files.catalog), self._manifest)
@@ -92,7 +95,8 @@ class StorageSource:
     def _without_manifest(self, metadata: Metadata) -> Metadata:
         """Return metadata that torch wrote; refuse ours, which lost its checksums."""
         files = {
-            getattr(info, "relative_path", "") for info in (metadata.storage_data or {}).values()
+            str(getattr(info, "relative_path", ""))
+            for info in (metadata.storage_data or {}).values()
         }
         if any(names.SEGMENT.fullmatch(file) for file in files):
             detail = "its manifest is missing, and the checksums with it"
@@ -115,7 +119,19 @@ class StorageSource:
             if file not in known:
                 detail = f"no manifest of its has the checksums of {file}"
                 raise self._corrupt(names.rank_of(file), detail)
+        self._refuse_beyond_segments({file: known[file] for file in files})
         return {file: known[file] for file in files}
+
+    def _refuse_beyond_segments(self, tables: Mapping[str, ItemTable | None]) -> None:
+        """Raise SegmentCorrupt where checksums are of more bytes than a segment has."""
+        assert self._manifest is not None
+        segments = self._manifest.segments
+        nbytes = dict(zip(segments.rank, segments.nbytes, strict=True))
+        for file, table in tables.items():
+            rank = names.rank_of(file)
+            end = 0 if table is None else int((table.offsets + table.lengths).max(initial=0))
+            if end > nbytes.get(rank, end):
+                raise self._corrupt(rank, f"its items reach beyond the end of {file}")
 
     def _tables_of_node(self, node: str) -> Mapping[str, ItemTable]:
         file = names.stored_node_manifest(self._save_id, node)

@@ -38,6 +38,21 @@ class StorageConformance:
     def storage(self, opened: Callable[[], Storage]) -> Storage:
         return opened()
 
+    def test_tree_has_what_listings_have(self, storage: Storage) -> None:
+        for key in ("top", "step-1/one", "step-1/.dcp_mem/two"):
+            storage.put(key, key.encode())
+        tree = storage.tree(3)
+        if tree is None:
+            pytest.skip("this storage lists one directory after the other")
+        assert sorted((directory, entry.name) for directory, entry in tree) == [
+            ("", "top"),
+            ("step-1", "one"),
+            ("step-1/.dcp_mem", "two"),
+        ]
+        for directory, entry in tree:
+            assert entry in storage.ls(directory)
+        assert storage.tree(2) is None
+
     # -- put and get -------------------------------------------------------------------------------
 
     def test_put_is_seen_whole_by_another_instance(

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from azure.storage.blob import BlobServiceClient
 from tests.support import REPOSITORY
 from tests.support.processes.launch import TETHER
 from tests.support.storage import ceph, shared_models  # noqa: F401 (importing it is what it is for)
+from tests.support.storage.certificates import Certificates
 
 S = TypeVar("S")
 
@@ -118,10 +120,15 @@ class Server:
         self.process.wait()
 
 
+@dataclass(frozen=True, slots=True)
 class BlobServer(Server):
-    """Azurite's blob service, in memory."""
+    """Azurite's blob service, in memory.
 
-    __slots__ = ()
+    Attributes:
+        authority: Path of the certificate to trust where it speaks TLS; None trusts the usual ones.
+    """
+
+    authority: str | None = None
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -131,7 +138,7 @@ class BlobServer(Server):
     def options_at(self, endpoint: str) -> dict[str, Any]:
         """What adlfs needs to reach it by way of another endpoint, a proxy's."""
         connection = {
-            "DefaultEndpointsProtocol": "http",
+            "DefaultEndpointsProtocol": endpoint.partition("://")[0],
             "AccountName": _AZURE_ACCOUNT,
             "AccountKey": _AZURE_KEY,
             "BlobEndpoint": f"{endpoint}/{_AZURE_ACCOUNT}",
@@ -142,7 +149,10 @@ class BlobServer(Server):
     def fresh_root(self) -> Iterator[StorageRoot]:
         """A container of its own, deleted at the end."""
         connection = self.storage_options["connection_string"]
-        with BlobServiceClient.from_connection_string(connection) as client:
+        trust: dict[str, Any] = (
+            {} if self.authority is None else {"connection_verify": self.authority}
+        )
+        with BlobServiceClient.from_connection_string(connection, **trust) as client:
             container = client.create_container(_fresh_name())
             yield StorageRoot(f"abfs://{container.container_name}", self.storage_options)
             if self.running:
@@ -151,10 +161,15 @@ class BlobServer(Server):
 
 @dataclass(frozen=True, slots=True)
 class S3Server(Server):
-    """moto's S3 or radosgw, in memory."""
+    """moto's S3 or radosgw, in memory.
+
+    Attributes:
+        authority: As `BlobServer`'s.
+    """
 
     key: str = "test"
     secret: str = field(default="test", repr=False)
+    authority: str | None = None
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -179,6 +194,7 @@ class S3Server(Server):
             region_name="us-east-1",
             aws_access_key_id=self.key,
             aws_secret_access_key=self.secret,
+            verify=self.authority,
         )
         with contextlib.closing(client):
             bucket = _fresh_name()
@@ -189,26 +205,27 @@ class S3Server(Server):
 
 
 @contextlib.contextmanager
-def running_azurite() -> Iterator[BlobServer]:
-    """A new Azurite, answering by the time this is entered.
+def running_azurite(tls: Certificates | None = None) -> Iterator[BlobServer]:
+    """A new Azurite, answering by the time this is entered; by TLS where it gets certificates.
 
     Raises ServerUnavailable where Node or Azurite is missing, or does not start.
     """
     node, program = _node(), str(_azurite())
+    secured = ("--cert", tls.server, "--key", tls.key) if tls else ()
 
     def command(port: int) -> list[str]:
         return [
             *(node, program, "--silent", "--inMemoryPersistence", "--disableTelemetry"),
-            *("--skipApiVersionCheck", "--blobHost", _HOST, "--blobPort", str(port)),
+            *("--skipApiVersionCheck", "--blobHost", _HOST, "--blobPort", str(port), *secured),
         ]
 
-    with _running(command) as (endpoint, process):
-        yield BlobServer(endpoint, process)
+    with _running(command, tls) as (endpoint, process):
+        yield BlobServer(endpoint, process, tls.authority if tls else None)
 
 
 @contextlib.contextmanager
-def running_moto() -> Iterator[S3Server]:
-    """A new moto server, answering by the time this is entered.
+def running_moto(tls: Certificates | None = None) -> Iterator[S3Server]:
+    """A new moto server, answering by the time this is entered; by TLS where it gets certificates.
 
     Raises ServerUnavailable where it does not start.
     """
@@ -218,10 +235,12 @@ def running_moto() -> Iterator[S3Server]:
             f"S3_UPLOAD_PART_MIN_SIZE={LEAST_S3_PART}",
             f"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE={_MOTO_BUFFER}",
         )
-        return ["env", *settings, sys.executable, "-m", "moto.server", "-H", _HOST, "-p", str(port)]
+        program = [sys.executable, "-m", "moto.server", "-H", _HOST, "-p", str(port)]
+        return ["env", *settings, *program, *secured]
 
-    with _running(command) as (endpoint, process):
-        yield S3Server(endpoint, process)
+    secured = ("--ssl-cert", tls.server, "--ssl-key", tls.key) if tls else ()
+    with _running(command, tls) as (endpoint, process):
+        yield S3Server(endpoint, process, authority=tls.authority if tls else None)
 
 
 @contextlib.contextmanager
@@ -275,14 +294,14 @@ def _azurite() -> Path:
 
 @contextlib.contextmanager
 def _running(
-    command: Callable[[int], Sequence[str]],
+    command: Callable[[int], Sequence[str]], tls: Certificates | None = None
 ) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """The endpoint and process of a server that answers; killed at the end."""
     with tempfile.TemporaryFile() as log, contextlib.ExitStack() as started:
         for attempt in range(1, _START_ATTEMPTS + 1):
             port = free_port()
             process = started.enter_context(_process(command(port), log))
-            if _answers(process, port):
+            if _answers(process, port, tls):
                 break
             # Another process may have taken the port since; a dead server is tried again.
             if process.poll() is None or attempt == _START_ATTEMPTS:
@@ -290,7 +309,7 @@ def _running(
                     f"no answer within {_START_SECONDS:.0f} s (exit code {process.poll()}) from "
                     f"{' '.join(command(port))}\n{_tail(log)}"
                 )
-        yield f"http://{_HOST}:{port}", process
+        yield f"{'https' if tls else 'http'}://{_HOST}:{port}", process
 
 
 def _finish(command: Sequence[str], log: IO[bytes]) -> None:
@@ -322,11 +341,19 @@ def _process(command: Sequence[str], log: IO[bytes]) -> Iterator["subprocess.Pop
         process.wait()
 
 
-def _answers(process: "subprocess.Popen[bytes]", port: int) -> bool:
+def _answers(
+    process: "subprocess.Popen[bytes]", port: int, tls: Certificates | None = None
+) -> bool:
     """Whether the process speaks HTTP on the port before it ends or the time is over."""
     deadline = time.monotonic() + _START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        connection = http.client.HTTPConnection(_HOST, port, timeout=5)
+        connection = (
+            http.client.HTTPSConnection(
+                _HOST, port, timeout=5, context=ssl.create_default_context(cafile=tls.authority)
+            )
+            if tls
+            else http.client.HTTPConnection(_HOST, port, timeout=5)
+        )
         with (
             contextlib.closing(connection),
             contextlib.suppress(OSError, http.client.HTTPException),
