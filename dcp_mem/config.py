@@ -232,6 +232,15 @@ def _failure_domain(given: str | Callable[[], str] | None) -> str:
     return domain
 
 
+def exchange_timeout() -> float:
+    """Return the seconds that a rank waits for the others: $DCP_MEM_TIMEOUT, else 600.
+
+    Raises:
+        ConfigError: The variable is no number above 0.
+    """
+    return _seconds_from("DCP_MEM_TIMEOUT", 600.0)
+
+
 def _seconds_from(variable: str, default: float) -> float:
     """Return the seconds that an environment variable gives."""
     text = os.environ.get(variable) or str(default)

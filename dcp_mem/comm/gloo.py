@@ -32,7 +32,8 @@ from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.collectives import Channel, Message, Ranks, Share, SingleRank
 from dcp_mem.comm.timed_store import TimedStore, connected, own_connection
 from dcp_mem.comm.tree import Tree, tree_of
-from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
+from dcp_mem.config import exchange_timeout
+from dcp_mem.errors import DcpMemError, RankFailed
 
 T = TypeVar("T")
 _LENGTH = 8
@@ -348,22 +349,6 @@ def restart_count() -> str:
     """
     is_served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if is_served_by_torchrun else ""
-
-
-def exchange_timeout() -> float:
-    """Return the seconds that a rank waits for the others: $DCP_MEM_TIMEOUT, else 600.
-
-    Raises:
-        ConfigError: The variable is no number above 0.
-    """
-    text = os.environ.get("DCP_MEM_TIMEOUT", "600")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise ConfigError(f"DCP_MEM_TIMEOUT={text!r}: give a number of seconds above 0")
-    return seconds
 
 
 def run_token() -> str:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from dcp_mem.comm.gloo import exchange_timeout, restart_count, run_token
+from dcp_mem.comm.gloo import restart_count, run_token
 from dcp_mem.comm.timed_store import TimedCalls, own_connection
+from dcp_mem.config import exchange_timeout
 from dcp_mem.errors import RankFailed
 
 _STORE_SECONDS = 30.0

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from dcp_mem.comm.gloo import exchange_timeout
 from dcp_mem.common.log import log
 from dcp_mem.common.progress_bar import Show
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Outcome, State, Transfer
-from dcp_mem.config import Settings, job_name, memory_root_path
+from dcp_mem.config import Settings, exchange_timeout, job_name, memory_root_path
 from dcp_mem.errors import (
     CheckpointNotFound,
     ConfigError,

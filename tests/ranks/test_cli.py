@@ -167,6 +167,12 @@ def test_piped_tables_are_narrow_and_have_no_spaces_at_the_end(job: Job) -> None
         assert [line for line in lines if len(line) > 100] == []
 
 
+@pytest.mark.parametrize("command", ["ls", "show", "rm", "watch", "flush", "verify"])
+def test_commands_that_look_import_no_torch(command: str) -> None:
+    code = f"import sys, dcp_mem.cli.{command}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 # -- watch -----------------------------------------------------------------------------------------
 
 

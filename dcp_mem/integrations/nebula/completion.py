@@ -21,9 +21,9 @@ from typing import IO, Any, Protocol
 
 import torch.distributed as dist
 
-from dcp_mem.comm.gloo import exchange_timeout
 from dcp_mem.comm.notices import Notices
 from dcp_mem.common.log import log
+from dcp_mem.config import exchange_timeout
 from dcp_mem.errors import DcpMemError, WaitTimeout
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Extent
