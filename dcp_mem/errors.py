@@ -234,6 +234,28 @@ class StorageRefused(DcpMemError, PermissionError):
         return f"storage {self.url} refused: {self.reason}"
 
 
+class StorageTaken(StorageRefused):
+    """A newer run of the job has taken the storage; this one neither commits nor deletes there.
+
+    Its checkpoints stay in memory. End one of the two runs; the one that starts last has the
+    storage.
+
+    Args:
+        url: The storage.
+        generation: The newer run's.
+        holder: Who that is.
+    """
+
+    def __init__(self, url: str, generation: int, holder: str) -> None:
+        reason = (
+            f"a newer run has taken it (generation {generation}: {holder}). This run stays in "
+            "memory. Give each run a root of its own, or end one of them"
+        )
+        super().__init__(url, reason)
+        self.args = (url, generation, holder)
+        self.generation, self.holder = generation, holder
+
+
 class FlushFailed(DcpMemError):
     """A checkpoint didn't become durable; it is still in memory unless the text says otherwise.
 

@@ -53,6 +53,7 @@ from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.retention import Retention
 from dcp_mem.runtime import states
+from dcp_mem.runtime.numbers import note_seen, seen
 from dcp_mem.runtime.session import (
     Session,
     close_session,
@@ -887,10 +888,13 @@ class MemoryStorageWriter(StorageWriter):
             "_process_group": None,
             "_dcp_plans": DcpPlanTracker(),
             "_run": self._identity().run,
+            "_seen": seen(self.settings),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        number = state.pop("_seen")
         self.__dict__.update(state, _calls=ThreadCalls())
+        note_seen(self.settings, number)
 
 
 def _check_that_it_can_be_flushed(chosen: Settings) -> None:

@@ -8,16 +8,18 @@ from rich.text import Text
 
 from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_places, subcommand
 from dcp_mem.cli.screen import Screen, age, facts_of, figures, problem, size, state
-from dcp_mem.common.values import CheckpointStatus
+from dcp_mem.common.values import MEMORY, CheckpointStatus
 from dcp_mem.config import memory_root_path
 from dcp_mem.operations.inventory import Job, count_superseded, list_checkpoints, list_jobs
+
+_MOST_NAMED = 10
 
 _HELP = """List a job's checkpoints in this node's memory and on storage, newest first.
 
 Saves that newer ones superseded before their flush are counted (on_slow_storage="newest").
 
 Without ROOT and --job: list the jobs in this node's memory, and what each has there. Exit code 1 if
-there is nothing.
+there is nothing, or if a checkpoint can't be loaded from anywhere.
 
 Examples:
   dcp-mem ls s3://ckpts/run-42
@@ -29,7 +31,9 @@ Examples:
 
 @subcommand("ls", _HELP, needs_root=False)
 def command(common: CommonOptions) -> int:
-    """Print a table of checkpoints, or of all jobs in memory; return 1 if there is nothing.
+    """Print a table of checkpoints, or of all jobs in memory.
+
+    Returns 1 if there is nothing, or if a checkpoint on storage can't be loaded from anywhere.
 
     Args:
         common: The options that all commands have.
@@ -51,7 +55,11 @@ def command(common: CommonOptions) -> int:
         common.screen.line(f"{what} superseded by a newer one before the flush")
     if not found:
         common.screen.note(f"no checkpoints in {searched_places(settings)}")
-    return 0 if found else 1
+    lost = [one.name for one in found if one.problem and MEMORY not in one.places]
+    if lost:
+        names = ", ".join(lost[:_MOST_NAMED]) + (", …" if len(lost) > _MOST_NAMED else "")
+        common.screen.note(f"{len(lost)} of {len(found)} can't be loaded from anywhere: {names}")
+    return 0 if found and not lost else 1
 
 
 def _list_jobs(screen: Screen, root: str) -> int:

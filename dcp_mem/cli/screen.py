@@ -339,6 +339,8 @@ def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
             for name, value in checkpoint.metrics.items()
         },
         "created": checkpoint.created,
+        "generation": checkpoint.generation,
+        "count": checkpoint.count,
         "bytes": checkpoint.nbytes,
         "world_size": checkpoint.world_size,
         "state": checkpoint.state.value,

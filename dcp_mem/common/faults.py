@@ -30,6 +30,7 @@ POINTS = (
     "replicate.sealed",  # the copy has its name, and its checksums lie beside it
     "replicate.recorded",  # this node has recorded REPLICATED
     "flush.started",
+    "claim.taken",  # the run has a generation on storage, and memory doesn't know it yet
     "flush.part",  # one part of a segment is on storage
     "flush.parts",  # all parts of a segment are on storage, and it isn't finished
     "flush.segment",  # one segment is on storage

@@ -160,6 +160,12 @@ class CheckpointStatus:
         world_size: Ranks that saved it; 0 if unknown.
         problem: What is known to be wrong with it; "" for nothing.
         is_foreign: Whether torch's own writer made it.
+        generation: Of the run that saved it; 0 if unknown. It gives the checkpoint its place in the
+            job's order, with `count`.
+        count: Of the save, within the generation.
+        run: Token of the run.
+        stored_at: When storage got its `.metadata`, in seconds since the epoch by the storage's
+            clock; 0.0 if unknown.
     """
 
     name: str
@@ -188,6 +194,10 @@ class CheckpointStatus:
     world_size: int = 0
     problem: str = ""
     is_foreign: bool = False
+    generation: int = 0
+    count: int = 0
+    run: str = ""
+    stored_at: float = 0.0
 
     @property
     def is_durable(self) -> bool:

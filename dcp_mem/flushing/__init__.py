@@ -5,5 +5,6 @@ this order: `agent` (the process) and `thread` (the same in the trainer), `loop`
 scheduler), `registration` (what a job asks for), `scheduler` (which checkpoint is next, retries),
 `commit` (the order that makes a checkpoint durable), `parts` (what each node puts), `takeover` (the
 parts of lost nodes), `upload` (the bytes), `orphans` (what attempts leave behind), `metering`
-(counts and limits), `progress` (what is written down), `retention` (what leaves storage).
+(counts and limits), `progress` (what is written down), `retention` (what leaves storage),
+`ownership` (which run may commit and delete).
 """

@@ -46,6 +46,7 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.metadata_template import template_of
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.locks import end_lease, share, try_lease
+from dcp_mem.policy.order import is_newer
 from dcp_mem.storage import Storage
 
 T = TypeVar("T")
@@ -86,6 +87,8 @@ def flush(job: FlushJob) -> bool:
         Evicted: The checkpoint is no longer in memory.
         Superseded: A newer checkpoint has made this one pointless.
         SegmentCorrupt: Memory lacks bytes of it.
+        StorageTaken: A newer run has the storage. The checkpoint may be committed all the same, but
+            that run may delete or replace it.
     """
     return with_lease(job.checkpoint, lambda: _flush(job))
 
@@ -104,9 +107,10 @@ def _flush(job: FlushJob) -> bool:
     faults.point("flush.started")
     own_nbytes = sum(segment.nbytes for segment in manifest.of_node(job.node))
     if committed_save_id(job.storage, manifest) == manifest.save_id and not _has_new_catalog(job):
+        job.check_ownership()
         if manifest.committer == job.node:
             # The process that committed it may have been killed before it had removed these.
-            collect_older_attempts(job.storage, manifest)
+            collect_older_attempts(job.storage, manifest, job.may_drop)
         job.meter.find_stored(own_nbytes)
         return manifest.committer == job.node
     refuse_to_overwrite(job)
@@ -129,8 +133,14 @@ def _flush(job: FlushJob) -> bool:
     # Looked at again: taking parts over may have taken minutes.
     refuse_to_come_late(job, parts)
     with job.meter.stage("commit"):
-        commit(job)
-    collect_older_attempts(job.storage, manifest)
+        replaced = commit(job)
+    # A newer run may have taken the storage meanwhile, and may be replacing what was committed.
+    job.check_ownership()
+    collect_older_attempts(
+        job.storage,
+        manifest,
+        lambda run, save_id: save_id.encode() in replaced or job.may_drop(run, save_id),
+    )
     now = Manifest.from_json(read_bytes(job.checkpoint.manifest_path))
     if now.save_id == manifest.save_id and now.catalog != manifest.catalog:
         raise NotYet("the coordinator has put a new catalog into memory meanwhile")
@@ -144,6 +154,7 @@ def _check_that_all_parts_are_stored(job: FlushJob, parts: Parts) -> None:
         if node in job.lost:
             raise NotYet(_missing_of_lost(job, parts, node))
     if not job.may_commit:
+        job.check_ownership()  # the committer will not commit it any more, if another run has it
         raise NotYet(f"node {job.checkpoint.manifest.committer} has not committed it yet")
     if missing:
         count = len(job.checkpoint.manifest.nodes)
@@ -234,7 +245,7 @@ def refuse_to_overwrite(job: FlushJob) -> None:
 
 
 def refuse_to_come_late(job: FlushJob, parts: Parts) -> None:
-    """Make sure that no newer attempt of the name is committed, where this node acts for lost ones.
+    """Make sure that no newer attempt of the name is committed.
 
     The job may have gone on elsewhere; this node's memory doesn't show it.
 
@@ -246,28 +257,33 @@ def refuse_to_come_late(job: FlushJob, parts: Parts) -> None:
         Superseded: There is a newer attempt.
     """
     manifest = job.checkpoint.manifest
-    if not job.lost:
-        return
-    committed = committed_metadata(job.storage, manifest)
-    for save_id in parts.other_attempts():
-        if save_id.encode() in committed and _created(job, save_id) > manifest.created:
-            raise Superseded(
-                f"{', '.join(sorted(job.lost))} lost, and a newer save of that name is durable"
-            )
+    others = list(parts.other_attempts())
+    committed = committed_metadata(job.storage, manifest) if others else b""
+    for save_id in others:
+        other = _stored_manifest(job, save_id) if save_id.encode() in committed else None
+        if other is not None and is_newer(other.place, manifest.place):
+            if job.lost:
+                lost = ", ".join(sorted(job.lost))
+                raise Superseded(f"{lost} lost, and a newer save of that name is durable")
+            job.check_ownership()  # it is mostly another run that has committed it
+            raise Superseded("a newer save of that name is durable")
 
 
-def _created(job: FlushJob, save_id: str) -> float:
+def _stored_manifest(job: FlushJob, save_id: str) -> Manifest | None:
     try:
-        return Manifest.from_json(job.storage.get(job.key(names.stored_manifest(save_id)))).created
+        return Manifest.from_json(job.storage.get(job.key(names.stored_manifest(save_id))))
     except (StorageKeyMissing, ManifestInvalid):
-        return 0.0
+        return None
 
 
-def commit(job: FlushJob) -> None:
+def commit(job: FlushJob) -> bytes:
     """Publish the catalog, the manifest and last, in one put, `.metadata`.
 
     Args:
         job: The flush; all parts of its checkpoint are stored.
+
+    Returns:
+        The `.metadata` that was replaced; empty if there was none.
 
     Raises:
         CheckpointExists: overwrite=False, and another checkpoint was committed meanwhile.
@@ -283,14 +299,37 @@ def commit(job: FlushJob) -> None:
     faults.point("flush.manifest")
     metadata = template_of(catalog).render(manifest.save_id, manifest.tails, manifest.name)
     key = job.key(names.metadata_file(manifest.scope))
+    # In this order: what another run commits after the first line lets the put fail, and what it
+    # has committed before lets the check fail.
+    before = committed_metadata(job.storage, manifest)
+    job.check_ownership()
+    if not job.may_commit_now():
+        raise Superseded("a newer run has dropped it, and has saved under that name")
     faults.point("flush.commit")
     try:
-        job.storage.put(key, metadata, create=not job.overwrite)
+        _put_metadata(job, key, before, metadata)
     except (CheckpointExists, StorageUnavailable):
         # The answer may have been lost on its way, or an earlier attempt of ours has succeeded.
         if not _holds(job.storage, key, metadata):
             raise
     faults.point("flush.committed")
+    return before
+
+
+def _put_metadata(job: FlushJob, key: str, before: bytes, metadata: bytes) -> None:
+    """Put `.metadata` if storage still has what it had before: nobody's commit is overwritten."""
+    if before and job.overwrite:
+        if not job.storage.swap(key, before, metadata):
+            raise StorageUnavailable(job.storage.url, f"another process has committed {key}")
+        return
+    try:
+        job.storage.put(key, metadata, create=True)
+    except CheckpointExists:
+        if not job.overwrite:
+            raise
+        raise StorageUnavailable(
+            job.storage.url, f"another process has committed {key} at the same moment"
+        ) from None
 
 
 def _has_new_catalog(job: FlushJob) -> bool:

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
+from dcp_mem.policy.order import is_newer
 from dcp_mem.storage import Storage
 
-_OWN = re.compile(r"(?:node|manifest|segment)-([0-9a-f]{8})(?:-.*)?\.json")
+_OWN = re.compile(r"(?:node|manifest|segment|ticket)-([0-9a-f]{8})(?:-.*)?\.json")
 _CATALOG = re.compile(r"catalog-[0-9a-f]+")
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
+
+
+COMMIT, DROP = b'"commit"', b'"drop"'
+"""What a ticket says: the attempt is about to be committed, or its files are being removed."""
+
+MayDrop = Callable[[str, str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,11 @@ class Orphan:
     save_id: str
     is_unfinished: bool = False
 
+    @property
+    def is_ticket(self) -> bool:
+        """Whether it only says what becomes of the attempt."""
+        return self.key.endswith(names.stored_ticket(self.save_id))
+
     def remove(self, storage: Storage) -> None:
         """Remove it; one that is gone already is fine.
 
@@ -47,7 +59,9 @@ class Orphan:
         storage.drop_unfinished(self.key) if self.is_unfinished else storage.delete(self.key)
 
 
-def collect_older_attempts(storage: Storage, manifest: Manifest) -> None:
+def collect_older_attempts(
+    storage: Storage, manifest: Manifest, may_drop: MayDrop = lambda run, save_id: True
+) -> None:
     """Remove what older attempts have left under a committed checkpoint's name.
 
     Uploads that this checkpoint's own attempts have broken off go, too. An attempt is older if its
@@ -57,6 +71,8 @@ def collect_older_attempts(storage: Storage, manifest: Manifest) -> None:
     Args:
         storage: The job's root.
         manifest: Of the committed checkpoint.
+        may_drop: Tells of an attempt whether it may be removed. Given the token of its run, or ""
+            where that isn't known, and the save id.
     """
     found = [one for one in _files(storage, manifest.name) if _is_of_scope(one, manifest.scope)]
     own_times = [
@@ -66,12 +82,20 @@ def collect_older_attempts(storage: Storage, manifest: Manifest) -> None:
     older = {
         save_id
         for save_id in {one.save_id for one in found} - {manifest.save_id, ""}
-        if _is_older(storage, manifest, [one for one in found if one.save_id == save_id], begun)
+        if _is_older(
+            storage,
+            manifest,
+            [one for one in found if one.save_id == save_id],
+            begun,
+            may_drop,
+        )
     }
     for one in found:
-        if one.save_id in older or (one.save_id == manifest.save_id and one.is_unfinished):
+        is_left_over = one.save_id == manifest.save_id and one.is_unfinished
+        if is_left_over or (one.save_id in older and not _is_drop(storage, one)):
             one.remove(storage)
-    if manifest.scope == names.COLLECTIVE:
+    others = {one.save_id for one in found} - older - {manifest.save_id, ""}
+    if manifest.scope == names.COLLECTIVE and not others:
         own_catalog = f"{manifest.name}/{names.catalog_file(manifest.catalog)}"
         for one in found:
             is_other_catalog = not one.save_id and one.key != own_catalog
@@ -114,9 +138,9 @@ def delete_attempt(storage: Storage, name: str, save_id: str) -> None:
     """
     # Inner directories first: each goes with its last file.
     found = sorted(_files(storage, name), key=lambda one: one.key)
-    is_only = {one.save_id for one in found} <= {save_id, ""}
+    is_only = {one.save_id for one in found if not one.is_ticket} <= {save_id, ""}
     for one in found:
-        if one.save_id == save_id or is_only:
+        if (one.save_id == save_id or is_only) and not _is_drop(storage, one):
             one.remove(storage)
 
 
@@ -163,6 +187,14 @@ def _files(storage: Storage, name: str) -> Iterator[Orphan]:
             yield Orphan(left.key, 0, modified=left.begun, save_id=match[3], is_unfinished=True)
 
 
+def _is_drop(storage: Storage, one: Orphan) -> bool:
+    """Return whether it says that an attempt was dropped: whoever has put that has to find it."""
+    try:
+        return one.is_ticket and storage.get(one.key) == DROP
+    except StorageKeyMissing:
+        return False
+
+
 def _is_of_scope(one: Orphan, scope: str) -> bool:
     """Return whether it may be an attempt of the same ranks.
 
@@ -174,14 +206,22 @@ def _is_of_scope(one: Orphan, scope: str) -> bool:
     )
 
 
-def _is_older(storage: Storage, own: Manifest, attempt: Sequence[Orphan], begun: float) -> bool:
+def _is_older(
+    storage: Storage,
+    own: Manifest,
+    attempt: Sequence[Orphan],
+    begun: float,
+    may_drop: MayDrop,
+) -> bool:
     key = f"{own.name}/{names.stored_manifest(attempt[0].save_id)}"
     try:
         other = Manifest.from_json(storage.get(key))
     except (StorageKeyMissing, ManifestInvalid):
         modified = [one.modified for one in attempt]
-        return min(modified) > 0.0 and max(modified) < begun
-    return other.created < own.created and other.scope == own.scope
+        is_older = min(modified) > 0.0 and max(modified) < begun
+        return is_older and may_drop("", attempt[0].save_id)
+    is_older = is_newer(own.place, other.place) and other.scope == own.scope
+    return is_older and may_drop(other.run, other.save_id)
 
 
 def _walk(storage: Storage, prefix: str) -> Iterator[tuple[str, int]]:

@@ -7,8 +7,10 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from dcp_mem.common import faults
 from dcp_mem.common.values import Segment
-from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, StorageKeyMissing
+from dcp_mem.errors import CheckpointExists, ManifestInvalid, SegmentCorrupt, StorageKeyMissing
 from dcp_mem.flushing.metering import Meter, Throttle
+from dcp_mem.flushing.orphans import COMMIT, DROP
+from dcp_mem.flushing.ownership import Ownership
 from dcp_mem.flushing.upload import SegmentUpload, upload_all
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
@@ -32,6 +34,7 @@ class FlushJob:
         lost: Ids of nodes that won't put their parts any more, so that others do it.
         damaged: Segments whose copies here have turned out damaged. The attempt adds to it; it is
             kept from one attempt to the next.
+        ownership: Of the storage; None where there is nobody to share it with.
         was_put: This node's part was stored by an earlier attempt, and a newer checkpoint is
             durable.
     """
@@ -45,12 +48,51 @@ class FlushJob:
     throttle: Throttle = field(default_factory=lambda: Throttle(None))
     lost: frozenset[str] = frozenset()
     damaged: set[str] = field(default_factory=set)
+    ownership: Ownership | None = None
     was_put: bool = False
 
     @property
     def may_commit(self) -> bool:
         """Whether this node is the committer, or the committer is lost."""
         return self.checkpoint.manifest.committer in {self.node, *self.lost}
+
+    def check_ownership(self) -> None:
+        """Make sure that no newer run has taken the storage; raise StorageTaken where one has.
+
+        Ranks that save alone share a storage without agreeing on anything: each owns its files.
+        """
+        is_shared = self.checkpoint.manifest.scope == names.COLLECTIVE
+        if self.ownership is not None and is_shared:
+            self.ownership.check()
+
+    def may_commit_now(self) -> bool:
+        """Decide that the attempt is committed; False where another run has dropped it."""
+        if self.ownership is None or self.checkpoint.manifest.scope != names.COLLECTIVE:
+            return True
+        return self._settle(self.checkpoint.manifest.save_id, COMMIT) == COMMIT
+
+    def may_drop(self, run: str, save_id: str) -> bool:
+        """Decide that an attempt under this checkpoint's name is dropped, if it still can be.
+
+        Args:
+            run: Token of the run that made it; "" where that isn't known.
+            save_id: Of the attempt.
+
+        Returns:
+            False where its run may have committed it, or is about to.
+        """
+        if self.ownership is None or (run and self.ownership.is_own(run)):
+            return True
+        return self.storage.has_conditions() and self._settle(save_id, DROP) == DROP
+
+    def _settle(self, save_id: str, wanted: bytes) -> bytes:
+        """Settle what becomes of an attempt, once and for all runs; return what that is."""
+        key = self.key(names.stored_ticket(save_id))
+        try:
+            self.storage.put(key, wanted, create=True)
+        except CheckpointExists:
+            return self.storage.get(key)
+        return wanted
 
     def key(self, file: str) -> str:
         """Return a file's key on storage.

@@ -8,6 +8,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.parallel import in_daemons
 from dcp_mem.errors import CheckpointExists, StorageKeyMissing
 from dcp_mem.flushing.orphans import delete_attempt
+from dcp_mem.flushing.ownership import Ownership
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.policy.facts import CheckpointFacts
@@ -25,6 +26,7 @@ class _Known:
     """A committed checkpoint, as the last look at storage found it."""
 
     save_id: str
+    run: str
     candidate: CheckpointFacts
 
 
@@ -34,7 +36,13 @@ class Retainer:
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
 
-    def apply(self, storage: Storage, policy: Retention, committed: Manifest) -> list[str]:
+    def apply(
+        self,
+        storage: Storage,
+        policy: Retention,
+        committed: Manifest,
+        ownership: Ownership | None = None,
+    ) -> list[str]:
         """Delete what the policy doesn't keep.
 
         Only whole checkpoints of dcp_mem's are looked at. The newest stays, and whatever is read.
@@ -47,18 +55,25 @@ class Retainer:
             storage: The job's root.
             policy: What stays.
             committed: The checkpoint that has just been committed; it stays.
+            ownership: Of the storage; None where there is nobody to share it with.
 
         Returns:
             Names of the deleted checkpoints.
 
         Raises:
             StorageUnavailable, StorageRefused: As the storage does.
+            StorageTaken: A newer run has the storage; nothing more is deleted.
         """
         self._look(storage, committed)
         deleted = []
         candidates = [known.candidate for known in self._known.values()]
         for one in leaving(policy, candidates, {committed.name})[:_MOST_AT_ONCE]:
-            if _delete(storage, one.key, self._known[one.key]):
+            known = self._known[one.key]
+            if ownership is not None:
+                ownership.check()
+                if not ownership.may_delete(known.run):
+                    continue
+            if _delete(storage, one.key, known):
                 deleted.append(one.key)
             self._known.pop(one.key)  # if it is still there, it is looked at again next time
         return deleted
@@ -92,7 +107,8 @@ def _delete(storage: Storage, name: str, known: _Known) -> bool:
         return False
     if known.save_id.encode() not in metadata:
         return False
-    storage.delete(key)
+    if not storage.remove(key, metadata) and _exists(storage, key):
+        return False
     if is_being_read(storage, name):
         try:
             storage.put(key, metadata, create=True)
@@ -100,6 +116,15 @@ def _delete(storage: Storage, name: str, known: _Known) -> bool:
             log.info("%s in %s has been saved anew meanwhile", name, storage.url)
         return False
     delete_attempt(storage, name, known.save_id)
+    return True
+
+
+def _exists(storage: Storage, key: str) -> bool:
+    """Return whether an object is still there: the answer to its removal may have been lost."""
+    try:
+        storage.get(key)
+    except StorageKeyMissing:
+        return False
     return True
 
 
@@ -117,7 +142,8 @@ def _known(manifest: Manifest) -> _Known:
     candidate = CheckpointFacts(
         key=manifest.name,
         created=manifest.created,
+        number=manifest.number,
         step=manifest.step,
         metrics=manifest.metrics,
     )
-    return _Known(manifest.save_id, candidate)
+    return _Known(manifest.save_id, manifest.run, candidate)

@@ -17,15 +17,18 @@ from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError, StorageUnavailable
 from dcp_mem.flushing.commit import Evicted, NotYet, Superseded, flush
 from dcp_mem.flushing.metering import Throttle
+from dcp_mem.flushing.ownership import Ownership
 from dcp_mem.flushing.parts import FlushJob, drop_part
 from dcp_mem.flushing.progress import FlushAttempt, add_to_stored_history
 from dcp_mem.flushing.registration import Registration, environment_of
 from dcp_mem.flushing.retention import Retainer
+from dcp_mem.format import names
 from dcp_mem.format.history import row_of
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import job_is_live
+from dcp_mem.policy.order import is_newer
 from dcp_mem.storage.retry import RetryingStorage, RetryPolicy
 from dcp_mem.storage.routes import open_storage
 
@@ -84,6 +87,18 @@ class _FlushState:
     damaged: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A claim that is to be made, and after how many seconds it is tried again."""
+
+    due: float = 0.0
+    pause: float = 1.0
+
+    def later(self) -> _Claim:
+        pause = min(_LONGEST_PAUSE, 2 * self.pause)
+        return _Claim(time.monotonic() + self.pause, pause)
+
+
 class FlushScheduler:
     """Flushes the pending checkpoints of registered jobs, the newest first.
 
@@ -100,6 +115,8 @@ class FlushScheduler:
         self._unwritten: dict[str, tuple[JobMemory, LocalCheckpoint, FlushRecord]] = {}
         self._served: dict[str, float] = {}
         self._retainers: dict[str, Retainer] = {}
+        self._ownerships: dict[str, Ownership] = {}
+        self._to_claim: dict[str, _Claim] = {}
 
     def register(self, registration: Registration) -> None:
         """Take a job on, or its new credentials or nodes: failed flushes may wait for those.
@@ -111,6 +128,7 @@ class FlushScheduler:
         if known is not None and registration.nodes is None:
             registration = replace(registration, nodes=known.nodes)
         self._jobs[registration.job] = registration
+        self._to_claim.setdefault(registration.job, _Claim())
         is_same = (
             known is not None
             and registration.has_same_destination(known)
@@ -124,7 +142,7 @@ class FlushScheduler:
     def flush_next(self) -> bool:
         """Flush one checkpoint, of the job that has waited longest.
 
-        1. Write down what memory had no room for so far.
+        1. Write down what memory had no room for so far; claim generations for new runs.
         2. Take the job that was served least recently among those with a checkpoint that is due.
         3. Flush its newest checkpoint that is due.
 
@@ -134,6 +152,9 @@ class FlushScheduler:
         for unwritten in list(self._unwritten.values()):
             self._record(*unwritten)
         now = time.monotonic()
+        for job, claim in list(self._to_claim.items()):
+            if claim.due <= now:
+                self._claim(self._jobs[job])
         for registration in sorted(
             self._jobs.values(), key=lambda one: self._served.get(one.job, 0.0)
         ):
@@ -162,6 +183,7 @@ class FlushScheduler:
     def seconds_until_next(self) -> float | None:
         """Return how long it is until a checkpoint is due; None where nothing is pending."""
         due = [self._due(one) for job in list(self._jobs) for one in self._pending(job)]
+        due += [claim.due for claim in list(self._to_claim.values())]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def is_busy(self) -> bool:
@@ -218,6 +240,24 @@ class FlushScheduler:
         has_time = time.monotonic() - since < _DEAD_JOB_SECONDS
         return state.refusals < _DEAD_JOB_REFUSALS and has_time
 
+    def _claim(self, registration: Registration) -> None:
+        """Claim a generation for a run that has just begun, before its first checkpoint is flushed.
+
+        Its checkpoints that stay in memory get their place among those on storage by that.
+        """
+        claim = self._to_claim.pop(registration.job)
+        try:
+            memory = JobMemory(self._root, registration.job)
+            newest = next(iter(memory.checkpoints()), None)
+            if newest is not None and _is_unclaimed(memory, newest):
+                with environment_of(registration):
+                    self._ownership(memory, self._storage(registration)).claim()
+        except Exception as error:  # the flush says so aloud, and training goes on in any case
+            log.info("no generation for %s yet: %s", registration.job, error)
+            self._storages.pop(registration.job, None)
+            if isinstance(error, StorageUnavailable) or not isinstance(error, DcpMemError):
+                self._to_claim[registration.job] = claim.later()
+
     # -- one flush --------------------------------------------------------------------------------
 
     def _flush(
@@ -271,6 +311,10 @@ class FlushScheduler:
         """
         storage = self._storage(registration)
         lost, damaged = self._lost(registration, memory, checkpoint)
+        ownership = self._ownership(memory, storage)
+        if checkpoint.manifest.committer in {memory.node, *lost} and _is_shared(checkpoint):
+            ownership.claim()
+            checkpoint = replace(checkpoint, manifest=memory.raised(checkpoint.manifest))
         state = self._states.get(checkpoint.manifest.save_id)
         has_waited = state is not None and state.waits > 0
         job = FlushJob(
@@ -282,6 +326,7 @@ class FlushScheduler:
             throttle=self._throttle(registration),
             lost=lost,
             damaged=damaged,
+            ownership=ownership,
             was_put=has_waited and _is_superseded(memory, checkpoint),
         )
         has_committed = flush(job)
@@ -323,8 +368,13 @@ class FlushScheduler:
         retainer = self._retainers.setdefault(registration.job, Retainer())
         try:
             with environment_of(registration):
+                storage = self._storage(registration)
+                ownership = self._ownership(memory, storage)
                 deleted = retainer.apply(
-                    self._storage(registration), registration.keep_storage, checkpoint.manifest
+                    storage,
+                    registration.keep_storage,
+                    memory.raised(checkpoint.manifest),
+                    ownership,
                 )
             memory.note_deleted(deleted)
         except Exception as error:  # the next commit brings another chance
@@ -389,6 +439,14 @@ class FlushScheduler:
             storage = open_storage(registration.url, registration.storage_options, _RETRY_POLICY)
             known = self._storages[registration.job] = registration, storage
         return known[1]
+
+    def _ownership(self, memory: JobMemory, storage: RetryingStorage) -> Ownership:
+        """Return this node's part in the ownership of the storage; it is kept with the storage."""
+        known = self._ownerships.get(memory.job)
+        if known is None or known.storage is not storage:
+            known = Ownership(memory, storage, lambda: self._is_live(memory.job))
+            self._ownerships[memory.job] = known
+        return known
 
     # -- what comes of an attempt -----------------------------------------------------------------
 
@@ -473,6 +531,19 @@ class FlushScheduler:
         return self._states.setdefault(checkpoint.manifest.save_id, _FlushState(job=memory.job))
 
 
+def _is_shared(checkpoint: LocalCheckpoint) -> bool:
+    """Return whether all ranks saved it together; it has a number that they agreed on."""
+    manifest = checkpoint.manifest
+    return manifest.scope == names.COLLECTIVE and manifest.run != ""
+
+
+def _is_unclaimed(memory: JobMemory, checkpoint: LocalCheckpoint) -> bool:
+    """Return whether this node has to get a generation for the checkpoint's run."""
+    manifest = checkpoint.manifest
+    has_none = memory.generations().get(manifest.run, 0) < manifest.generation
+    return has_none and _is_shared(checkpoint) and manifest.committer == memory.node
+
+
 def _is_superseded(memory: JobMemory, checkpoint: LocalCheckpoint) -> bool:
     """Return whether a newer checkpoint is durable."""
     return any(
@@ -483,4 +554,4 @@ def _is_superseded(memory: JobMemory, checkpoint: LocalCheckpoint) -> bool:
 
 def _is_newer(one: LocalCheckpoint, other: LocalCheckpoint) -> bool:
     is_same_scope = one.manifest.scope == other.manifest.scope
-    return is_same_scope and one.manifest.created > other.manifest.created
+    return is_same_scope and is_newer(one.manifest.place, other.manifest.place)

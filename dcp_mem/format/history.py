@@ -19,6 +19,7 @@ from typing import Any
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.manifest import FlushRecord, Manifest
+from dcp_mem.policy.order import Place, SaveNumber
 
 COLUMNS = (
     "name",
@@ -35,6 +36,9 @@ COLUMNS = (
     "parts",
     "retries",
     "attempts",
+    "generation",
+    "count",
+    "run",
     "error",
     "step",
     "metrics",
@@ -62,6 +66,8 @@ class HistoryRow:
         outcome: "durable", "failed", "refused", "skipped", "superseded" (a newer one was flushed
             in its place), "evicted" (was never meant for storage), or "deleted" (has left storage
             by retention).
+        generation: As in `Manifest`, like `count` and `run`. A save that never began has those of
+            the one before it.
         throughput_mib_s: Of the node that wrote the row; so are `parts` and `retries`.
         step: As the training loop gave it; None if it didn't.
         metrics: As the training loop gave them; JSON in the file.
@@ -81,9 +87,23 @@ class HistoryRow:
     parts: int = 0
     retries: int = 0
     attempts: int = 0
+    generation: int = 0
+    count: int = 0
+    run: str = ""
     error: str = ""
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def place(self) -> Place:
+        """What the order of the job's checkpoints goes by."""
+        return Place(
+            number=SaveNumber(self.generation, self.count),
+            run=self.run,
+            time=self.created,
+            is_foreign=not self.save_id,
+            key=(self.name, self.save_id),
+        )
 
 
 _cells = attrgetter(*(one.name for one in fields(HistoryRow)))
@@ -111,6 +131,9 @@ def row_of(manifest: Manifest, record: FlushRecord) -> HistoryRow:
         parts=record.transfer.parts,
         retries=record.transfer.retries,
         attempts=record.attempts,
+        generation=manifest.generation,
+        count=manifest.count,
+        run=manifest.run,
         error=record.error[:_LONGEST_ERROR],
         step=manifest.step,
         metrics=manifest.metrics,
@@ -202,7 +225,7 @@ def _row(cells: Sequence[str], places: Mapping[str, int]) -> HistoryRow | None:
         step,
         metrics,
     ) = (cells[places[column]] if column in places else "" for column in COLUMNS)
-    flush_seconds, throughput, parts, retries, attempts = figures
+    flush_seconds, throughput, parts, retries, attempts, generation, count, run = figures
     if not (name and created and outcome):
         return None
     try:
@@ -221,6 +244,9 @@ def _row(cells: Sequence[str], places: Mapping[str, int]) -> HistoryRow | None:
             parts=int(parts or 0),
             retries=int(retries or 0),
             attempts=int(attempts or 0),
+            generation=int(generation or 0),
+            count=int(count or 0),
+            run=_unguarded(run),
             error=_unguarded(error),
             step=int(step) if step else None,
             metrics=_metrics(metrics),

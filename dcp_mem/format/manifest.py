@@ -21,6 +21,7 @@ from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import Crcs, block_count
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.segments import Segments, Tail
+from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import Share, Stripe
 
 VERSION = 3
@@ -39,8 +40,7 @@ class Manifest:
 
     Attributes:
         scope: "" where all ranks saved together; else the scope of the rank that saved alone.
-        created: Seconds since the epoch on the coordinator's clock, but later than any older
-            checkpoint's: it orders checkpoints.
+        created: Seconds since the epoch on the coordinator's clock: for people.
         persist: Whether the checkpoint is meant to reach storage.
         committer: The node that puts `.metadata`.
         segments: Of all ranks.
@@ -48,6 +48,10 @@ class Manifest:
         stage_seconds: From the start of the save to this manifest.
         step: As the training loop gave it; None if it didn't.
         metrics: As the training loop gave them.
+        generation: Of the run that saved it, and its place in the job's order with `count`; 0 where
+            an older dcp_mem saved it.
+        count: Of the save, within the generation.
+        run: Token of the run that saved it.
     """
 
     name: str
@@ -63,6 +67,25 @@ class Manifest:
     stage_seconds: float = 0.0
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    generation: int = 0
+    count: int = 0
+    run: str = ""
+
+    @property
+    def number(self) -> SaveNumber:
+        """The number of the save: its place in the job's order."""
+        return SaveNumber(self.generation, self.count)
+
+    @property
+    def place(self) -> Place:
+        """What the order of the job's checkpoints goes by."""
+        return Place(
+            number=self.number,
+            run=self.run,
+            time=self.created,
+            step=self.step,
+            key=(self.name, self.save_id),
+        )
 
     @property
     def nbytes(self) -> int:

@@ -171,6 +171,15 @@ def stored_node_manifest(save_id: str, node: str) -> str:
     return f"{OWN}/node-{save_id}-{node}.json"
 
 
+def stored_ticket(save_id: str) -> str:
+    """Return the key that decides once whether an attempt is committed or dropped.
+
+    Args:
+        save_id: Of the attempt.
+    """
+    return f"{OWN}/ticket-{save_id}.json"
+
+
 def stored_segment_table(save_id: str, rank: int) -> str:
     """Return the key of one segment's manifest on storage, put by a node that holds a copy.
 

@@ -56,6 +56,7 @@ def open_next(load: LoadAttempt) -> OpenCheckpoint:
             continue
         for reason in load.reasons:
             log.info("passed over %s", reason)
+        _note_contradiction(load)
         return opened
     raise _nothing_found(load)
 
@@ -83,6 +84,14 @@ def _with_lost_segments(load: LoadAttempt, candidate: ElectedCheckpoint) -> Elec
     except CannotRepair as error:
         load.note(candidate, f"memory: {error}")
         return replace(candidate, memory=False, lost={})
+
+
+def _note_contradiction(load: LoadAttempt) -> None:
+    """Say aloud where a checkpoint that is older by the job's order has a later step."""
+    contradiction = load.contradiction()
+    if contradiction and contradiction not in load.reasons:
+        load.reasons.append(contradiction)
+        log.warning("%s", contradiction)
 
 
 def _nothing_found(load: LoadAttempt) -> NoRecoverableCheckpoint:

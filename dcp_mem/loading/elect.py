@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_mem.comm.agreement import Failures, attempt, on_rank_0, raise_together
 from dcp_mem.common import faults
@@ -11,6 +11,7 @@ from dcp_mem.errors import ConfigError
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.survey import Search, survey_memory
 from dcp_mem.policy.election import FoundCheckpoint, RecoveryPlan, elect, in_common
+from dcp_mem.runtime.numbers import note_seen
 
 _LOOKING = "looking for checkpoints"
 
@@ -36,6 +37,7 @@ def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
     1. Every rank surveys its node's memory; one exchange.
     2. One rank surveys storage for all, and elects; one broadcast. Where ranks saved alone, each
        does so for itself; one exchange.
+    3. Every rank remembers the greatest number of all checkpoints: its next saves are newer.
 
     Args:
         load: The load; it is only read, but for the silence of storage.
@@ -56,9 +58,12 @@ def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
     _check_same_wanted(surveys)
     if search.is_collective:
         inventories = [survey.findings for survey in surveys]
-        return on_rank_0(ranks, _LOOKING, lambda: _elect(load, search, inventories))
-    # Nothing raises in front of this exchange: a silent storage is a reason, not an error.
-    return in_common(ranks.exchange(_elect(load, search, [findings])))
+        plan = on_rank_0(ranks, _LOOKING, lambda: _elect(load, search, inventories))
+    else:
+        # Nothing raises in front of this exchange: a silent storage is a reason, not an error.
+        plan = in_common(ranks.exchange(_elect(load, search, [findings])))
+    note_seen(load.request.settings, plan.newest)
+    return plan
 
 
 def _survey_memory(load: LoadAttempt, search: Search) -> list[FoundCheckpoint]:
@@ -79,4 +84,4 @@ def _elect(
     """Survey storage, and elect from what memory and storage have."""
     stored = load.storage_survey.findings(search, is_needed=not any(inventories))
     plan = elect(inventories, stored)
-    return RecoveryPlan(plan.choices, (*plan.reasons, *load.storage_survey.silence))
+    return replace(plan, reasons=(*plan.reasons, *load.storage_survey.silence))

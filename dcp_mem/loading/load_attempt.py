@@ -12,6 +12,7 @@ from dcp_mem.loading.survey import Search, StorageSurvey
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.election import ElectedCheckpoint, RecoveryPlan
+from dcp_mem.policy.order import contradiction
 from dcp_mem.storage import Storage
 
 DamagedSegment = tuple[str, str, int]
@@ -92,6 +93,11 @@ class LoadAttempt:
             return None
         self._tried += 1
         return self._candidates[self._tried - 1]
+
+    def contradiction(self) -> str:
+        """Return how steps contradict the choice of the last candidate; "" where they don't."""
+        last, *older = (one.place for one in self._candidates[self._tried - 1 :])
+        return "" if self.request.wanted is not None else contradiction(last, older)
 
     def note(self, choice: ElectedCheckpoint, why: str) -> None:
         """Remember what speaks against a candidate, or one of its sources.

@@ -11,6 +11,7 @@ from dcp_mem.loading.sources.stored import StorageSource
 from dcp_mem.loading.survey import stored_findings
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.policy.election import ElectedCheckpoint
+from dcp_mem.policy.order import newest_first
 from dcp_mem.storage import Storage
 from dcp_mem.storage.leases import ReadLease, read_lease
 
@@ -109,4 +110,5 @@ def _own_save_id(load: LoadAttempt, storage: Storage, choice: ElectedCheckpoint)
     """Return the save id of what this rank saved alone under that name."""
     found = stored_findings(storage, choice.name, load.search.scope)
     sound = [finding for finding in found if not finding.problem]
-    return max(sound, key=lambda finding: finding.created).save_id if sound else choice.save_id
+    newest = newest_first(sound, lambda finding: finding.place)
+    return newest[0].save_id if newest else choice.save_id

@@ -75,7 +75,7 @@ def _finding(
     manifest = checkpoint.manifest
     count = len(manifest.segments)
     finding = FoundCheckpoint(
-        name=checkpoint.name, save_id=manifest.save_id, created=manifest.created, count=count
+        name=checkpoint.name, save_id=manifest.save_id, place=manifest.place, count=count
     )
     try:
         source = MemorySource(checkpoint, memory.node, damaged_ranks)
@@ -169,8 +169,6 @@ def stored_findings(storage: Storage, name: str, scope: str) -> list[FoundCheckp
     """
     found = stored_under(storage, name, scope)
     return [
-        FoundCheckpoint(
-            name=one.name, save_id=one.save_id, created=one.created, problem=one.problem
-        )
+        FoundCheckpoint(name=one.name, save_id=one.save_id, place=one.place, problem=one.problem)
         for one in found
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,13 +53,13 @@ class Feed:
                 )
         self._trackers = list(trackers)
         self._settings, self._group = settings, group
-        self._since = time.time()
         self._told: set[tuple[str, ...]] = set()
         # Steps of the last saves, by name: a checkpoint that has left memory doesn't tell its own.
         self._steps: dict[str, int] = {}
         self._events: Queue[Event | None] = Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._is_behind = False
+        self._skip_the_past()
 
     def saved(self, saved: Saved) -> None:
         """Tell of a save, and of what has become of those before it.
@@ -146,6 +147,14 @@ class Feed:
         if len(self._steps) > _STEPS:
             del self._steps[next(iter(self._steps))]
 
+    def _skip_the_past(self) -> None:
+        """Count as told what earlier runs have left; clocks don't tell that apart."""
+        try:
+            if job_memory(self._settings) is not None:
+                deque(self._news(states.status(self._settings)), maxlen=0)
+        except Exception as error:  # Something is told twice then.
+            log.info("what trackers were told before can't be looked up: %s", error)
+
     def _look(self) -> None:
         try:
             is_there = job_memory(self._settings) is not None
@@ -166,7 +175,7 @@ class Feed:
                 self._told.add((one.save_id, *key))
                 if event.step is None:
                     event = replace(event, step=self._steps.get(one.name))
-                if is_new and max(one.created, one.durable) >= self._since:
+                if is_new:
                     yield event
 
     def _tell(self, event: Event) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -39,7 +40,10 @@ from dcp_mem.memory.records import LocalHistory
 from dcp_mem.memory.recycling import drop_free_slots, remove_unlisted, retire
 from dcp_mem.memory.root import node_id, open_root, private_directory
 from dcp_mem.memory.stock_metadata import has_stock_metadata, put_stock_metadata
+from dcp_mem.policy.order import UNNUMBERED, SaveNumber, newest_first
 
+_GENERATIONS = ".generations.json"
+_MOST_GENERATIONS = 32
 _SLACK = 64 << 20
 _TRIES = 5
 
@@ -66,6 +70,7 @@ class JobMemory:
         self.directory = private_directory(os.path.join(root, job))
         self.slots = private_directory(os.path.join(self.directory, ".slots"))
         self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
+        self._generations: tuple[tuple[int, ...], dict[str, int]] = (), {}
         self._history = LocalHistory(self.directory)
 
     # -- what lies here ---------------------------------------------------------------------------
@@ -81,7 +86,7 @@ class JobMemory:
         for path in list(self._manifests):  # a copy: another thread may be looking as well
             if path not in paths:
                 self._manifests.pop(path, None)
-        return sorted(found, key=lambda checkpoint: checkpoint.manifest.created, reverse=True)
+        return newest_first(found, lambda checkpoint: checkpoint.manifest.place)
 
     def find(self, name: str) -> list[LocalCheckpoint]:
         """Return the complete checkpoints of that name, one for each scope.
@@ -160,7 +165,64 @@ class JobMemory:
         except ManifestInvalid as error:
             log.warning("passing over %s: %s", path, error)
             return None
-        return local_checkpoint(directory, known[1])
+        return local_checkpoint(directory, self.raised(known[1]))
+
+    def raised(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with the generation that its run has got on storage since.
+
+        Args:
+            manifest: Of a checkpoint here.
+        """
+        generation = self.generations().get(manifest.run, 0)
+        if generation <= manifest.generation:
+            return manifest
+        return replace(manifest, generation=generation)
+
+    # -- the order of checkpoints -----------------------------------------------------------------
+
+    def newest_number(self, without_run: str | None = None) -> SaveNumber:
+        """Return the greatest number that this memory knows of.
+
+        Args:
+            without_run: Token of a run that doesn't count.
+        """
+        of_checkpoints = (
+            one.manifest.number for one in self.checkpoints() if one.manifest.run != without_run
+        )
+        of_runs = (
+            SaveNumber(generation)
+            for run, generation in self.generations().items()
+            if run != without_run
+        )
+        return max([*of_checkpoints, *of_runs], default=UNNUMBERED)
+
+    def generations(self) -> Mapping[str, int]:
+        """Return the generations that runs with checkpoints here have got on storage, by run."""
+        path = os.path.join(self.directory, _GENERATIONS)
+        try:
+            version = _version(os.stat(path))
+            if self._generations[0] != version:
+                self._generations = version, _generations(files.read_bytes(path))
+        except FileNotFoundError:
+            self._generations = (), {}
+        return self._generations[1]
+
+    def note_generations(self, generations: Mapping[str, int]) -> None:
+        """Write down the generations that runs have got on storage; their saves have them, too.
+
+        All that belong together are written at once: else the order here would change meanwhile.
+
+        Args:
+            generations: By token of the run; at least what its saves have.
+
+        Raises:
+            OSError, MemoryBudgetExceeded: It can't be written.
+        """
+        with in_turn(self.directory):
+            known = {**self.generations(), **generations}
+            kept = sorted(known.items(), key=lambda one: one[1])[-_MOST_GENERATIONS:]
+            path = os.path.join(self.directory, _GENERATIONS)
+            files.write_atomically(path, json.dumps(dict(kept)).encode())
 
     # -- staging and completing -------------------------------------------------------------------
 
@@ -528,6 +590,14 @@ def _put_stock_metadata_if_possible(directory: str, manifest: Manifest) -> None:
         put_stock_metadata(directory, manifest)
     except DcpMemError as error:
         log.warning("%s has no .metadata for torch's own readers: %s", manifest.name, error)
+
+
+def _generations(data: bytes) -> dict[str, int]:
+    """Parse the file of generations; a damaged one is as good as none."""
+    try:
+        return {str(run): int(generation) for run, generation in json.loads(data).items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
 
 
 def _lies_at(descriptor: int, path: str) -> bool:

@@ -17,6 +17,7 @@ from dcp_mem.loading.record import recoveries_on
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.recoveries import recoveries_in
 from dcp_mem.operations.inventory import job_memory
+from dcp_mem.policy.order import newest_first
 from dcp_mem.storage import Storage
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
 from dcp_mem.storage.routes import open_storage
@@ -166,7 +167,7 @@ def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> 
         except ManifestInvalid as error:
             troubles.append(f"{HISTORIES} in {settings.url} can't be read: {error}")
         recoveries = merge_recoveries(recoveries_on(storage), recoveries, most=_MOST_RECOVERIES)
-    checkpoints = sorted(_joined(rows, local), key=lambda one: (one.created, one.name))
+    checkpoints = newest_first(_joined(rows, local), lambda one: one.place)[::-1]
     return History(
         job=settings.job,
         url=settings.url,

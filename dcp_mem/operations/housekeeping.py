@@ -18,6 +18,7 @@ from dcp_mem.memory.job import JobMemory, jobs_in, last_use
 from dcp_mem.memory.locks import JobLock, RunIdentity, is_leased, job_is_live, new_token
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.storage.leases import is_being_read
+from dcp_mem.storage.listing import checkpoint_names
 from dcp_mem.storage.routes import open_storage
 
 
@@ -102,7 +103,7 @@ def delete(
     name = checkpoint_name(chosen.url, checkpoint_id)
     storage = open_storage(chosen.url, chosen.storage_options)
     if not storage.ls(name) and not storage.unfinished(name):
-        present = sorted(entry.name for entry in storage.ls("") if entry.is_directory)
+        present = sorted(checkpoint_names(storage))
         raise CheckpointNotFound(name, chosen.url, present, [])
     if not force and is_being_read(storage, name):
         raise CheckpointInUse(name, chosen.url)

@@ -14,7 +14,8 @@ from dcp_mem.errors import CheckpointNotFound
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory, jobs_in, last_use
 from dcp_mem.memory.locks import job_is_live
-from dcp_mem.runtime.states import status_of
+from dcp_mem.policy.order import newest_first
+from dcp_mem.runtime.states import place_of, status_of
 from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import StoredCheckpoint, checkpoint_names, committed_under
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
@@ -233,7 +234,15 @@ def merged(
         if same is not None:
             places = (MEMORY, STORAGE)
             found.append(
-                replace(one, state=State.DURABLE, places=places, error="", problem=same.problem)
+                replace(
+                    one,
+                    state=State.DURABLE,
+                    places=places,
+                    error="",
+                    problem=same.problem,
+                    stored_at=same.stored_at,
+                    generation=max(one.generation, same.generation),
+                )
             )
         elif one.state is State.DURABLE:
             found.append(replace(one, state=State.COMPLETE, problem=_GONE))
@@ -243,7 +252,7 @@ def merged(
 
 
 def _newest_first(checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:
-    return sorted(checkpoints, key=lambda one: (one.created, one.name), reverse=True)
+    return newest_first(checkpoints, place_of)
 
 
 def _of_job(memory: JobMemory) -> list[CheckpointStatus]:
@@ -269,6 +278,7 @@ def _of_storage(one: StoredCheckpoint) -> CheckpointStatus:
         scope=one.scope,
         problem=one.problem,
         is_foreign=manifest is None and not one.problem,
+        stored_at=one.modified,
     )
     if manifest is None:
         return found
@@ -279,4 +289,7 @@ def _of_storage(one: StoredCheckpoint) -> CheckpointStatus:
         world_size=manifest.world_size,
         step=manifest.step,
         metrics=manifest.metrics,
+        generation=manifest.generation,
+        count=manifest.count,
+        run=manifest.run,
     )

@@ -2,6 +2,7 @@
 
 May import: `common` and `errors`. In the order in which to read:
 
+- `order`: which of two checkpoints is newer.
 - `facts`: what the policies of memory and storage know of a checkpoint.
 - `persistence`: which saves go to storage.
 - `retention`: which checkpoints stay.

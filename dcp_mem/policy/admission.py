@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from dcp_mem.policy.facts import CheckpointFacts
+from dcp_mem.policy.order import newest_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +204,8 @@ def _evictable(
         staying: Save ids that don't leave.
         whole: Save ids of checkpoints that all nodes hold.
     """
-    free = [one for one in kept if one.key not in staying]
-    return sorted(free, key=lambda one: (one.key in whole, one.chosen, one.pending, one.created))
+    free = [one for one in reversed(_newest_first(kept)) if one.key not in staying]
+    return sorted(free, key=lambda one: (one.key in whole, one.chosen, one.pending))
 
 
 def _needed(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
@@ -215,7 +216,11 @@ def _needed(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
 
 
 def _newest(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
-    return frozenset({max(kept, key=lambda one: one.created).key} if kept else ())
+    return frozenset(one.key for one in _newest_first(kept)[:1])
+
+
+def _newest_first(kept: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
+    return newest_first(kept, lambda one: one.place)
 
 
 def _busy(kept: Sequence[CheckpointFacts]) -> frozenset[str]:

@@ -5,7 +5,7 @@ Decided from what each rank's node has in memory and what storage has. The rules
 1. A checkpoint can be loaded if storage has it whole, or if the nodes' memory together has every
    segment, where parity may stand in for lost ones.
 2. Name and save id tell checkpoints apart: memory and storage of one save are one choice.
-3. Newest first, by the time of the save. Where one can't be opened after all, the next is tried.
+3. Newest first, by the job's order. Where one can't be opened after all, the next is tried.
 4. What can't be loaded is named, with the reason.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber, joined_place, newest_first
 from dcp_mem.policy.parity import Stripe, Term, rebuilding
 from dcp_mem.policy.redundancy import Redundancy
 
@@ -28,7 +29,7 @@ class FoundCheckpoint:
     Attributes:
         name: Its checkpoint id.
         save_id: "" for a checkpoint that torch's own writer made.
-        created: Seconds since the epoch.
+        place: By which it gets its place in the order.
         problem: Why it can't be loaded from there; "" if it can.
         count: How many segments the whole checkpoint has; 0 where that isn't known.
         segments: Ranks whose segments lie there; None for all of them.
@@ -40,7 +41,7 @@ class FoundCheckpoint:
 
     name: str
     save_id: str
-    created: float
+    place: Place
     problem: str = ""
     count: int = 0
     segments: frozenset[int] | None = None
@@ -57,7 +58,7 @@ class ElectedCheckpoint:
     Attributes:
         name: Its checkpoint id.
         save_id: "" for a checkpoint that torch's own writer made.
-        created: Seconds since the epoch.
+        place: As in FoundCheckpoint.
         memory: The memory of all nodes together has it.
         storage: Storage has it.
         holders: For each segment, the ranks of this load whose node has it in memory; None where
@@ -71,7 +72,7 @@ class ElectedCheckpoint:
 
     name: str
     save_id: str
-    created: float
+    place: Place
     memory: bool
     storage: bool
     holders: Mapping[int, tuple[int, ...]] | None = None
@@ -88,10 +89,12 @@ class RecoveryPlan:
     Attributes:
         choices: Checkpoints that can be loaded, newest first.
         reasons: Why each other checkpoint can't be, newest first.
+        newest: The greatest number of all checkpoints, also of those that can't be loaded.
     """
 
     choices: tuple[ElectedCheckpoint, ...]
     reasons: tuple[str, ...]
+    newest: SaveNumber = UNNUMBERED
 
 
 def elect(
@@ -105,24 +108,36 @@ def elect(
     """
     in_memory = [{(one.name, one.save_id): one for one in inventory} for inventory in inventories]
     on_storage = {(one.name, one.save_id): one for one in stored}
-    choices, reasons = [], []
+    choices, reasons = [], list[tuple[Place, str]]()
     for key in set(on_storage).union(*in_memory):
         found = {
             rank: inventory[key] for rank, inventory in enumerate(in_memory) if key in inventory
         }
         of_storage = on_storage.get(key)
         known = [*found.values(), *([of_storage] if of_storage is not None else [])]
-        created = max(one.created for one in known)
+        place = replace(joined_place(one.place for one in known), key=key)
         is_stored = of_storage is not None and not of_storage.problem
-        choice = _choice(key, created, found, len(in_memory), storage=is_stored)
+        choice = _choice(key, place, found, len(in_memory), storage=is_stored)
         if choice.memory or choice.storage:
             choices.append(choice)
         else:
             save = f" (save {key[1]})" if key[1] else ""
             why = _why(choice, found, len(in_memory), of_storage)
-            reasons.append((created, f"{key[0]}{save}: {why}"))
-    choices.sort(key=lambda choice: (choice.created, choice.name, choice.save_id), reverse=True)
-    return RecoveryPlan(tuple(choices), tuple(text for _, text in sorted(reasons, reverse=True)))
+            reasons.append((place, f"{key[0]}{save}: {why}"))
+    places = [*(choice.place for choice in choices), *(place for place, _ in reasons)]
+    # All are ordered together: a run's greatest generation may be known of one of them alone.
+    ordered = {place.key: number for number, place in enumerate(newest_first(places, _itself))}
+    choices.sort(key=lambda choice: ordered[choice.place.key])
+    reasons.sort(key=lambda reason: ordered[reason[0].key])
+    return RecoveryPlan(
+        tuple(choices),
+        tuple(text for _, text in reasons),
+        max((place.number for place in places), default=UNNUMBERED),
+    )
+
+
+def _itself(place: Place) -> Place:
+    return place
 
 
 def in_common(plans: Sequence[RecoveryPlan]) -> RecoveryPlan:
@@ -139,12 +154,13 @@ def in_common(plans: Sequence[RecoveryPlan]) -> RecoveryPlan:
         newest.setdefault(choice.name, choice)
     missing = [f"{name}: not every rank has its part" for name in newest if name not in everywhere]
     choices = [choice for name, choice in newest.items() if name in everywhere]
-    return RecoveryPlan(tuple(choices), (*plans[0].reasons, *missing))
+    greatest = max(plan.newest for plan in plans)
+    return RecoveryPlan(tuple(choices), (*plans[0].reasons, *missing), newest=greatest)
 
 
 def _choice(
     key: tuple[str, str],
-    created: float,
+    place: Place,
     found: Mapping[int, FoundCheckpoint],
     ranks: int,
     *,
@@ -154,7 +170,7 @@ def _choice(
 
     Args:
         key: Its name and save id.
-        created: Seconds since the epoch.
+        place: What is known of its place in the order.
         found: What ranks have found in memory, by rank.
         ranks: How many ranks load.
         storage: Whether storage has it whole.
@@ -166,7 +182,7 @@ def _choice(
     choice = ElectedCheckpoint(
         name=name,
         save_id=save_id,
-        created=created,
+        place=place,
         memory=True,
         storage=storage,
         redundancy=redundancy,

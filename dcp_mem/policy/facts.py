@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
     """A checkpoint as retention and admission see it.
 
-    Retention decides by the first four fields, admission by the others (and `created`).
+    Retention decides by the first five fields, admission by the others (and the order).
 
     Attributes:
         key: Tells the checkpoint from others: a save id in memory, a name on storage.
-        created: When it was saved; orders checkpoints by age.
+        created: When it was saved; it counts only among checkpoints without a number.
+        number: Of the save: its place in the order.
         step: Training step; None where it isn't known.
         metrics: Figures of the training loop, such as {"loss": 0.3}.
         nbytes: Bytes that it takes on this node.
@@ -27,6 +30,7 @@ class CheckpointFacts:
 
     key: str
     created: float
+    number: SaveNumber = UNNUMBERED
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     nbytes: int = 0
@@ -35,3 +39,8 @@ class CheckpointFacts:
     busy: bool = False
     replicated: bool = False
     chosen: bool = True
+
+    @property
+    def place(self) -> Place:
+        """Its place in the order of the job's checkpoints."""
+        return Place(number=self.number, time=self.created, step=self.step, key=(self.key,))

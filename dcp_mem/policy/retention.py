@@ -1,6 +1,6 @@
 """Decide which checkpoints stay, in memory or on storage, by policies that compose.
 
-Decided from what is known of each checkpoint: age, step and metrics. The rules:
+Decided from what is known of each checkpoint: order, step and metrics. The rules:
 
 1. `keep_last`, `keep_every` and `keep_best` each choose some; `any_of` keeps what one of its
    policies chooses.
@@ -17,6 +17,7 @@ from typing import Protocol
 
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.facts import CheckpointFacts
+from dcp_mem.policy.order import newest_first
 
 
 class Retention(Protocol):
@@ -48,7 +49,7 @@ class KeepLast:
         return self.count
 
     def chosen(self, known: Sequence[CheckpointFacts]) -> frozenset[str]:
-        return frozenset(one.key for one in sorted(known, key=_age, reverse=True)[: self.count])
+        return frozenset(one.key for one in _newest_first(known)[: self.count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,11 @@ class KeepBest:
 
     def chosen(self, known: Sequence[CheckpointFacts]) -> frozenset[str]:
         rated = [one for one in known if not math.isnan(one.metrics.get(self.metric, math.nan))]
-        newest_first = sorted(rated, key=_age, reverse=True)
         return frozenset(
             one.key
-            for one in sorted(newest_first, key=lambda one: self.sign * one.metrics[self.metric])[
-                : self.count
-            ]
+            for one in sorted(
+                _newest_first(rated), key=lambda one: self.sign * one.metrics[self.metric]
+            )[: self.count]
         )
 
 
@@ -218,11 +218,11 @@ def leaving(
     """
     newest = KeepLast(1).chosen(known)
     staying = policy.chosen(known) | newest | frozenset(needed)
-    return sorted((one for one in known if one.key not in staying), key=_age)
+    return [one for one in reversed(_newest_first(known)) if one.key not in staying]
 
 
-def _age(one: CheckpointFacts) -> tuple[float, str]:
-    return one.created, one.key
+def _newest_first(known: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
+    return newest_first(known, lambda one: one.place)
 
 
 def _count(what: str, n: object) -> int:

@@ -26,6 +26,7 @@ from dcp_mem.runtime.agent_link import AgentLink
 from dcp_mem.runtime.heap import GrownHeap
 from dcp_mem.runtime.last_saves import LastSaves
 from dcp_mem.runtime.layouts import Layouts
+from dcp_mem.runtime.numbers import RunNumbers
 from dcp_mem.runtime.prefaulting import Prefaulting
 from dcp_mem.runtime.publishing import Publisher
 from dcp_mem.runtime.topology import JobNodes, Topology
@@ -64,6 +65,7 @@ class Session:
         heap: Heap to give back to the system.
         prefaulting: Makes slots ready between saves.
         last_saves: What the last saves have left for the next ones to go by.
+        numbers: The numbers of saves, for the next one's.
         replicator: Has complete checkpoints copied to other nodes.
         publisher: Makes checkpoints COMPLETE on this node.
         nodes: On which nodes the job runs.
@@ -91,6 +93,7 @@ class Session:
         self.heap = GrownHeap()
         self.prefaulting = Prefaulting(self.memory, self.slots, self.heap)
         self.last_saves = LastSaves()
+        self.numbers = RunNumbers(self.memory)
         self.replicator = Replicator(self.memory, self.slots)
         self.publisher = Publisher(self.memory, self.catalogs)
         self.nodes = JobNodes(self.memory.node)

@@ -24,6 +24,7 @@ from dcp_mem.format.history import HistoryRow
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
+from dcp_mem.policy.order import Place, SaveNumber, newest_first
 
 _FIRST_PAUSE = 0.005
 _LONGEST_PAUSE = 0.2
@@ -47,7 +48,7 @@ def status(settings: Settings) -> list[CheckpointStatus]:
     present = [status_of(checkpoint) for checkpoint in memory.checkpoints()]
     known = {entry.save_id for entry in present}
     past = [_of_history(row) for row in memory.history() if row.save_id not in known]
-    return sorted([*present, *past], key=lambda entry: entry.created, reverse=True)
+    return newest_first([*present, *past], place_of)
 
 
 def agent_log(settings: Settings) -> str:
@@ -385,6 +386,26 @@ def status_of(checkpoint: LocalCheckpoint) -> CheckpointStatus:
         places=(MEMORY, STORAGE) if flush.outcome == Outcome.DURABLE else (MEMORY,),
         scope=manifest.scope,
         world_size=manifest.world_size,
+        generation=manifest.generation,
+        count=manifest.count,
+        run=manifest.run,
+    )
+
+
+def place_of(entry: CheckpointStatus) -> Place:
+    """Return what the order of the job's checkpoints goes by.
+
+    Args:
+        entry: A checkpoint, or a save that never began.
+    """
+    return Place(
+        number=SaveNumber(entry.generation, entry.count),
+        run=entry.run,
+        time=entry.created,
+        stored_at=entry.stored_at,
+        is_foreign=entry.is_foreign or not entry.save_id,
+        step=entry.step,
+        key=(entry.name, entry.save_id, entry.scope),
     )
 
 
@@ -411,4 +432,7 @@ def _of_history(row: HistoryRow) -> CheckpointStatus:
         transfer=Transfer(parts=row.parts, retries=row.retries),
         step=row.step,
         metrics=row.metrics,
+        generation=row.generation,
+        count=row.count,
+        run=row.run,
     )

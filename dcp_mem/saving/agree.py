@@ -14,9 +14,17 @@ from dcp_mem.errors import CheckpointExists, ConfigError, MemoryBudgetExceeded, 
 from dcp_mem.format import names
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import NodeMemory, Verdict, admit, allowance
+from dcp_mem.policy.order import SaveNumber
 from dcp_mem.replicating.plan import incoming
 from dcp_mem.runtime.topology import Topology
-from dcp_mem.saving.ballot import Ballot, Proposal, RankReport, ballot_of
+from dcp_mem.saving.ballot import (
+    Ballot,
+    Proposal,
+    RankReport,
+    ballot_of,
+    packed_run,
+    unpacked_run,
+)
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.retention import evict, kept_checkpoints
 from dcp_mem.saving.values import Agreed, NoCommonPlan, Planned, SaveContext, Unplanned
@@ -55,7 +63,7 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
     topology = context.session.topology(context.ranks, context.settings.failure_domain)
     report = _report(context, topology, planned)
     ballot = context.ranks.all_reduce(_ballot(context, topology, report), Ballot.join)
-    proposal, newest = ballot.proposal, ballot.newest
+    proposal, newest = ballot.proposal, SaveNumber.unpacked(ballot.newest)
     if ballot.is_usual and not ballot.plan_id:
         raise _no_common_plan(ballot.why_not, ballot.other_plan_ids)
     may_replicate = True
@@ -69,10 +77,14 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
         proposal, newest = reports[0].proposal, max(one.newest for one in reports)
     faults.point("save.agreed")
     assert proposal is not None
-    save_id, persist, now, *said = proposal
+    save_id, persist, now, packed, *said = proposal
+    generation, run = unpacked_run(packed)
+    number = context.session.numbers.begin(newest, generation, run)
     return Agreed(
         save_id=save_id,
-        created=max(now, newest + 1e-3),
+        created=now,
+        number=number,
+        run=run,
         persist=persist,
         topology=topology,
         started=started,
@@ -117,6 +129,7 @@ def _needs_of_rank(context: SaveContext, planned: Planned) -> RankReport:
         slots = sorted([needed, *slots], reverse=True)
     return RankReport(
         name=context.name,
+        newest=context.session.numbers.newest(),
         proposal=_proposal(context) if context.ranks.rank == 0 else None,
         needed=needed,
         slots=tuple(slots),
@@ -146,7 +159,7 @@ def _with_node(context: SaveContext, topology: Topology, report: RankReport) -> 
     exists = not settings.overwrite and any(
         checkpoint.manifest.scope == context.scope for checkpoint in memory.find(context.name)
     )
-    newest = max((one.created for one in kept), default=0.0)
+    newest = max(report.newest, memory.newest_number())
     return replace(report, node=node, exists=exists, newest=newest)
 
 
@@ -155,7 +168,8 @@ def _proposal(context: SaveContext) -> Proposal:
     since = context.session.last_saves.persisted.since(info.step)
     persist = info.persist or context.settings.persist.wants(since, info.step)
     said = () if info == SaveInfo() else (info.step, dict(info.metrics), info.persist, info.pause)
-    return names.new_save_id(), persist, time.time(), *said
+    run = packed_run(*context.session.numbers.run())
+    return names.new_save_id(), persist, time.time(), run, *said
 
 
 # -- the ballot ------------------------------------------------------------------------------------

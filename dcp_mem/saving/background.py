@@ -26,7 +26,9 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
     session, manifest = context.session, completed.manifest
     if completed.agreed.topology.is_leader:
         session.publisher.show(manifest)
-        if completed.agreed.persist:
+        # The first checkpoint of a run gets it a generation on storage, wherever it is to stay.
+        is_first = manifest.count == 1 and not context.settings.persist.is_never
+        if completed.agreed.persist or is_first:
             session.wake_agent(context.settings)
         else:
             session.tell_nodes(context.settings)

@@ -7,13 +7,37 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dcp_mem.policy.admission import NodeMemory
+from dcp_mem.policy.order import UNNUMBERED, SaveNumber
 
 Proposal = tuple[Any, ...]
-"""The coordinator's proposal for a save: save id, whether to persist the checkpoint, and its time.
+"""The coordinator's proposal for a save.
 
-The fields of SaveInfo follow; an empty one is left out of the plain tuple, so that a ballot fits
-into one letter (128 bytes).
+Save id, whether to persist the checkpoint, its time, the generation that the run goes on with (0 to
+begin one) and the run's token in one number. The fields of SaveInfo follow; an empty one is left
+out of the plain tuple, so that a ballot fits into one letter (128 bytes).
 """
+
+_RUNS = 1 << 32
+
+
+def packed_run(generation: int, run: str) -> int:
+    """Return generation and token of a run as one number.
+
+    Args:
+        generation: 0 or more.
+        run: Eight hexadecimal digits.
+    """
+    return generation * _RUNS + int(run, 16)
+
+
+def unpacked_run(packed: int) -> tuple[int, str]:
+    """Return generation and token of a run.
+
+    Args:
+        packed: As `packed_run` returned it.
+    """
+    generation, run = divmod(packed, _RUNS)
+    return generation, f"{run:08x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +49,9 @@ class RankReport:
         proposal: The coordinator's.
         needed: Bytes of the slot for this rank's segment.
         slots: Bytes of this rank's free slots, the largest first.
-        node: Of the rank's node; from the node's leader alone, like `exists` and `newest`.
+        node: Of the rank's node; from the node's leader alone, like `exists`.
         exists: Whether the checkpoint is there already, and must not be overwritten.
-        newest: When the node's newest checkpoint was created; seconds since the epoch.
+        newest: The greatest number that the rank knows of; of the node's memory, from its leader.
         plan_id: As in Planned, like `other_plan_ids`.
         other_plan_ids: Plans that would fit here just as well.
         why_not: As in Unplanned.
@@ -40,7 +64,7 @@ class RankReport:
     slots: tuple[int, ...] = ()
     node: NodeMemory | None = None
     exists: bool = False
-    newest: float = 0.0
+    newest: SaveNumber = UNNUMBERED
     plan_id: str = ""
     other_plan_ids: tuple[str, ...] = ()
     why_not: str = ""
@@ -56,7 +80,7 @@ class Ballot(NamedTuple):
         name: A digest of the checkpoint's name.
         plan_id: "" where the ranks have no plan in common.
         is_usual: Whether no rank sees anything against staging at once, but for plans.
-        newest: When the newest checkpoint was created.
+        newest: The greatest number that a rank knows of, packed.
         proposal: The coordinator's.
         other_plan_ids: Plans that fit on every rank as well.
         why_not: (rank, why only DCP's planner can plan its state dict); of one rank at most.
@@ -66,7 +90,7 @@ class Ballot(NamedTuple):
     name: bytes
     plan_id: str
     is_usual: bool
-    newest: float
+    newest: int
     proposal: Proposal | None
     other_plan_ids: tuple[str, ...] = ()
     why_not: tuple[tuple[int, str], ...] = ()
@@ -102,10 +126,10 @@ def ballot_of(rank: int, report: RankReport, *, has_room: bool, is_replicating: 
         is_replicating: Whether it still has copies of an older checkpoint under way.
     """
     return Ballot(
-        hashlib.sha256(report.name.encode()).digest()[:8],
+        hashlib.sha256(report.name.encode()).digest()[:6],
         report.plan_id,
         has_room and not (report.error or report.exists),
-        report.newest,
+        report.newest.packed,
         report.proposal,
         report.other_plan_ids,
         ((rank, report.why_not),) if report.why_not else (),

@@ -198,6 +198,9 @@ def _manifest(context: SaveContext, agreed: Agreed, saved: SavedPlan) -> Manifes
         scope=context.scope,
         job=context.settings.job,
         created=agreed.created,
+        generation=agreed.number.generation,
+        count=agreed.number.count,
+        run=agreed.run,
         world_size=context.ranks.size,
         persist=agreed.persist,
         committer=saved.segments.node[0],
@@ -232,6 +235,7 @@ def _publish_on_all_nodes(
         if agreed.topology.is_leader:
             if catalog is not None:
                 session.catalogs.put(catalog)
+            session.numbers.keep_newest(manifest)
             session.publish(manifest)
 
     published = attempt(publish)

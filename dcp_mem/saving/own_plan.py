@@ -370,7 +370,7 @@ def _merged(
     refusal = next((one for one in plans if isinstance(one, _Refusal)), None)
     if refusal is not None:
         raise DcpMemError(refusal.why)
-    whole, plan_id = merge(plans, to_lowest_rank=to_lowest_rank), uuid.uuid4().hex[:16]
+    whole, plan_id = merge(plans, to_lowest_rank=to_lowest_rank), uuid.uuid4().hex[:12]
     return whole, [
         (plan_id, _mask(len(plan), whole.rows_of(rank)), "") for rank, plan in enumerate(plans)
     ]

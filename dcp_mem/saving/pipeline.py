@@ -120,7 +120,15 @@ def carry_out(context: SaveContext, provider: ItemProvider, settled: Settled) ->
 def _record_skipped(context: SaveContext, why: str) -> None:
     """Add a save that never began to the history of the job's memory."""
     if context.ranks.rank == 0:
+        # It has the number of the save before it, and so its place in the order.
+        number = context.session.memory.newest_number()
         row = HistoryRow(
-            name=context.name, save_id="", created=time.time(), outcome=Outcome.SKIPPED, error=why
+            name=context.name,
+            save_id="",
+            created=time.time(),
+            outcome=Outcome.SKIPPED,
+            generation=number.generation,
+            count=number.count,
+            error=why,
         )
         context.session.memory.add_to_history(row)

@@ -64,6 +64,7 @@ def kept_checkpoints(
             CheckpointFacts(
                 key=manifest.save_id,
                 created=manifest.created,
+                number=manifest.number,
                 nbytes=checkpoint.local_nbytes(),
                 persist=manifest.persist,
                 pending=checkpoint.pending,
@@ -88,7 +89,11 @@ def _chosen(policy: Retention, checkpoints: Sequence[LocalCheckpoint]) -> frozen
     return policy.chosen(
         [
             CheckpointFacts(
-                key=one.save_id, created=one.created, step=one.step, metrics=one.metrics
+                key=one.save_id,
+                created=one.created,
+                number=one.number,
+                step=one.step,
+                metrics=one.metrics,
             )
             for one in manifests
         ]

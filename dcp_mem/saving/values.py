@@ -16,6 +16,7 @@ from dcp_mem.format.catalog_conversion import RankItems
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.slots import Slot
 from dcp_mem.planning.state_structure import Structure
+from dcp_mem.policy.order import SaveNumber
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.runtime.last_saves import GroupKey, PlanKey, SavedPlan
 from dcp_mem.runtime.layouts import PlanLayout
@@ -154,7 +155,9 @@ class Agreed:
 
     Attributes:
         save_id: Names the files of this save alone.
-        created: Seconds since the epoch, later than any other checkpoint in memory.
+        created: Seconds since the epoch, by the coordinator's clock.
+        number: Of the save: its place in the job's order.
+        run: Token of the run.
         persist: Whether the checkpoint goes to storage.
         topology: Where the ranks run.
         started: This rank's monotonic clock when the save began.
@@ -164,6 +167,8 @@ class Agreed:
 
     save_id: str
     created: float
+    number: SaveNumber
+    run: str
     persist: bool
     topology: Topology
     started: float

@@ -190,6 +190,36 @@ class Storage(Protocol):
             key: Of the object.
         """
 
+    def has_conditions(self) -> bool:
+        """Return whether `swap` and `remove` can't be overtaken by another process.
+
+        Where they can, they only look before they act.
+        """
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        """Replace an object as `put` does, but only if it is still what it was.
+
+        Args:
+            key: Of the object.
+            old: What it was.
+            new: What it is to be.
+
+        Returns:
+            False where it is another one by now, or gone. It may be `new`, of an earlier try whose
+            answer was lost; callers that need to know read it back.
+        """
+
+    def remove(self, key: str, old: bytes) -> bool:
+        """Delete an object, but only if it is still what it was.
+
+        Args:
+            key: Of the object.
+            old: What it was.
+
+        Returns:
+            False where it is another one by now, or gone.
+        """
+
     def unfinished(self, prefix: str) -> list[Unfinished]:
         """Return unfinished uploads of keys under a prefix, at any depth, that take up space.
 

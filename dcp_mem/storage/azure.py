@@ -23,6 +23,7 @@ from dcp_mem.storage.translate import Translator, says, status_of
 # MD5 costs 1.5 CPU-seconds per GB: manifests and metadata get it, parts don't: their own checksums
 # are verified when they are read.
 _PUT_AT_ONCE = 4 << 20
+_CHANGED = ("ConditionNotMet", "BlobNotFound", "PathNotFound", "TargetConditionNotMet")
 _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 
 
@@ -62,19 +63,20 @@ class AzureStorage:
                 if len(data) <= _PUT_AT_ONCE:
                     self._blob(key).upload_blob(data, overwrite=not create, validate_content=True)
                 else:
-                    self._put_in_parts(key, memoryview(data), create)
+                    condition = {"match_condition": MatchConditions.IfMissing} if create else {}
+                    self._put_in_parts(key, memoryview(data), condition)
             except HttpResponseError as error:
                 if create and says(error, *_THERE):
                     raise CheckpointExists(key.rpartition("/")[0], self.url) from None
                 raise
 
-    def _put_in_parts(self, key: str, data: memoryview, create: bool) -> None:
+    def _put_in_parts(self, key: str, data: memoryview, condition: Mapping[str, Any]) -> None:
         # No stored blocks are counted on: they may be of other bytes.
         upload = AzureUpload(self._blob(key), len(data), set(), self._translator)
         for number in range(part_count(len(data), upload.part_nbytes)):
             part = data[number * upload.part_nbytes :][: upload.part_nbytes]
             upload.put_part(number, part, checksum(part))
-        upload.commit(**({"match_condition": MatchConditions.IfMissing} if create else {}))
+        upload.commit(**condition)
 
     def get(self, key: str) -> bytes:
         with self._translator.errors(key):
@@ -152,6 +154,57 @@ class AzureStorage:
             except StorageRefused:  # it isn't empty, or may not be removed
                 return
             directory, is_first = directory.rpartition("/")[0], False
+
+    def has_conditions(self) -> bool:
+        return True
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        etag = self._etag_of(key, old)
+        if etag is None:
+            return False
+        with self._translator.errors():
+            try:
+                if len(new) <= _PUT_AT_ONCE:
+                    self._blob(key).upload_blob(
+                        new, overwrite=True, validate_content=True, **_unchanged(etag)
+                    )
+                else:
+                    self._put_in_parts(key, memoryview(new), _unchanged(etag))
+            except HttpResponseError as error:
+                if says(error, *_CHANGED):
+                    return False
+                raise
+        return True
+
+    def remove(self, key: str, old: bytes) -> bool:
+        etag = self._etag_of(key, old)
+        if etag is None:
+            return False
+        try:
+            with self._translator.errors(key):
+                try:
+                    self._blob(key).delete_blob(delete_snapshots="include", **_unchanged(etag))
+                except HttpResponseError as error:
+                    if says(error, *_CHANGED):
+                        return False
+                    raise
+        except StorageKeyMissing:
+            return False
+        if self._may_have_directories:
+            self._remove_empty_directories(key.rpartition("/")[0])
+        return True
+
+    def _etag_of(self, key: str, data: bytes) -> str | None:
+        """Return the ETag of a blob; None where it isn't these bytes, or is gone.
+
+        The ETag is asked for first: it is that of the bytes, or the blob has changed since.
+        """
+        try:
+            with self._translator.errors(key):
+                etag = str(self._blob(key).get_blob_properties().etag)
+                return etag if read_all(self._blob(key)) == data else None
+        except StorageKeyMissing:
+            return None
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
         start = self._start(prefix)
@@ -259,3 +312,8 @@ def _is_marker(blob: BlobProperties) -> bool:
 def _modified(blob: BlobProperties) -> float:
     when: Any = blob.last_modified  # None where nothing was committed
     return 0.0 if when is None else float(when.timestamp())
+
+
+def _unchanged(etag: str) -> dict[str, Any]:
+    """Return the arguments of a request that is refused where the blob is another one by now."""
+    return {"etag": etag, "match_condition": MatchConditions.IfNotModified}

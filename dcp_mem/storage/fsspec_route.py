@@ -123,6 +123,27 @@ class FsspecStorage:
         except StorageKeyMissing:
             return
 
+    def has_conditions(self) -> bool:
+        return False  # fsspec has no call for them
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        if not self._is(key, old):
+            return False
+        self.put(key, new)
+        return True
+
+    def remove(self, key: str, old: bytes) -> bool:
+        if not self._is(key, old):
+            return False
+        self.delete(key)
+        return True
+
+    def _is(self, key: str, data: bytes) -> bool:
+        try:
+            return self.get(key) == data
+        except StorageKeyMissing:
+            return False
+
     def unfinished(self, prefix: str) -> list[Unfinished]:
         return []  # fsspec has no call for them
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
+from dcp_mem.policy.order import UNNUMBERED, Place
 from dcp_mem.storage import Entry, Storage
 
 T = TypeVar("T")
@@ -49,6 +50,19 @@ class StoredCheckpoint:
     def created(self) -> float:
         """When it was saved or, without a manifest, committed; seconds since the epoch."""
         return self.modified if self.manifest is None else self.manifest.created
+
+    @property
+    def place(self) -> Place:
+        """What the order of the job's checkpoints goes by."""
+        if self.manifest is None:
+            return Place(
+                number=UNNUMBERED,
+                time=self.modified,
+                stored_at=self.modified,
+                is_foreign=True,
+                key=(self.name, self.save_id),
+            )
+        return replace(self.manifest.place, stored_at=self.modified)
 
 
 def checkpoint_names(storage: Storage) -> list[str]:
@@ -233,14 +247,20 @@ def _without_manifest(
     if any(names.SEGMENT.fullmatch(file) for file in entries):
         metadata = storage.get(f"{name}/{names.metadata_file(scope)}")
         damaged = [one.problem for one in candidates if not one.save_id and one.problem]
-        if _OWN_SEGMENT.search(metadata):
-            problem = (
-                *damaged,
-                _NO_MANIFEST,
-            )[0]
+        named = {match[0].decode() for match in _OWN_SEGMENT.finditer(metadata)}
+        if named - entries.keys():
+            problem = _lost(named, entries)
+        elif named:
+            problem = (*damaged, _NO_MANIFEST)[0]
         elif not _OTHERS_SEGMENT.search(metadata):
             problem = "its .metadata is damaged"
     return _undescribed(name, scope, entries, problem)
+
+
+def _lost(named: Collection[str], entries: Mapping[str, Entry]) -> str:
+    """Return what to say of a checkpoint whose `.metadata` names segments that aren't there."""
+    missing = sorted(file for file in named if file not in entries)
+    return f"lost: {len(missing)} of {len(named)} segments are missing ({missing[0]})"
 
 
 def _undescribed(

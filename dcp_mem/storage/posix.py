@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -43,6 +45,11 @@ _REFUSED = {
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_TEXT = "no space is left there. Free some, or raise the quota; the flush is tried again."
 _PART = re.compile(r"(.+)\.[0-9a-f]{8}\.part")
+_LOCK = ".dcp_mem/lock"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
+_LOCK_SECONDS = 10.0
+"""The longest wait, in seconds, for another process that holds the lock."""
+_LOCK_PAUSE = 0.005
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ELOOP}
 
 
@@ -55,6 +62,7 @@ class PosixStorage:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._has_locks = True
 
     def upload(self, key: str, nbytes: int) -> PosixUpload:
         with self._translated():
@@ -109,6 +117,78 @@ class PosixStorage:
             with contextlib.suppress(FileNotFoundError):
                 self._found(os.unlink, self._path(key))
             remove_directory_if_empty(os.path.dirname(self._path(key)))
+
+    def has_conditions(self) -> bool:
+        with self._translated(), self._locked():
+            return self._has_locks
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        path = self._path(key)
+        with self._translated():
+            self._make_parent(path)
+            staged = f"{path}.{uuid.uuid4().hex[:8]}.new"
+            write_atomically(staged, new, sync=True)
+            try:
+                with self._locked():
+                    if not self._is(path, old):
+                        return False
+                    os.rename(staged, path)
+            finally:
+                remove(staged)
+            sync_directory(os.path.dirname(path))
+            return True
+
+    def remove(self, key: str, old: bytes) -> bool:
+        path = self._path(key)
+        with self._translated():
+            with self._locked():
+                if not self._is(path, old):
+                    return False
+                os.unlink(path)
+            remove_directory_if_empty(os.path.dirname(path))
+            return True
+
+    def _is(self, path: str, data: bytes) -> bool:
+        try:
+            return self._found(read_bytes, path) == data
+        except FileNotFoundError:
+            return False
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep out all other processes that swap or remove under this root, on any host.
+
+        NFS clients take such a lock to the server. It ends with its process.
+        """
+        path = self._path(_LOCK)
+        self._make_parent(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock(descriptor)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        """Take the lock, unless the file system has none. Raises StorageUnavailable."""
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while self._has_locks and not self._try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise StorageUnavailable(
+                    self.url, "another process holds its lock; it may be stopped"
+                )
+            time.sleep(_LOCK_PAUSE)
+
+    def _try_lock(self, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            self._has_locks = False
+        return True
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
         found = []

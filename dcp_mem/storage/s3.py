@@ -11,7 +11,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from dcp_mem.common.log import log
-from dcp_mem.errors import CheckpointExists, StorageUnavailable
+from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageUnavailable
 from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import Entry, Unfinished, Upload, part_count, part_nbytes
 from dcp_mem.storage.file_system import file_system_of
@@ -20,6 +20,11 @@ from dcp_mem.storage.streams import fill
 from dcp_mem.storage.translate import Translator, status_of
 
 _MAY_NOT_LIST = {403, 405, 501}
+_CHANGED = {404, 409, 412}
+"""Answers to a request whose object isn't what it was; 409: another request changes it now."""
+_NOT_IMPLEMENTED = {400, 405, 501}
+_PROBE = ".dcp_mem/conditions"
+_NO_ETAG = '"00000000000000000000000000000000"'
 
 
 class S3Storage:
@@ -41,6 +46,7 @@ class S3Storage:
             bucket, root, _ = fs.split_path(path)
             self._client = S3Client(fs, bucket)
         self._root = root.rstrip("/")
+        self._compares: bool | None = None
 
     def upload(self, key: str, nbytes: int) -> Upload:
         path = self._path(key)
@@ -131,6 +137,69 @@ class S3Storage:
     def delete(self, key: str) -> None:
         with self._translator.errors():
             self._client.call("delete_object", Key=self._path(key))
+
+    def has_conditions(self) -> bool:
+        if self._compares is None:
+            self._compares = self._probe()
+        return self._compares
+
+    def _probe(self) -> bool:
+        """Return whether a put asks for the object's ETag: some servers put all the same."""
+        path = self._path(_PROBE)
+        with self._translator.errors():
+            self._client.call("put_object", Key=path, Body=b"")
+            try:
+                self._client.call("put_object", Key=path, Body=b"", IfMatch=_NO_ETAG)
+            except ClientError as error:
+                if status_of(error) == 412:
+                    return True
+                if status_of(error) not in _NOT_IMPLEMENTED:
+                    raise
+            return False
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        etag = self._etag_of(key, old)
+        if etag is None:
+            return False
+        condition = {"IfMatch": etag} if self.has_conditions() else {}
+        with self._translator.errors():
+            try:
+                _put(self._client, self._path(key), memoryview(new), checksum(new), **condition)
+            except ClientError as error:
+                if condition and status_of(error) in _CHANGED:
+                    return False
+                raise
+        return True
+
+    def remove(self, key: str, old: bytes) -> bool:
+        etag = self._etag_of(key, old)
+        if etag is None:
+            return False
+        condition = {"IfMatch": etag} if self.has_conditions() else {}
+        with self._translator.errors():
+            try:
+                self._client.call("delete_object", Key=self._path(key), **condition)
+            except ClientError as error:
+                if condition and status_of(error) in _CHANGED:
+                    return False
+                if not condition or status_of(error) not in _NOT_IMPLEMENTED:
+                    raise
+                # It compares when it puts, but not when it deletes.
+                self._client.call("delete_object", Key=self._path(key))
+        return True
+
+    def _etag_of(self, key: str, data: bytes) -> str | None:
+        """Return the ETag of an object; None where it isn't these bytes, or is gone."""
+        try:
+            with self._translator.errors(key):
+                answer = self._client.call("get_object", Key=self._path(key))
+                body = answer["Body"]
+                try:
+                    return str(answer["ETag"]) if bytes(body.read()) == data else None
+                finally:
+                    body.close()
+        except StorageKeyMissing:
+            return None
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
         root = f"{self._root}/" if self._root else ""

@@ -82,6 +82,15 @@ class Snapshot:
     def delete(self, key: str) -> None:
         self._storage.delete(key)
 
+    def has_conditions(self) -> bool:
+        return self._storage.has_conditions()
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        return self._storage.swap(key, old, new)
+
+    def remove(self, key: str, old: bytes) -> bool:
+        return self._storage.remove(key, old)
+
     def unfinished(self, prefix: str) -> list[Unfinished]:
         return self._storage.unfinished(prefix)
 

@@ -256,6 +256,32 @@ def test_where_nothing_is_ls_says_so_and_exits_with_1(job: Job) -> None:
     assert Shell(job).json("ls", code=1)["checkpoints"] == []
 
 
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("__0_0-*.distcp", "segment of rank 0: missing"),
+        ("**/*[!a]", "lost: 1 of 1 segments are missing (__0_0-"),
+    ],
+    ids=["the segment", "all but .metadata"],
+)
+def test_ls_says_that_a_checkpoint_without_its_segments_is_lost_and_exits_with_1(
+    shell: Shell, gone: str, said: str
+) -> None:
+    """As two runs at one root left it: `.metadata` of one, and the files of the other."""
+    directory = _stored(shell.job, "step-1")
+    other = f"__0_0-{'0' * 8}.distcp"
+    _segment(directory).rename(directory / other)
+    for path in directory.glob(gone):
+        if path.is_file() and path.name not in (other, ".metadata"):
+            path.unlink()
+    (problem,) = (
+        one["problem"] for one in shell.json("ls", code=1)["checkpoints"] if one["problem"]
+    )
+    assert problem.startswith(said)
+    assert "1 of 3 can't be loaded from anywhere: step-1" in shell.run("ls").stderr
+    assert load_anew(shell.job).number == 3
+
+
 def test_names_from_storage_cannot_steer_the_terminal(job: Job) -> None:
     dcp.save(make_state(1), checkpoint_id=str(_stored(job, "evil\x1b[2J")))
     result = Shell(job).run("ls")

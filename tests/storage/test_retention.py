@@ -1,6 +1,7 @@
 """Retention at work, in memory and on storage: what is kept, and what must never go."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -142,17 +143,21 @@ def test_without_a_policy_everything_stays(job: Job) -> None:
     assert _stored(PosixStorage(str(job.url))) == _steps(0, 10, 20, 30, 40, 50)
 
 
-def test_a_failed_retention_is_made_up_for_after_the_next_commit(job: Job) -> None:
-    with job.writer(keep_storage=1) as writer:
+def test_a_failed_retention_is_made_up_for_after_the_next_commit(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot_tell(storage: Storage, name: str) -> bool:
+        raise StorageUnavailable(storage.url, "nobody can tell who reads")
+
+    with job.writer(keep_storage=1, agent="thread") as writer:
         _save(writer, 0)
         writer.wait(timeout=60)
-        readers = Path(str(job.url), ".dcp_mem")
-        readers.write_text("in the way")  # nobody can tell who reads
+        monkeypatch.setattr(dcp_mem.flushing.retention, "is_being_read", cannot_tell)
         _save(writer, 1)
         writer.wait(timeout=60)
         time.sleep(0.5)
         assert "step-0" in _stored(PosixStorage(str(job.url)))
-        readers.unlink()
+        monkeypatch.undo()
         _save(writer, 2)
         wait_until(lambda: _stored(PosixStorage(str(job.url))) == _steps(20), "retention")
 
@@ -162,7 +167,7 @@ def test_a_failed_retention_is_made_up_for_after_the_next_commit(job: Job) -> No
 
 @dataclass
 class _Meddling:
-    """A storage on which something happens just before a key is deleted."""
+    """A storage on which something happens just before a key is deleted or removed."""
 
     storage: Storage
     suffix: str
@@ -175,6 +180,11 @@ class _Meddling:
         if key.endswith(self.suffix):
             self.act()
         self.storage.delete(key)
+
+    def remove(self, key: str, old: bytes) -> bool:
+        if key.endswith(self.suffix):
+            self.act()
+        return self.storage.remove(key, old)
 
 
 @pytest.fixture
@@ -213,7 +223,7 @@ def test_a_reader_who_comes_in_the_middle_of_it_has_it_back(job: Job, storage: S
 
 def test_a_reader_who_was_killed_long_ago_reads_no_more(storage: Storage) -> None:
     assert read_lease(storage, "step-0") is not None
-    [left] = Path(storage.url, ".dcp_mem").iterdir()
+    [left] = Path(storage.url, ".dcp_mem").glob("reader-*")
     os.utime(left, (time.time() - 90_000,) * 2)
     assert _apply(storage, keep_last(1)) == ["step-0", "step-10"]
     assert not left.exists()
@@ -296,5 +306,6 @@ def test_nobody_deletes_what_somebody_reads_unless_forced_to(job: Job, storage: 
 
 
 def test_where_a_reader_may_not_write_it_reads_all_the_same(job: Job, storage: Storage) -> None:
+    shutil.rmtree(Path(storage.url, ".dcp_mem"))
     Path(storage.url, ".dcp_mem").write_text("in the way")
     assert load_anew(job, "step-0").number == 0

@@ -6,7 +6,6 @@ is flushed yet.
 
 import shutil
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,7 +205,7 @@ def test_who_doesnt_know_the_nodes_makes_nobody_forget_them(nodes: Nodes) -> Non
 def test_who_has_waited_long_gives_the_holders_of_copies_their_time(nodes: Nodes) -> None:
     (holder,) = (number for number in (0, 2) if _copies(nodes, number, 1))
     memory, waiter = nodes.memory(2 - holder), nodes.flusher(2 - holder, (0, 1, 2))
-    newer = replace(nodes.held(0).manifest, name="step-2", save_id="ffffffff", created=time.time())
+    newer = replace(nodes.held(0).manifest, name="step-2", save_id="ffffffff", count=9)
     memory.make_checkpoint_directory("step-2")
     memory.publish(newer)
     memory.record_flush(
@@ -400,13 +399,13 @@ def test_a_newer_save_of_that_name_isnt_replaced_by_what_others_finish(
     newer, url = memory_root / "newer", nodes.url
     newer.mkdir(mode=0o700)
     late = _copied(saved_thrice, newer, url)
-    early, late = sorted((nodes, late), key=lambda one: one.held(0).manifest.created)
+    early = nodes
     _look(*(late.flusher(number, (0, 1, 2)) for number in range(3)))
     committed = (late.stored / ".metadata").read_bytes()
     _look(*(early.flusher(number, (0, 2)) for number in (0, 2)))
     outcome, error = early.outcome(0)
-    assert outcome == "skipped"
-    assert error.endswith("lost, and a newer save of that name is durable")
+    assert outcome == "refused"
+    assert "a newer run has taken it (generation 1" in error
     assert (late.stored / ".metadata").read_bytes() == committed
     assert forked(load_as_torch, late.stored) == 1
 
@@ -488,7 +487,7 @@ def test_what_others_have_put_for_a_lost_node_goes_with_the_attempt(nodes: Nodes
     storage = PosixStorage(str(nodes.url))
     assert f"step-1/{names.OWN}/{table}" in {one.key for one in orphans(storage, -60)}
     manifest = nodes.held(0).manifest
-    newer = replace(manifest, save_id="ffffffff", created=manifest.created + 1)
+    newer = replace(manifest, save_id="ffffffff", count=manifest.count + 1)
     storage.put(f"step-1/{names.stored_manifest(newer.save_id)}", newer.to_json())
     collect_older_attempts(storage, newer)
     assert {path.name for path in nodes.stored.rglob("*") if path.is_file()} == {

@@ -76,15 +76,18 @@ def test_a_history_reads_like_this() -> None:
         attempts=2,
         step=100,
         metrics={"loss": 0.5},
+        generation=3,
+        count=7,
+        run="0a1b2c3d",
     )
     head, row, rest = to_csv([line]).decode().split("\r\n")
     assert head == (
         "name,save_id,created,world_size,nodes,bytes,stage_seconds,outcome,durable,flush_seconds,throughput_mib_s,parts,"
-        "retries,attempts,error,step,metrics"
+        "retries,attempts,generation,count,run,error,step,metrics"
     )
     assert row == (
         '"a,b",0011aabb,2026-11-20T20:17:26.500000+00:00,16,2,3145728,0.25,failed,,'
-        '0.0,0.0,0,0,2,"no ""room""\nat all",100,"{""loss"":0.5}"'
+        '0.0,0.0,0,0,2,3,7,0a1b2c3d,"no ""room""\nat all",100,"{""loss"":0.5}"'
     )
     assert rest == ""
 

@@ -19,6 +19,7 @@ from dcp_mem.common.values import Segment
 from dcp_mem.format import names
 from dcp_mem.format.segments import Segments
 from dcp_mem.policy.election import ElectedCheckpoint, FoundCheckpoint, elect
+from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import Stripe
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.policy.sharing import Need, PeerPiece, SharedPiece, share_out
@@ -176,7 +177,7 @@ class Losses(RuleBasedStateMachine):
             FoundCheckpoint(
                 name="step-1",
                 save_id=_SAVE,
-                created=1.0,
+                place=Place(number=SaveNumber(1, 1)),
                 count=len(self.segments),
                 segments=here,
                 stripes=tuple(node.stripes.items()),

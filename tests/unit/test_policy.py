@@ -27,6 +27,7 @@ from dcp_mem.policy.election import (
     in_common,
 )
 from dcp_mem.policy.facts import CheckpointFacts
+from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.persistence import Since, persist_policy
 
 # -- admission -------------------------------------------------------------------------------------
@@ -360,12 +361,18 @@ def test_retention_leaves_at_most_keep_unless_something_holds_more(
 
 # -- election --------------------------------------------------------------------------------------
 
+
+def aged(number: int) -> Place:
+    """The place of the run's save of this number."""
+    return Place(number=SaveNumber(1, number))
+
+
 _FINDINGS = st.lists(
     st.builds(
         FoundCheckpoint,
         name=st.sampled_from(["one", "two", "three"]),
         save_id=st.sampled_from(["", "aa", "bb"]),
-        created=st.integers(0, 5).map(float),
+        place=st.integers(0, 5).map(aged),
         problem=st.sampled_from(["", "", "damaged"]),
     ),
     max_size=5,
@@ -378,9 +385,8 @@ def test_whatever_every_rank_can_read_is_chosen_newest_first_and_all_else_has_a_
     inventories: list[list[FoundCheckpoint]], stored: list[FoundCheckpoint]
 ) -> None:
     plan = elect(inventories, stored)
-    assert [choice.created for choice in plan.choices] == sorted(
-        (one.created for one in plan.choices), reverse=True
-    )
+    numbers = [choice.place.number for choice in plan.choices]
+    assert numbers == sorted(numbers, reverse=True)
     chosen = {(choice.name, choice.save_id): choice for choice in plan.choices}
     assert len(chosen) == len(plan.choices)
     everything = {(one.name, one.save_id) for one in itertools.chain(*inventories, stored)}
@@ -427,7 +433,7 @@ def test_nodes_put_together_what_they_have(
             FoundCheckpoint(
                 name="step-1",
                 save_id="aa",
-                created=1.0,
+                place=aged(1),
                 count=5,
                 segments=None if segments == whole else segments,
             )
@@ -437,7 +443,10 @@ def test_nodes_put_together_what_they_have(
     stored = (
         [
             FoundCheckpoint(
-                name="step-1", save_id="aa", created=1.0, problem="torn" if is_damaged_there else ""
+                name="step-1",
+                save_id="aa",
+                place=aged(1),
+                problem="torn" if is_damaged_there else "",
             )
         ]
         if lies_on_storage
@@ -470,16 +479,22 @@ def test_nodes_put_together_what_they_have(
 
 
 def test_memory_and_storage_of_one_save_are_one_choice() -> None:
-    finding = FoundCheckpoint(name="step-1", save_id="aa", created=1.0)
+    finding = FoundCheckpoint(name="step-1", save_id="aa", place=aged(1))
     assert elect([[finding], [finding]], [finding]).choices == (
-        ElectedCheckpoint(name="step-1", save_id="aa", created=1.0, memory=True, storage=True),
+        ElectedCheckpoint(
+            name="step-1",
+            save_id="aa",
+            place=replace(aged(1), key=("step-1", "aa")),
+            memory=True,
+            storage=True,
+        ),
     )
 
 
 def test_a_newer_save_of_the_same_name_comes_first_and_the_stored_one_after_it() -> None:
     plan = elect(
-        [[FoundCheckpoint(name="latest", save_id="bb", created=2.0)]],
-        [FoundCheckpoint(name="latest", save_id="aa", created=1.0)],
+        [[FoundCheckpoint(name="latest", save_id="bb", place=aged(2))]],
+        [FoundCheckpoint(name="latest", save_id="aa", place=aged(1))],
     )
     assert [(one.save_id, one.memory, one.storage) for one in plan.choices] == [
         ("bb", True, False),
@@ -491,8 +506,8 @@ def test_reasons_say_what_is_missing_where() -> None:
     plan = elect(
         [
             [
-                FoundCheckpoint(name="step-2", save_id="bb", created=2.0),
-                FoundCheckpoint(name="step-1", save_id="aa", created=1.0, problem="2 of 9 bytes"),
+                FoundCheckpoint(name="step-2", save_id="bb", place=aged(2)),
+                FoundCheckpoint(name="step-1", save_id="aa", place=aged(1), problem="2 of 9 bytes"),
             ],
             [],
         ],
@@ -507,7 +522,7 @@ def test_reasons_say_what_is_missing_where() -> None:
         [[]],
         [
             FoundCheckpoint(
-                name="step-3", save_id="", created=3.0, problem="segment of rank 1: missing"
+                name="step-3", save_id="", place=aged(3), problem="segment of rank 1: missing"
             )
         ],
     ).reasons
@@ -519,19 +534,19 @@ def test_nothing_found_is_an_empty_plan() -> None:
 
 
 def test_ranks_that_saved_alone_have_in_common_what_each_of_them_has_by_name() -> None:
-    def plan(*choices: tuple[str, str, float]) -> RecoveryPlan:
+    def plan(*choices: tuple[str, str, int]) -> RecoveryPlan:
         return RecoveryPlan(
             tuple(
                 ElectedCheckpoint(
-                    name=name, save_id=save_id, created=created, memory=True, storage=False
+                    name=name, save_id=save_id, place=aged(age), memory=True, storage=False
                 )
-                for name, save_id, created in choices
+                for name, save_id, age in choices
             ),
             (),
         )
 
-    first = plan(("c", "11", 3.0), ("b", "12", 2.0), ("b", "13", 1.5), ("a", "14", 1.0))
-    second = plan(("b", "21", 2.5), ("a", "22", 1.0))
+    first = plan(("c", "11", 4), ("b", "12", 3), ("b", "13", 2), ("a", "14", 1))
+    second = plan(("b", "21", 2), ("a", "22", 1))
     common = in_common([first, second])
     assert [choice.name for choice in common.choices] == ["b", "a"]
     assert common.choices[0].save_id == "12"

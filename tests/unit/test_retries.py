@@ -90,6 +90,18 @@ class _Moody:
     def delete(self, key: str) -> None:
         self._request()
 
+    def has_conditions(self) -> bool:
+        self._request()
+        return True
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        self._request()
+        return True
+
+    def remove(self, key: str, old: bytes) -> bool:
+        self._request()
+        return True
+
     def unfinished(self, prefix: str) -> list[Unfinished]:
         self._request()
         return []
@@ -112,6 +124,9 @@ OPERATIONS: dict[str, Callable[[RetryingStorage], object]] = {
     "ls": lambda storage: storage.ls(""),
     "tree": lambda storage: storage.tree(9),
     "delete": lambda storage: storage.delete("a"),
+    "has_conditions": lambda storage: storage.has_conditions(),
+    "swap": lambda storage: storage.swap("a", b"1", b"2"),
+    "remove": lambda storage: storage.remove("a", b"1"),
     "unfinished": lambda storage: storage.unfinished(""),
     "drop_unfinished": lambda storage: storage.drop_unfinished("a"),
 }

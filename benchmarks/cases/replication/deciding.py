@@ -24,6 +24,7 @@ from dcp_mem.format.checksums import checksum
 from dcp_mem.format.names import rank_of, segment_file
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.election import FoundCheckpoint, elect
+from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import groups
 from dcp_mem.policy.sharing import Need, share_out
 from dcp_mem.replicating.plan import copies_of
@@ -225,7 +226,7 @@ class _Job:
                 FoundCheckpoint(
                     name=f"step-{number}",
                     save_id=SAVE_ID,
-                    created=float(number),
+                    place=Place(number=SaveNumber(1, number)),
                     count=len(self.nodes),
                     segments=self.has[node],
                 )

@@ -202,6 +202,7 @@ class Peers:
                     local.name,
                     manifest.save_id,
                     manifest.created,
+                    [manifest.generation, manifest.count, manifest.run],
                     manifest.nbytes,
                     len(manifest.segments),
                 ]
@@ -285,7 +286,7 @@ def _checkpoints(answers: list[list[list[Any]]]) -> dict[str, CheckpointStatus |
     files: dict[str, set[str]] = {}
     known: dict[str, CheckpointStatus] = {}
     for of_rank in answers:
-        for name, save_id, created, nbytes, count, node_files in of_rank:
+        for name, save_id, created, (generation, saves, run), nbytes, count, node_files in of_rank:
             known[save_id] = CheckpointStatus(
                 name=name,
                 save_id=save_id,
@@ -296,6 +297,9 @@ def _checkpoints(answers: list[list[list[Any]]]) -> dict[str, CheckpointStatus |
                 persist=True,
                 places=(MEMORY,),
                 world_size=count,
+                generation=generation,
+                count=saves,
+                run=run,
             )
             files.setdefault(save_id, set()).update(node_files)
     return {

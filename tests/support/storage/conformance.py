@@ -147,6 +147,43 @@ class StorageConformance:
             assert won.count(True) == 1
             assert storages[0].get(key) == bytes([won.index(True)]) * 1000
 
+    # -- swap and remove ---------------------------------------------------------------------------
+
+    def test_what_is_still_what_it_was_is_swapped_and_removed(self, storage: Storage) -> None:
+        key, large = "step-1/.metadata", _bytes(5 << 20)
+        storage.put(key, b"first")
+        assert storage.swap(key, b"first", large)
+        assert storage.swap(key, large, b"last")
+        assert storage.get(key) == b"last"
+        assert storage.remove(key, b"last")
+        assert storage.ls("step-1") == []
+
+    def test_what_is_another_by_now_or_gone_stays_so(self, storage: Storage) -> None:
+        key = "step-1/.metadata"
+        assert not storage.swap(key, b"", b"new")
+        assert not storage.remove(key, b"")
+        storage.put(key, b"other")
+        assert not storage.swap(key, b"first", b"new")
+        assert not storage.remove(key, b"first")
+        assert storage.get(key) == b"other"
+        assert [entry.name for entry in storage.ls("step-1")] == [".metadata"]
+
+    def test_swaps_by_many_threads_have_one_winner(self, opened: Callable[[], Storage]) -> None:
+        storages = [opened() for _ in range(_THREADS)]
+        key, start = "step-1/.metadata", threading.Barrier(_THREADS)
+        storages[0].put(key, b"first")
+        if not storages[0].has_conditions():
+            pytest.skip("this storage has no conditions")
+
+        def swap(number: int) -> bool:
+            start.wait()
+            return storages[number].swap(key, b"first", bytes([number]) * 1000)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            won = list(pool.map(swap, range(_THREADS)))
+        assert won.count(True) == 1
+        assert storages[0].get(key) == bytes([won.index(True)]) * 1000
+
     # -- uploads -----------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(

@@ -1,0 +1,194 @@
+"""The order of a job's checkpoints: which of two is newer. No clock takes part in it (ADR 23).
+
+Decided from the numbers that saves got from their ranks. The rules:
+
+1. A save's number is the generation of its run, and the count of the save. Ranks agree on a number
+   above all that any of them knows of, so the greater number is the newer save.
+2. A run may begin before it knows what storage has. Its generation is raised later, and then holds
+   for all its saves: whoever knows the raised one tells the others (`Place.run`).
+3. A checkpoint that another writer has put on storage has no number. It comes right behind the
+   newest one of the job's that storage had before it, by the storage's own clock.
+4. A checkpoint of an older dcp_mem has no number either. It is older than all that have one; among
+   themselves these go by the time of the save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_COUNTS = 1 << 32
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SaveNumber:
+    """The number of a save within its job; the greater one is newer.
+
+    Attributes:
+        generation: Of the run; 0 for a checkpoint without a number.
+        count: Of the save, within the generation.
+    """
+
+    generation: int = 0
+    count: int = 0
+
+    @property
+    def packed(self) -> int:
+        """The number as one integer, which is short when it is sent."""
+        return self.generation * _COUNTS + self.count
+
+    @staticmethod
+    def unpacked(packed: int) -> SaveNumber:
+        """Return the number that `packed` stands for.
+
+        Args:
+            packed: As the property returned it.
+        """
+        return SaveNumber(*divmod(packed, _COUNTS))
+
+    def __str__(self) -> str:
+        return f"{self.generation}.{self.count}" if self.generation else "none"
+
+
+UNNUMBERED = SaveNumber()
+
+
+def next_number(known: SaveNumber, generation: int) -> SaveNumber:
+    """Return the number of the next save.
+
+    Args:
+        known: The greatest number that any rank knows of.
+        generation: The one that the run goes on with; 0 if it hasn't begun one. A run that learns
+            of a newer generation begins another one.
+    """
+    if generation and generation >= known.generation:
+        return SaveNumber(generation, known.count + 1 if generation == known.generation else 1)
+    return SaveNumber(known.generation + 1, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The facts by which a checkpoint gets its place in the order.
+
+    Attributes:
+        number: Of the save.
+        run: Token of the run that saved it; "" where that isn't known.
+        time: When it was saved, in seconds since the epoch. It counts only among checkpoints
+            without a number.
+        stored_at: When storage got its `.metadata`, by the storage's clock; 0.0 where it didn't, or
+            doesn't tell.
+        is_foreign: Whether it is none of the job's saves. One that has a number all the same comes
+            right behind the save with that number.
+        step: Its training step; None where that isn't known.
+        key: Tells it from all others, and decides where nothing else does.
+    """
+
+    number: SaveNumber
+    run: str = ""
+    time: float = 0.0
+    stored_at: float = 0.0
+    is_foreign: bool = False
+    step: int | None = None
+    key: tuple[str, ...] = ()
+
+
+_Rank = tuple[SaveNumber, bool, float, int, tuple[str, ...]]
+
+
+def newest_first(found: Iterable[T], place: Callable[[T], Place]) -> list[T]:
+    """Return the checkpoints of a job, the newest first.
+
+    Args:
+        found: The checkpoints, each once.
+        place: Returns what is known of one.
+    """
+    placed = [(one, place(one)) for one in found]
+    generations = raised(each for _, each in placed)
+    anchors = sorted(
+        (each.stored_at, _number(each, generations))
+        for _, each in placed
+        if each.number.generation and each.stored_at and not each.is_foreign
+    )
+    placed.sort(key=lambda each: _rank(each[1], generations, anchors), reverse=True)
+    return [one for one, _ in placed]
+
+
+def is_newer(one: Place, other: Place) -> bool:
+    """Return whether a checkpoint is newer than another one of the same job.
+
+    Args:
+        one: The first.
+        other: The second.
+    """
+    return newest_first([one, other], lambda place: place)[0] is one
+
+
+def raised(places: Iterable[Place]) -> dict[str, int]:
+    """Return the greatest generation that is known of each run (rule 2).
+
+    Args:
+        places: Of the checkpoints.
+    """
+    generations: dict[str, int] = {}
+    for one in places:
+        if one.run:
+            generations[one.run] = max(generations.get(one.run, 0), one.number.generation)
+    return generations
+
+
+def _number(one: Place, generations: Mapping[str, int]) -> SaveNumber:
+    generation = max(one.number.generation, generations.get(one.run, 0) if one.run else 0)
+    return SaveNumber(generation, one.number.count)
+
+
+def _rank(
+    one: Place, generations: Mapping[str, int], anchors: Sequence[tuple[float, SaveNumber]]
+) -> _Rank:
+    if one.number.generation:
+        time = one.time if one.is_foreign else 0.0
+        # Two runs that knew nothing of each other may have given the same number.
+        step = -1 if one.step is None else one.step
+        return _number(one, generations), one.is_foreign, time, step, one.key
+    if one.is_foreign:
+        before = (number for stored_at, number in anchors if stored_at < one.stored_at)
+        return max(before, default=UNNUMBERED), True, one.time, -1, one.key
+    return UNNUMBERED, True, one.time, -1, one.key
+
+
+def joined_place(places: Iterable[Place]) -> Place:
+    """Return what is known together of one checkpoint that was found in several places.
+
+    Args:
+        places: At least one; all of the same checkpoint.
+    """
+    found = list(places)
+    newest = max(found, key=lambda one: one.number)
+    return replace(newest, stored_at=max(one.stored_at for one in found))
+
+
+def contradiction(newest: Place, others: Sequence[Place]) -> str:
+    """Say whether steps contradict the order; "" where they don't.
+
+    A job that went back to an older step and saved on looks like that, and so does a job whose
+    order was lost, such as with a root that was put together by hand.
+
+    Args:
+        newest: The newest checkpoint; the first text of its key is its name.
+        others: The others that could be loaded.
+    """
+    later = [
+        one
+        for one in others
+        if newest.step is not None and one.step is not None and one.step > newest.step
+    ]
+    if not later:
+        return ""
+    last = max(later, key=lambda one: (one.step or 0, one.key))
+    count = f", and {len(later) - 1} more" if len(later) > 1 else ""
+    return (
+        f"{newest.key[0]} (step {newest.step}) is the newest by the job's order, but "
+        f"{last.key[0]} has a later step ({last.step}){count}"
+    )

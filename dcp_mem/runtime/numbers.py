@@ -1,0 +1,103 @@
+"""The numbers of saves, as one process knows them: the next one follows (ADR 23)."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+
+from dcp_mem.comm.gloo import run_token
+from dcp_mem.config import Settings
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.policy.order import UNNUMBERED, SaveNumber, next_number
+
+_RUN_DIGITS = 8
+
+_seen: dict[tuple[str, str], SaveNumber] = {}
+"""By memory root and job, the greatest number that loads of this process have found."""
+_guard = threading.Lock()
+
+
+def note_seen(settings: Settings, number: SaveNumber) -> None:
+    """Remember a number that a load has found, in memory or on storage: later saves are newer.
+
+    Args:
+        settings: Of the job.
+        number: The greatest one that the load has found.
+    """
+    with _guard:
+        key = (settings.memory_root, settings.job)
+        _seen[key] = max(_seen.get(key, UNNUMBERED), number)
+
+
+def seen(settings: Settings) -> SaveNumber:
+    """Return the greatest number that loads of this process have found.
+
+    Args:
+        settings: Of the job.
+    """
+    return _seen.get((settings.memory_root, settings.job), UNNUMBERED)
+
+
+class RunNumbers:
+    """The numbers that this process has given to saves of a job, and knows of.
+
+    Saves change it in their turn; any thread may ask for `newest`.
+
+    Args:
+        memory: The job's memory on this node.
+    """
+
+    def __init__(self, memory: JobMemory) -> None:
+        self._memory = memory
+        self._generation = 0
+        self._run = ""
+        self._newest = UNNUMBERED
+
+    def newest(self) -> SaveNumber:
+        """Return the greatest number of this process's saves and loads."""
+        own = SaveNumber(self._generation_now(), self._newest.count)
+        return max(own, _seen.get((self._memory.root, self._memory.job), UNNUMBERED))
+
+    def run(self) -> tuple[int, str]:
+        """Return the generation that the run goes on with, and the run's token.
+
+        The generation is 0 if the run hasn't begun one. It may have been raised since the last
+        save, by the flusher of this node, which has found newer ones on storage.
+
+        Raises:
+            RankFailed: The default group's store is gone, or silent.
+        """
+        self._run = self._run or run_token()[:_RUN_DIGITS] or uuid.uuid4().hex[:_RUN_DIGITS]
+        return self._generation_now(), self._run
+
+    def _generation_now(self) -> int:
+        """Return the run's generation, raised to the one that it has got on storage; 0 for none."""
+        if not self._generation:
+            return 0
+        return max(self._generation, self._memory.generations().get(self._run, 0))
+
+    def keep_newest(self, manifest: Manifest) -> None:
+        """Make sure that a checkpoint is the newest in this memory, before it is published there.
+
+        Since its number was agreed on, the flusher may have got a newer generation for an earlier
+        run: then the generation of this run is raised as well.
+
+        Args:
+            manifest: Of the checkpoint.
+        """
+        newest = self._memory.newest_number(without_run=manifest.run)
+        if self._memory.raised(manifest).number <= newest:
+            self._memory.note_generations({manifest.run: newest.generation + 1})
+
+    def begin(self, newest: SaveNumber, generation: int, run: str) -> SaveNumber:
+        """Return the number of the save that the ranks agree on now.
+
+        Args:
+            newest: The greatest number that any rank knows of.
+            generation: The one that the coordinator's run goes on with; 0 for none.
+            run: Token of that run.
+        """
+        number = next_number(newest, generation)
+        self._generation, self._run, self._newest = number.generation, run, number
+        return number
