@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dcp_mem.common.azure_urls import abfs_url
-from dcp_mem.common.values import HISTORIES, RECOVERIES
+from dcp_mem.common.values import HISTORIES, RECOVERIES, RESUMES
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.persistence import Persist, persist_policy
 from dcp_mem.policy.redundancy import Redundancy
@@ -21,6 +21,7 @@ from dcp_mem.policy.retention import KeepLast, Retention, retention, with_newest
 OnFull = Literal["wait", "skip", "raise"]
 OnSlowStorage = Literal["newest", "all"]
 OnReplication = Literal["wait", "skip", "cancel"]
+OnNonfinite = Literal["ignore", "warn", "reject"]
 AgentKind = Literal["process", "thread"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -77,6 +78,8 @@ class Settings:
         failure_domain: What fails together with this node; "" for the node alone.
         on_replication: What a save does while an older checkpoint's copies are under way.
         replication_timeout: Seconds without progress after which replication fails.
+        on_nonfinite: What to do about a checkpoint with values that aren't finite, once it is
+            complete.
     """
 
     url: str | None
@@ -96,6 +99,7 @@ class Settings:
     failure_domain: str = ""
     on_replication: OnReplication = "wait"
     replication_timeout: float = 120.0
+    on_nonfinite: OnNonfinite = "ignore"
 
     @property
     def keep(self) -> int:
@@ -127,6 +131,7 @@ def settings(
     redundancy: Parity | None = None,
     failure_domain: str | Callable[[], str] | None = None,
     on_replication: str = "wait",
+    on_nonfinite: str = "ignore",
 ) -> Settings:
     """Check the arguments of `MemoryStorageWriter` and fill in the defaults.
 
@@ -150,6 +155,7 @@ def settings(
         failure_domain: A text, or a callable that returns one; default $DCP_MEM_FAILURE_DOMAIN,
             else "".
         on_replication: "wait", "skip" or "cancel".
+        on_nonfinite: "ignore", "warn" or "reject".
 
     Raises:
         ConfigError: An argument or an environment variable can't be used.
@@ -160,6 +166,8 @@ def settings(
         raise ConfigError(f"on_slow_storage={on_slow_storage!r}: choose 'newest' or 'all'")
     if on_replication not in ("wait", "skip", "cancel"):
         raise ConfigError(f"on_replication={on_replication!r}: choose 'wait', 'skip' or 'cancel'")
+    if on_nonfinite not in ("ignore", "warn", "reject"):
+        raise ConfigError(f"on_nonfinite={on_nonfinite!r}: choose 'ignore', 'warn' or 'reject'")
     if agent not in ("process", "thread"):
         raise ConfigError(f"agent={agent!r}: choose 'process' or 'thread'")
     if storage_options is not None and not isinstance(storage_options, Mapping):
@@ -186,6 +194,7 @@ def settings(
         failure_domain=_failure_domain(failure_domain),
         on_replication=on_replication,  # type: ignore[arg-type]
         replication_timeout=_seconds_from("DCP_MEM_REPLICATION_TIMEOUT", 120.0),
+        on_nonfinite=on_nonfinite,  # type: ignore[arg-type]
     )
 
 
@@ -456,7 +465,7 @@ def is_checkpoint_name(text: str) -> bool:
     return (
         _NAME.fullmatch(text) is not None
         and len(text) <= 200
-        and text not in (HISTORIES, RECOVERIES)
+        and text not in (HISTORIES, RECOVERIES, RESUMES)
     )
 
 

@@ -208,7 +208,7 @@ def async_save(
         copies = storage_writer._overlapping(overlap_of(overlap))
     made: Attempted[dict[str, Any]] = Attempted((state_dict,))
     if isinstance(storage_writer, MemoryStorageWriter) and async_stager is None:
-        made = attempt(lambda: _without_stateful(state_dict))
+        made = attempt(lambda: without_stateful(state_dict))
     with copies:
         begun = dcp.async_save(
             made.value if made.error is None else refused_state(made.error),
@@ -341,7 +341,7 @@ def _save(
     accepted = _accepted(
         dcp.save, no_dist=(no_dist, False), use_collectives=(use_collectives, True)
     )
-    made = attempt(lambda: _without_stateful(state_dict))
+    made = attempt(lambda: without_stateful(state_dict))
     with left_to_torch, _raised_together(made.error):
         metadata: Metadata = dcp.save(
             made.value if made.error is None else {},
@@ -463,9 +463,13 @@ class _States:
         self._error: Exception | None = None
 
     def make(self) -> dict[str, Any]:
-        """Return the state dict with the states of stateful objects in their place."""
+        """Return the state dict with the states of stateful objects in their place.
+
+        Args:
+            state: The state dict.
+        """
         try:
-            return _without_stateful(self._state_dict)
+            return without_stateful(self._state_dict)
         except Exception as error:
             self._error = error
             raise
@@ -487,8 +491,12 @@ def _accepted(function: Callable[..., Any], **options: tuple[Any, Any]) -> dict[
     return {name: value for name, (value, _) in options.items() if name in known}
 
 
-def _without_stateful(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict with the states of stateful objects in their place."""
+def without_stateful(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict with the states of stateful objects in their place.
+
+    Args:
+        state: The state dict.
+    """
     keys = _stateful_keys(state)
     return {**state, **{key: state[key].state_dict() for key in keys}} if keys else state
 

@@ -139,6 +139,9 @@ class MemoryStorageWriter(StorageWriter):
             systems that live in one.
         upload_limit: Bytes (or "200MiB") per second that a node sends of this job; default
             DCP_MEM_UPLOAD_LIMIT, else no limit.
+        on_nonfinite: "reject" marks a checkpoint with NaN or infinity in its tensors as not to be
+            resumed from, as `CheckpointManager.reject` does; "warn" logs it, "ignore" doesn't look.
+            Looked at behind training, beside the checksums.
         process_group: The ranks that save together; by default those of the dcp.save call.
 
     Raises:
@@ -165,6 +168,7 @@ class MemoryStorageWriter(StorageWriter):
         overwrite: bool = True,
         agent: str = "process",
         upload_limit: int | str | None = None,
+        on_nonfinite: str = "ignore",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -186,6 +190,7 @@ class MemoryStorageWriter(StorageWriter):
             redundancy=redundancy,
             failure_domain=failure_domain,
             on_replication=on_replication,
+            on_nonfinite=on_nonfinite,
         )
         _check_that_it_can_be_flushed(self.settings)
         self._process_group = process_group

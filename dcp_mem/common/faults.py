@@ -24,6 +24,7 @@ POINTS = (
     "complete.manifest",  # this node's manifest is in place: COMPLETE
     "complete.evicted",  # retention was applied
     "save.finished",  # torch's own finish has run on the coordinator
+    "checksums.made",  # of one segment; they don't lie beside it yet
     "replicate.started",
     "replicate.chunk",  # one chunk is on its way
     "replicate.received",  # this node has a copy, and has verified it

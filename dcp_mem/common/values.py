@@ -86,6 +86,7 @@ HISTORIES = "checkpointHistories.csv"
 """File name of a job's history of checkpoints, in its memory directory and in its root."""
 
 RECOVERIES = "recoveries.jsonl"
+RESUMES = "resumes.json"
 """File name of a job's history of loads, in the same two directories."""
 
 MEMORY, STORAGE = "memory", "storage"

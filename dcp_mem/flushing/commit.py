@@ -44,7 +44,7 @@ from dcp_mem.flushing.takeover import take_over
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.metadata_template import template_of
-from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.checkpoint import LocalCheckpoint, rejection_in
 from dcp_mem.memory.locks import end_lease, share, try_lease
 from dcp_mem.policy.order import is_newer
 from dcp_mem.storage import Storage
@@ -132,6 +132,7 @@ def _flush(job: FlushJob) -> bool:
     _check_that_all_parts_are_stored(job, parts)
     # Looked at again: taking parts over may have taken minutes.
     refuse_to_come_late(job, parts)
+    _refuse_rejected(job)
     with job.meter.stage("commit"):
         replaced = commit(job)
     # A newer run may have taken the storage meanwhile, and may be replacing what was committed.
@@ -145,6 +146,13 @@ def _flush(job: FlushJob) -> bool:
     if now.save_id == manifest.save_id and now.catalog != manifest.catalog:
         raise NotYet("the coordinator has put a new catalog into memory meanwhile")
     return True
+
+
+def _refuse_rejected(job: FlushJob) -> None:
+    """Raise Superseded where the checkpoint has been rejected meanwhile."""
+    why = rejection_in(job.checkpoint.directory, job.checkpoint.manifest.save_id)
+    if why:
+        raise Superseded(f"rejected: {why}")
 
 
 def _check_that_all_parts_are_stored(job: FlushJob, parts: Parts) -> None:

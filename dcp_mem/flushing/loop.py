@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from dcp_mem.flushing.registration import Registration
 from dcp_mem.flushing.scheduler import FlushScheduler
+from dcp_mem.memory.checksumming import ChecksumThread
 
 _LOOK_SECONDS = 1.0
 _BUSY_LOOK_SECONDS = 0.05
@@ -16,6 +17,7 @@ _BUSY_LOOK_SECONDS = 0.05
 class FlushLoop:
     """Flushes the checkpoints of registered jobs, one after the other, until it is told to stop.
 
+    Checksums of all their checkpoints are made meanwhile: a slow flush doesn't hold those up.
     One thread calls `run`; all other methods may be called from any thread.
 
     Args:
@@ -24,6 +26,7 @@ class FlushLoop:
 
     def __init__(self, root: str) -> None:
         self._scheduler = FlushScheduler(root)
+        self._checksums = ChecksumThread(root, _LOOK_SECONDS)
         self._woken = threading.Event()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -41,6 +44,7 @@ class FlushLoop:
         with self._lock:
             if not self._is_closed:
                 self._scheduler.register(registration)
+                self._checksums.wake(registration.job, registration.on_nonfinite)
                 self._woken.set()
             return not self._is_closed
 
@@ -62,6 +66,14 @@ class FlushLoop:
             linger_seconds: How long the loop goes on with nothing to do; None: until `stop`.
             look_seconds: Longest time between two looks at the memory root.
         """
+        try:
+            self._run(may_go_on, linger_seconds, look_seconds)
+        finally:
+            self._checksums.stop()
+
+    def _run(
+        self, may_go_on: Callable[[], bool], linger_seconds: float | None, look_seconds: float
+    ) -> None:
         idle_since = time.monotonic()
         while not self._is_stopping and may_go_on():
             self._woken.clear()
@@ -69,7 +81,7 @@ class FlushLoop:
                 idle_since = time.monotonic()
                 continue
             if linger_seconds is not None:
-                if self._scheduler.is_needed():
+                if self._scheduler.is_needed() or self._checksums.is_busy:
                     idle_since = time.monotonic()
                 elif time.monotonic() - idle_since > linger_seconds and self._close_unless_woken():
                     return

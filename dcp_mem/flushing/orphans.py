@@ -17,7 +17,7 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.policy.order import is_newer
 from dcp_mem.storage import Storage
 
-_OWN = re.compile(r"(?:node|manifest|segment|ticket)-([0-9a-f]{8})(?:-.*)?\.json")
+_OWN = re.compile(r"(?:node|manifest|segment|ticket|rejected)-([0-9a-f]{8})(?:-.*)?\.json")
 _CATALOG = re.compile(r"catalog-[0-9a-f]+")
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from dcp_mem.common import faults
 from dcp_mem.common.values import Segment
@@ -16,7 +16,8 @@ from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest, items_of
 from dcp_mem.memory.catalogs import read_catalog
-from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.checkpoint import LocalCheckpoint, checksums_of
+from dcp_mem.memory.job import JobMemory
 from dcp_mem.storage import Storage
 
 
@@ -37,6 +38,7 @@ class FlushJob:
         ownership: Of the storage; None where there is nobody to share it with.
         was_put: This node's part was stored by an earlier attempt, and a newer checkpoint is
             durable.
+        memory: The job's memory, where checksums are kept.
     """
 
     checkpoint: LocalCheckpoint
@@ -50,6 +52,7 @@ class FlushJob:
     damaged: set[str] = field(default_factory=set)
     ownership: Ownership | None = None
     was_put: bool = False
+    memory: JobMemory | None = None
 
     @property
     def may_commit(self) -> bool:
@@ -175,24 +178,45 @@ def put_part(job: FlushJob) -> None:
 def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTable]:
     """Upload segments that lie here; read those that storage has already for their checksums.
 
+    What has changed since its checksums were made isn't put. Where none have been made so far,
+    those of the bytes that were put are kept beside the segment.
+
     Args:
         job: The flush.
         segments: Segments whose files are in this node's memory.
 
     Returns:
         The segments' items with checksums, by file.
+
+    Raises:
+        StorageUnavailable, StorageRefused, SegmentCorrupt: As `upload_all` does.
     """
     stored, catalog = stored_sizes(job), catalog_of(job.checkpoint)
     outgoing = [
         SegmentUpload(
             segment,
-            items_of(catalog.layout(segment.rank), segment.tail),
+            _table(job, catalog, segment),
             job.key(segment.file),
             is_stored=stored.get(segment.file) == segment.nbytes,
         )
         for segment in segments
     ]
-    return upload_all(job.checkpoint.directory, outgoing, job.storage, job.meter, job.throttle)
+    tables = upload_all(job.checkpoint.directory, outgoing, job.storage, job.meter, job.throttle)
+    if job.memory is not None:
+        job.memory.add_checksums(job.checkpoint.manifest, tables)
+    return tables
+
+
+def _table(job: FlushJob, catalog: Catalog, segment: Segment) -> ItemTable:
+    """Return a segment's items, with the checksums beside it in memory if there are any."""
+    table = items_of(catalog.layout(segment.rank), segment.tail)
+    try:
+        return replace(table, crc32c=checksums_of(job.checkpoint, segment.file).crc32c)
+    except FileNotFoundError:
+        return table
+    except ManifestInvalid as error:
+        name, why = job.checkpoint.name, f"its checksums: {error}"
+        raise SegmentCorrupt(name, segment.rank, "memory", why) from None
 
 
 def stored_sizes(job: FlushJob) -> dict[str, int]:

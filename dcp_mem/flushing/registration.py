@@ -48,6 +48,7 @@ class Registration:
         nodes: Those on which the job's ranks run; all others are lost. None: unknown.
         keep_storage: Which checkpoints stay on storage; None: all.
         persists_all: Whether none is left out because a newer one is durable.
+        on_nonfinite: As in `Settings`.
     """
 
     job: str
@@ -61,6 +62,7 @@ class Registration:
     nodes: frozenset[str] | None = None
     keep_storage: Retention | None = None
     persists_all: bool = False
+    on_nonfinite: str = "ignore"
 
     def has_same_destination(self, other: Registration) -> bool:
         """Return whether both reach the same storage in the same way.
@@ -79,6 +81,7 @@ class Registration:
             nodes=None,
             keep_storage=None,
             persists_all=False,
+            on_nonfinite="ignore",
         )
 
 
@@ -104,6 +107,7 @@ def registration_of(
         nodes=nodes,
         keep_storage=settings.keep_storage,
         persists_all=settings.persists_all,
+        on_nonfinite=settings.on_nonfinite,
     )
 
 

@@ -134,16 +134,19 @@ def _look_at(storage: Storage, name: str) -> _Known | None:
         found = committed_under(storage, name)
     except StorageKeyMissing:  # it has gone meanwhile
         return None
-    own = [one.manifest for one in found if one.scope == names.COLLECTIVE and not one.problem]
-    return _known(own[0]) if own and own[0] is not None else None
+    own = [one for one in found if one.scope == names.COLLECTIVE and not one.problem]
+    if not own or own[0].manifest is None:
+        return None
+    return _known(own[0].manifest, is_rejected=bool(own[0].rejected))
 
 
-def _known(manifest: Manifest) -> _Known:
+def _known(manifest: Manifest, *, is_rejected: bool = False) -> _Known:
     candidate = CheckpointFacts(
         key=manifest.name,
         created=manifest.created,
         number=manifest.number,
         step=manifest.step,
         metrics=manifest.metrics,
+        rejected=is_rejected,
     )
     return _Known(manifest.save_id, manifest.run, candidate)

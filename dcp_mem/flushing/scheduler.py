@@ -29,6 +29,7 @@ from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.policy.order import is_newer
+from dcp_mem.storage.listing import mark_rejected
 from dcp_mem.storage.retry import RetryingStorage, RetryPolicy
 from dcp_mem.storage.routes import open_storage
 
@@ -117,6 +118,7 @@ class FlushScheduler:
         self._retainers: dict[str, Retainer] = {}
         self._ownerships: dict[str, Ownership] = {}
         self._to_claim: dict[str, _Claim] = {}
+        self._rejected: set[str] = set()  # save ids that storage has marked
 
     def register(self, registration: Registration) -> None:
         """Take a job on, or its new credentials or nodes: failed flushes may wait for those.
@@ -159,6 +161,7 @@ class FlushScheduler:
             self._jobs.values(), key=lambda one: self._served.get(one.job, 0.0)
         ):
             pending = self._pending(registration.job)
+            self._carry_rejections(registration)
             checkpoint = next((one for one in pending if self._due(one) <= now), None)
             if checkpoint is not None:
                 self._served[registration.job] = now
@@ -203,6 +206,29 @@ class FlushScheduler:
             for job in list(self._jobs)
         )
 
+    def _carry_rejections(self, registration: Registration) -> None:
+        """Mark on storage what has been rejected in this node's memory since it was durable."""
+        for one in self._rejected_since(registration.job):
+            self._carry_rejection(registration, one)
+
+    def _carry_rejection(self, registration: Registration, one: LocalCheckpoint) -> None:
+        try:
+            with environment_of(registration):
+                mark_rejected(self._storage(registration), one.manifest, one.rejected)
+            self._rejected.add(one.manifest.save_id)
+        except Exception as error:  # the next look brings another chance
+            self._storages.pop(registration.job, None)
+            log.warning("that %s is rejected isn't known on storage: %s", one.name, error)
+
+    def _rejected_since(self, job: str) -> list[LocalCheckpoint]:
+        return [
+            one
+            for one in self._in_memory(job)
+            if one.rejected
+            and one.flush.outcome == Outcome.DURABLE
+            and one.manifest.save_id not in self._rejected
+        ]
+
     # -- what is pending --------------------------------------------------------------------------
 
     def _is_live(self, job: str) -> bool:
@@ -210,21 +236,24 @@ class FlushScheduler:
 
     def _pending(self, job: str) -> list[LocalCheckpoint]:
         """Return what awaits its flush, newest first; nothing where the job's memory is gone."""
-        if not os.path.isdir(os.path.join(self._root, job)):
-            return []
-        try:
-            found = JobMemory(self._root, job).checkpoints()
-        except FileNotFoundError:
-            return []
-        except (DcpMemError, OSError) as error:
-            log.warning("the memory of job %s can't be read: %s", job, error)
-            return []
         ended = {
             save_id
             for save_id, (_, _, record) in self._unwritten.items()
             if record.outcome in (Outcome.DURABLE, Outcome.SKIPPED)
         }
+        found = self._in_memory(job)
         return [one for one in found if one.pending and one.manifest.save_id not in ended]
+
+    def _in_memory(self, job: str) -> list[LocalCheckpoint]:
+        if not os.path.isdir(os.path.join(self._root, job)):
+            return []
+        try:
+            return JobMemory(self._root, job).checkpoints()
+        except FileNotFoundError:
+            return []
+        except (DcpMemError, OSError) as error:
+            log.warning("the memory of job %s can't be read: %s", job, error)
+            return []
 
     def _due(self, checkpoint: LocalCheckpoint) -> float:
         state = self._states.get(checkpoint.manifest.save_id)
@@ -328,6 +357,7 @@ class FlushScheduler:
             damaged=damaged,
             ownership=ownership,
             was_put=has_waited and _is_superseded(memory, checkpoint),
+            memory=memory,
         )
         has_committed = flush(job)
         ended = attempt.record()

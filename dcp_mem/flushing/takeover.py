@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -106,7 +107,8 @@ def _verified_table(job: FlushJob, segment: Segment) -> ItemTable:
     segment's name on storage (a load returns what was saved, or raises). Raises SegmentCorrupt.
     """
     known = _known_table(job, segment)
-    outgoing = SegmentUpload(segment, known, job.key(segment.file), is_stored=True)
+    table = replace(known, crc32c=known.crc32c[:0])  # compared below, for an error of its own
+    outgoing = SegmentUpload(segment, table, job.key(segment.file), is_stored=True)
     tables = upload_all(job.checkpoint.directory, [outgoing], job.storage, Meter(), Throttle(None))
     found = tables[segment.file].crc32c
     if len(found) != len(known.crc32c):

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from dcp_mem.common import faults
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import SegmentCorrupt
@@ -31,7 +33,7 @@ class SegmentUpload:
     """A segment that is to be on storage.
 
     Attributes:
-        table: Its items, without checksums.
+        table: Its items, with checksums if they have been made: then nothing else is put.
         key: On storage.
         is_stored: Whether storage has it whole already; then it is only read for its checksums.
     """
@@ -73,7 +75,7 @@ def upload_all(
     Raises:
         StorageUnavailable, StorageRefused: Parts that were put may stay; the next attempt goes on
             with them.
-        SegmentCorrupt: Memory lacks bytes of a segment.
+        SegmentCorrupt: Memory lacks bytes of a segment, or has others than were saved.
     """
     stop = threading.Event()
     with ExitStack() as resources:
@@ -110,7 +112,13 @@ def _opened(
         upload = None if outgoing.is_stored else storage.upload(outgoing.key, segment.nbytes)
         try:
             yield _OpenedSegment(
-                outgoing, descriptor, upload, meter=meter, throttle=throttle, stop=stop
+                os.path.basename(directory),
+                outgoing,
+                descriptor,
+                upload,
+                meter=meter,
+                throttle=throttle,
+                stop=stop,
             )
         finally:
             if upload is not None:
@@ -142,6 +150,7 @@ class _OpenedSegment:
 
     def __init__(
         self,
+        name: str,
         outgoing: SegmentUpload,
         descriptor: int,
         upload: Upload | None,
@@ -150,8 +159,10 @@ class _OpenedSegment:
         throttle: Throttle,
         stop: threading.Event,
     ) -> None:
-        self.outgoing = outgoing
-        self.checksums = BlockChecksums(blocks_of(outgoing.table.offsets, outgoing.table.lengths))
+        self._name, self.outgoing = name, outgoing
+        table = outgoing.table
+        self._known = table.crc32c if len(table.crc32c) else None
+        self.checksums = BlockChecksums(blocks_of(table.offsets, table.lengths), self._known)
         self._descriptor, self._upload = descriptor, upload
         self._meter, self._throttle, self._stop = meter, throttle, stop
         self._part_nbytes = LEAST_PART if upload is None else upload.part_nbytes
@@ -160,7 +171,14 @@ class _OpenedSegment:
 
     def table(self) -> ItemTable:
         """Return the segment's items with their checksums, once all parts have been read."""
-        return replace(self.outgoing.table, crc32c=self.checksums.result())
+        found = self.checksums.result()
+        if self._known is not None and not np.array_equal(found, self._known):
+            raise self._changed()
+        return replace(self.outgoing.table, crc32c=found)
+
+    def _changed(self) -> SegmentCorrupt:
+        segment, why = self.outgoing.segment, "has changed since it was saved"
+        return SegmentCorrupt(self._name, segment.rank, "memory", f"{segment.file} {why}")
 
     def tasks(self) -> list[tuple[_OpenedSegment, range]]:
         """Return the numbers of the parts, in runs that one thread takes."""
@@ -185,6 +203,7 @@ class _OpenedSegment:
             self._left -= len(numbers)
             is_last = not self._left
         if is_last and self._upload is not None:
+            self.table()
             faults.point("flush.parts")
             self._upload.finish()
         if is_last:
@@ -196,6 +215,8 @@ class _OpenedSegment:
         is_sent = False
         data = mapped(self._descriptor, start, nbytes) if nbytes else memoryview(b"")
         crc32c = self.checksums.add(start, data)
+        if self.checksums.is_wrong:
+            raise self._changed()
         if self._upload is not None:
             self._throttle.wait(nbytes, self._stop)
             if self._stop.is_set():

@@ -16,6 +16,10 @@ Crcs = npt.NDArray[np.uint32]
 Extents = npt.NDArray[np.int64]
 BLOCK = 1 << 20
 """Bytes of a block."""
+_LARGE = 128 << 10
+"""Blocks of so many bytes are read with a call each."""
+MOST_RUN = BLOCK + _LARGE
+"""Bytes of the longest run of blocks, with what lies between them."""
 _POLYNOMIAL = 0x82F63B78
 
 
@@ -60,6 +64,31 @@ def block_count(lengths: Extents) -> int:
     return int(np.maximum(-(-lengths // BLOCK), 1).sum())
 
 
+def runs_of(blocks: Blocks, numbers: Extents) -> list[tuple[int, int]]:
+    """Return blocks in runs that are read with one call: a large block alone, small ones together.
+
+    Args:
+        blocks: Of a segment, of which none is larger than `BLOCK`.
+        numbers: Of the blocks to read, ascending.
+
+    Returns:
+        First and last number of each run, the last one included. No run has more than `MOST_RUN`
+        bytes.
+    """
+    if not len(numbers):
+        return []
+    is_large = blocks.lengths[numbers] >= _LARGE
+    is_cut = (
+        is_large[1:]
+        | is_large[:-1]
+        | (np.diff(numbers) > 1)
+        | (np.diff(blocks.offsets[numbers] // BLOCK) > 0)
+    )
+    ends = np.flatnonzero(is_cut)
+    firsts, lasts = numbers[np.append(0, ends + 1)], numbers[np.append(ends, len(numbers) - 1)]
+    return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+
+
 class BlockChecksums:
     """Computes CRC32C of each block of a segment.
 
@@ -67,9 +96,15 @@ class BlockChecksums:
 
     Args:
         blocks: Where the segment's blocks lie.
+        known: The checksum that each block should have; None where that isn't known.
+
+    Attributes:
+        is_wrong: Whether a block that came in one piece has another checksum than it should.
     """
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: Blocks, known: Crcs | None = None) -> None:
+        self.is_wrong = False
+        self._known = known
         self._offsets, self._lengths, self._ends = (
             blocks.offsets,
             blocks.lengths,
@@ -97,6 +132,8 @@ class BlockChecksums:
             crc = checksum(data[low - start : high - start])
             if high - low == self._lengths[block]:
                 self._crcs[block] = crc
+                if self._known is not None and self._known[block] != crc:
+                    self.is_wrong = True
             else:
                 self._pieces.setdefault(block, {})[low] = crc, high - low
             # Joining costs less than reading the bytes again, for a length that occurs often.

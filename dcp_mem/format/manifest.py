@@ -336,6 +336,74 @@ class ReplicationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejection:
+    """The mark of a checkpoint that is not to be resumed from, in memory and on storage.
+
+    Attributes:
+        save_id: The save attempt.
+        why: The reason, for people.
+        time: When it was rejected, in seconds since the epoch; 0.0 where that isn't known.
+    """
+
+    save_id: str
+    why: str
+    time: float = 0.0
+
+    def to_json(self) -> bytes:
+        """Return the mark as a file."""
+        return _dump("rejection", asdict(self))
+
+    @staticmethod
+    def from_json(save_id: str, data: bytes) -> Rejection:
+        """Read what `to_json` returned; a mark that is damaged is one all the same.
+
+        Args:
+            save_id: Of the checkpoint that the file is of.
+            data: The content of the file.
+        """
+        try:
+            body = _parse("rejection", data)
+            return Rejection(save_id, str(body["why"]), float(body["time"]))
+        except (ManifestInvalid, KeyError, TypeError, ValueError):
+            return Rejection(save_id, "for a reason that can't be read any more")
+
+
+@dataclass(frozen=True, slots=True)
+class Resumes:
+    """How often in a row a job has resumed from one checkpoint and ended soon afterwards.
+
+    Attributes:
+        save_id: Of the checkpoint; "" for none.
+        name: The checkpoint's.
+        count: Resumes without success, the last one included.
+    """
+
+    save_id: str = ""
+    name: str = ""
+    count: int = 0
+
+    def to_json(self) -> bytes:
+        """Return the record as a file."""
+        return _dump("resumes", asdict(self))
+
+    @staticmethod
+    def from_json(data: bytes) -> Resumes:
+        """Read what `to_json` returned.
+
+        Args:
+            data: The content of the file.
+
+        Raises:
+            ManifestInvalid: The data is damaged, or of another kind or version.
+        """
+        body = _parse("resumes", data)
+        try:
+            return Resumes(str(body["save_id"]), str(body["name"]), int(body["count"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ManifestInvalid(f"a record of resumes is damaged: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
 class StripeRecord:
     """The stripe and the checksums of a parity file in memory.
 

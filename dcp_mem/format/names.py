@@ -143,6 +143,15 @@ def checksums_file(file: str) -> str:
     return f"{OWN}/checksums-{file.rpartition('.')[0]}.json"
 
 
+def rejection_file(save_id: str) -> str:
+    """Return the name of the file that marks a checkpoint as rejected, in memory and on storage.
+
+    Args:
+        save_id: Of the attempt that made the checkpoint.
+    """
+    return f"{OWN}/rejected-{save_id}.json"
+
+
 def stripe_file(file: str) -> str:
     """Return the name of the record that says what parity in memory is the parity of.
 

@@ -82,6 +82,7 @@ def _elect(
     load: LoadAttempt, search: Search, inventories: Sequence[Sequence[FoundCheckpoint]]
 ) -> RecoveryPlan:
     """Survey storage, and elect from what memory and storage have."""
-    stored = load.storage_survey.findings(search, is_needed=not any(inventories))
-    plan = elect(inventories, stored)
+    has_any = any(not (one.problem or one.rejected) for found in inventories for one in found)
+    stored = load.storage_survey.findings(search, is_needed=not has_any)
+    plan = elect(inventories, stored, is_named=search.wanted is not None)
     return replace(plan, reasons=(*plan.reasons, *load.storage_survey.silence))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
@@ -59,6 +61,8 @@ def load_opened(
     try:
         while True:
             result = _read_together(load, opened, plan, planner)
+            for trouble in result.troubles:
+                load.note(opened.choice, trouble)
             if not result.failures:
                 break
             load.note(opened.choice, result.failures[0][1])
@@ -92,12 +96,14 @@ class _ReadResult:
         error: What went wrong on this rank.
         failures: (rank, text) of all ranks that failed.
         damaged: Segments in memory that turned out to be damaged, on any node.
+        troubles: What was wrong with sources, on any rank, where others had the bytes whole.
     """
 
     used: Counter[str]
     error: Exception | None
     failures: Failures
     damaged: frozenset[DamagedSegment]
+    troubles: Sequence[str]
 
     @property
     def is_damage(self) -> bool:
@@ -121,15 +127,21 @@ def _read_together(
         memory_root=request.settings.memory_root,
         across_nodes=request.across_nodes,
     )
+    troubles: list[str] = []
     with collector_paused():
-        read = attempt(lambda: read_items(opened, plan, planner, group, verify=request.verify))
+        read = attempt(
+            lambda: read_items(
+                opened, plan, planner, group, verify=request.verify, troubles=troubles
+            )
+        )
     text, damaged = _failure_text(read.error), _damaged_in_memory(load, opened, read.error)
-    results = load.ranks.exchange((text, damaged))
+    results = load.ranks.exchange((text, damaged, troubles))
     return _ReadResult(
         used=read.value if read.error is None else Counter(),
         error=read.error,
-        failures=tuple((rank, text) for rank, (text, _) in enumerate(results) if text),
-        damaged=frozenset(damaged for _, damaged in results if damaged is not None),
+        failures=tuple((rank, text) for rank, (text, _, _) in enumerate(results) if text),
+        damaged=frozenset(damaged for _, damaged, _ in results if damaged is not None),
+        troubles=list(dict.fromkeys(chain.from_iterable(troubles for _, _, troubles in results))),
     )
 
 

@@ -6,7 +6,8 @@ import io
 import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from dcp_mem.errors import DcpMemError, SizeRefused
+from dcp_mem.errors import DcpMemError, SegmentCorrupt, SizeRefused
 from dcp_mem.format.checksums import BLOCK
+from dcp_mem.format.saved_streams import is_whole
 from dcp_mem.format.sizes import refuse_packed_stream
 from dcp_mem.loading.payloads import TableIndex, hull, strides
 from dcp_mem.memory.copying import Move, copy
@@ -44,7 +46,13 @@ class PendingItem:
     """
 
     def __init__(
-        self, item: ItemRead, planner: LoadPlanner, index: TableIndex | None, *, by_blocks: bool
+        self,
+        item: ItemRead,
+        planner: LoadPlanner,
+        index: TableIndex | None,
+        *,
+        by_blocks: bool,
+        corrupt: Callable[[str], SegmentCorrupt],
     ) -> None:
         """Find out which bytes the item needs, and whether they go directly into its tensor.
 
@@ -53,11 +61,12 @@ class PendingItem:
             planner: Resolves the tensor, and is given the values.
             index: The segment's table; None for one that torch's own writer made.
             by_blocks: Whether bytes are checked, by whole blocks.
+            corrupt: Makes an error of what is wrong with the segment.
 
         Raises:
             DcpMemError: The planner's tensor has another shape than it asked for.
         """
-        self.item, self._planner = item, planner
+        self.item, self._planner, self._corrupt = item, planner, corrupt
         self._payload = index.payload(item) if index is not None else None
         self._hull = hull(self._payload, item.request) if self._payload is not None else None
         self.start, self.stop = _extent(item, self._hull, by_blocks=by_blocks)
@@ -154,7 +163,12 @@ class PendingItem:
             return not self._missing
 
     def deliver(self) -> None:
-        """Give the planner the values. Threads may call this; a planner gets one item at a time."""
+        """Give the planner the values. Threads may call this; a planner gets one item at a time.
+
+        Raises:
+            SegmentCorrupt: The bytes are no values.
+            Exception: What the planner raises of values that are whole.
+        """
         with _delivering:
             self._deliver()
 
@@ -166,7 +180,9 @@ class PendingItem:
         buffer, self._buffer = self._buffer, None
         data = buffer.data if buffer is not None else memoryview(b"")
         if request.type == LoadItemType.BYTE_IO:
-            self._planner.load_bytes(request, io.BytesIO(_plain_stream(self.item, data).read()))
+            stream = self._plain_stream(data)
+            with self._damage_told(stream):
+                self._planner.load_bytes(request, io.BytesIO(stream))
             return
         target = self._planner.resolve_tensor(request)
         if target.layout is torch.strided:
@@ -180,15 +196,47 @@ class PendingItem:
     def _values(self, data: memoryview) -> torch.Tensor:
         request, payload = self.item.request, self._payload
         if payload is None or self._hull is None:
-            whole = torch.load(
-                _plain_stream(self.item, data), map_location="cpu", weights_only=True
-            )
+            stream = self._plain_stream(data)
+            with self._damage_told(stream):
+                whole = torch.load(io.BytesIO(stream), map_location="cpu", weights_only=True)
             return narrow_tensor_by_index(whole, request.storage_offsets, request.lengths)
         low, high = self._hull
         if low == high:
             return torch.empty(request.lengths, dtype=payload.dtype)
         values = torch.frombuffer(data[low - self.start : high - self.start], dtype=payload.dtype)
         return values.as_strided(request.lengths, strides(payload.shape))
+
+    def _plain_stream(self, data: memoryview) -> bytes:
+        """Return the item's stream, with DCP's transforms undone. Raises SizeRefused as well."""
+        item, stream = self.item, bytes(data)
+        fqn = item.request.storage_index.fqn
+        if item.transforms:
+            transforms = getattr(filesystem, "_StorageReaderTransforms", None)
+            if transforms is None:
+                raise DcpMemError(
+                    f"{item.file} was written with stream extensions, which need torch 2.7 or newer"
+                )
+            limit = _most_unpacked(item)
+            with self._damage_told(b""):
+                packed = transforms().transform_load_stream(
+                    item.request, item.transforms, io.BytesIO(data)
+                )
+                stream = bytes(packed.read(limit + 1))
+            if len(stream) > limit:
+                raise SizeRefused(f"{fqn}, unpacked", len(stream), limit)
+        refuse_packed_stream(memoryview(stream), fqn)
+        return stream
+
+    @contextmanager
+    def _damage_told(self, stream: bytes) -> Iterator[None]:
+        """Raise SegmentCorrupt where a stream can't be read because it isn't what torch wrote."""
+        try:
+            yield
+        except Exception as error:
+            if is_whole(stream):
+                raise
+            name, why = self.item.request.storage_index.fqn, str(error).split("\n")[0]
+            raise self._corrupt(f"{name} can't be read: {type(error).__name__}: {why}") from error
 
 
 class PendingItems:
@@ -314,25 +362,6 @@ def _check_shape(request: ReadItem, target: torch.Tensor) -> None:
     if target.size() != request.lengths:
         given = f"the planner gave a tensor of {target.size()} for {request.lengths}"
         raise DcpMemError(f"{request.dest_index.fqn}: {given}")
-
-
-def _plain_stream(item: ItemRead, data: memoryview) -> Any:
-    fqn = item.request.storage_index.fqn
-    stream: Any = io.BytesIO(data)
-    if item.transforms:
-        transforms = getattr(filesystem, "_StorageReaderTransforms", None)
-        if transforms is None:
-            raise DcpMemError(
-                f"{item.file} was written with stream extensions, which need torch 2.7 or newer"
-            )
-        stream = transforms().transform_load_stream(item.request, item.transforms, stream)
-        limit = _most_unpacked(item)
-        unpacked = stream.read(limit + 1)
-        if len(unpacked) > limit:
-            raise SizeRefused(f"{fqn}, unpacked", len(unpacked), limit)
-        data, stream = memoryview(unpacked), io.BytesIO(unpacked)
-    refuse_packed_stream(data, fqn)
-    return stream
 
 
 def _most_unpacked(item: ItemRead) -> int:

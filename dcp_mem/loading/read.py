@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import SegmentCorrupt, UntrustedMetadata
+from dcp_mem.format import names
 from dcp_mem.format.sizes import refuse_beyond_file
 from dcp_mem.loading.fetch import Fetcher, fetch_all
 from dcp_mem.loading.open import OpenCheckpoint
@@ -20,7 +23,7 @@ from dcp_mem.loading.shared_fetch import LoadGroup, fetch_together
 from dcp_mem.loading.sources.base import SOURCE_ERRORS, Source
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.loading.sources.remote import PEERS, RemoteSource
-from dcp_mem.planning.reads import ItemRead, Reads, Saved
+from dcp_mem.planning.reads import DirectRead, ItemRead, Reads, Saved
 
 
 def read_items(
@@ -30,6 +33,7 @@ def read_items(
     group: LoadGroup,
     *,
     verify: bool,
+    troubles: list[str],
 ) -> Counter[str]:
     """Read every item of the plan, from the nearest source that has it whole.
 
@@ -42,6 +46,7 @@ def read_items(
         planner: Resolves tensors, and is given the bytes.
         group: The ranks that load together.
         verify: Hold bytes against checksums.
+        troubles: Is given what was wrong with a source, where another one had the bytes whole.
 
     Returns:
         Bytes that this rank took, by the label of the source.
@@ -49,7 +54,7 @@ def read_items(
     Raises:
         SegmentCorrupt: No source has an item whole.
     """
-    reading = _Reading(opened, plan, planner, verify)
+    reading = _Reading(opened, plan, planner, verify, troubles)
     if opened.choice.holders:
         return _read_from_all_nodes(reading, group)
     if not opened.choice.memory:
@@ -68,6 +73,12 @@ class _Reading:
     plan: LoadPlan | Reads
     planner: LoadPlanner
     verify: bool
+    troubles: list[str]
+
+    def go_on(self, error: Exception, further: Source) -> None:
+        """Note that a source is of no use, and go on with a further one."""
+        log.warning("%s; going on with %s", error, further.label)
+        self.troubles.append(str(error))
 
     def items(self) -> Sequence[ItemRead]:
         """Return all items of the plan, one by one."""
@@ -83,13 +94,13 @@ def _read_from_own_memory(reading: _Reading, plan: Reads, memory: MemorySource) 
     """Read by columns where the plan has such, and item by item what is left."""
     sources = reading.opened.sources
     try:
-        used = Counter({memory.label: _read_columns(memory, plan, reading.verify)})
-        used.update(_read_by_file(reading, plan.rest()))
-        return used
+        nbytes = _read_columns(memory, plan, reading.verify)
+        # Not from another source: damage that shows here is damage of what was read above, too.
+        return Counter({memory.label: nbytes + _read_from(memory, reading, plan.rest())})
     except SOURCE_ERRORS as error:
         if len(sources) == 1:
             raise
-        log.warning("%s; going on with %s", error, sources[1].label)
+        reading.go_on(error, sources[1])
         return _read_by_file(reading, plan.everything())
 
 
@@ -113,7 +124,7 @@ def _read_by_file(reading: _Reading, items: Iterable[ItemRead]) -> Counter[str]:
             except SOURCE_ERRORS as error:
                 if further is None:
                     raise
-                log.warning("%s; going on with %s", error, further.label)
+                reading.go_on(error, further)
     return used
 
 
@@ -217,15 +228,22 @@ def _read_from_memory(memory: MemorySource, reading: _Reading, items: Sequence[I
     fetcher, pending = _prepared(memory, reading, items, verify=False)
     buffered: dict[str, list[tuple[int, int]]] = {}
     for file, of_file in pending.by_file():
-        if reading.verify:
-            memory.verify(file, [(item.start, item.stop) for item in of_file])
         direct = [item for item in of_file if item.is_direct]
-        memory.read(file, [item.direct_move() for item in direct])
+        memory.read_many(file, _columns(direct), verify=reading.verify)
         for item in direct:
             item.deliver()
         buffered[file] = [(item.start, item.stop) for item in of_file if not item.is_direct]
+        if reading.verify:
+            memory.verify(file, buffered[file])
     fetch_all(fetcher, pending.without_direct(), buffered)
     return pending.nbytes
+
+
+def _columns(direct: Sequence[PendingItem]) -> DirectRead:
+    """Return what these items read straight into their tensors, in the order of their offsets."""
+    moves = np.array([item.direct_move() for item in direct], np.int64).reshape(-1, 3)
+    address, offset, nbytes = moves[np.argsort(moves[:, 1], kind="stable")].T
+    return DirectRead(np.zeros(len(direct), np.int64), address, offset, nbytes)
 
 
 def _prepared(
@@ -233,10 +251,15 @@ def _prepared(
 ) -> tuple[Fetcher, PendingItems]:
     """Return what fetches items from a source, and the items that wait for bytes."""
     files = {item.file for item in items}
-    fetcher = Fetcher(source, reading.opened.choice.name, files, verify=verify)
+    name = reading.opened.choice.name
+    fetcher = Fetcher(source, name, files, verify=verify)
     pending = [
         PendingItem(
-            item, reading.planner, fetcher.table(item.file), by_blocks=fetcher.checks(item.file)
+            item,
+            reading.planner,
+            fetcher.table(item.file),
+            by_blocks=fetcher.checks(item.file),
+            corrupt=partial(SegmentCorrupt, name, names.rank_of(item.file), source.label),
         )
         for item in items
     ]

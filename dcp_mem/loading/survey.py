@@ -15,6 +15,7 @@ from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.election import FoundCheckpoint
+from dcp_mem.policy.order import UNNUMBERED, Place
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import checkpoint_names, stored_under
@@ -61,7 +62,12 @@ def survey_memory(
     if memory is None:
         return []
     found = memory.checkpoints() if search.wanted is None else memory.find(search.wanted)
-    return [
+    damaged = [
+        FoundCheckpoint(name=name, save_id="", place=Place(number=UNNUMBERED), problem=why)
+        for name, why in memory.damaged_manifests(search.scope).items()
+        if search.wanted in (None, name)
+    ]
+    return damaged + [
         _finding(memory, checkpoint, damaged_ranks(checkpoint))
         for checkpoint in found
         if checkpoint.manifest.scope == search.scope
@@ -75,7 +81,11 @@ def _finding(
     manifest = checkpoint.manifest
     count = len(manifest.segments)
     finding = FoundCheckpoint(
-        name=checkpoint.name, save_id=manifest.save_id, place=manifest.place, count=count
+        name=checkpoint.name,
+        save_id=manifest.save_id,
+        place=manifest.place,
+        rejected=checkpoint.rejected,
+        count=count,
     )
     try:
         source = MemorySource(checkpoint, memory.node, damaged_ranks)
@@ -169,6 +179,12 @@ def stored_findings(storage: Storage, name: str, scope: str) -> list[FoundCheckp
     """
     found = stored_under(storage, name, scope)
     return [
-        FoundCheckpoint(name=one.name, save_id=one.save_id, place=one.place, problem=one.problem)
+        FoundCheckpoint(
+            name=one.name,
+            save_id=one.save_id,
+            place=one.place,
+            rejected=one.rejected,
+            problem=one.problem,
+        )
         for one in found
     ]

@@ -1,8 +1,9 @@
 """The manager with which a training loop saves, restores, lists and deletes checkpoints.
 
 Read `checkpoint_manager.py` first. `saved.py` is what its `save` returns, `preemption.py` handles
-the signals that end a job, `tracker.py` is the interface of trackers, and `feed.py` tells them. The
-room may import everything but integrations and the command line.
+the signals that end a job, `crash_loop.py` counts resumes that soon end in a crash,
+`replica_check.py` compares what several ranks hold, `tracker.py` is the interface of trackers, and
+`feed.py` tells them. The room may import everything but integrations and the command line.
 """
 
 from dcp_mem.manager.checkpoint_manager import CheckpointManager

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from dcp_mem import functional
+from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import attempt, described, from_all_ranks, leaving_on_error
 from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.comm.dcp_errors import cause_of
@@ -34,12 +35,14 @@ from dcp_mem.errors import (
     NoRecoverableCheckpoint,
     RankFailed,
 )
-from dcp_mem.format.manifest import Manifest
+from dcp_mem.format.manifest import Manifest, Resumes
+from dcp_mem.manager.crash_loop import TIMES, CrashLoop
 from dcp_mem.manager.feed import Feed
 from dcp_mem.manager.preemption import Preemption
+from dcp_mem.manager.replica_check import ReplicaCheck
 from dcp_mem.manager.saved import Saved
 from dcp_mem.manager.tracker import Tracker
-from dcp_mem.operations import housekeeping
+from dcp_mem.operations import housekeeping, rejecting
 from dcp_mem.operations.inventory import job_memory, list_checkpoints
 from dcp_mem.policy.frequency import Advice, Auto, advice, parse_seconds, steps_between
 from dcp_mem.policy.persistence import Persist
@@ -85,6 +88,15 @@ class CheckpointManager:
         preemption: Names of signals ("SIGTERM", "SIGUSR1") at which the newest checkpoint is
             flushed before the signal takes its usual effect; see `Preemption`.
         preemption_deadline: Seconds that this flush may take at most.
+        on_crash_loop: What `restore` does where the job has resumed from the newest checkpoint
+            three times in a row, and died each time within crash_loop_steps: "fall_back" rejects
+            that checkpoint and takes the one before, "warn" says so, "ignore" keeps no count.
+        crash_loop_steps: A job that comes so many steps beyond its checkpoint (`save` is called at
+            each step, due or not) has resumed successfully; so has one that is closed.
+        compare_replicas: At every so many saves, compare what several ranks hold (all of DDP's
+            state, HSDP's replicas) by checksum, an eighth of it each time. Tensors that differ are
+            logged and in the next save's `troubles`, with their ranks. Each rank copies that
+            eighth into its private memory meanwhile; None compares nothing.
         trackers: Are told on rank 0 what becomes of checkpoints, behind training; see
             `dcp_mem.integrations.trackers`.
         process_group: The ranks that save together; by default all ranks.
@@ -108,6 +120,9 @@ class CheckpointManager:
         on_error: str = "warn",
         preemption: str | Sequence[str] = (),
         preemption_deadline: float = 25.0,
+        on_crash_loop: str = "ignore",
+        crash_loop_steps: int = 100,
+        compare_replicas: int | None = None,
         trackers: Sequence[Tracker] = (),
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
@@ -140,6 +155,8 @@ class CheckpointManager:
         self._said: set[tuple[str, str]] = set()
         self._report: RecoveryReport | None = None
         self._feed = Feed(trackers, self._writer.settings, process_group)
+        self._replicas = ReplicaCheck(compare_replicas)
+        self._crash_loop = CrashLoop(self._writer.settings, on_crash_loop, crash_loop_steps)
         self._preemption = Preemption(self._writer, preemption, preemption_deadline)
         self._preemption.install()
 
@@ -173,6 +190,7 @@ class CheckpointManager:
                 has failed.
         """
         number = _number(step)
+        self._crash_loop.passed(number)
         saved = Saved(step=number, name=f"step-{number}", outcome="not due")
         if not (force_persist or self._pace.is_due(number)):
             return saved
@@ -184,16 +202,20 @@ class CheckpointManager:
         figures, items, troubles = (
             given.value if given.error is None else ({}, {"": _Refusing(given.error)}, ())
         )
-        saved = replace(saved, troubles=(*failed, *troubles))
+        troubles = (*failed, *troubles)
+        saved = replace(saved, troubles=(*troubles, *self._rejections()))
         save = self._begin if self._is_async else self._save
         try:
+            saved = self._compare_replicas(saved)
+            if self._replicas.is_due():
+                items = self._begin_comparison(saved.name, items)
             self._writer._annotate(SaveInfo(number, figures, force_persist, until_next))
             saved = save(saved, items, started)
         except Exception as error:
             if isinstance(error, ConfigError) and not self._is_of_few(error):
                 raise
             return self._failed(replace(saved, seconds=time.monotonic() - started), error)
-        self._raise_on_all_ranks(saved.troubles)
+        self._raise_on_all_ranks(troubles)
         return saved
 
     def _is_of_few(self, error: ConfigError) -> bool:
@@ -202,6 +224,24 @@ class CheckpointManager:
         if dist.is_available() and dist.is_initialized():
             size = dist.get_world_size(self._process_group)
         return isinstance(cause, RankFailed) and len(cause.failures) < size
+
+    def _begin_comparison(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
+        """Have replicas compared; return the state dict, without stateful objects if possible."""
+        try:
+            plain = functional.without_stateful(state)
+        except Exception:  # the save asks again, and raises it on all ranks
+            self._replicas.begin(name, {})
+            return state
+        self._replicas.begin(name, plain)
+        return plain
+
+    def _compare_replicas(self, saved: Saved) -> Saved:
+        """Tell what has differed between ranks at an earlier save."""
+        differing = self._replicas.finish(self._ranks()) if self._replicas.is_begun else ()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            for text in differing:
+                log.warning("%s", text)
+        return replace(saved, troubles=(*saved.troubles, *differing))
 
     def _save(self, saved: Saved, state: dict[str, Any], started: float) -> Saved:
         functional.save_or_raise_cause(
@@ -302,6 +342,7 @@ class CheckpointManager:
         """
         name = None if step is None else f"step-{_number(step)}"
         self._finish_begun()
+        resumes = self._leave_crash_loop() if self._crash_loop.is_watched else None
         with self._reader() as reader:
             try:
                 functional.load_or_raise_cause(
@@ -319,7 +360,33 @@ class CheckpointManager:
         self._feed.restored(self._report)
         found = _step_of(self._report)
         self._pace.passed(found)
+        if resumes is not None:
+            self._crash_loop.resumed(self._report, found, resumes, self._ranks().rank)
         return found
+
+    def _leave_crash_loop(self) -> Resumes:
+        """Reject the checkpoint that the job dies from again and again, if another one is left.
+
+        Returns:
+            How often the job has resumed, as all ranks together know it.
+        """
+        ranks = self._ranks()
+        known = ranks.exchange(self._crash_loop.known(ranks.rank))
+        resumes = max(known, key=lambda one: one.count)
+        if resumes.count < TIMES:
+            return resumes
+        with self._reader() as reader:
+            newest, *left = [*reader.recoverable(), ""]
+        if newest != resumes.name:  # another one is resumed from now
+            return resumes
+        why = f"the job has resumed from it {resumes.count} times in a row, and soon died"
+        if left[0] and self._crash_loop.falls_back:
+            log.warning("%s: %s; falling back to %s", resumes.name, why, left[0])
+            self._reject(resumes.name, why)
+        else:
+            also = "" if left[0] else ", and there is no other"
+            log.warning("%s: %s%s", resumes.name, why, also)
+        return resumes
 
     def report(self) -> RecoveryReport:
         """Return what the last restore took, from where, and what it passed over.
@@ -379,6 +446,56 @@ class CheckpointManager:
         self._finish_begun()
         self._writer.wait(name, state, timeout, progress=progress)
 
+    def reject(self, step: int, why: str) -> None:
+        """Mark a step's checkpoint as not to be resumed from. Call it on all ranks.
+
+        `restore` and `latest` pass over it from now on, in memory and on storage, and the
+        recovery's report says why; `restore(step=…)` still loads it. Retention doesn't count it:
+        the checkpoint before stays. It leaves memory with the next save, and isn't flushed any
+        more; what storage has of it stays there until it is deleted.
+
+        Args:
+            step: The training step that the checkpoint was saved at.
+            why: The reason, for people, such as "the loss is NaN".
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint; on all ranks alike.
+            RankFailed: It can't be marked; on all ranks alike.
+        """
+        self._finish_begun()
+        self._reject(f"step-{_number(step)}", str(why))
+
+    def _reject(self, name: str, why: str) -> None:
+        chosen, what = self._writer.settings, f"rejecting {name}"
+        ranks = self._ranks()
+
+        def reject_on_storage(rejected: Sequence[bool]) -> bool:
+            return rejecting.reject_on_storage(chosen, name, why) or any(rejected)
+
+        reject_in_memory = partial(rejecting.reject_in_memory, chosen, name, why)
+        if not self._from_all_ranks(ranks, what, reject_in_memory, reject_on_storage):
+            available = [one.name for one in self.list()]
+            raise CheckpointNotFound(name, f"job {chosen.job}", available, [])
+
+    def _from_all_ranks(
+        self,
+        ranks: Ranks,
+        what: str,
+        act: Callable[[], bool],
+        decide: Callable[[Sequence[bool]], bool],
+    ) -> bool:
+        """Act on every rank, decide on rank 0; raise RankFailed on all ranks where one fails."""
+        try:
+            with leaving_on_error(ranks):
+                return from_all_ranks(ranks, what, act, decide)
+        except RankFailed:
+            raise
+        except Exception as error:
+            raise RankFailed(what, [(ranks.rank, described(error))]) from error
+
+    def _ranks(self) -> Ranks:
+        return direct_call(self._process_group, False, self._purpose).ranks
+
     def delete(self, step: int) -> None:
         """Delete a step's checkpoint from the nodes' memory and from storage. Call it on all ranks.
 
@@ -392,22 +509,12 @@ class CheckpointManager:
         """
         name = f"step-{_number(step)}"
         self._finish_begun()
-        ranks = direct_call(self._process_group, False, self._purpose).ranks
 
         def delete_from_storage(evicted: Sequence[bool]) -> bool:
             return self._delete_from_storage(name) or any(evicted)
 
-        what = f"deleting {name}"
-        try:
-            with leaving_on_error(ranks):
-                is_found = from_all_ranks(
-                    ranks, what, partial(self._evict, name), delete_from_storage
-                )
-        except RankFailed:
-            raise
-        except Exception as error:
-            raise RankFailed(what, [(ranks.rank, described(error))]) from error
-        if not is_found:
+        evict, what = partial(self._evict, name), f"deleting {name}"
+        if not self._from_all_ranks(self._ranks(), what, evict, delete_from_storage):
             available = [one.name for one in self.list()]
             raise CheckpointNotFound(name, f"job {self._writer.settings.job}", available, [])
 
@@ -485,6 +592,8 @@ class CheckpointManager:
                 on_error="warn").
         """
         self._preemption.uninstall()
+        if flush:
+            self._crash_loop.end()
         try:
             try:
                 self._finish_begun()
@@ -547,11 +656,19 @@ class CheckpointManager:
                 log.warning("%s", text)
         return tuple(found)
 
+    def _rejections(self) -> tuple[str, ...]:
+        """Find what has been rejected behind training on this node since the last call."""
+        session = open_session(self._writer.settings)
+        held = [] if session is None else session.memory.checkpoints()
+        new = [one for one in held if one.rejected and (one.name, one.rejected) not in self._said]
+        self._said |= {(one.name, one.rejected) for one in new}
+        return tuple(f"{one.name}: rejected: {one.rejected}" for one in new)
+
     def _raise_on_all_ranks(self, troubles: Sequence[str]) -> None:
         """Raise FlushFailed, with on_error="raise", on all ranks if a node has had trouble."""
         if not self._raises:
             return
-        ranks = direct_call(self._process_group, False, self._purpose).ranks
+        ranks = self._ranks()
         own = {ranks.rank: troubles[0]} if troubles else {}
         with leaving_on_error(ranks):
             all_troubles = ranks.all_reduce(own, operator.or_)

@@ -7,16 +7,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from dcp_mem.common import files
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
-from dcp_mem.errors import ManifestInvalid
+from dcp_mem.errors import ManifestInvalid, SegmentCorrupt
 from dcp_mem.format import names
 from dcp_mem.format.manifest import (
     FlushRecord,
     ItemTable,
     Manifest,
     NodeManifest,
+    Rejection,
     ReplicationRecord,
     StripeRecord,
 )
@@ -32,12 +35,14 @@ class LocalCheckpoint:
         directory: Where it lies.
         flush: How far its flush has come.
         replication: What became of its copies on other nodes.
+        rejected: Why it is not to be resumed from; "" if nobody has rejected it.
     """
 
     manifest: Manifest
     directory: str
     flush: FlushRecord
     replication: ReplicationRecord
+    rejected: str = ""
 
     @property
     def name(self) -> str:
@@ -48,7 +53,7 @@ class LocalCheckpoint:
     def pending(self) -> bool:
         """Whether it is meant to reach storage, and still may."""
         ended = (Outcome.DURABLE, Outcome.SKIPPED)
-        return self.manifest.persist and self.flush.outcome not in ended
+        return self.manifest.persist and not self.rejected and self.flush.outcome not in ended
 
     @property
     def manifest_path(self) -> str:
@@ -114,7 +119,22 @@ def local_checkpoint(directory: str, manifest: Manifest) -> LocalCheckpoint:
         directory,
         _record(FlushRecord, flush, manifest),
         _record(ReplicationRecord, replication, manifest),
+        rejection_in(directory, manifest.save_id),
     )
+
+
+def rejection_in(directory: str, save_id: str) -> str:
+    """Return why a checkpoint in memory was rejected; "" if it wasn't.
+
+    Args:
+        directory: The checkpoint's.
+        save_id: Of its save.
+    """
+    try:
+        data = files.read_bytes(os.path.join(directory, names.rejection_file(save_id)))
+    except FileNotFoundError:
+        return ""
+    return Rejection.from_json(save_id, data).why or "no reason given"
 
 
 def _record(kind: type[Record], path: str, manifest: Manifest) -> Record:
@@ -142,6 +162,46 @@ def checksums_of(checkpoint: LocalCheckpoint, file: str) -> ItemTable:
     if file not in manifest.tables:
         raise ManifestInvalid(f"the checksums of {file} are those of another segment")
     return manifest.tables[file]
+
+
+def has_checksums(checkpoint: LocalCheckpoint, file: str) -> bool:
+    """Return whether checksums lie beside a segment.
+
+    Args:
+        checkpoint: In memory on this node.
+        file: Name of the segment.
+    """
+    return os.path.exists(os.path.join(checkpoint.directory, names.checksums_file(file)))
+
+
+def check_unchanged(checkpoint: LocalCheckpoint, file: str, found: ItemTable, source: str) -> bool:
+    """Make sure that a segment has the checksums that were made once it was complete.
+
+    Args:
+        checkpoint: In memory on this node.
+        file: Name of the segment.
+        found: Its items, with the checksums that it has now.
+        source: Where it lies, for the error.
+
+    Returns:
+        False where none have been made so far.
+
+    Raises:
+        SegmentCorrupt: The segment has changed since, or its checksums have.
+    """
+    try:
+        known = checksums_of(checkpoint, file)
+    except FileNotFoundError:
+        return False
+    except ManifestInvalid as error:
+        why = f"its checksums: {error}"
+    else:
+        if np.array_equal(known.crc32c, found.crc32c):
+            return True
+        is_alike = len(known.crc32c) == len(found.crc32c)
+        wrong = np.count_nonzero(known.crc32c != found.crc32c) if is_alike else "some"
+        why = f"{wrong} of {len(found.crc32c)} blocks of {file} have changed since they were saved"
+    raise SegmentCorrupt(checkpoint.name, names.rank_of(file), source, why)
 
 
 def checksums_files(manifest: Manifest, checksums: Mapping[str, ItemTable]) -> dict[str, bytes]:
@@ -176,6 +236,7 @@ def own_files(manifest: Manifest, here: Collection[str]) -> set[str]:
         names.flushing_file(manifest.save_id),
         names.catalog_file(manifest.catalog),
         names.replication_file(manifest.scope),
+        names.rejection_file(manifest.save_id),
         *map(names.checksums_file, checked),
         *map(names.stripe_file, parity),
     ]

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -20,17 +21,20 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError, ManifestInvalid
 from dcp_mem.format import names
+from dcp_mem.format.catalog import catalog_key
 from dcp_mem.format.history import HistoryRow
 from dcp_mem.format.manifest import (
     FlushRecord,
     ItemTable,
     Manifest,
+    Rejection,
     ReplicationRecord,
     StripeRecord,
 )
 from dcp_mem.format.metadata_template import MetadataTemplate
 from dcp_mem.memory.checkpoint import (
     LocalCheckpoint,
+    check_unchanged,
     checksums_files,
     files_in,
     local_checkpoint,
@@ -45,6 +49,8 @@ from dcp_mem.policy.order import UNNUMBERED, SaveNumber, newest_first
 _GENERATIONS = ".generations.json"
 _MOST_GENERATIONS = 32
 _SLACK = 64 << 20
+_MOST_COPIED = 16 << 20
+"""Bytes of the largest catalog that each checkpoint gets a copy of."""
 _TRIES = 5
 
 
@@ -95,6 +101,19 @@ class JobMemory:
             name: The checkpoint id.
         """
         return list(self._complete_in(self.checkpoint_directory(name)))
+
+    def damaged_manifests(self, scope: str) -> dict[str, str]:
+        """Return why checkpoints here can't be told of, by name: their manifests are damaged.
+
+        Args:
+            scope: Of the manifests.
+        """
+        paths = {
+            os.path.basename(directory): os.path.join(directory, names.manifest_file(scope))
+            for directory in self._checkpoint_directories()
+        }
+        found = {name: _damage_of_manifest(path) for name, path in paths.items()}
+        return {name: why for name, why in found.items() if why}
 
     def checkpoint_directory(self, name: str) -> str:
         """Return where a checkpoint of that name lies.
@@ -344,8 +363,27 @@ class JobMemory:
         with contextlib.suppress(FileNotFoundError):
             self._add(manifest, {names.replication_file(manifest.scope): record.to_json()})
 
+    def reject(self, checkpoint: LocalCheckpoint, why: str) -> None:
+        """Mark a checkpoint as not to be resumed from; it isn't flushed any more, either.
+
+        Args:
+            checkpoint: As it was found.
+            why: The reason, for people.
+
+        Raises:
+            FileNotFoundError: The checkpoint has left memory.
+        """
+        manifest, was_pending = checkpoint.manifest, checkpoint.pending
+        mark = Rejection(manifest.save_id, why, time.time())
+        self._add(manifest, {names.rejection_file(manifest.save_id): mark.to_json()})
+        if was_pending:
+            skipped = replace(checkpoint.flush, outcome=Outcome.SKIPPED, error=f"rejected: {why}")
+            self.record_flush(checkpoint, skipped)
+
     def add_checksums(self, manifest: Manifest, checksums: Mapping[str, ItemTable]) -> None:
-        """Put segments' checksums beside them.
+        """Put checksums beside segments that have none so far.
+
+        Checksums are made once: others later would bless what has changed meanwhile.
 
         Args:
             manifest: Of the checkpoint.
@@ -353,8 +391,43 @@ class JobMemory:
 
         Raises:
             FileNotFoundError: The checkpoint has left memory.
+            SegmentCorrupt: A segment has other checksums already.
         """
-        self._add(manifest, checksums_files(manifest, checksums))
+        held = self._held(manifest)
+        new = {
+            file: table
+            for file, table in checksums.items()
+            if not check_unchanged(held, file, table, "memory")
+        }
+        self._add(manifest, checksums_files(manifest, new))
+
+    def _held(self, manifest: Manifest) -> LocalCheckpoint:
+        """Return the checkpoint as it lies here. Raises FileNotFoundError."""
+        for one in self.find(manifest.name):
+            if one.manifest.save_id == manifest.save_id:
+                return one
+        directory = self.checkpoint_directory(manifest.name)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
+
+    def copy_catalog(self, checkpoint: LocalCheckpoint) -> None:
+        """Give a checkpoint a catalog of its own, in the place of the file that several share.
+
+        Otherwise one flipped bit would damage all checkpoints of a plan. Large ones stay shared.
+
+        Args:
+            checkpoint: As it was found.
+
+        Raises:
+            FileNotFoundError: The checkpoint has left memory.
+        """
+        file = names.catalog_file(checkpoint.manifest.catalog)
+        path = os.path.join(checkpoint.directory, file)
+        facts = os.stat(path)
+        if facts.st_nlink == 1 or facts.st_size > _MOST_COPIED:
+            return
+        data = files.read_bytes(path)
+        if catalog_key(data) == checkpoint.manifest.catalog:
+            self._add(checkpoint.manifest, {file: data})
 
     def add_segment_copy(
         self, manifest: Manifest, file: str, checksums: ItemTable, seal: Callable[[str], None]
@@ -410,8 +483,7 @@ class JobMemory:
     ) -> None:
         directory = self.checkpoint_directory(manifest.name)
         with in_turn(directory):
-            if manifest.save_id not in {one.manifest.save_id for one in self.find(manifest.name)}:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
+            self._held(manifest)
             for path, data in described.items():
                 files.write_atomically(os.path.join(directory, path), data)
             if seal is not None:
@@ -610,6 +682,17 @@ def _lies_at(descriptor: int, path: str) -> bool:
 def _version(facts: os.stat_result) -> tuple[int, ...]:
     """Return what tells a file from those that had its name before."""
     return facts.st_ino, facts.st_mtime_ns, facts.st_size
+
+
+def _damage_of_manifest(path: str) -> str:
+    """Return why a manifest can't be read; "" where it can, or is gone."""
+    try:
+        Manifest.from_json(files.read_bytes(path))
+    except FileNotFoundError:
+        return ""
+    except ManifestInvalid as error:
+        return str(error)
+    return ""
 
 
 def _is_manifest(entry: str) -> bool:

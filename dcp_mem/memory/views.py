@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 
 HUGE = 2 << 20
 _PROT_NONE, _MAP_FIXED, _MAP_FAILED = 0, 0x10, ctypes.c_void_p(-1).value
@@ -72,6 +73,28 @@ def view_of(address: int, nbytes: int) -> memoryview:
         nbytes: Length of the view.
     """
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def fill(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Fill buffers, one after the other, with a file's bytes.
+
+    Args:
+        descriptor: Of the file.
+        buffers: Memory to fill; all of it.
+        offset: Of the first byte.
+
+    Raises:
+        EOFError: The file is shorter.
+        OSError: As the system does.
+    """
+    if os.preadv(descriptor, buffers, offset) == sum(map(len, buffers)):
+        return
+    for buffer in buffers:  # it was cut short
+        while buffer:
+            count = os.preadv(descriptor, [buffer], offset)
+            if not count:
+                raise EOFError(f"the file ends at {offset}, {len(buffer)} bytes short")
+            buffer, offset = buffer[count:], offset + count
 
 
 def map_aligned(descriptor: int, nbytes: int, start: int, protection: int) -> int:

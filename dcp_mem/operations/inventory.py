@@ -232,14 +232,14 @@ def merged(
     for one in local:
         same = unmatched.pop((one.name, one.save_id, one.scope), None)
         if same is not None:
-            places = (MEMORY, STORAGE)
+            places, problem = (MEMORY, STORAGE), same.problem or one.problem
             found.append(
                 replace(
                     one,
                     state=State.DURABLE,
                     places=places,
                     error="",
-                    problem=same.problem,
+                    problem=problem,
                     stored_at=same.stored_at,
                     generation=max(one.generation, same.generation),
                 )
@@ -261,7 +261,8 @@ def _of_job(memory: JobMemory) -> list[CheckpointStatus]:
 
 def _of_memory(checkpoint: LocalCheckpoint) -> CheckpointStatus:
     # Only storage knows whether it lies there: `merged` adds that.
-    return replace(status_of(checkpoint), places=(MEMORY,))
+    problem = f"rejected: {checkpoint.rejected}" if checkpoint.rejected else ""
+    return replace(status_of(checkpoint), places=(MEMORY,), problem=problem)
 
 
 def _of_storage(one: StoredCheckpoint) -> CheckpointStatus:
@@ -276,7 +277,7 @@ def _of_storage(one: StoredCheckpoint) -> CheckpointStatus:
         created=one.created,
         places=(STORAGE,),
         scope=one.scope,
-        problem=one.problem,
+        problem=f"rejected: {one.rejected}" if one.rejected else one.problem,
         is_foreign=manifest is None and not one.problem,
         stored_at=one.modified,
     )

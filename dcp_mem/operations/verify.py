@@ -249,7 +249,7 @@ def _in_memory(
                 checks.append(_SegmentCheck(segment, table, source))
         assert catalog is not None
         damages += _read_all(MEMORY, checks, catalog, observer, checkpoint.name)
-    why = "it isn't flushed yet, and the flush computes the checksums" if unchecked else ""
+    why = "its checksums haven't been made yet: that follows a save at once" if unchecked else ""
     nbytes = sum(check.segment.nbytes for check in checks)
     return replace(
         result,
@@ -261,7 +261,7 @@ def _in_memory(
 
 
 def _local_table(local: LocalCheckpoint, segment: Segment) -> ItemTable | None:
-    """Return the checksums in memory; None for a segment that was never copied between nodes."""
+    """Return the checksums in memory; None where they haven't been made yet."""
     try:
         return checksums_of(local, segment.file)
     except FileNotFoundError:

@@ -53,7 +53,7 @@ def tensor_group_of(numbers: Sequence[int], tensors: Sequence[DTensor]) -> Tenso
     sizes = list(map(_SHAPE, tensors))
     keys = list(zip(sizes, ways, strict=True))
     chunk_of = {
-        key: _chunk(key[0], spec_of[key[1]].mesh, spec_of[key[1]].placements)
+        key: local_chunk(key[0], spec_of[key[1]].mesh, spec_of[key[1]].placements)
         for key in dict.fromkeys(keys)
     }
     chunks = list(map(chunk_of.__getitem__, keys))
@@ -101,9 +101,15 @@ def _ways(specs: Sequence[Any]) -> list[tuple[int, int]]:
     return list(zip(map(id, meshes), map(number.__getitem__, keys), strict=True))
 
 
-def _chunk(
+def local_chunk(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...]
 ) -> tuple[Extent, Extent]:
-    """Return extent and offset of this rank's chunk; torch takes up to a millisecond for it."""
+    """Return extent and offset of this rank's chunk; torch takes up to a millisecond for it.
+
+    Args:
+        shape: Of the whole tensor.
+        mesh: The tensor's, which this rank is in.
+        placements: The tensor's.
+    """
     extent, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(map(int, extent)), tuple(map(int, offset))

@@ -216,6 +216,7 @@ def _needed(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
 
 
 def _newest(kept: Sequence[CheckpointFacts]) -> frozenset[str]:
+    kept = [one for one in kept if not one.rejected]
     return frozenset(one.key for one in _newest_first(kept)[:1])
 
 

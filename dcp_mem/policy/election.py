@@ -6,7 +6,8 @@ Decided from what each rank's node has in memory and what storage has. The rules
    segment, where parity may stand in for lost ones.
 2. Name and save id tell checkpoints apart: memory and storage of one save are one choice.
 3. Newest first, by the job's order. Where one can't be opened after all, the next is tried.
-4. What can't be loaded is named, with the reason.
+4. What was rejected is passed over, wherever it lies, unless it is asked for by its name.
+5. What can't be loaded is named, with the reason.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ class FoundCheckpoint:
         stripes: Parity that lies there, each with its file.
         sizes: Bytes of the segments that this parity is of, and of empty segments, by rank.
         redundancy: What copies or parity had been made of the checkpoint.
+        rejected: Why it is not to be resumed from; "" if nobody has rejected it.
     """
 
     name: str
     save_id: str
     place: Place
+    rejected: str = ""
     problem: str = ""
     count: int = 0
     segments: frozenset[int] | None = None
@@ -98,13 +101,17 @@ class RecoveryPlan:
 
 
 def elect(
-    inventories: Sequence[Sequence[FoundCheckpoint]], stored: Sequence[FoundCheckpoint]
+    inventories: Sequence[Sequence[FoundCheckpoint]],
+    stored: Sequence[FoundCheckpoint],
+    *,
+    is_named: bool = False,
 ) -> RecoveryPlan:
     """Rank the checkpoints for whose every segment there is a source, newest first.
 
     Args:
         inventories: For each rank, what its node has in memory.
         stored: What storage has.
+        is_named: Whether these are the checkpoints of a name that was asked for.
     """
     in_memory = [{(one.name, one.save_id): one for one in inventory} for inventory in inventories]
     on_storage = {(one.name, one.save_id): one for one in stored}
@@ -118,10 +125,13 @@ def elect(
         place = replace(joined_place(one.place for one in known), key=key)
         is_stored = of_storage is not None and not of_storage.problem
         choice = _choice(key, place, found, len(in_memory), storage=is_stored)
-        if choice.memory or choice.storage:
+        rejected = "" if is_named else next((one.rejected for one in known if one.rejected), "")
+        save = f" (save {key[1]})" if key[1] else ""
+        if rejected:
+            reasons.append((place, f"{key[0]}{save}: rejected: {rejected}"))
+        elif choice.memory or choice.storage:
             choices.append(choice)
         else:
-            save = f" (save {key[1]})" if key[1] else ""
             why = _why(choice, found, len(in_memory), of_storage)
             reasons.append((place, f"{key[0]}{save}: {why}"))
     places = [*(choice.place for choice in choices), *(place for place, _ in reasons)]

@@ -25,6 +25,7 @@ class CheckpointFacts:
         pending: It is meant for storage and isn't there yet.
         busy: It is being read, flushed or replicated at this moment, or has to wait for its flush.
         replicated: Other nodes have copies of it, and newer checkpoints are to get copies too.
+        rejected: It is not to be resumed from: it doesn't count, and nothing leaves for it.
         chosen: The retention policy keeps it, as long as there is room.
     """
 
@@ -38,6 +39,7 @@ class CheckpointFacts:
     pending: bool = False
     busy: bool = False
     replicated: bool = False
+    rejected: bool = False
     chosen: bool = True
 
     @property

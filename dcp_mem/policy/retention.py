@@ -209,13 +209,14 @@ def with_newest(policy: Retention) -> Retention:
 def leaving(
     policy: Retention, known: Sequence[CheckpointFacts], needed: Collection[str] = ()
 ) -> list[CheckpointFacts]:
-    """Return what leaves, oldest first.
+    """Return what leaves, oldest first. What was rejected doesn't count, and is left alone.
 
     Args:
         policy: What to keep; the newest checkpoint stays in any case.
         known: All checkpoints.
         needed: Keys of others that stay.
     """
+    known = [one for one in known if not one.rejected]
     newest = KeepLast(1).chosen(known)
     staying = policy.chosen(known) | newest | frozenset(needed)
     return [one for one in reversed(_newest_first(known)) if one.key not in staying]

@@ -17,7 +17,7 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable
-from dcp_mem.memory.checkpoint import checksums_of
+from dcp_mem.memory.checkpoint import check_unchanged, checksums_of, has_checksums
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.slots import Slot
@@ -54,7 +54,9 @@ class OutgoingFiles:
         rank = self._task.ranks.rank
         for part in plan.parts_from(rank):
             file = self.open(part.file, plan)
-            for chunk in file.chunks(part.start, part.stop, chunk_nbytes(plan)):
+            # Before a copy's last chunk: without that, nobody seals a copy of damaged bytes.
+            check = partial(self._check_unchanged, part.file, file) if plan.is_copy else _nothing
+            for chunk in file.chunks(part.start, part.stop, chunk_nbytes(plan), check):
                 yield chunk
                 faults.point("replicate.chunk")
         for name in plan.checksums_from(rank):
@@ -87,7 +89,18 @@ class OutgoingFiles:
         """
         if plan.stripe is None:  # the segment is lost: its checksums are kept beside its parity
             return self._kept_checksums(name)
-        return self.open(name, plan).table().crc32c
+        file = self.open(name, plan)
+        self._check_unchanged(name, file)
+        return file.table().crc32c
+
+    def _check_unchanged(self, name: str, file: OutgoingFile) -> None:
+        """Raise SegmentCorrupt where a segment has changed since its checksums were made."""
+        manifest = self._task.manifest
+        is_segment = names.SEGMENT.fullmatch(name) is not None
+        for local in self._memory.find(manifest.name) if is_segment else ():
+            is_same = local.manifest.save_id == manifest.save_id
+            if is_same and has_checksums(local, name):
+                check_unchanged(local, name, file.table(), "memory")
 
     def own_table(self) -> tuple[str, ItemTable] | None:
         """Return this rank's own segment and its items, once all checksums of it were computed."""
@@ -156,15 +169,20 @@ class OutgoingFile:
         self._nbytes_left = nbytes
         self._progress = threading.Condition()
 
-    def chunks(self, start: int, stop: int, nbytes: int) -> Iterator[OutgoingChunk]:
+    def chunks(
+        self, start: int, stop: int, nbytes: int, before_last: Callable[[], None]
+    ) -> Iterator[OutgoingChunk]:
         """Yield bytes [start, stop) in chunks of `nbytes` each.
 
         Args:
             start: First byte.
             stop: End, exclusive.
             nbytes: Bytes of a chunk; the last one may have fewer.
+            before_last: Called before the last chunk.
         """
         for low in range(start, stop, nbytes):
+            if low + nbytes >= stop:
+                before_last()
             data = self.read(low, min(low + nbytes, stop))
             yield OutgoingChunk(data, partial(self._chunk_crc, low, data))
 
@@ -218,6 +236,10 @@ class OutgoingFile:
         wrong = int(np.count_nonzero(self.table().crc32c != known))
         if wrong:
             raise DcpMemError(f"{wrong} of {len(known)} blocks of the copy here are damaged")
+
+
+def _nothing() -> None:
+    return
 
 
 def _gaps(claimed: list[Extent], nbytes: int) -> list[Extent]:

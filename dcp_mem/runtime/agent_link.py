@@ -1,4 +1,4 @@
-"""The link to what flushes checkpoints: the node's agent, or a thread of this process."""
+"""The link to what works behind training: the node's agent, or threads of this process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dcp_mem.config import Settings
 from dcp_mem.flushing.agent import AgentHandle
 from dcp_mem.flushing.registration import Registration, registration_of
 from dcp_mem.flushing.thread import FlushThread
+from dcp_mem.memory.checksumming import ChecksumThread
 
 
 class AgentLink:
@@ -22,7 +23,9 @@ class AgentLink:
     def __init__(self, root: str) -> None:
         self._root = root
         self._agent = AgentHandle(root)
+        self._has_agent = False
         self._thread: FlushThread | None = None
+        self._checksums = ChecksumThread(root)
         self._told_nodes: frozenset[str] | None = None
         self._is_stopped = False
         self._guard = threading.Lock()  # not held while the thread ends
@@ -47,9 +50,22 @@ class AgentLink:
                     self._thread = FlushThread(self._root)
                 self._thread.wake(replace(registration, environment=None))
 
+    def sum_up(self, settings: Settings) -> None:
+        """Have the checksums of complete checkpoints made that aren't to be flushed.
+
+        The flusher makes them as well, where it runs: it looks for new checkpoints by itself.
+
+        Args:
+            settings: Of the job.
+        """
+        with self._guard:
+            if not (self._has_agent or self._thread is not None or self._is_stopped):
+                self._checksums.wake(settings.job, settings.on_nonfinite)
+
     def _wake_agent(self, registration: Registration) -> None:
         try:
             self._agent.wake(registration)
+            self._has_agent = True
         except OSError as error:
             log.error(
                 "the agent can't be started, so nothing reaches storage "
@@ -69,10 +85,11 @@ class AgentLink:
             return is_news
 
     def stop(self) -> None:
-        """End this process's own flush thread, if there is one; none is started any more."""
+        """End this process's own threads, if there are any; none is started any more."""
         with self._guard:
             self._is_stopped = True
             thread = self._thread
+        self._checksums.stop()
         if thread is not None:
             thread.stop()
 

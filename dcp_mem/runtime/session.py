@@ -144,6 +144,14 @@ class Session:
         """
         self._agent.wake(settings, self.nodes.of_all_ranks, now=now)
 
+    def sum_up(self, settings: Settings) -> None:
+        """Have checksums made of complete checkpoints that stay in memory.
+
+        Args:
+            settings: Of the job.
+        """
+        self._agent.sum_up(settings)
+
     def tell_nodes(self, settings: Settings) -> None:
         """Tell the agent on which nodes the job runs now, if that is news and something is pending.
 

@@ -14,7 +14,7 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
     """Start what training needn't wait for.
 
     1. The node's leader has `.metadata` put beside the checkpoint, for stock readers, and wakes the
-       agent.
+       agent, which makes checksums and flushes.
     2. Copies or parity on other nodes are set up.
     3. Slots for the next saves are made ready.
     4. The copies begin: last, for they take the cores that all this runs on.
@@ -32,6 +32,7 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
             session.wake_agent(context.settings)
         else:
             session.tell_nodes(context.settings)
+        session.sum_up(context.settings)
     replication = replication_of(context, completed)
     try:
         takes_slots = replication is not None and replication.task.makes_slots

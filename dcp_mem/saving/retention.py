@@ -75,6 +75,7 @@ def kept_checkpoints(
                     and checkpoint.flush.outcome != Outcome.REFUSED
                 ),
                 replicated=gets_copies and checkpoint.replication.outcome == Outcome.REPLICATED,
+                rejected=bool(checkpoint.rejected),
                 chosen=manifest.save_id in chosen,
             )
         )
@@ -82,8 +83,11 @@ def kept_checkpoints(
 
 
 def _chosen(policy: Retention, checkpoints: Sequence[LocalCheckpoint]) -> frozenset[str]:
-    """Return the save ids that the policy keeps; all of them, where only their number counts."""
-    manifests = [checkpoint.manifest for checkpoint in checkpoints]
+    """Return the save ids that the policy keeps; all of them, where only their number counts.
+
+    What was rejected isn't kept.
+    """
+    manifests = [checkpoint.manifest for checkpoint in checkpoints if not checkpoint.rejected]
     if isinstance(policy, KeepLast):
         return frozenset(manifest.save_id for manifest in manifests)
     return policy.chosen(

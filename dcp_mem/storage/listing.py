@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -10,7 +11,7 @@ from typing import TypeVar
 from dcp_mem.common.log import log
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
-from dcp_mem.format.manifest import Manifest
+from dcp_mem.format.manifest import Manifest, Rejection
 from dcp_mem.policy.order import UNNUMBERED, Place
 from dcp_mem.storage import Entry, Storage
 
@@ -18,6 +19,7 @@ T = TypeVar("T")
 
 _END_OF_METADATA = 4096
 _NO_MANIFEST = "its manifest is missing, and the checksums with it (torch's own readers need none)"
+_REJECTION = re.compile(r"rejected-([0-9a-f]{8})\.json")
 _METADATA = re.compile(r"(?:__(\d+))?\.metadata")
 _OWN_SEGMENT = re.compile(names.SEGMENT.pattern.encode())
 _OTHERS_SEGMENT = re.compile(rb"__\d+_\d+\.distcp")
@@ -32,6 +34,7 @@ class StoredCheckpoint:
         modified: Of its `.metadata`, seconds since the epoch; 0.0 where the storage doesn't tell.
         nbytes: Of its segments, as storage lists them.
         problem: Why it can't be loaded from there; "" if it can.
+        rejected: Why it is not to be resumed from; "" if nobody has rejected it.
     """
 
     name: str
@@ -40,6 +43,7 @@ class StoredCheckpoint:
     modified: float
     nbytes: int
     problem: str = ""
+    rejected: str = ""
 
     @property
     def save_id(self) -> str:
@@ -90,7 +94,7 @@ def stored_under(storage: Storage, name: str, scope: str) -> list[StoredCheckpoi
     """
     entries = {entry.name: entry for entry in storage.ls(name)}
     return (
-        _of_scope(storage, name, scope, entries, _manifests(storage, name))
+        _of_scope(storage, name, scope, entries, *_manifests(storage, name))
         if _has(entries, scope)
         else []
     )
@@ -111,10 +115,10 @@ def committed_under(storage: Storage, name: str) -> list[StoredCheckpoint]:
         names.COLLECTIVE if match[1] is None else names.rank_scope(int(match[1]))
         for match in _metadata_of(entries)
     ]
-    manifests = _manifests(storage, name) if scopes else []
+    manifests, rejections = _manifests(storage, name) if scopes else ([], {})
     found = []
     for scope in scopes:
-        candidates = _of_scope(storage, name, scope, entries, manifests)
+        candidates = _of_scope(storage, name, scope, entries, manifests, rejections)
         file = names.metadata_file(scope)
         ours = [
             one
@@ -143,6 +147,18 @@ def is_committed(storage: Storage, key: str, nbytes: int, save_id: str) -> bool:
     end = bytearray(min(nbytes, _END_OF_METADATA))
     storage.read_into(key, nbytes - len(end), [memoryview(end)])
     return save_id.encode() in end or save_id.encode() in storage.get(key)
+
+
+def mark_rejected(storage: Storage, manifest: Manifest, why: str) -> None:
+    """Mark a committed checkpoint as not to be resumed from.
+
+    Args:
+        storage: The job's root.
+        manifest: Of the checkpoint.
+        why: The reason, for people.
+    """
+    mark = Rejection(manifest.save_id, why, time.time())
+    storage.put(f"{manifest.name}/{names.rejection_file(manifest.save_id)}", mark.to_json())
 
 
 def get_parsed(storage: Storage, key: str, parse: Callable[[bytes], T]) -> T:
@@ -186,6 +202,7 @@ def _of_scope(
     scope: str,
     entries: Mapping[str, Entry],
     manifests: Sequence[Manifest | str],
+    rejections: Mapping[str, str],
 ) -> list[StoredCheckpoint]:
     metadata = entries[names.metadata_file(scope)]
     ours = [
@@ -194,17 +211,38 @@ def _of_scope(
         if isinstance(manifest, Manifest) and manifest.scope == scope
     ]
     if ours:
-        return [_described(manifest, metadata, entries) for manifest in ours]
+        return [
+            replace(
+                _described(manifest, metadata, entries),
+                rejected=rejections.get(manifest.save_id, ""),
+            )
+            for manifest in ours
+        ]
     damaged = [manifest for manifest in manifests if isinstance(manifest, str)]
     problem = damaged[0] if damaged else ""
     return [_undescribed(name, scope, entries, problem)]
 
 
-def _manifests(storage: Storage, name: str) -> list[Manifest | str]:
-    """Return the manifests that attempts have put; for one that can't be read, the reason."""
+def _manifests(storage: Storage, name: str) -> tuple[list[Manifest | str], dict[str, str]]:
+    """Return the manifests that attempts have put, and why saves were rejected, by save id.
+
+    For a manifest that can't be read, the reason stands in its place.
+    """
     listed = [entry.name for entry in storage.ls(f"{name}/{names.OWN}")]
     keys = [file for file in listed if file.startswith("manifest-") and file.endswith(".json")]
-    return [_manifest(storage, f"{name}/{names.OWN}/{file}") for file in keys]
+    rejected = [match[1] for match in map(_REJECTION.fullmatch, listed) if match is not None]
+    return (
+        [_manifest(storage, f"{name}/{names.OWN}/{file}") for file in keys],
+        {save_id: _rejection(storage, name, save_id) for save_id in rejected},
+    )
+
+
+def _rejection(storage: Storage, name: str, save_id: str) -> str:
+    try:
+        data = storage.get(f"{name}/{names.rejection_file(save_id)}")
+    except StorageKeyMissing:
+        return ""
+    return Rejection.from_json(save_id, data).why or "no reason given"
 
 
 def _manifest(storage: Storage, key: str) -> Manifest | str:

@@ -356,8 +356,7 @@ def test_verify_finds_whole_what_is_whole(shell: Shell) -> None:
     for key in (("step-1", "storage"), ("step-2", "storage"), ("step-2", "memory")):
         assert found[key]["checked_bytes"] > 2000, key
         assert found[key]["unchecked_bytes"] == 0
-    assert found["step-3", "memory"]["checked_bytes"] == 0
-    assert "it isn't flushed yet" in found["step-3", "memory"]["why_unchecked"]
+    assert found["step-3", "memory"]["checked_bytes"] > 2000
 
 
 @pytest.mark.parametrize("place", ["memory", "storage"])

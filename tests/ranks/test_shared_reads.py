@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
-from dcp_mem import NoRecoverableCheckpoint
+from dcp_mem import NoRecoverableCheckpoint, SegmentCorrupt
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.loading import shared_fetch
 from dcp_mem.loading.fetch import Fetcher, fetch_all
@@ -608,7 +609,16 @@ def test_an_item_is_whole_when_all_its_bytes_have_come_however_they_were_shared_
     planner = _Listener()
     fetcher = Fetcher(_Segment(data), "step-1", {"f"}, verify=True)
     arrivals = PendingItems(
-        [PendingItem(_byte_item(*item), planner, None, by_blocks=False) for item in items]
+        [
+            PendingItem(
+                _byte_item(*item),
+                planner,
+                None,
+                by_blocks=False,
+                corrupt=partial(SegmentCorrupt, "step-1", 0, "memory"),
+            )
+            for item in items
+        ]
     )
     pieces = [
         (max(low, start), min(high, stop))

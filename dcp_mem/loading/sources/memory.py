@@ -7,7 +7,7 @@ import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from dcp_mem.common.values import Segment
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, Extent
-from dcp_mem.format.checksums import BlockChecksums, Blocks, Crcs, Extents, blocks_of, checksum
+from dcp_mem.format.checksums import BlockChecksums, Blocks, Crcs, blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable, Manifest
 from dcp_mem.loading.sources.base import (
     Description,
@@ -25,14 +25,15 @@ from dcp_mem.loading.sources.base import (
     described_table,
 )
 from dcp_mem.memory.catalogs import read_catalog
+from dcp_mem.memory.checked_reads import CheckedReader
 from dcp_mem.memory.checkpoint import LocalCheckpoint, checksums_of
 from dcp_mem.memory.copying import Move, read, read_many, work_off
 from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.memory.views import lent, view_of
+from dcp_mem.memory.views import lent
 from dcp_mem.planning.reads import DirectRead
 from dcp_mem.policy.pieces import cut, merged
 
-_BLOCKS_EACH = 64
+T = TypeVar("T")
 _LARGE = 1 << 20
 """Payloads of so many bytes on average are read with a call each."""
 
@@ -114,7 +115,7 @@ class MemorySource:
         return file in self._descriptors
 
     def verify(self, file: str, extents: Iterable[Extent]) -> None:
-        """Hold bytes of a segment against the checksums beside it, which it has if it was copied.
+        """Hold bytes of a segment against the checksums beside it, if they have been made.
 
         Args:
             file: Name of the segment's file.
@@ -151,23 +152,27 @@ class MemorySource:
         last = np.searchsorted(blocks.offsets, stop, "left")
         for low, high in self._around(blocks, int(first), int(last), start, stop):
             checksums.add(low, self._view(file, low, high))
-        self._compare(file, slice(first, last), checksums.result()[first:last])
+        self._compare(file, slice(int(first), int(last)), checksums.result()[first:last])
         return data, crc
 
     def _view(self, file: str, start: int, stop: int) -> memoryview:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         return lent(self._descriptors[file], first, stop - first)[start - first :]
 
-    def _compare(self, file: str, numbers: slice | Extents, found: Crcs) -> None:
+    def _compare(self, file: str, numbers: slice, found: Crcs) -> None:
         """Raise SegmentCorrupt unless these blocks have the checksums beside the segment."""
         known = self._checksums_of(file)
         assert known is not None
-        blocks, crcs = known[0], known[1][numbers]
-        for number in np.flatnonzero(found != crcs).tolist():
-            low = int(blocks.offsets[numbers][number])
-            high = low + int(blocks.lengths[numbers][number])
-            sums = f"CRC32C {int(found[number]):08x} where {int(crcs[number]):08x} was copied"
-            raise self._corrupt(self._ranks[file], f"{sums}, in bytes {low} to {high} of {file}")
+        for number in np.flatnonzero(found != known[1][numbers]).tolist():
+            raise self._damaged_block(file, numbers.start + number, int(found[number]))
+
+    def _damaged_block(self, file: str, number: int, found: int) -> SegmentCorrupt:
+        known = self._checksums_of(file)
+        assert known is not None
+        low = int(known[0].offsets[number])
+        high = low + int(known[0].lengths[number])
+        sums = f"CRC32C {found:08x} where {int(known[1][number]):08x} was saved"
+        return self._corrupt(self._ranks[file], f"{sums}, in bytes {low} to {high} of {file}")
 
     def _around(
         self, blocks: Blocks, first: int, last: int, start: int, stop: int
@@ -240,20 +245,21 @@ class MemorySource:
         Args:
             file: Name of the segment's file.
             payloads: By ascending offsets.
-            verify: Hold them against the checksums beside the segment. Payloads of whole blocks are
-                checked where they were read to, which saves a second pass over the segment.
+            verify: Hold them against the checksums beside the segment, if they have been made.
 
         Raises:
             SegmentCorrupt: The bytes are missing, or others.
         """
         known = self._checksums_of(file) if verify else None
-        covered = None if known is None else _covered(known[0], payloads)
-        if known is not None and covered is None:
-            stops = payloads.offset + payloads.nbytes
-            self.verify(file, zip(payloads.offset.tolist(), stops.tolist(), strict=True))
-        self._read_many(file, payloads)
-        if covered is not None:
-            self._compare(file, covered.numbers, covered.checksums())
+        if known is None:
+            self._read_many(file, payloads)
+            return
+        reader = CheckedReader(self._descriptor_of(file), *known)
+        damaged = self._guarded(
+            file, lambda: reader.read(payloads.address, payloads.offset, payloads.nbytes)
+        )
+        if damaged is not None:
+            raise self._damaged_block(file, *damaged)
 
     def _read_many(self, file: str, payloads: DirectRead) -> None:
         address, offset, nbytes = payloads.address, payloads.offset, payloads.nbytes
@@ -264,10 +270,17 @@ class MemorySource:
         self._read(file, lambda descriptor: read_many(descriptor, address, offset, nbytes))
 
     def _read(self, file: str, act: Callable[[int], None]) -> None:
+        descriptor = self._descriptor_of(file)
+        self._guarded(file, lambda: act(descriptor))
+
+    def _descriptor_of(self, file: str) -> int:
         if file not in self._descriptors:
             raise self._corrupt(0, f"{file} is not part of it")
+        return self._descriptors[file]
+
+    def _guarded(self, file: str, act: Callable[[], T]) -> T:
         try:
-            act(self._descriptors[file])
+            return act()
         except (OSError, EOFError) as error:
             raise self._corrupt(self._ranks[file], str(error)) from None
 
@@ -306,50 +319,3 @@ class MemorySource:
 
 def _why(path: str, error: OSError) -> str:
     return f"{os.path.basename(path)}: {os.strerror(error.errno or 0)}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _CoveredBlocks:
-    """Blocks of a segment that were read whole.
-
-    Attributes:
-        numbers: Of the blocks.
-        addresses: Where each block was read to.
-        lengths: Bytes of each block.
-    """
-
-    numbers: Extents
-    addresses: Extents
-    lengths: Extents
-
-    def checksums(self) -> Crcs:
-        """Compute the blocks' checksums where they were read to."""
-        found = np.zeros(len(self.numbers), "<u4")
-        rows = list(zip(self.addresses.tolist(), self.lengths.tolist(), strict=True))
-
-        def check(start: int) -> None:
-            for number, (address, nbytes) in enumerate(rows[start : start + _BLOCKS_EACH], start):
-                found[number] = checksum(view_of(address, nbytes))
-
-        work_off(range(0, len(rows), _BLOCKS_EACH), check)
-        return found
-
-
-def _covered(blocks: Blocks, payloads: DirectRead) -> _CoveredBlocks | None:
-    """Return the blocks that payloads consist of; None where one has part of a block only."""
-    is_any = payloads.nbytes > 0
-    starts, stops = payloads.offset[is_any], (payloads.offset + payloads.nbytes)[is_any]
-    ends = blocks.offsets + blocks.lengths
-    first = np.searchsorted(blocks.offsets, starts, "left")
-    last = np.searchsorted(ends, stops, "right")
-    counts = last - first
-    if (
-        (counts <= 0).any()
-        or (blocks.offsets[first] != starts).any()
-        or (ends[last - 1] != stops).any()
-    ):
-        return None
-    numbers = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
-    shifts = (payloads.address - payloads.offset)[is_any]
-    addresses = blocks.offsets[numbers] + np.repeat(shifts, counts)
-    return _CoveredBlocks(numbers, addresses, blocks.lengths[numbers])

@@ -1,0 +1,176 @@
+"""Reads of a segment that are held against its checksums on their way.
+
+Blocks are read one by one, and each is summed up while the processor's cache has its bytes: that
+costs a fraction of a second pass over memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_mem.format.checksums import MOST_RUN, Blocks, Crcs, checksum, runs_of
+from dcp_mem.memory.copying import work_off
+from dcp_mem.memory.views import fill, view_of
+
+Columns = npt.NDArray[np.int64]
+
+_memmove = ctypes.CDLL(None).memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = None
+_RUNS_EACH = 16
+"""Runs of blocks that a thread takes at a time."""
+
+
+class CheckedReader:
+    """Reads parts of a segment straight into memory, and sums up the blocks that they lie in.
+
+    Args:
+        descriptor: Of the segment's file.
+        blocks: The segment's.
+        known: The checksum of each block.
+    """
+
+    def __init__(self, descriptor: int, blocks: Blocks, known: Crcs) -> None:
+        self._descriptor, self._blocks = descriptor, blocks
+        self._known: list[int] = known.tolist()  # lists: they are looked at block by block
+        self._starts: list[int] = blocks.offsets.tolist()
+        self._stops: list[int] = (blocks.offsets + blocks.lengths).tolist()
+        self._scratch = threading.local()
+
+    def read(self, address: Columns, offset: Columns, nbytes: Columns) -> tuple[int, int] | None:
+        """Read parts straight into memory, with all threads that torch would use.
+
+        Args:
+            address: Where each part goes.
+            offset: Where each part begins in the segment, ascending.
+            nbytes: Length of each part.
+
+        Returns:
+            Number and checksum of a block that is damaged; None where all are whole.
+
+        Raises:
+            EOFError: The file is shorter, or the checksums don't cover all parts.
+            OSError: As the system does.
+        """
+        is_any = nbytes > 0
+        parts = _Parts(address[is_any], offset[is_any], nbytes[is_any])
+        runs = runs_of(self._blocks, parts.numbers_in(self._blocks))
+        damaged: list[tuple[int, int]] = []
+
+        def read_runs(start: int) -> None:
+            for first, last in runs[start : start + _RUNS_EACH]:
+                damaged.extend(self._read_run(first, last, parts))
+
+        work_off(range(0, len(runs), _RUNS_EACH), read_runs)
+        return min(damaged, default=None)
+
+    def _read_run(self, first: int, last: int, parts: _Parts) -> Iterator[tuple[int, int]]:
+        low, high = self._starts[first], self._stops[last]
+        if first == last:
+            inside = parts.within(low, high)
+            if len(inside) == 1:
+                found = self._read_around(low, high, *inside[0])
+                if found != self._known[first]:
+                    yield first, found
+                return
+        scratch, data = self._scratch_memory()
+        fill(self._descriptor, [data[: high - low]], low)
+        starts, stops = self._starts[first : last + 1], self._stops[first : last + 1]
+        sums = [
+            checksum(data[start - low : stop - low])
+            for start, stop in zip(starts, stops, strict=True)
+        ]
+        known = self._known[first : last + 1]
+        if sums != known:
+            yield next(
+                (number, found)
+                for number, (found, one) in enumerate(zip(sums, known, strict=True), first)
+                if found != one
+            )
+        for address, start, nbytes in parts.moves(low, high):
+            _memmove(address, scratch + start, nbytes)
+
+    def _read_around(self, low: int, high: int, address: int, start: int, stop: int) -> int:
+        """Read a block of which one part is wanted; return its checksum."""
+        _, scratch = self._scratch_memory()
+        before, after = start - low, high - stop
+        buffers = [view_of(address, stop - start)]
+        if before:
+            buffers.insert(0, scratch[:before])
+        if after:
+            buffers.append(scratch[before : before + after])
+        fill(self._descriptor, buffers, low)
+        found = 0
+        for buffer in buffers:
+            found = checksum(buffer, found)
+        return found
+
+    def _scratch_memory(self) -> tuple[int, memoryview]:
+        """Return this thread's scratch memory: its address, and its bytes."""
+        memory = getattr(self._scratch, "memory", None)
+        if memory is None:
+            memory = self._scratch.memory = np.empty(MOST_RUN, np.uint8)
+        return memory.ctypes.data, memory.data
+
+
+class _Parts:
+    """The parts of a segment that are wanted, ordered by where they begin."""
+
+    def __init__(self, address: Columns, offset: Columns, nbytes: Columns) -> None:
+        self._offset, self._end = offset, offset + nbytes
+        self._starts: list[int] = offset.tolist()
+        self._stops: list[int] = self._end.tolist()
+        self._shift = address - offset
+        self._shifts: list[int] = self._shift.tolist()
+        # Parts may overlap: several tensors may be loaded from the same bytes.
+        self._reached = list(accumulate(self._stops, max))
+
+    def numbers_in(self, blocks: Blocks) -> Columns:
+        """Return the numbers of the blocks that have the bytes, ascending. Raises EOFError."""
+        ends = blocks.offsets + blocks.lengths
+        first = np.searchsorted(ends, self._offset, "right")
+        last = np.searchsorted(blocks.offsets, self._end, "left")
+        counts = last - first
+        # What lies between items has no checksum; a wanted byte there isn't what was saved.
+        gaps = np.cumsum(np.append(0, blocks.offsets[1:] != ends[:-1]))
+        if (
+            (counts <= 0).any()
+            or (blocks.offsets[first] > self._offset).any()
+            or (ends[last - 1] < self._end).any()
+            or (gaps[first] != gaps[last - 1]).any()
+        ):
+            raise EOFError("its checksums are those of other items")
+        numbers = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
+        return np.unique(numbers[blocks.lengths[numbers] > 0])
+
+    def within(self, low: int, high: int) -> list[tuple[int, int, int]]:
+        """Return (address, first byte, end) of what is wanted of the bytes [low, high)."""
+        first, last = bisect_right(self._reached, low), bisect_left(self._starts, high)
+        return [
+            (max(start, low) + shift, max(start, low), min(stop, high))
+            for start, stop, shift in zip(
+                self._starts[first:last],
+                self._stops[first:last],
+                self._shifts[first:last],
+                strict=True,
+            )
+            if stop > low
+        ]
+
+    def moves(self, low: int, high: int) -> list[list[int]]:
+        """Return (address, first byte from `low` on, bytes) of what is wanted of [low, high).
+
+        For many parts: columns are quicker then than `within` is.
+        """
+        here = slice(bisect_right(self._reached, low), bisect_left(self._starts, high))
+        starts = np.maximum(self._offset[here], low)
+        nbytes = np.maximum(np.minimum(self._end[here], high) - starts, 0)
+        columns = np.stack([starts + self._shift[here], starts - low, nbytes], axis=1)
+        return columns.tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,227 @@
+"""Checksums of complete checkpoints, made behind training, in a thread of their own.
+
+From then on a flipped bit is found: by loads, by the flush, and by replication. The thread runs in
+the agent, or in a trainer where there is no agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from dcp_mem.common import faults
+from dcp_mem.common.log import log
+from dcp_mem.common.values import Segment
+from dcp_mem.errors import DcpMemError
+from dcp_mem.format import names
+from dcp_mem.format.catalog import Catalog
+from dcp_mem.format.checksums import MOST_RUN, Blocks, Crcs, blocks_of, checksum, runs_of
+from dcp_mem.format.manifest import items_of
+from dcp_mem.memory.catalogs import read_catalog
+from dcp_mem.memory.checkpoint import LocalCheckpoint, has_checksums
+from dcp_mem.memory.finite import FiniteCheck
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.views import fill
+
+_NICENESS = 15
+_PATIENCE = 10.0
+"""Seconds that the end of the thread waits for checksums that are being made."""
+
+
+class Gone(Exception):
+    """The checkpoint has left memory, or nobody wants its checksums any more."""
+
+
+class ChecksumThread:
+    """Makes the checksums of the complete checkpoints of some jobs, newest first.
+
+    All methods may be called from any thread.
+
+    Args:
+        root: The memory root.
+        look_seconds: Look for new checkpoints so often, besides when told; None: only when told.
+    """
+
+    def __init__(self, root: str, look_seconds: float | None = None) -> None:
+        self._root, self._look_seconds = root, look_seconds
+        self._jobs: dict[str, str] = {}
+        self._tried: dict[str, set[str]] = {}
+        self._catalog: tuple[str, Catalog] | None = None
+        self._woken = threading.Event()
+        self._guard = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_stopping = self._is_at_work = False
+
+    def wake(self, job: str, on_nonfinite: str) -> None:
+        """Have the checksums of a job made, now and whenever it has new checkpoints.
+
+        Args:
+            job: Name of the job.
+            on_nonfinite: As in `Settings`.
+        """
+        with self._guard:
+            self._jobs[job] = on_nonfinite
+            self._woken.set()
+            if self._thread is None and not self._is_stopping:
+                self._thread = threading.Thread(
+                    target=self._run, name="dcp_mem-checksums", daemon=True
+                )
+                self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether checksums are being made, or about to be."""
+        return self._is_at_work or (self._woken.is_set() and not self._is_stopping)
+
+    def stop(self) -> None:
+        """End the thread, after a while at most; what is left then stays without checksums."""
+        deadline = time.monotonic() + _PATIENCE
+        while self._thread is not None and self.is_busy and time.monotonic() < deadline:
+            time.sleep(0.005)
+        with self._guard:
+            self._is_stopping = True
+            self._woken.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # a thread has a niceness of its own on Linux
+            if os.getpriority(os.PRIO_PROCESS, 0) < _NICENESS:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while not self._is_stopping:
+            self._woken.wait(self._look_seconds)
+            self._is_at_work = True
+            self._woken.clear()
+            try:
+                for job, on_nonfinite in list(self._jobs.items()):
+                    self._sum_up_job(job, on_nonfinite)
+            except Exception:  # memory that has vanished, or a defect: the next checkpoint may do
+                log.exception("checksums can't be made")
+            finally:
+                self._is_at_work = False
+
+    def _sum_up_job(self, job: str, on_nonfinite: str) -> None:
+        """Make what is missing, newest checkpoint first; begin again where a newer one has come."""
+        if not os.path.isdir(os.path.join(self._root, job)):
+            return
+        memory = JobMemory(self._root, job)
+        for checkpoint in memory.checkpoints():
+            with contextlib.suppress(OSError, DcpMemError):  # memory may be full: it stays shared
+                memory.copy_catalog(checkpoint)
+        while not self._is_stopping:
+            missing = self._missing(memory, are_checked=on_nonfinite != "ignore")
+            if missing is None:
+                return
+            self._sum_up(memory, *missing, on_nonfinite)
+
+    def _missing(
+        self, memory: JobMemory, *, are_checked: bool
+    ) -> tuple[LocalCheckpoint, Segment] | None:
+        """Return the newest segment of this node without checksums, or that wasn't looked at."""
+        checkpoints = memory.checkpoints()
+        here = {checkpoint.manifest.save_id for checkpoint in checkpoints}
+        tried = self._tried.setdefault(memory.job, set())
+        tried -= {file for file in tried if names.save_id_of(file) not in here}
+        for checkpoint in checkpoints:
+            for segment in checkpoint.manifest.of_node(memory.node):
+                is_summed = has_checksums(checkpoint, segment.file)
+                if segment.file not in tried and (are_checked or not is_summed):
+                    return checkpoint, segment
+        return None
+
+    def _sum_up(
+        self,
+        memory: JobMemory,
+        checkpoint: LocalCheckpoint,
+        segment: Segment,
+        on_nonfinite: str,
+    ) -> None:
+        try:
+            catalog = self._catalog_of(checkpoint)
+            table = items_of(catalog.layout(segment.rank), segment.tail)
+            check = FiniteCheck(catalog, segment.rank) if on_nonfinite != "ignore" else None
+            crcs = checksums_in_file(
+                checkpoint.segment_path(segment.file),
+                blocks_of(table.offsets, table.lengths),
+                may_go_on=lambda: not self._is_stopping,
+                look=_nothing if check is None else check.look,
+            )
+            faults.point("checksums.made")
+            table = replace(table, crc32c=crcs)
+            memory.add_checksums(checkpoint.manifest, {segment.file: table})
+            if check is not None and check.found:
+                log.warning("%s, rank %d: %s", checkpoint.name, segment.rank, check)
+                if on_nonfinite == "reject":
+                    memory.reject(checkpoint, str(check))
+        except (Gone, FileNotFoundError):
+            pass  # what has left memory isn't found again
+        except (DcpMemError, OSError, EOFError) as error:
+            log.warning("%s has no checksums in memory: %s", segment.file, error)
+        # Whatever came of it, it is tried once: a checkpoint without checksums is a whole one.
+        self._tried[memory.job].add(segment.file)
+
+    def _catalog_of(self, checkpoint: LocalCheckpoint) -> Catalog:
+        key = checkpoint.manifest.catalog
+        if self._catalog is None or self._catalog[0] != key:
+            self._catalog = key, read_catalog(checkpoint.directory, key)
+        return self._catalog[1]
+
+
+def _nothing(low: int, data: memoryview) -> None:
+    return
+
+
+def checksums_in_file(
+    path: str,
+    blocks: Blocks,
+    may_go_on: Callable[[], bool],
+    look: Callable[[int, memoryview], None],
+) -> Crcs:
+    """Return the checksum of each block of a segment in memory.
+
+    No lease is taken, which would keep the next save from recycling the slot. Instead the segment
+    is looked for again after each read: while it has its name, nobody writes to it.
+
+    Args:
+        path: Of the segment.
+        blocks: The segment's.
+        may_go_on: Asked now and then.
+        look: Is given bytes, and where they begin in the segment, while the cache has them.
+
+    Raises:
+        Gone: The segment was recycled meanwhile, or may_go_on said no.
+        FileNotFoundError: There is no such segment.
+        EOFError: It is shorter than its blocks.
+    """
+    found = np.zeros(len(blocks.offsets), "<u4")
+    memory = memoryview(bytearray(MOST_RUN))
+    starts, stops = blocks.offsets.tolist(), (blocks.offsets + blocks.lengths).tolist()
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        inode = os.fstat(descriptor).st_ino
+        for first, last in runs_of(blocks, np.flatnonzero(blocks.lengths)):
+            low = starts[first]
+            data = memory[: stops[last] - low]
+            fill(descriptor, [data], low)
+            for number in range(first, last + 1):
+                found[number] = checksum(data[starts[number] - low : stops[number] - low])
+            look(low, data)
+            if not may_go_on() or not _lies_at(path, inode):
+                raise Gone(path)
+    finally:
+        os.close(descriptor)
+    return found
+
+
+def _lies_at(path: str, inode: int) -> bool:
+    try:
+        return os.stat(path).st_ino == inode
+    except FileNotFoundError:
+        return False

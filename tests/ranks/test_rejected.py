@@ -1,0 +1,168 @@
+"""Checkpoints that are whole and not to be resumed from: rejected, not finite, crash loops."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_mem import CheckpointManager, CheckpointNotFound, ConfigError
+from tests.support.checkpoints.jobs import wait_until
+from tests.support.processes.forks import forked, forked_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _manager(root: Path, url: Path | None, **options: Any) -> CheckpointManager:
+    return CheckpointManager(url, memory_root=root, job="job", agent="thread", **options)
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {
+        "weight": torch.full((50, 7), float(value)),
+        "half": torch.zeros(9, dtype=torch.bfloat16),
+    }
+
+
+def _save(manager: CheckpointManager, *steps: int) -> None:
+    for step in steps:
+        assert manager.save(step, _state(step))
+        if manager._writer.settings.url is not None:
+            manager.wait(step, progress=False)
+
+
+def _reject(root: Path, url: Path | None) -> int | None:
+    with _manager(root, url, keep_memory=3) as manager:
+        _save(manager, 1, 2, 3)
+        manager.reject(3, "the loss is NaN")
+        with pytest.raises(CheckpointNotFound):
+            manager.reject(7, "there is none")
+        assert manager.latest() == 2
+        assert manager.restore(_state(0)) == 2
+        assert any("step-3" in line and "NaN" in line for line in manager.report().passed_over)
+        return manager.restore(_state(0), step=3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_rejected_checkpoint_is_passed_over_and_said_so(
+    memory_root: Path, tmp_path: Path, ranks: int, is_stored: bool
+) -> None:
+    url = tmp_path / "storage" if is_stored else None
+    assert forked_ranks(_reject, ranks, memory_root, url) == [3] * ranks
+    manager = _manager(memory_root, url)
+    state = _state(0)
+    assert manager.restore(state) == 2
+    assert state["weight"][0, 0] == 2
+    manager.close()
+
+
+def _restore(root: Path, url: Path | None) -> int | None:
+    with _manager(root, url) as manager:
+        return manager.restore(_state(0))
+
+
+def test_storage_alone_knows_of_a_rejection(memory_root: Path, tmp_path: Path) -> None:
+    url = tmp_path / "storage"
+    forked(_reject, memory_root, url)
+    shutil.rmtree(memory_root / "job")
+    assert forked(_restore, memory_root, url) == 2
+
+
+def _keep_one(root: Path, url: Path) -> tuple[int | None, list[str]]:
+    with _manager(root, url, keep_memory=1, keep_storage=1) as manager:
+        _save(manager, 1, 2)
+        manager.reject(2, "it is bad")
+        before = manager.latest()
+        _save(manager, 3)
+        manager.reject(3, "it is bad, too")
+        manager.close()
+        return before, sorted(path.name for path in url.glob("step-*") if any(path.iterdir()))
+
+
+def test_retention_doesn_t_count_what_was_rejected(memory_root: Path, tmp_path: Path) -> None:
+    """With keep_storage=1 the newest one that is good goes only for another that is good."""
+    before, stored = forked(_keep_one, memory_root, tmp_path / "storage")
+    assert before is None  # step-1 left for step-2 before that was rejected
+    assert stored == ["step-2", "step-3"]
+
+
+def _save_nan(root: Path, url: Path | None, choice: str) -> tuple[str, ...]:
+    """Save step-2 with values that aren't finite; return what the next save says of it."""
+    with _manager(root, url, keep_memory=3, on_nonfinite=choice, on_error="raise") as manager:
+        _save(manager, 1)
+        bad = _state(2)
+        bad["half"][4] = float("nan")
+        bad["weight"][3, 3] = -float("inf")
+        manager.save(2, bad)
+        if choice == "ignore":
+            return ()
+        wait_until(lambda: manager.latest() == 1, "the rejection")
+        assert manager.restore(_state(0)) == 1
+        assert any("aren't finite" in line for line in manager.report().passed_over)
+        return tuple(manager.save(3, _state(3)).troubles)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_values_that_are_not_finite_are_found_behind_training(
+    memory_root: Path, tmp_path: Path, is_stored: bool
+) -> None:
+    url = tmp_path / "storage" if is_stored else None
+    (trouble,) = forked(_save_nan, memory_root, url, "reject")
+    assert "half (1)" in trouble
+    assert "weight (1)" in trouble
+
+
+def test_values_that_are_not_finite_are_nobody_s_business_by_default(memory_root: Path) -> None:
+    forked(_save_nan, memory_root, None, "ignore")
+    assert forked(_restore, memory_root, None) == 2
+
+
+# -- crash loops ----------------------------------------------------------------------------------
+
+
+def _start(root: Path, url: Path | None, last: int, action: str) -> int | None:
+    """Resume, and die after so many steps."""
+    manager = _manager(root, url, on_crash_loop=action, crash_loop_steps=5, save_interval_steps=100)
+    resumed = manager.restore(_state(0))
+    for step in range(resumed or 0, last):
+        manager._crash_loop.passed(step)
+    return resumed
+
+
+def _save_two(root: Path, url: Path | None) -> None:
+    with _manager(root, url, keep_memory=2) as manager:
+        _save(manager, 1, 2)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_crash_loop_falls_back_to_the_checkpoint_before(
+    memory_root: Path, tmp_path: Path, is_stored: bool
+) -> None:
+    url = tmp_path / "storage" if is_stored else None
+    forked(_save_two, memory_root, url)
+    starts = [forked(_start, memory_root, url, 4, "fall_back") for _ in range(4)]
+    assert starts == [2, 2, 2, 1]
+    # There is nothing before that one: it is resumed from, however often.
+    assert {forked(_start, memory_root, url, 4, "fall_back") for _ in range(4)} == {1}
+
+
+def test_a_job_that_gets_far_enough_is_in_no_crash_loop(memory_root: Path) -> None:
+    forked(_save_two, memory_root, None)
+    starts = [
+        forked(_start, memory_root, None, last, "fall_back") for last in (4, 4, 9, 4, 4, 9, 4)
+    ]
+    assert starts == [2] * 7
+
+
+@pytest.mark.parametrize("action", ["warn", "ignore"])
+def test_a_crash_loop_falls_back_only_where_that_was_chosen(memory_root: Path, action: str) -> None:
+    forked(_save_two, memory_root, None)
+    assert [forked(_start, memory_root, None, 4, action) for _ in range(5)] == [2] * 5
+
+
+def test_arguments_that_can_t_work_are_refused(memory_root: Path) -> None:
+    for wrong in ({"on_crash_loop": "yes"}, {"crash_loop_steps": 0}, {"on_nonfinite": "maybe"}):
+        with pytest.raises(ConfigError):
+            _manager(memory_root, None, **wrong)
