@@ -186,7 +186,8 @@ class Checkpoint:
             found = _find(run, self._tag, self._path)
         if found is None:
             tags = [one["tag"] for one in list_checkpoints(self._path)]
-            raise CheckpointNotFound(self._wanted, str(self._path or run.settings.url), tags, [])
+            wanted = self._wanted or "checkpoint without a tag"
+            raise CheckpointNotFound(wanted, str(self._path or run.settings.url), tags, [])
         chosen, picked = run.settings_for(self._path), [""]
 
         def pick(files: Sequence[str]) -> str | None:
