@@ -19,7 +19,7 @@ raises RankFailed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -33,6 +33,7 @@ Failures = tuple[tuple[int, str], ...]
 """(rank, what went wrong there), sorted by rank; the first few of them."""
 
 _MOST_FAILURES = 8
+_SHARED = "_dcp_mem_is_shared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ def attempt(act: Callable[[], T]) -> Attempted[T]:
     try:
         return Attempted((act(),))
     except Exception as error:
+        _mark(error, is_shared=False)  # the work may raise the same object each time
         return Attempted(error=error)
 
 
@@ -98,7 +100,8 @@ def leaving(ranks: Ranks) -> Iterator[None]:
 def leaving_on_error(ranks: Ranks) -> Iterator[None]:
     """Leave the ranks where the block raises on this rank, so that none waits for its next call.
 
-    A RankFailed has ended the other ranks' calls as well.
+    A RankFailed has ended the other ranks' calls as well, and so has an error that was shared. Who
+    left them all the same would break their next call.
 
     Args:
         ranks: The ranks that make the same calls in the block, or behind it.
@@ -108,8 +111,24 @@ def leaving_on_error(ranks: Ranks) -> Iterator[None]:
     except RankFailed:
         raise
     except BaseException as error:
-        ranks.leave(described(error))
+        if not is_shared(error):
+            ranks.leave(described(error))
         raise
+
+
+def is_shared(error: BaseException) -> bool:
+    """Return whether all ranks have been told of an error, and raise as well.
+
+    Args:
+        error: As this rank raises it.
+    """
+    return bool(getattr(error, _SHARED, False))
+
+
+def _mark(error: Exception, *, is_shared: bool) -> Exception:
+    with suppress(Exception):  # an error of a class of its own may take no attributes
+        setattr(error, _SHARED, is_shared)
+    return error
 
 
 def described(error: BaseException) -> str:
@@ -147,7 +166,7 @@ def raise_together(what: str, failures: Failures, own: Exception | None = None) 
         RankFailed: Another rank has failed.
     """
     if own is not None:
-        raise own
+        raise _mark(own, is_shared=True)
     if failures:
         raise RankFailed(what, failures)
 
@@ -217,7 +236,7 @@ def from_all_ranks(
         own_error = own.error
         if own_error is None:
             raise
-    raise own_error
+    raise _mark(own_error, is_shared=True)
 
 
 def _on_rank_0(ranks: Ranks, act: Callable[[], T]) -> Attempted[T] | None:

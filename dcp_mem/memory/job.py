@@ -19,7 +19,7 @@ from dataclasses import replace
 from dcp_mem.common import files
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
-from dcp_mem.errors import DcpMemError, ManifestInvalid
+from dcp_mem.errors import DcpMemError, ManifestInvalid, MemoryBudgetExceeded
 from dcp_mem.format import names
 from dcp_mem.format.catalog import catalog_key
 from dcp_mem.format.history import HistoryRow
@@ -48,6 +48,8 @@ from dcp_mem.policy.order import UNNUMBERED, SaveNumber, newest_first
 
 _GENERATIONS = ".generations.json"
 _MOST_GENERATIONS = 32
+_unwritten: dict[str, dict[str, int]] = {}
+"""By directory of a job, the generations for which its file system had no room."""
 _SLACK = 64 << 20
 _MOST_COPIED = 16 << 20
 """Bytes of the largest catalog that each checkpoint gets a copy of."""
@@ -224,24 +226,30 @@ class JobMemory:
                 self._generations = version, _generations(files.read_bytes(path))
         except FileNotFoundError:
             self._generations = (), {}
-        return self._generations[1]
+        unwritten = _unwritten.get(self.directory)
+        return {**self._generations[1], **unwritten} if unwritten else self._generations[1]
 
     def note_generations(self, generations: Mapping[str, int]) -> None:
         """Write down the generations that runs have got on storage; their saves have them, too.
 
         All that belong together are written at once: else the order here would change meanwhile.
+        Where there is no room, this process alone knows them, until there is.
 
         Args:
             generations: By token of the run; at least what its saves have.
 
         Raises:
-            OSError, MemoryBudgetExceeded: It can't be written.
+            OSError: It can't be written.
         """
         with in_turn(self.directory):
             known = {**self.generations(), **generations}
             kept = sorted(known.items(), key=lambda one: one[1])[-_MOST_GENERATIONS:]
             path = os.path.join(self.directory, _GENERATIONS)
-            files.write_atomically(path, json.dumps(dict(kept)).encode())
+            try:
+                files.write_atomically(path, json.dumps(dict(kept)).encode())
+                _unwritten.pop(self.directory, None)
+            except MemoryBudgetExceeded:
+                _unwritten[self.directory] = dict(kept)
 
     # -- staging and completing -------------------------------------------------------------------
 

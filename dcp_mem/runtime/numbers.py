@@ -78,16 +78,21 @@ class RunNumbers:
         return max(self._generation, self._memory.generations().get(self._run, 0))
 
     def keep_newest(self, manifest: Manifest) -> None:
-        """Make sure that a checkpoint is the newest in this memory, before it is published there.
+        """Make sure that a checkpoint is newer in this memory than what was saved before it.
 
         Since its number was agreed on, the flusher may have got a newer generation for an earlier
-        run: then the generation of this run is raised as well.
+        run: then the generation of this run is raised as well. What a later run has saved
+        meanwhile stays newer: this process was stopped, and its job has gone on without it.
 
         Args:
             manifest: Of the checkpoint.
         """
         newest = self._memory.newest_number(without_run=manifest.run)
-        if self._memory.raised(manifest).number <= newest:
+        if self._memory.raised(manifest).number > newest:
+            return
+        others = (one.manifest for one in self._memory.checkpoints())
+        agreed = max((one.number for one in others if one.run != manifest.run), default=UNNUMBERED)
+        if manifest.number > agreed:
             self._memory.note_generations({manifest.run: newest.generation + 1})
 
     def begin(self, newest: SaveNumber, generation: int, run: str) -> SaveNumber:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
-from dcp_mem.comm.agreement import Attempted, described, on_all_ranks
+from dcp_mem.comm.agreement import Attempted, described, is_shared, on_all_ranks
 from dcp_mem.comm.dcp_call import DcpCall
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, RankFailed
@@ -128,10 +128,11 @@ def opened_together(ranks: Ranks, opened: Attempted[Session]) -> Session:
 
 
 def leave(context: SaveContext, error: BaseException) -> None:
-    """Part from the other ranks: wherever they are, they must not wait for this one.
+    """Part from the other ranks, unless they know: they must not wait for this one anywhere.
 
     Args:
         context: Of the save.
         error: Why this rank doesn't go on with it.
     """
-    context.ranks.leave(f"{type(error).__name__}: {error}")
+    if not is_shared(error):
+        context.ranks.leave(described(error))

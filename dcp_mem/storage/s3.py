@@ -144,18 +144,27 @@ class S3Storage:
         return self._compares
 
     def _probe(self) -> bool:
-        """Return whether a put asks for the object's ETag: some servers put all the same."""
+        """Return whether a put asks for the object's ETag.
+
+        Some servers put whatever the ETag is. Others (radosgw) refuse the right one as well.
+        """
         path = self._path(_PROBE)
         with self._translator.errors():
-            self._client.call("put_object", Key=path, Body=b"")
-            try:
-                self._client.call("put_object", Key=path, Body=b"", IfMatch=_NO_ETAG)
-            except ClientError as error:
-                if status_of(error) == 412:
-                    return True
-                if status_of(error) not in _NOT_IMPLEMENTED:
-                    raise
-            return False
+            etag = self._client.call("put_object", Key=path, Body=b"")["ETag"]
+            takes_right, takes_wrong = (
+                self._puts(path, condition) for condition in (etag, _NO_ETAG)
+            )
+            return takes_right and not takes_wrong
+
+    def _puts(self, path: str, etag: str) -> bool:
+        """Put nothing over an object that has this ETag; return whether the server has done it."""
+        try:
+            self._client.call("put_object", Key=path, Body=b"", IfMatch=etag)
+        except ClientError as error:
+            if status_of(error) in (412, *_NOT_IMPLEMENTED):
+                return False
+            raise
+        return True
 
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
         etag = self._etag_of(key, old)

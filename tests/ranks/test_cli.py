@@ -316,7 +316,7 @@ def test_show_tells_tensors_items_and_segments_of_each_place(shell: Shell) -> No
     text = shell.run("show", "step-1").stdout
     assert "metrics   loss=1" in text
     assert "sharded" in text
-    assert "manifests on storage: 3" in text
+    assert "manifests on storage: 4" in text
 
 
 def test_show_counts_shards_and_finds_a_checkpoint_by_save_id(job: Job) -> None:

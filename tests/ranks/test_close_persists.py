@@ -14,7 +14,7 @@ from dcp_mem.config import settings
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.runtime import states
-from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.jobs import agents, wait_until
 from tests.support.processes.forks import forked_ranks
 
 
@@ -102,6 +102,9 @@ def test_a_newest_checkpoint_whose_other_part_never_comes_is_given_up(
     manager = _manager(memory_root, url)
     _saved(manager, 2)
     manager.wait(0)
+    for agent in agents(memory_root):  # it would flush what is promoted
+        agent.kill()
+        agent.wait()
     chosen = settings(url, memory_root=memory_root, job="job")
     promoted = states.promote_newest(chosen)
     memory = JobMemory(str(memory_root), "job")

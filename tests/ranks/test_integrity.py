@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from dcp_mem import CheckpointNotFound, NoRecoverableCheckpoint, RankFailed, SegmentCorrupt
+from dcp_mem.errors import SizeRefused
 from dcp_mem.format.manifest import NodeManifest
 from tests.support.checkpoints.damage import cut, empty, flip, remove
 from tests.support.checkpoints.jobs import (
@@ -387,5 +388,5 @@ def test_a_damaged_checkpoint_of_torch_is_got_round_too(
         newest, named = forked(_load, job, (None, "step-2"))
         assert isinstance(newest, Loaded)
         assert newest.number == 1
-        assert isinstance(named, (CheckpointNotFound, SegmentCorrupt))
+        assert isinstance(named, (CheckpointNotFound, SegmentCorrupt, SizeRefused))
         path.write_bytes(whole)

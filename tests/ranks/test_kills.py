@@ -379,8 +379,8 @@ def check_storage(place: Place, expected: Mapping[str, int], ranks: int = 1) -> 
         files = sorted(path.name for path in directory.rglob("*") if path.is_file())
         save_ids = {match[1] for file in files if (match := re.search(r"-([0-9a-f]{8})[.-]", file))}
         assert len(save_ids) == 1, files
-        # The four beside the segments: .metadata, manifest, catalog and one node's manifest.
-        assert len(files) == ranks + 4, files
+        # Those beside the segments: .metadata, manifest, catalog, one node's manifest, the ticket.
+        assert len(files) == ranks + 5, files
 
 
 def check_from_storage_alone(place: Place, world_size: int | None, step: int) -> None:

@@ -45,6 +45,8 @@ def test_a_bucket_that_is_removed_midway_is_to_be_made_again(
     with writing(way.job(memory_root), overwrite=overwrite) as writer:
         start(writer)
         wait_until(lambda: _has_taken_a_part(way))
+        for path in fs.find(bucket):  # the run's claim
+            fs.rm_file(path)
         fs.rmdir(bucket)
         wait_until(lambda: status_of(writer).error)
         status = status_of(writer)
@@ -169,8 +171,11 @@ def test_a_disk_that_fills_up_takes_the_checkpoint_once_there_is_room(
             ".metadata",
             "__0_0",
             "catalog",
+            "generation",
+            "lock",
             "manifest",
             "node",
+            "ticket",
             "checkpointHistories.csv",
             "recoveries.jsonl",
         }

@@ -159,6 +159,8 @@ class HierarchicalAccount:
             )
         if asked.headers.get("if-none-match") == "*" and path in self.files:
             return refusal(409, "BlobAlreadyExists", "The specified blob already exists.")
+        if asked.headers.get("if-match", self._tags.get(path)) != self._tags.get(path):
+            return refusal(412, "ConditionNotMet")
         chosen: dict[str, bytes] = {}
         if asked.query.get("comp") == "blocklist":
             names = re.findall("<Latest>([^<]*)</Latest>", asked.body.decode())

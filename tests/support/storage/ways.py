@@ -251,5 +251,6 @@ def assert_whole(way: Way, memory_root: Path, number: int, nbytes: int = 0) -> N
     storage = way.storage()
     files = [entry.name for prefix in (NAME, f"{NAME}/.dcp_mem") for entry in storage.ls(prefix)]
     kinds = sorted(name.partition("-")[0] for name in files)
-    assert kinds == [".dcp_mem", ".metadata", "__0_0", "catalog", "manifest", "node"], files
+    expected = [".dcp_mem", ".metadata", "__0_0", "catalog", "manifest", "node", "ticket"]
+    assert kinds == expected, files
     assert storage.unfinished("") == []
