@@ -1,6 +1,5 @@
 """A training loop's annotations of a checkpoint: rank 0's count, and stay with the checkpoint."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.launch import run_ranks
 
 
-def _told(
-    root: str, save: str, url: str
-) -> list[tuple[str, int | None, Mapping[str, float], bool]]:
+def _told(root: str, save: str, url: str) -> list[tuple[str, int | None, dict[str, float], bool]]:
     """Rank 1 says something else than rank 0, of the second of three saves."""
     rank = dist.get_rank()
     with MemoryStorageWriter(
