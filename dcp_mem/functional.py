@@ -205,7 +205,7 @@ def async_save(
     if overlap is not None:
         if not isinstance(storage_writer, MemoryStorageWriter) or async_stager is not None:
             raise ConfigError("overlap= needs a MemoryStorageWriter that stages by itself")
-        copies = storage_writer._overlapping(overlap_of(overlap))
+        copies = storage_writer._saver.overlapping(overlap_of(overlap))
     made: Attempted[dict[str, Any]] = Attempted((state_dict,))
     if isinstance(storage_writer, MemoryStorageWriter) and async_stager is None:
         made = attempt(lambda: without_stateful(state_dict))
@@ -324,10 +324,10 @@ def _save(
     if not why_not:
         assert isinstance(storage_writer, MemoryStorageWriter)
         states = _States(state_dict)
-        group = process_group if process_group is not None else storage_writer._process_group
+        group = process_group if process_group is not None else storage_writer._saver.process_group
         try:
             with raising("save", group, no_dist, states.has_raised_or_left_to_torch):
-                return storage_writer._save_collectively(
+                return storage_writer._saver.save_collectively(
                     states.make,
                     checkpoint_id,
                     process_group,
@@ -335,7 +335,7 @@ def _save(
                     to_lowest_rank=saves_to_lowest_rank(planner),
                 )
         except NoCommonPlan:
-            left_to_torch = storage_writer._left_to_torch()  # The writer has logged why.
+            left_to_torch = storage_writer._saver.left_to_torch()  # The writer has logged why.
     elif not isinstance(storage_writer, MemoryStorageWriter):
         log.info("%s is planned by torch: %s", checkpoint_id, why_not)
     accepted = _accepted(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
@@ -18,21 +16,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_mem.comm import SingleRank, known_ranks, run_token
-from dcp_mem.comm.agreement import Attempted, attempt, leaving_on_error
-from dcp_mem.comm.dcp_call import (
-    StagingCall,
-    dcp_call,
-    direct_call,
-    global_metadata,
-    is_called_by_dcp,
-    over_when_left,
-    planning_call,
-    staging_call,
-)
+from dcp_mem.comm.agreement import leaving_on_error
+from dcp_mem.comm.dcp_call import dcp_call, global_metadata, planning_call, staging_call
 from dcp_mem.common import faults
 from dcp_mem.common.gc_pause import collector_paused
-from dcp_mem.common.log import log
 from dcp_mem.common.progress_bar import progress_bar
 from dcp_mem.common.values import CheckpointStatus, SaveInfo, State
 from dcp_mem.config import (
@@ -41,53 +28,21 @@ from dcp_mem.config import (
     checked_metrics,
     checked_step,
     checkpoint_name,
-    run_identity,
     settings,
 )
 from dcp_mem.errors import ConfigError, picklable
-from dcp_mem.flushing.agent import AgentHandle
-from dcp_mem.flushing.registration import registration_of
-from dcp_mem.format import names
-from dcp_mem.format.manifest import Manifest
-from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.retention import Retention
 from dcp_mem.runtime import states
-from dcp_mem.runtime.numbers import note_seen, seen
-from dcp_mem.runtime.session import (
-    Session,
-    close_session,
-    enter_session,
-    open_session,
-    session_for,
-)
-from dcp_mem.runtime.turns import Turn
-from dcp_mem.saving.ahead import (
-    AheadCopy,
-    StagedState,
-    copied,
-    copy_ahead,
-    raise_if_refused,
-)
-from dcp_mem.saving.calls import DcpSave, ThreadCalls, called, leave, opened_together
+from dcp_mem.runtime.session import close_session, open_session
+from dcp_mem.saving.ahead import copied, raise_if_refused
 from dcp_mem.saving.dcp_plan import DcpPlanItems, DcpPlanTracker, fill_in, republish
-from dcp_mem.saving.dcp_takeover import (
-    DcpTakeover,
-    note_torch_plans,
-    planner_of,
-    saves_to_lowest_rank,
-    why_not_own_plan,
-)
-from dcp_mem.saving.overlap import Overlap
-from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of
-from dcp_mem.saving.pipeline import carry_out, save
+from dcp_mem.saving.dcp_takeover import DcpTakeover, planner_of
 from dcp_mem.saving.prepare import Preparation, prepare
 from dcp_mem.saving.retention import apply_retention
-from dcp_mem.saving.returned_metadata import ReturnedMetadata
+from dcp_mem.saving.saver import Saver
 from dcp_mem.saving.stage import Results
-from dcp_mem.saving.streams import NothingNew, StreamItems, Streams
-from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, SaveContext
-from dcp_mem.storage.destination import lives_in_one_process, refuse_unusable
+from dcp_mem.storage.destination import refuse_unusable
 
 _RETURN_SECONDS = 0.001
 """Time for `dcp.async_save` to return in, before the save in the background does anything."""
@@ -193,16 +148,8 @@ class MemoryStorageWriter(StorageWriter):
             on_nonfinite=on_nonfinite,
         )
         _check_that_it_can_be_flushed(self.settings)
-        self._process_group = process_group
-        self._token = new_token()
-        self._run = ""
-        self._next_info = SaveInfo()
-        self._saves_elsewhere = False  # in another process, which has a session of its own
-        self._copies_to_send = 0  # of this writer, to the process that saves what was staged
-        self._calls = ThreadCalls()
+        self._saver = Saver(self.settings, process_group)
         self._dcp_plans = DcpPlanTracker()
-        self._agent = AgentHandle(self.settings.memory_root)
-        self._home = os.getpid()
 
     # -- DCP's contract, in the order of its calls -------------------------------------------------
 
@@ -214,15 +161,7 @@ class MemoryStorageWriter(StorageWriter):
             checkpoint_id: A name, or a path under the job's root; None is refused in the
                 next call.
         """
-        calls = self._calls
-        calls.reset()
-        try:
-            calls.name = (
-                None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
-            )
-        except ConfigError as error:
-            # Raised later, where DCP hands it to all ranks; from here it doesn't.
-            calls.refused = error
+        self._saver.reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what planners may want to know: the checkpoint's name.
@@ -230,7 +169,7 @@ class MemoryStorageWriter(StorageWriter):
         DCP asks for it before it asks the planner for anything, so a save whose planning dcp_mem
         takes over is taken over here.
         """
-        calls, call = self._calls, planning_call(self)
+        calls, call = self._saver.calls, planning_call(self)
         # Where set_up_storage_writer has been called by now, it is too late to agree on a plan.
         can_agree = call is not None and call.uses_collectives and calls.save is None
         calls.takeover = DcpTakeover(call) if call is not None and can_agree else None
@@ -250,57 +189,16 @@ class MemoryStorageWriter(StorageWriter):
             **kwargs: `use_collectives=False` makes each rank save a checkpoint of its own;
                 others are ignored.
         """
-        calls = self._calls
+        calls = self._saver.calls
         calls.save = None
         takeover, calls.takeover = calls.takeover, None
         try:
-            calls.save = self._set_up(takeover, kwargs.get("use_collectives", True))
+            calls.save = self._saver.begin_driven(takeover, kwargs.get("use_collectives", True))
         except BaseException:
             # Now, and not when nobody keeps the error any more: it keeps the frames.
             if takeover is not None:
                 takeover.give_up()
             raise
-
-    def _set_up(self, takeover: DcpTakeover | None, uses_collectives: bool) -> DcpSave:
-        calls = self._calls
-        staged = takeover.staged if takeover is not None else None
-        entered = attempt(lambda: self._entered(staged))
-        if entered.error is None:
-            # First of all: what follows talks to the other ranks, even where it fails.
-            _, calls.turn = entered.value  # kept: it ends with the call, failed or not
-            calls.turn.follow(over_when_left())
-            calls.turn.wait()
-        opened = attempt(lambda: self._named(entered.value[0]))
-        call = called(opened, lambda: dcp_call(self._process_group, self._purpose))
-        ranks, scope = call.ranks, names.COLLECTIVE
-        if not uses_collectives:  # each rank saves a checkpoint of its own
-            ranks, scope = SingleRank(), names.rank_scope(call.rank)
-            note_torch_plans(opened.value, self._calls.checked_name(), "use_collectives=False")
-        context = SaveContext(
-            settings=self.settings,
-            session=opened.value if takeover is None else opened_together(ranks, opened),
-            ranks=ranks,
-            rank=call.rank,
-            scope=scope,
-            name=self._calls.checked_name(),
-            info=self._take_info() if staged is None else staged.info,
-            is_driven_by_dcp=True,
-        )
-        if takeover is not None:
-            takeover.enter(ranks)
-        why_not, calls.why_not = calls.why_not, ""
-        if takeover is not None and not why_not:
-            try:
-                context.session.heap.settle()
-                with collector_paused():
-                    takeover.settle(context)
-            except BaseException as error:
-                leave(context, error)
-                raise
-        if takeover is None and uses_collectives and is_called_by_dcp():
-            why_not = "this torch drives its writers in another way"
-            note_torch_plans(context.session, context.name, why_not)
-        return DcpSave(context, takeover)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is.
@@ -321,7 +219,7 @@ class MemoryStorageWriter(StorageWriter):
             ConfigError: DCP saves with another number of ranks than the writer's process group has.
         """
         with collector_paused():
-            size = self._calls.begun().context.ranks.size
+            size = self._saver.calls.begun().context.ranks.size
             if len(plans) != size:
                 raise ConfigError(
                     f"DCP plans for {len(plans)} ranks, the writer for {size}: "
@@ -338,13 +236,13 @@ class MemoryStorageWriter(StorageWriter):
             plan: What this rank writes, as DCP's global plan has it.
             planner: Resolves the plan's items to tensors and bytes.
         """
-        begun = self._calls.begun()
+        begun = self._saver.calls.begun()
         with leaving_on_error(begun.context.ranks), collector_paused():
             if begun.own is not None:
-                self._carry_out(begun.context, begun.own)
+                self._saver.carry_out(begun.context, begun.own)
                 return _future([])
             items = DcpPlanItems(plan, planner_of(planner), self._dcp_plans)
-            completed = self._save(begun.context, items)
+            completed = self._saver.save(begun.context, items)
             if completed is None:
                 return _future([])
             begun.manifest = completed.manifest
@@ -359,7 +257,7 @@ class MemoryStorageWriter(StorageWriter):
             results: What `write_data` returned, one list per rank, by rank.
         """
         with collector_paused():
-            begun, calls = self._calls.begun(), self._calls
+            begun, calls = self._saver.calls.begun(), self._saver.calls
             calls.save, calls.name = None, None
             if begun.own is not None:
                 if begun.own.metadata is not None:
@@ -409,17 +307,7 @@ class MemoryStorageWriter(StorageWriter):
         if call is None or not call.uses_collectives:
             raise_if_refused(state_dict)
             return copied(state_dict)
-        info, turn = self._take_info(), None
-        content: Attempted[AheadCopy | dict[str, Any]]
-        if call.is_in_process:
-            self._saves_elsewhere = True
-            self._copies_to_send += 1
-            content = attempt(lambda: self._copied_elsewhere(state_dict, is_shared=True))
-        else:
-            entered = attempt(lambda: enter_session(self.settings, self._identity()))
-            turn = entered.value[1] if entered.error is None else None
-            content = attempt(lambda: self._copied(call, entered.value[0], info, state_dict))
-        return StagedState(info, content, turn).as_state_dict()
+        return self._saver.stage(call, state_dict)
 
     def synchronize_staging(self) -> None:
         """Do nothing: what `stage` has returned doesn't change any more."""
@@ -443,7 +331,7 @@ class MemoryStorageWriter(StorageWriter):
         Raises:
             ConfigError: The step is no number, or a metric isn't.
         """
-        self._annotate(SaveInfo(checked_step(step), checked_metrics(metrics), bool(persist)))
+        self._saver.annotate(SaveInfo(checked_step(step), checked_metrics(metrics), bool(persist)))
 
     def prepare(
         self, state_dict: dict[str, Any], planner: SavePlanner | None = None
@@ -463,10 +351,14 @@ class MemoryStorageWriter(StorageWriter):
         Raises:
             RankFailed: Another rank could not plan, or open its memory.
         """
-        call = dcp_call(self._process_group, self._purpose)
-        with leaving_on_error(call.ranks), self._in_turn():
+        call = dcp_call(self._saver.process_group, self._saver.purpose)
+        with leaving_on_error(call.ranks), self._saver.in_turn():
             return prepare(
-                self.settings, call, self._open_session, state_dict, planner or DefaultSavePlanner()
+                self.settings,
+                call,
+                self._saver.open_session,
+                state_dict,
+                planner or DefaultSavePlanner(),
             )
 
     def wait(
@@ -496,7 +388,7 @@ class MemoryStorageWriter(StorageWriter):
         name = None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
         with progress_bar(progress) as show:
             states.wait(
-                self.settings, name, state, timeout=timeout, wake=self._wake_agent, show=show
+                self.settings, name, state, timeout=timeout, wake=self._saver.wake_agent, show=show
             )
 
     def status(self) -> list[CheckpointStatus]:
@@ -536,7 +428,9 @@ class MemoryStorageWriter(StorageWriter):
             promoted = self._promote_newest() if persist_newest else frozenset()
             if flush and self.settings.url is not None and not has_no_flusher:
                 with progress_bar(progress) as show:
-                    states.wait_for_all(self.settings, self._wake_agent, show, promoted=promoted)
+                    states.wait_for_all(
+                        self.settings, self._saver.wake_agent, show, promoted=promoted
+                    )
             self._apply_retention()
         finally:
             close_session(self.settings, drop_free=True)
@@ -552,298 +446,7 @@ class MemoryStorageWriter(StorageWriter):
     ) -> None:
         self.close(flush=kind is None)
 
-    # -- for dcp_mem.save, the manager and the integrations ----------------------------------------
-
-    def _save_collectively(
-        self,
-        make_state: Callable[[], Mapping[str, Any]],
-        checkpoint_id: str | os.PathLike[str] | None,
-        process_group: dist.ProcessGroup | None,
-        no_dist: bool,
-        *,
-        to_lowest_rank: bool = False,
-    ) -> Metadata:
-        """Save by a plan of dcp_mem's own; see `dcp_mem.save`.
-
-        Args:
-            make_state: Gives the state dict, and may raise.
-            checkpoint_id: Name of the checkpoint.
-            process_group: The ranks; None for the writer's.
-            no_dist: Save alone.
-            to_lowest_rank: As `dedup_save_to_lowest_rank` of torch's planner.
-
-        Raises:
-            NoCommonPlan: The state dict needs DCP's planner; on all ranks, with nothing done.
-        """
-        with self._in_turn():
-            return self._save_state(
-                make_state, checkpoint_id, process_group, no_dist, to_lowest_rank
-            )
-
-    def _save_state(
-        self,
-        make_state: Callable[[], Mapping[str, Any]],
-        checkpoint_id: str | os.PathLike[str] | None,
-        process_group: dist.ProcessGroup | None,
-        no_dist: bool,
-        to_lowest_rank: bool,
-    ) -> Metadata:
-        context = self._begin(checkpoint_id, process_group, no_dist)
-        try:
-            state = attempt(make_state)
-            with collector_paused():
-                items = OwnPlanItems(
-                    own_plans_of(context.session), state, to_lowest_rank=to_lowest_rank
-                )
-                completed = self._save(context, items)
-                if completed is None:
-                    return Metadata({})
-                faults.point("save.finished")
-                metadata = ReturnedMetadata(completed.manifest.save_id)
-                metadata.settle(context.session, completed.manifest, completed.agreed.info)
-                return metadata.keep()
-        except NoCommonPlan as reason:
-            # Of the save that DCP drives now. The ranks needn't find out once more.
-            self._next_info, self._calls.why_not = context.info, str(reason.why_not) or "?"
-            note_torch_plans(context.session, context.name, reason.why_not)
-            raise
-        except BaseException as error:
-            leave(context, error)
-            raise
-
-    @contextmanager
-    def _left_to_torch(self) -> Iterator[None]:
-        """Let DCP drive the save that `_save_collectively` has just left to torch's planner.
-
-        What is known of that save is forgotten afterwards, also where DCP fails before it calls the
-        writer: the next save must ask the other ranks again.
-        """
-        try:
-            yield
-        finally:
-            if self._calls.why_not:
-                self._calls.why_not, self._next_info = "", SaveInfo()
-
-    def _new_streams(self) -> Streams:
-        """Return room for streams that become a checkpoint by `_save_streams`."""
-        return Streams(self._open_session().slots)
-
-    def _save_streams(
-        self,
-        make_streams: Callable[[], Streams],
-        checkpoint_id: str | os.PathLike[str],
-        *,
-        has_new: bool,
-        no_dist: bool = False,
-    ) -> Manifest | None:
-        """Make a checkpoint of what the ranks have written into their streams.
-
-        Call it on all ranks; a rank that has written nothing takes part with empty streams.
-        Whatever happens, the streams are used up.
-
-        Args:
-            make_streams: Gives this rank's streams, and may raise.
-            checkpoint_id: Name of the checkpoint.
-            has_new: Whether this rank has anything to save.
-            no_dist: Save alone.
-
-        Returns:
-            None where the save was skipped.
-
-        Raises:
-            NothingNew: No rank has anything to save; on all ranks, with nothing done.
-        """
-        with self._in_turn():
-            context = self._begin(checkpoint_id, None, no_dist)
-            if not context.ranks.all_reduce(has_new, operator.or_):
-                self._next_info = context.info
-                raise NothingNew(context.name)
-            streams = attempt(make_streams)
-            try:
-                completed = self._save(context, StreamItems(streams))
-                if completed is None:
-                    return None
-                faults.point("save.finished")
-                return completed.manifest
-            except BaseException as error:
-                leave(context, error)
-                raise
-            finally:
-                if streams.error is None:
-                    streams.value.close()
-
-    @property
-    def _last_save(self) -> tuple[Manifest, SaveInfo] | None:
-        """The last save's manifest and save info; None if that save was skipped or failed."""
-        return self._calls.last
-
-    @contextmanager
-    def _overlapping(self, overlap: Overlap | None) -> Iterator[None]:
-        """Have this thread's calls of `stage` leave copies to the background.
-
-        Args:
-            overlap: Which of them; None for none.
-        """
-        self._calls.overlap = overlap
-        try:
-            yield
-        finally:
-            self._calls.overlap = None
-
-    def _annotate(self, info: SaveInfo) -> None:
-        """Say of the next save what has been checked already."""
-        self._next_info = info
-
-    def _wake_agent(self, now: bool = False) -> None:
-        """Have the agent look at what is pending; now=True tries at once again what failed."""
-        session = open_session(self.settings)
-        if session is not None:
-            session.wake_agent(self.settings, now=now)
-        elif self.settings.agent == "process" and self.settings.url is not None:
-            # The saves are made elsewhere: async_save's process executor.
-            self._agent.wake(registration_of(self.settings, now=now))
-        elif not job_is_live(os.path.join(self.settings.memory_root, self.settings.job)):
-            # The process that saved is gone, and its flush thread with it.
-            self._open_session().wake_agent(self.settings, now=now)
-
     # -- inside ------------------------------------------------------------------------------------
-
-    def _copied(
-        self, call: StagingCall, session: Session, info: SaveInfo, state: dict[str, Any]
-    ) -> AheadCopy | dict[str, Any]:
-        """Copy a state dict into a slot, or elsewhere where there is no plan of it, or no slot."""
-        raise_if_refused(state)
-        group = call.process_group if call.process_group is not None else self._process_group
-        ranks = SingleRank() if call.is_alone else known_ranks(group, self._purpose)
-        if ranks is not None and not why_not_own_plan(call.planner):
-            context = SaveContext(
-                settings=self.settings,
-                session=session,
-                ranks=ranks,
-                rank=ranks.rank,
-                scope=names.COLLECTIVE,
-                name="",
-                info=info,
-            )
-            with collector_paused():
-                ahead = copy_ahead(
-                    context,
-                    state,
-                    self._calls.overlap,
-                    to_lowest_rank=saves_to_lowest_rank(call.planner),
-                )
-            if ahead is not None:
-                return ahead
-        return self._copied_elsewhere(state)
-
-    def _copied_elsewhere(
-        self, state: dict[str, Any], *, is_shared: bool = False
-    ) -> dict[str, Any]:
-        raise_if_refused(state)
-        if self._calls.overlap is not None:
-            log.info("overlap= has no effect on a save that isn't copied straight into a slot")
-        return copied(state, is_shared=is_shared)
-
-    def _save(self, context: SaveContext, items: ItemProvider) -> Completed | None:
-        """Take one save through its stages; see `saving/pipeline.py`."""
-        completed = save(context, items)
-        if completed is not None:
-            self._note(completed)
-        return completed
-
-    def _carry_out(self, context: SaveContext, takeover: DcpTakeover) -> None:
-        """Save what all ranks have settled on in DCP's planning step, unless it is skipped."""
-        if takeover.settled is None:
-            return
-        assert takeover.items is not None
-        assert takeover.metadata is not None
-        items, settled = takeover.items, takeover.settled
-        takeover.items = takeover.settled = None  # they refer to the caller's tensors
-        completed = carry_out(context, items, settled)
-        self._note(completed)
-        takeover.metadata.settle(context.session, completed.manifest, completed.agreed.info)
-
-    def _note(self, completed: Completed) -> None:
-        self._calls.last = completed.manifest, completed.agreed.info
-
-    def _begin(
-        self,
-        checkpoint_id: str | os.PathLike[str] | None,
-        process_group: dist.ProcessGroup | None,
-        no_dist: bool,
-    ) -> SaveContext:
-        """Begin a save that DCP doesn't drive: open the job's memory, and connect the ranks."""
-        self.reset(checkpoint_id)
-        group = process_group if process_group is not None else self._process_group
-        opened = attempt(self._open)
-        call = called(opened, lambda: direct_call(group, no_dist, self._purpose))
-        return SaveContext(
-            settings=self.settings,
-            session=opened_together(call.ranks, opened),
-            ranks=call.ranks,
-            rank=call.rank,
-            scope=names.COLLECTIVE,
-            name=self._calls.checked_name(),
-            info=self._take_info(),
-        )
-
-    def _take_info(self) -> SaveInfo:
-        """Return what was said of the save that begins now."""
-        info, self._next_info, self._calls.last = self._next_info, SaveInfo(), None
-        return info
-
-    def _open(self) -> Session:
-        self._calls.checked_name()
-        session = self._open_session()
-        session.heap.settle()
-        return session
-
-    def _entered(self, staged: StagedState | None) -> tuple[Session, Turn]:
-        """Return the session for a save that DCP drives, and the save's turn in it."""
-        if staged is not None and staged.turn is not None:
-            return self._open_session(), staged.turn
-        self._calls.checked_name()
-        self._refuse_to_flush_elsewhere()
-        return enter_session(self.settings, self._identity())
-
-    def _refuse_to_flush_elsewhere(self) -> None:
-        """Raise ConfigError where a flush in this process wouldn't reach the writer's storage."""
-        url = self.settings.url
-        if url is not None and os.getpid() != self._home and lives_in_one_process(url):
-            raise ConfigError(
-                f"path={url!r} lives in the process that made the writer, and this save runs in "
-                "another one: let async_save use a thread (AsyncCheckpointerType.THREAD)"
-            )
-
-    def _named(self, session: Session) -> Session:
-        """Return the session of a save that has a name. Raises ConfigError where it has none."""
-        self._calls.checked_name()
-        return session
-
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """Run in a turn of this process's saves of the job.
-
-        Without one, where the job's memory can't be opened: that is raised where all ranks see it.
-        """
-        entered = attempt(lambda: enter_session(self.settings, self._identity()))
-        if entered.error is not None:
-            yield
-            return
-        _, turn = entered.value
-        with turn:
-            yield
-
-    def _open_session(self) -> Session:
-        return session_for(self.settings, self._identity())
-
-    def _identity(self) -> RunIdentity:
-        return RunIdentity(self._run or run_identity() or run_token(), self._token)
-
-    @property
-    def _purpose(self) -> str:
-        """The purpose of the ranks' connections: all saves of one job share them."""
-        return f"save {self.settings.job}"
 
     def _promote_newest(self) -> frozenset[str]:
         """Have the newest checkpoint flushed, of each scope; return the save ids of those.
@@ -853,11 +456,11 @@ class MemoryStorageWriter(StorageWriter):
         session, chosen = open_session(self.settings), self.settings
         if chosen.url is None or chosen.persist.is_never:
             return frozenset()
-        if session is None and not self._saves_elsewhere:
+        if session is None and not self._saver.saves_elsewhere:
             return frozenset()
         promoted = states.promote_newest(chosen)
         if promoted:
-            self._wake_agent()
+            self._saver.wake_agent()
         return promoted
 
     def _apply_retention(self) -> None:
@@ -875,31 +478,7 @@ class MemoryStorageWriter(StorageWriter):
                     )
 
     def __getstate__(self) -> dict[str, Any]:
-        # For async_save's process executor: the copy opens a session of its own, and finds its
-        # group by itself. But it belongs to this run, which its own environment and store would
-        # give another name.
-        # What was said of the next save goes along, unless `stage` has sent ahead what was said of
-        # this one. DCP pickles the writer in the background: by now it may be of a later save.
-        info = SaveInfo()
-        if self._copies_to_send:
-            self._copies_to_send -= 1
-        else:
-            info = self._take_info()
-        return {
-            **self.__dict__,
-            "_next_info": info,
-            "_copies_to_send": 0,
-            "_calls": None,
-            "_process_group": None,
-            "_dcp_plans": DcpPlanTracker(),
-            "_run": self._identity().run,
-            "_seen": seen(self.settings),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        number = state.pop("_seen")
-        self.__dict__.update(state, _calls=ThreadCalls())
-        note_seen(self.settings, number)
+        return {**self.__dict__, "_dcp_plans": DcpPlanTracker()}
 
 
 def _check_that_it_can_be_flushed(chosen: Settings) -> None:

@@ -209,7 +209,7 @@ class CheckpointManager:
             saved = self._compare_replicas(saved)
             if self._replicas.is_due():
                 items = self._begin_comparison(saved.name, items)
-            self._writer._annotate(SaveInfo(number, figures, force_persist, until_next))
+            self._writer._saver.annotate(SaveInfo(number, figures, force_persist, until_next))
             saved = save(saved, items, started)
         except Exception as error:
             if isinstance(error, ConfigError) and not self._is_of_few(error):
@@ -251,7 +251,7 @@ class CheckpointManager:
             process_group=self._process_group,
         )
         saved = replace(saved, seconds=time.monotonic() - started)
-        return self._ended(saved, self._writer._last_save)
+        return self._ended(saved, self._writer._saver.last_save)
 
     def _begin(self, saved: Saved, state: dict[str, Any], started: float) -> Saved:
         begun = functional.async_save(

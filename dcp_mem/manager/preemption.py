@@ -157,11 +157,11 @@ class Preemption:
             return  # The signal came twice; the first deadline stands.
         ids = [one.manifest.save_id for one in newest]
         self._seen[number] = ids[0]
-        self._writer._wake_agent(now=True)
+        self._writer._saver.wake_agent(now=True)
         while True:
             present = {one.manifest.save_id: one for one in memory.checkpoints()}
             if _promote(memory, [present[one] for one in ids if one in present]):
-                self._writer._wake_agent(now=True)
+                self._writer._saver.wake_agent(now=True)
             now = present.get(ids[0])
             seconds = time.monotonic() - started
             if now is None or now.flush.outcome == Outcome.DURABLE:

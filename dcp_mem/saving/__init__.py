@@ -6,8 +6,9 @@ then the stages: `plan.py`, `agree.py` (`ballot.py`), `stage.py`, `complete.py`,
 `background.py` (`redundancy.py`). The items come from `dcp_plan.py`, `own_plan.py` or `streams.py`.
 `prepare.py` makes slots ready ahead of the first save.
 
-What DCP drives comes in by `calls.py` and `dcp_takeover.py`; `returned_metadata.py` is what
-`dcp.save` returns. `ahead.py` and `overlap.py` copy ahead of asynchronous saves.
+Saves come in by `saver.py`, those that DCP drives by `calls.py` and `dcp_takeover.py` too;
+`returned_metadata.py` is what `dcp.save` returns. `ahead.py` and `overlap.py` copy ahead of
+asynchronous saves.
 
 Nothing is decided by one rank alone, and no rank fails alone: what goes wrong on one rank travels
 with the next exchange, so that all ranks raise together and none is left waiting.

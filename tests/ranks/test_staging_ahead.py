@@ -32,6 +32,7 @@ from dcp_mem.common import faults
 from dcp_mem.memory import copying
 from dcp_mem.runtime.session import open_session
 from dcp_mem.saving import ahead
+from dcp_mem.saving import saver as saver_module
 from dcp_mem.saving import stage as stage_module
 from dcp_mem.saving.overlap import Overlap, wait_for_copies
 from tests.support.checkpoints.jobs import Job, load_anew, make_state, number_of
@@ -248,7 +249,7 @@ def _counted_copies() -> Iterator[list[tuple[str, int]]]:
         seen.append(("torch", 0))
         return real_copied(*args, **options)
 
-    with patch.object(stage_module, "copy", copy), patch.object(writer_module, "copied", copied):
+    with patch.object(stage_module, "copy", copy), patch.object(saver_module, "copied", copied):
         yield seen
 
 
@@ -551,8 +552,8 @@ def test_a_writer_that_is_sent_in_the_background_leaves_what_was_said_of_a_later
 ) -> None:
     writer = memory_job.writer()
     writer.annotate_next_save(step=1)
-    assert pickle.loads(pickle.dumps(writer))._take_info().step == 1
-    assert writer._take_info().step is None
+    assert pickle.loads(pickle.dumps(writer))._saver.take_info().step == 1
+    assert writer._saver.take_info().step is None
     writer.annotate_next_save(step=2)
     call = StagingCall(
         planner=None,
@@ -566,8 +567,8 @@ def test_a_writer_that_is_sent_in_the_background_leaves_what_was_said_of_a_later
     assert staged is not None
     assert staged.info.step == 2
     writer.annotate_next_save(step=3)
-    assert pickle.loads(pickle.dumps(writer))._take_info().step is None
-    assert writer._take_info().step == 3
+    assert pickle.loads(pickle.dumps(writer))._saver.take_info().step is None
+    assert writer._saver.take_info().step == 3
 
 
 # -- the last save ---------------------------------------------------------------------------------
@@ -630,7 +631,7 @@ def _fail_at_each_point(job: Job, failing: int, points: Sequence[str]) -> None:
 
     def save(step: int) -> Future[Any]:
         _set(model, step)
-        with writer._overlapping(Overlap(optimizer)):
+        with writer._saver.overlapping(Overlap(optimizer)):
             return _async_save(writer, _training_state(model, step), f"step-{step}")
 
     for step in (1, 2):
@@ -774,7 +775,7 @@ def _held_copies() -> Iterator[threading.Event]:
 def _overlapped(
     writer: MemoryStorageWriter, state: Any, name: str, *optimizers: Any, validate: bool = False
 ) -> Future[Any]:
-    with writer._overlapping(Overlap(*optimizers, validate=validate)):
+    with writer._saver.overlapping(Overlap(*optimizers, validate=validate)):
         return _async_save(writer, state, name)
 
 

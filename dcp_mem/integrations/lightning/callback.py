@@ -127,8 +127,8 @@ class MemoryCheckpoint(ModelCheckpoint):
 
     def _log(self, trainer: Trainer, memory: MemoryCheckpointIO, seconds: float) -> None:
         figures = {"checkpoint/seconds": seconds}
-        if memory.writer._last_save is not None:
-            figures["checkpoint/bytes"] = float(memory.writer._last_save[0].nbytes)
+        if memory.writer._saver.last_save is not None:
+            figures["checkpoint/bytes"] = float(memory.writer._saver.last_save[0].nbytes)
         durable = [one.flush_seconds for one in memory.writer.status() if one.durable]
         if durable:
             figures["checkpoint/flush_seconds"] = durable[0]

@@ -123,7 +123,7 @@ class MemoryCheckpointing:
         except BaseException:
             parent.cleanup()
             raise
-        was_skipped = writer._last_save is None  # Memory was full.
+        was_skipped = writer._saver.last_save is None  # Memory was full.
 
         def finish() -> None:
             if dist.get_rank() == 0 and not was_skipped:

@@ -379,7 +379,7 @@ def flush_persistence(tag: object = "") -> bool:
     try:
         name = checkpoint_name(run.settings.url, _text(tag)) if _text(tag) else None
         promote(run.settings, newest=1, name=name)
-        run.writer._wake_agent()
+        run.writer._saver.wake_agent()
         if name is not None and _is_on_storage(run, name):
             return True
         run.writer.wait(name, progress=False)

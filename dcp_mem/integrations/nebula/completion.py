@@ -135,7 +135,7 @@ class _Files:
                 self._keep(tag, is_complete)
             streams = self._streams_for(due)
             if tag not in streams:
-                streams[tag] = self._writer._new_streams()
+                streams[tag] = self._writer._saver.new_streams()
             streams[tag].add(name, write)
             return due
 
@@ -167,7 +167,7 @@ class _Files:
         new = self._streams_for(due)
 
         def streams() -> Streams:
-            found = new.pop(tag, None) or self._writer._new_streams()
+            found = new.pop(tag, None) or self._writer._saver.new_streams()
             try:
                 if due is not Due.WAITING or tag in self._kept:
                     self._add_complete_files(found, tag, must=due is not Due.FILE)
@@ -178,7 +178,7 @@ class _Files:
             return found
 
         with self._guard:
-            manifest = self._writer._save_streams(
+            manifest = self._writer._saver.save_streams(
                 streams, tag, has_new=tag in new, no_dist=self._is_alone
             )
             self._kept.discard(tag)

@@ -633,7 +633,7 @@ def _save_behind(writer: MemoryStorageWriter, state: dict[str, Any], name: str) 
         )
         for value in tensors
     ]
-    with writer._overlapping(Overlap(torch.optim.SGD(parameters))):
+    with writer._saver.overlapping(Overlap(torch.optim.SGD(parameters))):
         begun: Any = dcp.async_save(state, checkpoint_id=name, storage_writer=writer)
     getattr(begun, "upload_completion", begun).result(60)
 

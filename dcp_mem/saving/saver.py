@@ -1,0 +1,494 @@
+"""How a writer saves: it opens the job's memory, connects the ranks, and takes a save through."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_mem.comm import SingleRank, known_ranks, run_token
+from dcp_mem.comm.agreement import Attempted, attempt
+from dcp_mem.comm.dcp_call import (
+    StagingCall,
+    dcp_call,
+    direct_call,
+    is_called_by_dcp,
+    over_when_left,
+)
+from dcp_mem.common import faults
+from dcp_mem.common.gc_pause import collector_paused
+from dcp_mem.common.log import log
+from dcp_mem.common.values import SaveInfo
+from dcp_mem.config import Settings, checkpoint_name, run_identity
+from dcp_mem.errors import ConfigError
+from dcp_mem.flushing.agent import AgentHandle
+from dcp_mem.flushing.registration import registration_of
+from dcp_mem.format import names
+from dcp_mem.format.manifest import Manifest
+from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
+from dcp_mem.runtime.numbers import note_seen, seen
+from dcp_mem.runtime.session import Session, enter_session, open_session, session_for
+from dcp_mem.runtime.turns import Turn
+from dcp_mem.saving.ahead import AheadCopy, StagedState, copied, copy_ahead, raise_if_refused
+from dcp_mem.saving.calls import DcpSave, ThreadCalls, called, leave, opened_together
+from dcp_mem.saving.dcp_takeover import (
+    DcpTakeover,
+    note_torch_plans,
+    saves_to_lowest_rank,
+    why_not_own_plan,
+)
+from dcp_mem.saving.overlap import Overlap
+from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of
+from dcp_mem.saving.pipeline import carry_out, save
+from dcp_mem.saving.returned_metadata import ReturnedMetadata
+from dcp_mem.saving.streams import NothingNew, StreamItems, Streams
+from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, SaveContext
+from dcp_mem.storage.destination import lives_in_one_process
+
+
+class Saver:
+    """The saves of one writer, whoever drives them: DCP, `dcp_mem.save`, or streams.
+
+    Args:
+        settings: Of the writer.
+        process_group: The ranks that save together; None for those of each call.
+
+    Attributes:
+        settings: Of the writer.
+        process_group: As given.
+        calls: What each thread is in the middle of.
+        saves_elsewhere: Whether another process saves, in a session of its own.
+    """
+
+    def __init__(self, settings: Settings, process_group: dist.ProcessGroup | None) -> None:
+        self.settings = settings
+        self.process_group = process_group
+        self.calls = ThreadCalls()
+        self.saves_elsewhere = False
+        self._token = new_token()
+        self._run = ""
+        self._next_info = SaveInfo()
+        self._copies_to_send = 0  # of this saver, to the process that saves what was staged
+        self._agent = AgentHandle(settings.memory_root)
+        self._home = os.getpid()
+
+    # -- DCP drives the save -----------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        """Begin a save under this name. A name that can't be used is refused by what follows."""
+        calls = self.calls
+        calls.reset()
+        try:
+            calls.name = (
+                None if checkpoint_id is None else checkpoint_name(self.settings.url, checkpoint_id)
+            )
+        except ConfigError as error:
+            # Raised later, where DCP hands it to all ranks; from here it doesn't.
+            calls.refused = error
+
+    def begin_driven(self, takeover: DcpTakeover | None, uses_collectives: bool) -> DcpSave:
+        """Begin a save that DCP drives: open the job's memory, connect the ranks, settle the plan.
+
+        Args:
+            takeover: Where dcp_mem may plan the save; None where DCP's planner has to.
+            uses_collectives: False makes each rank save a checkpoint of its own.
+        """
+        staged = takeover.staged if takeover is not None else None
+        opened = self._opened_in_turn(staged)
+        call = called(opened, lambda: dcp_call(self.process_group, self.purpose))
+        ranks, scope = call.ranks, names.COLLECTIVE
+        if not uses_collectives:
+            ranks, scope = SingleRank(), names.rank_scope(call.rank)
+            note_torch_plans(opened.value, self.calls.checked_name(), "use_collectives=False")
+        context = SaveContext(
+            settings=self.settings,
+            session=opened.value if takeover is None else opened_together(ranks, opened),
+            ranks=ranks,
+            rank=call.rank,
+            scope=scope,
+            name=self.calls.checked_name(),
+            info=self.take_info() if staged is None else staged.info,
+            is_driven_by_dcp=True,
+        )
+        why_not, self.calls.why_not = self.calls.why_not, ""
+        if takeover is not None:
+            takeover.enter(ranks)
+            if not why_not:
+                _settle(context, takeover)
+        elif uses_collectives and is_called_by_dcp():
+            why_not = "this torch drives its writers in another way"
+            note_torch_plans(context.session, context.name, why_not)
+        return DcpSave(context, takeover)
+
+    def _opened_in_turn(self, staged: StagedState | None) -> Attempted[Session]:
+        """Wait for the turn of the save that DCP drives; return its session, or why it has none."""
+        calls = self.calls
+        entered = attempt(lambda: self._entered(staged))
+        if entered.error is None:
+            # First of all: what follows talks to the other ranks, even where it fails.
+            _, calls.turn = entered.value  # kept: it ends with the call, failed or not
+            calls.turn.follow(over_when_left())
+            calls.turn.wait()
+        return attempt(lambda: self._named(entered.value[0]))
+
+    def save(self, context: SaveContext, items: ItemProvider) -> Completed | None:
+        """Take one save through its stages; see `saving/pipeline.py`."""
+        completed = save(context, items)
+        if completed is not None:
+            self._note(completed)
+        return completed
+
+    def carry_out(self, context: SaveContext, takeover: DcpTakeover) -> None:
+        """Save what all ranks have settled on in DCP's planning step, unless it is skipped."""
+        if takeover.settled is None:
+            return
+        assert takeover.items is not None
+        assert takeover.metadata is not None
+        items, settled = takeover.items, takeover.settled
+        takeover.items = takeover.settled = None  # they refer to the caller's tensors
+        completed = carry_out(context, items, settled)
+        self._note(completed)
+        takeover.metadata.settle(context.session, completed.manifest, completed.agreed.info)
+
+    # -- dcp_mem.save drives it --------------------------------------------------------------------
+
+    def save_collectively(
+        self,
+        make_state: Callable[[], Mapping[str, Any]],
+        checkpoint_id: str | os.PathLike[str] | None,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+        *,
+        to_lowest_rank: bool = False,
+    ) -> Metadata:
+        """Save by a plan of dcp_mem's own; see `dcp_mem.save`.
+
+        Args:
+            make_state: Gives the state dict, and may raise.
+            checkpoint_id: Name of the checkpoint.
+            process_group: The ranks; None for the writer's.
+            no_dist: Save alone.
+            to_lowest_rank: As `dedup_save_to_lowest_rank` of torch's planner.
+
+        Raises:
+            NoCommonPlan: The state dict needs DCP's planner; on all ranks, with nothing done.
+        """
+        with self.in_turn():
+            return self._save_state(
+                make_state, checkpoint_id, process_group, no_dist, to_lowest_rank
+            )
+
+    def _save_state(
+        self,
+        make_state: Callable[[], Mapping[str, Any]],
+        checkpoint_id: str | os.PathLike[str] | None,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+        to_lowest_rank: bool,
+    ) -> Metadata:
+        context = self._begin(checkpoint_id, process_group, no_dist)
+        try:
+            state = attempt(make_state)
+            with collector_paused():
+                items = OwnPlanItems(
+                    own_plans_of(context.session), state, to_lowest_rank=to_lowest_rank
+                )
+                completed = self.save(context, items)
+                if completed is None:
+                    return Metadata({})
+                faults.point("save.finished")
+                metadata = ReturnedMetadata(completed.manifest.save_id)
+                metadata.settle(context.session, completed.manifest, completed.agreed.info)
+                return metadata.keep()
+        except NoCommonPlan as reason:
+            # Of the save that DCP drives now. The ranks needn't find out once more.
+            self._next_info, self.calls.why_not = context.info, str(reason.why_not) or "?"
+            note_torch_plans(context.session, context.name, reason.why_not)
+            raise
+        except BaseException as error:
+            leave(context, error)
+            raise
+
+    @contextmanager
+    def left_to_torch(self) -> Iterator[None]:
+        """Let DCP drive the save that `save_collectively` has just left to torch's planner.
+
+        What is known of that save is forgotten afterwards, also where DCP fails before it calls the
+        writer: the next save must ask the other ranks again.
+        """
+        try:
+            yield
+        finally:
+            if self.calls.why_not:
+                self.calls.why_not, self._next_info = "", SaveInfo()
+
+    # -- of streams --------------------------------------------------------------------------------
+
+    def new_streams(self) -> Streams:
+        """Return room for streams that become a checkpoint by `save_streams`."""
+        return Streams(self.open_session().slots)
+
+    def save_streams(
+        self,
+        make_streams: Callable[[], Streams],
+        checkpoint_id: str | os.PathLike[str],
+        *,
+        has_new: bool,
+        no_dist: bool = False,
+    ) -> Manifest | None:
+        """Make a checkpoint of what the ranks have written into their streams.
+
+        Call it on all ranks; a rank that has written nothing takes part with empty streams.
+        Whatever happens, the streams are used up.
+
+        Args:
+            make_streams: Gives this rank's streams, and may raise.
+            checkpoint_id: Name of the checkpoint.
+            has_new: Whether this rank has anything to save.
+            no_dist: Save alone.
+
+        Returns:
+            None where the save was skipped.
+
+        Raises:
+            NothingNew: No rank has anything to save; on all ranks, with nothing done.
+        """
+        with self.in_turn():
+            context = self._begin(checkpoint_id, None, no_dist)
+            if not context.ranks.all_reduce(has_new, operator.or_):
+                self._next_info = context.info
+                raise NothingNew(context.name)
+            streams = attempt(make_streams)
+            try:
+                completed = self.save(context, StreamItems(streams))
+                if completed is None:
+                    return None
+                faults.point("save.finished")
+                return completed.manifest
+            except BaseException as error:
+                leave(context, error)
+                raise
+            finally:
+                if streams.error is None:
+                    streams.value.close()
+
+    # -- staged first ------------------------------------------------------------------------------
+
+    def stage(self, call: StagingCall, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy a state dict for the save that DCP makes of it in the background.
+
+        Args:
+            call: Of `dcp.async_save`.
+            state_dict: As `dcp.async_save` got it.
+
+        Returns:
+            A state dict that stands for the copy, or for what went wrong.
+        """
+        info, turn = self.take_info(), None
+        content: Attempted[AheadCopy | dict[str, Any]]
+        if call.is_in_process:
+            self.saves_elsewhere = True
+            self._copies_to_send += 1
+            content = attempt(lambda: self._copied_elsewhere(state_dict, is_shared=True))
+        else:
+            entered = attempt(lambda: enter_session(self.settings, self._identity()))
+            turn = entered.value[1] if entered.error is None else None
+            content = attempt(lambda: self._copied(call, entered.value[0], info, state_dict))
+        return StagedState(info, content, turn).as_state_dict()
+
+    @contextmanager
+    def overlapping(self, overlap: Overlap | None) -> Iterator[None]:
+        """Have this thread's calls of `stage` leave copies to the background.
+
+        Args:
+            overlap: Which of them; None for none.
+        """
+        self.calls.overlap = overlap
+        try:
+            yield
+        finally:
+            self.calls.overlap = None
+
+    def _copied(
+        self, call: StagingCall, session: Session, info: SaveInfo, state: dict[str, Any]
+    ) -> AheadCopy | dict[str, Any]:
+        """Copy a state dict into a slot, or elsewhere where there is no plan of it, or no slot."""
+        raise_if_refused(state)
+        group = call.process_group if call.process_group is not None else self.process_group
+        ranks = SingleRank() if call.is_alone else known_ranks(group, self.purpose)
+        if ranks is not None and not why_not_own_plan(call.planner):
+            context = SaveContext(
+                settings=self.settings,
+                session=session,
+                ranks=ranks,
+                rank=ranks.rank,
+                scope=names.COLLECTIVE,
+                name="",
+                info=info,
+            )
+            with collector_paused():
+                ahead = copy_ahead(
+                    context,
+                    state,
+                    self.calls.overlap,
+                    to_lowest_rank=saves_to_lowest_rank(call.planner),
+                )
+            if ahead is not None:
+                return ahead
+        return self._copied_elsewhere(state)
+
+    def _copied_elsewhere(
+        self, state: dict[str, Any], *, is_shared: bool = False
+    ) -> dict[str, Any]:
+        raise_if_refused(state)
+        if self.calls.overlap is not None:
+            log.info("overlap= has no effect on a save that isn't copied straight into a slot")
+        return copied(state, is_shared=is_shared)
+
+    # -- what is said of a save --------------------------------------------------------------------
+
+    def annotate(self, info: SaveInfo) -> None:
+        """Say of the next save what has been checked already."""
+        self._next_info = info
+
+    def take_info(self) -> SaveInfo:
+        """Return what was said of the save that begins now."""
+        info, self._next_info, self.calls.last = self._next_info, SaveInfo(), None
+        return info
+
+    @property
+    def last_save(self) -> tuple[Manifest, SaveInfo] | None:
+        """The last save's manifest and save info; None if that save was skipped or failed."""
+        return self.calls.last
+
+    def _note(self, completed: Completed) -> None:
+        self.calls.last = completed.manifest, completed.agreed.info
+
+    # -- the job, the ranks, the agent -------------------------------------------------------------
+
+    def _begin(
+        self,
+        checkpoint_id: str | os.PathLike[str] | None,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+    ) -> SaveContext:
+        """Begin a save that DCP doesn't drive: open the job's memory, and connect the ranks."""
+        self.reset(checkpoint_id)
+        group = process_group if process_group is not None else self.process_group
+        opened = attempt(self._open)
+        call = called(opened, lambda: direct_call(group, no_dist, self.purpose))
+        return SaveContext(
+            settings=self.settings,
+            session=opened_together(call.ranks, opened),
+            ranks=call.ranks,
+            rank=call.rank,
+            scope=names.COLLECTIVE,
+            name=self.calls.checked_name(),
+            info=self.take_info(),
+        )
+
+    def _open(self) -> Session:
+        self.calls.checked_name()
+        session = self.open_session()
+        session.heap.settle()
+        return session
+
+    def _entered(self, staged: StagedState | None) -> tuple[Session, Turn]:
+        """Return the session for a save that DCP drives, and the save's turn in it."""
+        if staged is not None and staged.turn is not None:
+            return self.open_session(), staged.turn
+        self.calls.checked_name()
+        self._refuse_to_flush_elsewhere()
+        return enter_session(self.settings, self._identity())
+
+    def _refuse_to_flush_elsewhere(self) -> None:
+        """Raise ConfigError where a flush in this process wouldn't reach the writer's storage."""
+        url = self.settings.url
+        if url is not None and os.getpid() != self._home and lives_in_one_process(url):
+            raise ConfigError(
+                f"path={url!r} lives in the process that made the writer, and this save runs in "
+                "another one: let async_save use a thread (AsyncCheckpointerType.THREAD)"
+            )
+
+    def _named(self, session: Session) -> Session:
+        """Return the session of a save that has a name. Raises ConfigError where it has none."""
+        self.calls.checked_name()
+        return session
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Run in a turn of this process's saves of the job.
+
+        Without one, where the job's memory can't be opened: that is raised where all ranks see it.
+        """
+        entered = attempt(lambda: enter_session(self.settings, self._identity()))
+        if entered.error is not None:
+            yield
+            return
+        _, turn = entered.value
+        with turn:
+            yield
+
+    def open_session(self) -> Session:
+        return session_for(self.settings, self._identity())
+
+    def _identity(self) -> RunIdentity:
+        return RunIdentity(self._run or run_identity() or run_token(), self._token)
+
+    @property
+    def purpose(self) -> str:
+        """The purpose of the ranks' connections: all saves of one job share them."""
+        return f"save {self.settings.job}"
+
+    def wake_agent(self, now: bool = False) -> None:
+        """Have the agent look at what is pending; now=True tries at once again what failed."""
+        session = open_session(self.settings)
+        if session is not None:
+            session.wake_agent(self.settings, now=now)
+        elif self.settings.agent == "process" and self.settings.url is not None:
+            # The saves are made elsewhere: async_save's process executor.
+            self._agent.wake(registration_of(self.settings, now=now))
+        elif not job_is_live(os.path.join(self.settings.memory_root, self.settings.job)):
+            # The process that saved is gone, and its flush thread with it.
+            self.open_session().wake_agent(self.settings, now=now)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For async_save's process executor: the copy opens a session of its own, and finds its
+        # group by itself. But it belongs to this run, which its own environment and store would
+        # give another name.
+        # What was said of the next save goes along, unless `stage` has sent ahead what was said of
+        # this one. DCP pickles the writer in the background: by now it may be of a later save.
+        info = SaveInfo()
+        if self._copies_to_send:
+            self._copies_to_send -= 1
+        else:
+            info = self.take_info()
+        return {
+            **self.__dict__,
+            "calls": None,
+            "process_group": None,
+            "_next_info": info,
+            "_copies_to_send": 0,
+            "_run": self._identity().run,
+            "_seen": seen(self.settings),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        number = state.pop("_seen")
+        self.__dict__.update(state, calls=ThreadCalls())
+        note_seen(self.settings, number)
+
+
+def _settle(context: SaveContext, takeover: DcpTakeover) -> None:
+    try:
+        context.session.heap.settle()
+        with collector_paused():
+            takeover.settle(context)
+    except BaseException as error:
+        leave(context, error)
+        raise
