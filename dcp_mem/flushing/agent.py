@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from logging.handlers import RotatingFileHandler
 from typing import IO
 
@@ -82,8 +83,9 @@ class AgentHandle:
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._child = 0
+        self._children: list[int] = []
         self._started = 0.0
+        self._started_with: Registration | None = None
 
     def wake(self, registration: Registration) -> None:
         """Tell the agent that a checkpoint awaits its flush; start an agent if none runs.
@@ -97,21 +99,27 @@ class AgentHandle:
             OSError: The agent can't be started.
         """
         message = pickle.dumps(registration)
-        if _send(self._root, message) or self._is_starting():
+        if _send(self._root, message) or self._is_starting_with(registration):
             return
-        self._child = _start(self._root, message)
+        # An agent that finds another one hands its registration over, and ends.
+        self._children.append(_start(self._root, message))
         self._started = time.monotonic()
+        self._started_with = replace(registration, now=False)
 
-    def _is_starting(self) -> bool:
-        if not self._child:
-            return False
-        try:
-            pid, _ = os.waitpid(self._child, os.WNOHANG)
-        except ChildProcessError:
-            pid = self._child
-        if pid:
-            self._child = 0
-        return not pid and time.monotonic() - self._started < _STARTING
+    def _is_starting_with(self, registration: Registration) -> bool:
+        """Return whether an agent starts that was given this registration already."""
+        self._children = [child for child in self._children if not _has_ended(child)]
+        is_starting = self._children and time.monotonic() - self._started < _STARTING
+        # One that starts tries everything at once: whether a caller waits is no news to it.
+        return bool(is_starting) and self._started_with == replace(registration, now=False)
+
+
+def _has_ended(child: int) -> bool:
+    """Return whether a child process has ended; collect its status."""
+    try:
+        return os.waitpid(child, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return True
 
 
 def _send(root: str, message: bytes) -> bool:

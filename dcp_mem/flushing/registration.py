@@ -49,6 +49,7 @@ class Registration:
         keep_storage: Which checkpoints stay on storage; None: all.
         persists_all: Whether none is left out because a newer one is durable.
         on_nonfinite: As in `Settings`.
+        run: Token of the run that registers; "": the registration holds for all runs' checkpoints.
     """
 
     job: str
@@ -63,6 +64,7 @@ class Registration:
     keep_storage: Retention | None = None
     persists_all: bool = False
     on_nonfinite: str = "ignore"
+    run: str = ""
 
     def has_same_destination(self, other: Registration) -> bool:
         """Return whether both reach the same storage in the same way.
@@ -82,11 +84,16 @@ class Registration:
             keep_storage=None,
             persists_all=False,
             on_nonfinite="ignore",
+            run="",
         )
 
 
 def registration_of(
-    settings: Settings, *, now: bool = False, nodes: frozenset[str] | None = None
+    settings: Settings,
+    *,
+    now: bool = False,
+    nodes: frozenset[str] | None = None,
+    run: str = "",
 ) -> Registration:
     """Return what the agent must know of this job.
 
@@ -94,6 +101,7 @@ def registration_of(
         settings: The job's, with a URL.
         now: Whether a caller waits for the flush.
         nodes: Ids of the nodes on which the job's ranks run, if that is known.
+        run: Token of the run that registers; "" for one that saves nothing itself.
     """
     assert settings.url is not None
     return Registration(
@@ -108,6 +116,7 @@ def registration_of(
         keep_storage=settings.keep_storage,
         persists_all=settings.persists_all,
         on_nonfinite=settings.on_nonfinite,
+        run=run,
     )
 
 

@@ -27,7 +27,7 @@ from dcp_mem.format.history import row_of
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.locks import job_is_live
+from dcp_mem.memory.locks import job_is_live, saving_run
 from dcp_mem.policy.order import is_newer
 from dcp_mem.storage.listing import mark_rejected
 from dcp_mem.storage.retry import RetryingStorage, RetryPolicy
@@ -118,6 +118,7 @@ class FlushScheduler:
         self._retainers: dict[str, Retainer] = {}
         self._ownerships: dict[str, Ownership] = {}
         self._to_claim: dict[str, _Claim] = {}
+        self._runs: dict[str, set[str] | None] = {}  # that have registered, by job; None: for all
         self._rejected: set[str] = set()  # save ids that storage has marked
 
     def register(self, registration: Registration) -> None:
@@ -130,6 +131,8 @@ class FlushScheduler:
         if known is not None and registration.nodes is None:
             registration = replace(registration, nodes=known.nodes)
         self._jobs[registration.job] = registration
+        runs = self._runs.get(registration.job) or set()
+        self._runs[registration.job] = {*runs, registration.run} if registration.run else None
         self._to_claim.setdefault(registration.job, _Claim())
         is_same = (
             known is not None
@@ -242,7 +245,22 @@ class FlushScheduler:
             if record.outcome in (Outcome.DURABLE, Outcome.SKIPPED)
         }
         found = self._in_memory(job)
-        return [one for one in found if one.pending and one.manifest.save_id not in ended]
+        return [
+            one
+            for one in found
+            if one.pending and one.manifest.save_id not in ended and self._is_registered(job, one)
+        ]
+
+    def _is_registered(self, job: str, checkpoint: LocalCheckpoint) -> bool:
+        """Return whether it is known how to flush a checkpoint.
+
+        Another run's registration tells how to flush what dead runs have left. A run that lives
+        tells how its own checkpoints are flushed.
+        """
+        run, runs = checkpoint.manifest.run, self._runs.get(job)
+        if runs is None or run in runs or run != saving_run(os.path.join(self._root, job)):
+            return True
+        return not self._is_live(job)
 
     def _in_memory(self, job: str) -> list[LocalCheckpoint]:
         if not os.path.isdir(os.path.join(self._root, job)):
@@ -278,7 +296,9 @@ class FlushScheduler:
         try:
             memory = JobMemory(self._root, registration.job)
             newest = next(iter(memory.checkpoints()), None)
-            if newest is not None and _is_unclaimed(memory, newest):
+            if self._expects_checkpoint(registration, newest):
+                self._to_claim[registration.job] = _Claim(time.monotonic() + claim.pause)
+            elif newest is not None and _is_unclaimed(memory, newest):
                 with environment_of(registration):
                     self._ownership(memory, self._storage(registration)).claim()
         except Exception as error:  # the flush says so aloud, and training goes on in any case
@@ -286,6 +306,13 @@ class FlushScheduler:
             self._storages.pop(registration.job, None)
             if isinstance(error, StorageUnavailable) or not isinstance(error, DcpMemError):
                 self._to_claim[registration.job] = claim.later()
+
+    def _expects_checkpoint(
+        self, registration: Registration, newest: LocalCheckpoint | None
+    ) -> bool:
+        """Return whether a run has registered whose first checkpoint isn't there yet."""
+        has_come = newest is not None and registration.run in ("", newest.manifest.run)
+        return not has_come and self._is_live(registration.job)
 
     # -- one flush --------------------------------------------------------------------------------
 

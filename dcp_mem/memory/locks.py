@@ -147,6 +147,7 @@ class RunIdentity:
         return bool(self.run and self.run == other.run) or self.token == other.token
 
 
+_OWNER = ".owner.json"
 _held_here: set[str] = set()
 
 
@@ -166,8 +167,8 @@ class JobLock:
     """
 
     def __init__(self, directory: str, job: str, identity: RunIdentity) -> None:
-        self._directory = directory
-        self._owner_path = os.path.join(directory, ".owner.json")
+        self._directory, self._identity = directory, identity
+        self._owner_path = os.path.join(directory, _OWNER)
         self._descriptor = os.open(
             os.path.join(directory, ".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
         )
@@ -197,6 +198,17 @@ class JobLock:
         fcntl.lockf(self._descriptor, fcntl.LOCK_SH)
         return True
 
+    def note_run(self, run: str) -> None:
+        """Write down which run saves here from now on; flushers go by it.
+
+        Args:
+            run: Token of the run, as its checkpoints have it.
+
+        Raises:
+            OSError: It can't be written.
+        """
+        write_atomically(self._owner_path, _owner(self._identity, run))
+
     def close(self) -> None:
         """Give the lock back."""
         if self._descriptor >= 0:
@@ -223,6 +235,18 @@ def job_is_live(directory: str) -> bool:
         os.close(descriptor)
 
 
+def saving_run(directory: str) -> str:
+    """Return the token of the run that saves here, or did last; "" before its first checkpoint.
+
+    Args:
+        directory: The job's.
+    """
+    try:
+        return str(json.loads(read_bytes(os.path.join(directory, _OWNER)))["saves"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def _holder(descriptor: int) -> int | None:
     """Return the id of a process with a POSIX lock on the file; None where there is none."""
     query = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -235,12 +259,13 @@ def new_token() -> str:
     return uuid.uuid4().hex
 
 
-def _owner(identity: RunIdentity) -> bytes:
+def _owner(identity: RunIdentity, saving: str = "") -> bytes:
     facts = {
         "run": identity.run,
         "token": identity.token,
         "pid": os.getpid(),
         "host": os.uname().nodename,
+        "saves": saving,
     }
     return json.dumps(facts).encode()
 

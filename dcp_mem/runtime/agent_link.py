@@ -27,22 +27,31 @@ class AgentLink:
         self._thread: FlushThread | None = None
         self._checksums = ChecksumThread(root)
         self._told_nodes: frozenset[str] | None = None
+        self._told_run = ""
         self._is_stopped = False
         self._guard = threading.Lock()  # not held while the thread ends
 
-    def wake(self, settings: Settings, nodes: frozenset[str] | None, *, now: bool = False) -> None:
+    def wake(
+        self,
+        settings: Settings,
+        nodes: frozenset[str] | None,
+        run: str = "",
+        *,
+        now: bool = False,
+    ) -> None:
         """Have pending checkpoints flushed. A job without storage has none.
 
         Args:
             settings: Of the job: where it flushes to, and who does.
             nodes: On which the job's ranks run, if that is known. The flusher waits for no others.
+            run: Token of the run, if it has saved.
             now: Try at once again what failed; otherwise that has its time.
         """
         if settings.url is None:
             return
-        registration = registration_of(settings, now=now, nodes=nodes)
+        registration = registration_of(settings, now=now, nodes=nodes, run=run)
         with self._guard:
-            self._told_nodes = nodes
+            self._told_nodes, self._told_run = nodes, run
             if settings.agent == "process":
                 self._wake_agent(registration)
             elif not self._is_stopped:
@@ -83,6 +92,14 @@ class AgentLink:
             is_news = nodes != self._told_nodes
             self._told_nodes = nodes
             return is_news
+
+    def knows(self, run: str) -> bool:
+        """Return whether the flusher was told of a run's settings.
+
+        Args:
+            run: Token of the run.
+        """
+        return run == self._told_run
 
     def stop(self) -> None:
         """End this process's own threads, if there are any; none is started any more."""

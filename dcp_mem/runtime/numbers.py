@@ -54,6 +54,11 @@ class RunNumbers:
         self._run = ""
         self._newest = UNNUMBERED
 
+    @property
+    def token(self) -> str:
+        """Token of the run; "" as long as it has saved nothing."""
+        return self._run
+
     def newest(self) -> SaveNumber:
         """Return the greatest number of this process's saves and loads."""
         own = SaveNumber(self._generation_now(), self._newest.count)

@@ -100,6 +100,7 @@ class Session:
         self.turns = Turns()
         self._end: threading.Event | None = None  # set once it is closed; None: it stays open
         self._agent = AgentLink(root)
+        self._noted_run = ""
 
     def topology(self, ranks: Ranks, failure_domain: str = "") -> Topology:
         """Return where these ranks run; see `JobNodes.topology`.
@@ -142,7 +143,24 @@ class Session:
             settings: Of the job: where it flushes to, and who does.
             now: Try at once again what failed; otherwise that has its time.
         """
-        self._agent.wake(settings, self.nodes.of_all_ranks, now=now)
+        self._agent.wake(settings, self.nodes.of_all_ranks, self.numbers.token, now=now)
+
+    def announce_run(self, settings: Settings, run: str, *, is_flushed: bool) -> None:
+        """Have the flusher know a run's settings before it can find the run's first checkpoint.
+
+        A flusher of an earlier run looks at memory by itself. It would flush the checkpoint as that
+        run was to be flushed: with its credentials, retention and overwrite=.
+
+        Args:
+            settings: Of the job.
+            run: Token of the run.
+            is_flushed: Whether the flusher has something to do for the checkpoint.
+        """
+        if run != self._noted_run:
+            self.lock.note_run(run)
+            self._noted_run = run
+        if is_flushed and not self._agent.knows(run):
+            self.wake_agent(settings)
 
     def sum_up(self, settings: Settings) -> None:
         """Have checksums made of complete checkpoints that stay in memory.

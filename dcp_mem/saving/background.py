@@ -5,6 +5,7 @@ from __future__ import annotations
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import most_at_once
 from dcp_mem.runtime.prefaulting import SlotSizes
+from dcp_mem.saving.complete import concerns_flusher
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.redundancy import incoming_sizes, replication_of
 from dcp_mem.saving.values import Completed, SaveContext
@@ -26,9 +27,7 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
     session, manifest = context.session, completed.manifest
     if completed.agreed.topology.is_leader:
         session.publisher.show(manifest)
-        # The first checkpoint of a run gets it a generation on storage, wherever it is to stay.
-        is_first = manifest.count == 1 and not context.settings.persist.is_never
-        if completed.agreed.persist or is_first:
+        if concerns_flusher(context, manifest):
             session.wake_agent(context.settings)
         else:
             session.tell_nodes(context.settings)

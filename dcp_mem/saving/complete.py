@@ -236,6 +236,8 @@ def _publish_on_all_nodes(
             if catalog is not None:
                 session.catalogs.put(catalog)
             session.numbers.keep_newest(manifest)
+            is_flushed = concerns_flusher(context, manifest)
+            session.announce_run(context.settings, manifest.run, is_flushed=is_flushed)
             session.publish(manifest)
 
     published = attempt(publish)
@@ -243,6 +245,19 @@ def _publish_on_all_nodes(
     if agreed.topology.node_count > 1 or not context.is_driven_by_dcp:
         failures = ranks.all_reduce(failures, joined)
     raise_together(f"publishing {context.name}", failures, published.error)
+
+
+def concerns_flusher(context: SaveContext, manifest: Manifest) -> bool:
+    """Return whether the flusher has something to do for a checkpoint.
+
+    The first one of a run gets the run a generation on storage, wherever the checkpoint is to stay.
+
+    Args:
+        context: Of the save.
+        manifest: Of the checkpoint.
+    """
+    is_first = manifest.count == 1 and not context.settings.persist.is_never
+    return manifest.persist or is_first
 
 
 def _remember(context: SaveContext, planned: Planned, saved: SavedPlan) -> None:

@@ -195,6 +195,89 @@ def test_without_overwrite_a_name_on_storage_is_reported_and_left_alone(
     assert forked(load_anew, job).number == 1
 
 
+def _registration(job: Job, run: str) -> Registration:
+    return Registration(job.name or "", job.url or "", overwrite=True, run=run)
+
+
+def _flush_by_an_earlier_registration(job: Job) -> list[str]:
+    """Save what storage has, where the node's flusher knows an earlier run alone."""
+    flusher = dcp_mem.flushing.scheduler.FlushScheduler(job.memory)
+    flusher.register(_registration(job, "earlier"))
+    writer = job.writer(overwrite=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
+        save(writer, 2, "step-1")
+        found = ["flushed" if flusher.flush_next() else "held back"]
+        (checkpoint,) = JobMemory(job.memory, job.name or "").checkpoints()
+        own = replace(_registration(job, checkpoint.manifest.run), overwrite=False)
+        flusher.register(own)
+        found.append("flushed" if flusher.flush_next() else "held back")
+        found.append(writer.status()[0].error)
+        writer.close(flush=False)
+    return found
+
+
+def test_a_flusher_waits_for_the_registration_of_a_run_that_lives(
+    local_root: StorageRoot, memory_root: Path
+) -> None:
+    job = _job(local_root, memory_root)
+    forked(_save_and_wait, job, 1)
+    there = _of_checkpoints(local_root)
+    shutil.rmtree(job.directory)
+    first, second, error = forked(_flush_by_an_earlier_registration, job)
+    assert (first, second) == ("held back", "flushed")
+    assert f"'step-1' exists already in {job.url} and overwrite=False" in error
+    assert _of_checkpoints(local_root) == there
+
+
+def _save_without_flusher(job: Job) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
+        writer = job.writer()
+        save(writer, 1)
+        writer.close(flush=False)
+
+
+def test_another_runs_registration_flushes_what_a_dead_run_has_left(
+    local_root: StorageRoot, memory_root: Path
+) -> None:
+    job = _job(local_root, memory_root)
+    forked(_save_without_flusher, job)
+    flusher = dcp_mem.flushing.scheduler.FlushScheduler(job.memory)
+    flusher.register(_registration(job, "later"))
+    assert flusher.flush_next()
+    assert "run/step-1/.metadata" in local_root.names()
+
+
+def _order_of_first_saves(job: Job) -> list[str]:
+    order: list[str] = []
+    session, publish = dcp_mem.runtime.session.Session, JobMemory.publish
+    wake = session.wake_agent
+
+    def note_wake(*given: Any, **options: Any) -> None:
+        order.append("registered")
+        wake(*given, **options)
+
+    def note_publication(*given: Any) -> None:
+        order.append("published")
+        publish(*given)
+
+    with pytest.MonkeyPatch.context() as patch, job.writer(agent="thread") as writer:
+        patch.setattr(session, "wake_agent", note_wake)
+        patch.setattr(JobMemory, "publish", note_publication)
+        save(writer, 1)
+        save(writer, 2)
+        return list(order)
+
+
+def test_a_run_registers_before_its_first_checkpoint_is_there(
+    local_root: StorageRoot, memory_root: Path
+) -> None:
+    order = forked(_order_of_first_saves, _job(local_root, memory_root))
+    assert order[:2] == ["registered", "published"]
+    assert order[2:] == ["registered", "published", "registered"], "once is enough"
+
+
 # -- what is flushed -------------------------------------------------------------------------------
 
 
