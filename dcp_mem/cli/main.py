@@ -25,6 +25,7 @@ _COMMANDS = {
     "ls": "List checkpoints, or the jobs in this node's memory.",
     "show": "Show what a checkpoint consists of.",
     "verify": "Read every byte of checkpoints and compare it with its checksums.",
+    "reject": "Mark a checkpoint as not to be resumed from, or take that back.",
     "rm": "Remove checkpoints from memory and storage.",
     "gc": "Free memory of dead jobs, and what interrupted saves have left on storage.",
     "watch": "Follow a job's checkpoints in memory and on their way to storage.",

@@ -302,6 +302,8 @@ def state(checkpoint: CheckpointStatus) -> Text:
     """
     if checkpoint.problem:
         return Text("damaged", "bold red")
+    if checkpoint.rejected:
+        return Text("rejected", "yellow")
     return colored(checkpoint.state, " (torch's)" if checkpoint.is_foreign else "")
 
 
@@ -321,6 +323,8 @@ def problem(checkpoint: CheckpointStatus) -> Text:
     Args:
         checkpoint: What is known of the checkpoint.
     """
+    if checkpoint.rejected and not checkpoint.problem:
+        return Text(shown(checkpoint.rejected), "yellow")
     return Text(shown(checkpoint.problem or checkpoint.error), "red")
 
 
@@ -349,6 +353,7 @@ def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
         "persist": checkpoint.persist,
         "error": checkpoint.error,
         "problem": checkpoint.problem,
+        "rejected": checkpoint.rejected,
         "is_foreign": checkpoint.is_foreign,
     }
 

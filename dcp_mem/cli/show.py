@@ -14,7 +14,7 @@ from dcp_mem.cli.options import (
     searched_places,
     subcommand,
 )
-from dcp_mem.cli.screen import Screen, age, facts_of, figures, moment, size, state
+from dcp_mem.cli.screen import Screen, age, facts_of, figures, moment, shown, size, state
 from dcp_mem.common.values import CheckpointStatus
 from dcp_mem.operations.contents import Contents, contents_of
 from dcp_mem.operations.inventory import find_one
@@ -83,7 +83,8 @@ def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: 
         ["name", Text(checkpoint.name, "bold")],
         ["save id", checkpoint.save_id or "none: written by torch"],
         ["state", state(checkpoint)],
-        ["problem", Text(checkpoint.problem, "red")],
+        ["problem", Text(shown(checkpoint.problem), "red")],
+        ["rejected", Text(shown(checkpoint.rejected), "yellow")],
         ["created", f"{moment(checkpoint.created)} ({age(checkpoint.created)} ago)"],
         ["step", "" if checkpoint.step is None else str(checkpoint.step)],
         ["metrics", figures(checkpoint.metrics)],

@@ -160,6 +160,7 @@ class CheckpointStatus:
         scope: "", or the rank that saved alone ("r3").
         world_size: Ranks that saved it; 0 if unknown.
         problem: What is known to be wrong with it; "" for nothing.
+        rejected: Why it is not to be resumed from; "" if nobody has rejected it.
         is_foreign: Whether torch's own writer made it.
         generation: Of the run that saved it; 0 if unknown. It gives the checkpoint its place in the
             job's order, with `count`.
@@ -194,6 +195,7 @@ class CheckpointStatus:
     scope: str = ""
     world_size: int = 0
     problem: str = ""
+    rejected: str = ""
     is_foreign: bool = False
     generation: int = 0
     count: int = 0
@@ -202,8 +204,8 @@ class CheckpointStatus:
 
     @property
     def is_durable(self) -> bool:
-        """Whether storage has it, with nothing known to be wrong."""
-        return STORAGE in self.places and not self.problem
+        """Whether storage has it, with nothing known to be wrong, and it isn't rejected."""
+        return STORAGE in self.places and not (self.problem or self.rejected)
 
     @property
     def is_replicated(self) -> bool:

@@ -54,6 +54,8 @@ _SLACK = 64 << 20
 _MOST_COPIED = 16 << 20
 """Bytes of the largest catalog that each checkpoint gets a copy of."""
 _TRIES = 5
+_REJECTED = "rejected: "
+"""Begins the error of a flush that was skipped for a rejection."""
 
 
 class JobMemory:
@@ -385,8 +387,19 @@ class JobMemory:
         mark = Rejection(manifest.save_id, why, time.time())
         self._add(manifest, {names.rejection_file(manifest.save_id): mark.to_json()})
         if was_pending:
-            skipped = replace(checkpoint.flush, outcome=Outcome.SKIPPED, error=f"rejected: {why}")
+            skipped = replace(checkpoint.flush, outcome=Outcome.SKIPPED, error=_REJECTED + why)
             self.record_flush(checkpoint, skipped)
+
+    def accept(self, checkpoint: LocalCheckpoint) -> None:
+        """Take back a checkpoint's rejection; what was skipped for it awaits its flush again.
+
+        Args:
+            checkpoint: As it was found, rejected.
+        """
+        save_id, flush = checkpoint.manifest.save_id, checkpoint.flush
+        files.remove(os.path.join(checkpoint.directory, names.rejection_file(save_id)))
+        if flush.outcome == Outcome.SKIPPED and flush.error.startswith(_REJECTED):
+            self.record_flush(checkpoint, FlushRecord(save_id=save_id))
 
     def add_checksums(self, manifest: Manifest, checksums: Mapping[str, ItemTable]) -> None:
         """Put checksums beside segments that have none so far.

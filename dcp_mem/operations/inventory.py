@@ -232,14 +232,14 @@ def merged(
     for one in local:
         same = unmatched.pop((one.name, one.save_id, one.scope), None)
         if same is not None:
-            places, problem = (MEMORY, STORAGE), same.problem or one.problem
             found.append(
                 replace(
                     one,
                     state=State.DURABLE,
-                    places=places,
+                    places=(MEMORY, STORAGE),
                     error="",
-                    problem=problem,
+                    problem=same.problem or one.problem,
+                    rejected=same.rejected or one.rejected,
                     stored_at=same.stored_at,
                     generation=max(one.generation, same.generation),
                 )
@@ -261,8 +261,7 @@ def _of_job(memory: JobMemory) -> list[CheckpointStatus]:
 
 def _of_memory(checkpoint: LocalCheckpoint) -> CheckpointStatus:
     # Only storage knows whether it lies there: `merged` adds that.
-    problem = f"rejected: {checkpoint.rejected}" if checkpoint.rejected else ""
-    return replace(status_of(checkpoint), places=(MEMORY,), problem=problem)
+    return replace(status_of(checkpoint), places=(MEMORY,), rejected=checkpoint.rejected)
 
 
 def _of_storage(one: StoredCheckpoint) -> CheckpointStatus:
@@ -277,7 +276,8 @@ def _of_storage(one: StoredCheckpoint) -> CheckpointStatus:
         created=one.created,
         places=(STORAGE,),
         scope=one.scope,
-        problem=f"rejected: {one.rejected}" if one.rejected else one.problem,
+        problem=one.problem,
+        rejected=one.rejected,
         is_foreign=manifest is None and not one.problem,
         stored_at=one.modified,
     )

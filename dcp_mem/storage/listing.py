@@ -161,6 +161,16 @@ def mark_rejected(storage: Storage, manifest: Manifest, why: str) -> None:
     storage.put(f"{manifest.name}/{names.rejection_file(manifest.save_id)}", mark.to_json())
 
 
+def remove_rejection(storage: Storage, manifest: Manifest) -> None:
+    """Take back the mark of a rejected checkpoint.
+
+    Args:
+        storage: The job's root.
+        manifest: Of the checkpoint.
+    """
+    storage.delete(f"{manifest.name}/{names.rejection_file(manifest.save_id)}")
+
+
 def get_parsed(storage: Storage, key: str, parse: Callable[[bytes], T]) -> T:
     """Return what `parse` makes of the bytes under a key; damaged ones are read once more.
 

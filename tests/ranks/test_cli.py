@@ -31,6 +31,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations.doctor import examine
 from dcp_mem.operations.export import export_safetensors
 from dcp_mem.operations.inventory import list_checkpoints
+from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import (
     Job,
@@ -46,7 +47,19 @@ from tests.support.checkpoints.roundtrip import assert_same, random_tensor
 from tests.support.processes.forks import forked, forked_ranks, forking
 from tests.support.storage.servers import StorageRoot
 
-COMMANDS = ("ls", "show", "verify", "rm", "gc", "watch", "report", "flush", "doctor", "export")
+COMMANDS = (
+    "ls",
+    "show",
+    "verify",
+    "reject",
+    "rm",
+    "gc",
+    "watch",
+    "report",
+    "flush",
+    "doctor",
+    "export",
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,11 @@ def shell(job: Job) -> Shell:
     return Shell(job)
 
 
+def _newest(shell: Shell) -> tuple[int, list[str]]:
+    loaded = forked(load_anew, shell.job)
+    return loaded.number, list(loaded.report.passed_over)
+
+
 def _stored(job: Job, name: str) -> Path:
     return Path(job.url or "", name)
 
@@ -95,6 +113,68 @@ def _stored(job: Job, name: str) -> Path:
 def _segment(directory: Path) -> Path:
     (found,) = directory.glob("__0_0-*.distcp")
     return found
+
+
+# -- reject ----------------------------------------------------------------------------------------
+
+
+def test_what_is_rejected_is_passed_over_until_that_is_taken_back(shell: Shell) -> None:
+    for name in ("3", "step-2"):
+        result = shell.run("reject", name, "--why", "the loss is NaN")
+        assert result.exit_code == 0, result.output
+    assert result.stdout == "step-2 is rejected: the loss is NaN (memory + storage)\n"
+    number, passed_over = _newest(shell)
+    assert number == 1
+    assert any("step-2" in line and "the loss is NaN" in line for line in passed_over)
+    assert shell.json("reject", "2", "--undo") == {
+        "name": "step-2",
+        "is_rejected": False,
+        "why": "",
+        "places": ["memory", "storage"],
+    }
+    assert _newest(shell)[0] == 2
+
+
+def test_ls_and_show_tell_rejected_from_damaged(shell: Shell) -> None:
+    save_id = shell.json("show", "step-1")["save_id"]
+    assert shell.run("reject", save_id, "--why", "the loss is NaN").exit_code == 0
+    listed = shell.run("ls")
+    assert listed.exit_code == 0, "it lies whole on storage"
+    (line,) = (line for line in listed.stdout.splitlines() if line.startswith("step-1 "))
+    assert line.split()[2:4] == ["rejected", "storage"]
+    assert line.endswith("the loss is NaN")
+    assert "can't be loaded" not in listed.stderr
+    said = [line.split(maxsplit=1) for line in shell.run("show", "step-1").stdout.splitlines()[:6]]
+    assert ["state", "rejected"] in said
+    assert ["rejected", "the loss is NaN"] in said
+    facts = shell.json("show", "step-1")
+    assert (facts["problem"], facts["rejected"]) == ("", "the loss is NaN")
+
+
+def test_what_was_rejected_before_its_flush_is_flushed_once_that_is_taken_back(job: Job) -> None:
+    forked(_save_to_be_flushed, job)
+    shell = Shell(job)
+    assert shell.run("reject", "step-1", "--why", "a test").exit_code == 0
+    assert shell.json("flush")["flushed"] == []
+    assert shell.run("reject", "step-1", "--undo").exit_code == 0
+    assert [one["name"] for one in shell.json("flush")["flushed"]] == ["step-1"]
+    assert _stored(job, "step-1").joinpath(".metadata").exists()
+
+
+def _save_to_be_flushed(job: Job) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dcp_mem.runtime.session.Session.wake_agent", lambda *_, **__: None)
+        writer = job.writer()
+        save(writer, 1)
+        writer.close(flush=False)
+
+
+def test_reject_says_what_it_cannot_do(shell: Shell) -> None:
+    assert shell.run("reject", "step-1").exit_code == 2
+    assert shell.run("reject", "step-1", "--why", "x", "--undo").exit_code == 2
+    assert "isn't marked" in shell.run("reject", "step-1", "--undo").stderr
+    missing = shell.run("reject", "7", "--why", "x")
+    assert (missing.exit_code, "step-7" in missing.stderr) == (1, True)
 
 
 # -- ls --------------------------------------------------------------------------------------------
@@ -607,10 +687,32 @@ def test_doctor_checks_machine_and_storage_and_leaves_nothing(shell: Shell) -> N
     } <= checks.keys()
     storage = [name for name in checks if name.startswith("storage: ")]
     assert storage == [
-        f"storage: {one}" for one in ("list", "put", "get", "commit", "clock", "delete")
+        f"storage: {one}"
+        for one in ("list", "put", "get", "commit", "conditions", "clock", "delete")
     ]
     assert all(checks[name]["verdict"] == "ok" for name in storage)
     assert sorted(Path(shell.job.url or "").rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("has_conditions", "is_fair", "verdict"),
+    [(True, True, "ok"), (False, True, "warn"), (True, False, "fail")],
+)
+def test_doctor_says_what_storage_without_conditions_means(
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    has_conditions: bool,
+    is_fair: bool,
+    verdict: str,
+) -> None:
+    monkeypatch.setattr(PosixStorage, "has_conditions", lambda _: has_conditions)
+    if not is_fair:
+        monkeypatch.setattr(PosixStorage, "swap", lambda *_: True)
+    checks = Shell(job).json("doctor", code=int(verdict == "fail"))["checks"]
+    (check,) = (one for one in checks if one["name"] == "storage: conditions")
+    assert check["verdict"] == verdict
+    assert ("one run at a time" in check["advice"]) == (verdict == "warn")
+    assert list(Path(job.url or "").rglob("*")) == []
 
 
 def test_doctor_fails_where_storage_cannot_be_written(job: Job) -> None:

@@ -282,7 +282,7 @@ def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list
             "created": one.created,
             "tiers": [{MEMORY: "tier1", STORAGE: "tier3"}[place] for place in one.places],
             "path": f"{chosen.url}/{one.name}" if chosen.url is not None and one.is_durable else "",
-            "problem": one.problem,
+            "problem": one.problem or one.rejected,
         }
         for one in newest.values()
     ]
@@ -443,7 +443,7 @@ def _storage(chosen: Settings) -> Storage | None:
 
 def _counts(one: CheckpointStatus) -> bool:
     """Return whether all ranks saved it, and nothing is known to keep it from being loaded."""
-    is_readable = MEMORY in one.places or not one.problem
+    is_readable = MEMORY in one.places or not (one.problem or one.rejected)
     return is_readable and one.scope == names.COLLECTIVE and not one.is_foreign
 
 

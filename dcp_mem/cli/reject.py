@@ -1,0 +1,79 @@
+"""`dcp-mem reject`: mark a checkpoint as not to be resumed from, or take that back."""
+
+from __future__ import annotations
+
+import click
+
+from dcp_mem.cli.options import INTERACTIVE_RETRIES, CommonOptions, searched_places, subcommand
+from dcp_mem.cli.screen import shown
+from dcp_mem.common.values import MEMORY, STORAGE
+from dcp_mem.config import Settings
+from dcp_mem.errors import ConfigError
+from dcp_mem.operations.inventory import find, list_checkpoints
+from dcp_mem.operations.rejecting import (
+    accept_in_memory,
+    accept_on_storage,
+    reject_in_memory,
+    reject_on_storage,
+)
+
+_HELP = """Mark a checkpoint as not to be resumed from, in this node's memory and on storage.
+
+ID is a step, a name or a save id. Restarts pass over the checkpoint from then on, and their report
+has TEXT; a load that names it still takes it. It stays where it is until `dcp-mem rm` removes it,
+and retention doesn't count it. --undo takes the mark back: run it on each node whose memory has one
+(`dcp-mem ls` shows it). Exit code 1 if there is no such checkpoint.
+
+Examples:
+  dcp-mem reject s3://ckpts/run-42 1200 --why "the loss is NaN"
+  dcp-mem reject /mnt/nfs/run-42 step-1200 --undo
+  dcp-mem reject - 7 --job my-run --why "wrong learning rate"
+"""
+
+
+@subcommand("reject", _HELP)
+@click.argument("checkpoint_id", metavar="ID")
+@click.option("--why", metavar="TEXT", help="The reason, for people.")
+@click.option("--undo", is_flag=True, help="Take the mark back.")
+def command(common: CommonOptions, checkpoint_id: str, why: str | None, undo: bool) -> int:
+    """Mark the checkpoint, or take its mark back.
+
+    Args:
+        common: The options that all commands have.
+        checkpoint_id: A step, or a checkpoint's name or save id.
+        why: The reason, for people.
+        undo: Whether to take the mark back.
+
+    Raises:
+        UsageError: There is neither `why` nor `undo`, or both.
+        ConfigError: A checkpoint of that name can't be marked, or isn't.
+    """
+    settings = common.settings()
+    if undo == bool(why):
+        raise click.UsageError("give either --why TEXT or --undo")
+    name = _name_of(settings, checkpoint_id)
+    if why:
+        # Storage last: what it says holds for all nodes.
+        marked = [reject_in_memory(settings, name, why), reject_on_storage(settings, name, why)]
+    else:
+        marked = [accept_in_memory(settings, name), accept_on_storage(settings, name)]
+    if not any(marked):
+        raise ConfigError(
+            f"{name} isn't marked here" if undo else f"{name} can't be marked: it has no manifest"
+        )
+    places = [
+        place for place, is_marked in zip((MEMORY, STORAGE), marked, strict=True) if is_marked
+    ]
+    common.screen.answer(name=name, is_rejected=not undo, why=why or "", places=places)
+    done = "is not rejected any more" if undo else f"is rejected: {why}"
+    common.screen.line(shown(f"{name} {done} ({' + '.join(places)})"))
+    return 0
+
+
+def _name_of(settings: Settings, checkpoint_id: str) -> str:
+    """Return the name of a checkpoint that there is."""
+    known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
+    is_known = any(checkpoint_id in (one.name, one.save_id) for one in known)
+    if checkpoint_id.isdecimal() and not is_known:
+        checkpoint_id = f"step-{int(checkpoint_id)}"
+    return find(known, checkpoint_id, searched_places(settings)).name
