@@ -38,6 +38,8 @@ _UNLIMITED = 1 << 60
 """Bytes from which on a limit is none."""
 _LOG_TAIL_NBYTES = 64 << 10
 _CGROUP = "/sys/fs/cgroup"
+_PROBE_OF_S3 = ".dcp_mem/conditions"
+_LOCK_OF_DIRECTORIES = ".dcp_mem/lock"
 
 
 class Severity(str, Enum):
@@ -319,7 +321,7 @@ def _tail(path: str) -> list[str]:
 
 def _storage(url: str, storage_options: Mapping[str, Any]) -> Iterator[Check]:
     directory = f".dcp_mem-doctor-{uuid.uuid4().hex[:8]}"
-    key, data = f"{directory}/probe", os.urandom(1024)
+    root, key, data = url.rstrip("/"), f"{directory}/probe", os.urandom(1024)
     try:
         storage = open_storage(url, storage_options, _RETRIES)
     except DcpMemError as error:
@@ -330,6 +332,9 @@ def _storage(url: str, storage_options: Mapping[str, Any]) -> Iterator[Check]:
         "storage: put": lambda: storage.put(key, data),
         "storage: get": lambda: _is_same(storage, key, data),
         "storage: commit": lambda: _commits(storage, key),
+        "storage: conditions": lambda: _has_conditions(
+            storage, open_storage(f"{root}/{directory}", storage_options, _RETRIES), directory
+        ),
         "storage: clock": lambda: _clock(storage, directory),
         "storage: delete": lambda: _is_deleted(storage, directory, key),
     }
@@ -368,6 +373,41 @@ def _commits(storage: Storage, key: str) -> Check | None:
         Severity.FAIL,
         "a conditional put replaced what was there",
         "overwrite=False isn't safe on this storage",
+    )
+
+
+def _has_conditions(storage: Storage, probed: Storage, directory: str) -> Check | None:
+    """Check that of two runs at the root, the older one is kept from replacing and deleting.
+
+    Args:
+        storage: The job's root.
+        probed: The directory as a root of its own: what the check leaves there is deleted.
+        directory: Its name.
+    """
+    try:
+        probed.put("old", b"old")
+        if not probed.has_conditions():
+            return _without_conditions()
+        if probed.swap("old", b"other", b"new") or not probed.swap("old", b"old", b"new"):
+            return Check(
+                "storage: conditions",
+                Severity.FAIL,
+                "a put with a condition was made against it, or not made although it held",
+                "don't let two runs use this root: they could destroy each other's checkpoints",
+            )
+        return None
+    finally:
+        for left in ("old", _PROBE_OF_S3, _LOCK_OF_DIRECTORIES):
+            storage.delete(f"{directory}/{left}")
+
+
+def _without_conditions() -> Check:
+    return Check(
+        "storage: conditions",
+        Severity.WARN,
+        "none: it can't put or delete on condition that nothing has changed",
+        "let one run at a time use this root: two at once can replace each other's checkpoints of "
+        "one name, and a run deletes nothing that another run has put",
     )
 
 
