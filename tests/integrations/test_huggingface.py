@@ -15,7 +15,14 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import EarlyStoppingCallback
 
 import dcp_mem
-from dcp_mem import CheckpointNotFound, ConfigError, MemoryStorageReader, UntrustedObject
+from dcp_mem import (
+    CheckpointNotFound,
+    ConfigError,
+    MemoryStorageReader,
+    Persist,
+    UntrustedObject,
+    every_n_saves,
+)
 from dcp_mem.integrations.accelerate import AcceleratorCheckpoints
 from dcp_mem.integrations.huggingface import TrainerCheckpoints
 from tests.support.checkpoints.jobs import wait_until
@@ -136,6 +143,28 @@ def test_a_first_start_with_resume_trains_from_the_beginning_and_the_next_has_no
     assert account.losses == []
     assert again.state.global_step == 2 * BATCHES
     assert digest(again.model.state_dict()) == digest(trainer.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("persist", "expected"),
+    [(every_n_saves(10), {"step-5", "step-30"}), (True, {"step-30"}), (False, set())],
+    ids=["every 10", "all", "none"],
+)
+def test_a_training_ends_with_its_newest_step_on_storage(
+    memory_root: Path, tmp_path: Path, persist: bool | Persist, expected: set[str]
+) -> None:
+    """30 steps, saved each 5: six saves, of which every tenth alone is meant for storage."""
+    runs = Runs(tmp_path, memory_root)
+    trainer = make_trainer(str(runs.output), Account(), max_steps=30, save_steps=5)
+    options: dict[str, Any] = {"memory_root": memory_root, "job": "job", "persist": persist}
+    TrainerCheckpoints(trainer, runs.url, **options)
+    trainer.train()
+    assert trainer.state.global_step == 30
+    stored = {path.parent.name for path in runs.url.glob("step-*/.metadata")}
+    if persist is True:  # Saves that newer ones have overtaken may be among them.
+        assert stored >= expected
+    else:
+        assert stored == expected
 
 
 def test_a_step_that_is_asked_for_is_resumed_from_and_one_that_is_not_there_raises(
