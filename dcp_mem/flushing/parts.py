@@ -6,8 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from dcp_mem.common import faults
+from dcp_mem.common.log import log
 from dcp_mem.common.values import Segment
-from dcp_mem.errors import CheckpointExists, ManifestInvalid, SegmentCorrupt, StorageKeyMissing
+from dcp_mem.errors import (
+    CheckpointExists,
+    ManifestInvalid,
+    MemoryBudgetExceeded,
+    SegmentCorrupt,
+    StorageKeyMissing,
+)
 from dcp_mem.flushing.metering import Meter, Throttle
 from dcp_mem.flushing.orphans import COMMIT, DROP
 from dcp_mem.flushing.ownership import Ownership
@@ -179,7 +186,7 @@ def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTa
     """Upload segments that lie here; read those that storage has already for their checksums.
 
     What has changed since its checksums were made isn't put. Where none have been made so far,
-    those of the bytes that were put are kept beside the segment.
+    those of the bytes that were put are kept beside the segment, if memory has room.
 
     Args:
         job: The flush.
@@ -203,7 +210,10 @@ def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTa
     ]
     tables = upload_all(job.checkpoint.directory, outgoing, job.storage, job.meter, job.throttle)
     if job.memory is not None:
-        job.memory.add_checksums(job.checkpoint.manifest, tables)
+        try:
+            job.memory.add_checksums(job.checkpoint.manifest, tables)
+        except MemoryBudgetExceeded as error:  # storage has them all the same
+            log.warning("%s has no checksums in memory: %s", job.checkpoint.name, error)
     return tables
 
 

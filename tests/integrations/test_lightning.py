@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dcp_mem
-from dcp_mem import ConfigError, MemoryStorageReader
+from dcp_mem import ConfigError, MemoryStorageReader, every_n_saves
 from dcp_mem.config import Settings, checkpoint_name
 from dcp_mem.integrations.lightning import (
     NEWEST,
@@ -180,6 +180,22 @@ def test_what_is_removed_leaves_memory_and_storage_once_it_can(
     assert sorted(path.name for path in root.glob("[!.]*") if path.is_dir()) == ["1.ckpt"]
 
 
+def test_the_newest_on_storage_is_removed_once_storage_has_a_newer_one(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    plugin = MemoryCheckpointIO(root, memory_root=memory_root, persist=every_n_saves(2))
+    for step, durable in ((1, True), (2, False), (3, True)):
+        plugin.save_checkpoint(_checkpoint(step), root / f"{step}.ckpt")
+        if durable:
+            plugin.writer.wait(f"{step}.ckpt", timeout=60)
+        plugin.remove_checkpoint(root / f"{step - 1}.ckpt")
+        plugin._removals._under_way[f"{step - 1}.ckpt"].result(60)
+        expected = "1.ckpt" if step < 3 else "3.ckpt"
+        assert [one.name for one in on_storage(open_storage(str(root), {}))] == [expected]
+    plugin.teardown()
+
+
 def test_strategies_that_spawn_their_processes_can_send_the_plugin_there(memory_root: Path) -> None:
     plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
     plugin.save_checkpoint(_checkpoint(1), "1.ckpt")
@@ -258,7 +274,7 @@ def _stock(root: str, memory: str) -> None:
         "epoch=1.ckpt",
         "last.ckpt",
     }
-    assert sorted(os.listdir(root)) == sorted([*there, "checkpointHistories.csv"])
+    assert sorted(os.listdir(root)) == sorted([*there, ".dcp_mem", "checkpointHistories.csv"])
 
     last = plugin.load_checkpoint(os.path.join(root, "last.ckpt"))
     callback = checkpoints()

@@ -51,7 +51,9 @@ def test_the_guest_has_a_hard_nfs_4_2_mount(guest: Guest) -> None:
 
 def test_the_conformance_suite_passes_on_the_mount(guest: Guest) -> None:
     outcomes = guest.start(nfs_guest.conformance).result(timeout=120)
-    assert outcomes.keys() == {"passed"}
+    # A directory's listing has one level.
+    assert outcomes.keys() == {"passed", "skipped"}
+    assert outcomes["skipped"] == 1
     assert outcomes["passed"] >= 42
 
 
@@ -145,7 +147,7 @@ def test_a_flush_outlives_a_kill_of_the_server_and_shows_nothing_before_it_is_wh
             assert 0 < part.stat().st_blocks * 512 < _LARGE  # parts come in any order
             time.sleep(_DOWN_SECONDS)
             assert not call.has_ended
-            assert [path.name for path in root.rglob("*") if path.is_file()] == [part.name]
+            assert [path.name for path in (root / "step-1").iterdir()] == [part.name]
             if loses_the_file:
                 part.unlink()  # its handle is stale from now on
         finally:

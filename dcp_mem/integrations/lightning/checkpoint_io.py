@@ -155,10 +155,11 @@ class MemoryCheckpointIO(CheckpointIO):
         Raises:
             FlushFailed: Storage refuses a checkpoint, which stays in memory.
         """
+        is_broken_off = sys.exc_info()[0] is not None
         try:
-            self.writer.close(flush=sys.exc_info()[0] is None)
+            self.writer.close(flush=not is_broken_off)
         finally:
-            self._removals.close()
+            self._removals.close(keep_newest=is_broken_off)
 
     # -- what strategies and the callback use ------------------------------------------------------
 

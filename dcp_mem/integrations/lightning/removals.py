@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 from dcp_mem.common.log import log
+from dcp_mem.common.values import State
 from dcp_mem.config import Settings
 from dcp_mem.errors import CheckpointInUse, CheckpointNotFound
 from dcp_mem.operations import housekeeping
+from dcp_mem.runtime import states
 
 _PAUSE = 0.2
 
@@ -25,9 +29,13 @@ class Removals:
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: dict[str, Future[None]] = {}
         self._is_ending = threading.Event()
+        self._newest = set[str]()  # to be removed once storage has newer ones
 
     def begin(self, name: str, *, from_storage: bool) -> None:
         """Begin to remove a checkpoint, once nobody reads or flushes it any more; log failures.
+
+        From storage it goes once that has a newer one, too: the checkpoint that replaces it may lie
+        in memory alone.
 
         Args:
             name: The checkpoint's name.
@@ -38,7 +46,7 @@ class Removals:
         self._under_way[name] = self._thread.submit(self._remove, name, from_storage)
 
     def wait_for(self, name: str) -> None:
-        """Wait until a checkpoint of this name is gone, if it is being removed.
+        """Wait until a checkpoint of this name is gone, or is to be replaced on storage.
 
         Args:
             name: The checkpoint's name.
@@ -46,13 +54,20 @@ class Removals:
         future = self._under_way.pop(name, None)
         if future is not None:
             future.result()
+        self._newest.discard(name)
 
-    def close(self) -> None:
-        """Try once more to remove what is left, and end the thread."""
+    def close(self, *, keep_newest: bool = False) -> None:
+        """Try once more to remove what is left, and end the thread.
+
+        Args:
+            keep_newest: Leave on storage what is the newest there: training was broken off.
+        """
         self._is_ending.set()
         if self._thread is not None:
+            if not keep_newest:
+                self._thread.submit(self._remove_left, may_be_newest=True)
             self._thread.shutdown(wait=True)
-        self._thread, self._under_way = None, {}
+        self._thread, self._under_way, self._newest = None, {}, set()
         self._is_ending.clear()
 
     def __reduce__(self) -> tuple[type[Removals], tuple[Settings]]:
@@ -60,7 +75,8 @@ class Removals:
         return Removals, (self._settings,)
 
     def _remove(self, name: str, from_storage: bool) -> None:
-        try:
+        self._remove_left()
+        with _logged(name):
             while True:
                 _, why_not = housekeeping.evict(self._settings, name)
                 if not why_not and from_storage:
@@ -69,12 +85,20 @@ class Removals:
                     break
             if why_not:
                 log.warning("%s is not removed: %s", name, why_not)
-        except Exception as error:  # Training goes on, with one checkpoint too many.
-            log.warning("%s is not removed: %s: %s", name, type(error).__name__, error)
 
-    def _delete(self, name: str) -> str:
-        """Delete the checkpoint from storage; return why it is still there, or ""."""
+    def _remove_left(self, *, may_be_newest: bool = False) -> None:
+        """Delete what was left on storage as the newest there, if that has a newer one by now."""
+        for name in sorted(self._newest):
+            with _logged(name):
+                self._newest.discard(name)
+                self._delete(name, may_be_newest=may_be_newest)
+
+    def _delete(self, name: str, *, may_be_newest: bool = False) -> str:
+        """Delete the checkpoint from storage; return why it can't be deleted now, or ""."""
         if self._settings.url is None:
+            return ""
+        if not may_be_newest and self._is_newest_durable(name):
+            self._newest.add(name)
             return ""
         try:
             housekeeping.delete(
@@ -85,3 +109,17 @@ class Removals:
         except CheckpointInUse as error:
             return str(error)
         return ""
+
+    def _is_newest_durable(self, name: str) -> bool:
+        """Return whether this is the newest checkpoint that this job has on storage."""
+        known = states.status(self._settings)
+        return name == next((one.name for one in known if one.state is State.DURABLE), None)
+
+
+@contextmanager
+def _logged(name: str) -> Iterator[None]:
+    """Log what goes wrong: training goes on, with one checkpoint too many."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s is not removed: %s: %s", name, type(error).__name__, error)
