@@ -62,7 +62,7 @@ def next_number(known: SaveNumber, generation: int) -> SaveNumber:
     Args:
         known: The greatest number that any rank knows of.
         generation: The one that the run goes on with; 0 if it hasn't begun one. A run that learns
-            of a newer generation begins another one.
+            of a newer generation begins another one, and is another run from then on.
     """
     if generation and generation >= known.generation:
         return SaveNumber(generation, known.count + 1 if generation == known.generation else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import uuid
 
@@ -74,7 +75,10 @@ class RunNumbers:
             RankFailed: The default group's store is gone, or silent.
         """
         self._run = self._run or run_token()[:_RUN_DIGITS] or uuid.uuid4().hex[:_RUN_DIGITS]
-        return self._generation_now(), self._run
+        # Ranks that save without each other are one run: they go on with one generation.
+        manifests = (one.manifest for one in self._memory.checkpoints())
+        others = max((one.generation for one in manifests if one.run == self._run), default=0)
+        return max(self._generation_now(), others), self._run
 
     def _generation_now(self) -> int:
         """Return the run's generation, raised to the one that it has got on storage; 0 for none."""
@@ -100,8 +104,8 @@ class RunNumbers:
         if manifest.number > agreed:
             self._memory.note_generations({manifest.run: newest.generation + 1})
 
-    def begin(self, newest: SaveNumber, generation: int, run: str) -> SaveNumber:
-        """Return the number of the save that the ranks agree on now.
+    def begin(self, newest: SaveNumber, generation: int, run: str) -> tuple[SaveNumber, str]:
+        """Return the number of the save that the ranks agree on now, and the token of its run.
 
         Args:
             newest: The greatest number that any rank knows of.
@@ -109,5 +113,13 @@ class RunNumbers:
             run: Token of that run.
         """
         number = next_number(newest, generation)
+        if generation and number.generation > generation:
+            # What it has saved before stays older than what other runs have saved since.
+            run = _successor(run, number.generation)
         self._generation, self._run, self._newest = number.generation, run, number
-        return number
+        return number, run
+
+
+def _successor(run: str, generation: int) -> str:
+    """Return the token under which a run goes on in another generation, alike on all ranks."""
+    return hashlib.sha256(f"{run} {generation}".encode()).hexdigest()[:_RUN_DIGITS]

@@ -79,7 +79,7 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
     assert proposal is not None
     save_id, persist, now, packed, *said = proposal
     generation, run = unpacked_run(packed)
-    number = context.session.numbers.begin(newest, generation, run)
+    number, run = context.session.numbers.begin(newest, generation, run)
     return Agreed(
         save_id=save_id,
         created=now,
