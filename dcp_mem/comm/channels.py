@@ -7,7 +7,9 @@ a larger group has one for all its messages.
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -15,26 +17,39 @@ import torch.distributed as dist
 
 from dcp_mem.comm.timed_store import connected
 
+T = TypeVar("T")
 _TAG = 0x64638
+_WHOLE = 0.9
+"""The part of the time-out from which on a failed wait has taken all of it."""
 
 
 class GlooChannel:
     """One rank's end of a channel."""
 
-    def __init__(self, store: dist.Store, is_sender: bool, seconds: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        is_sender: bool,
+        seconds: float,
+        on_silence: Callable[[], None] = lambda: None,
+    ) -> None:
         """Connect, and return once the other rank has connected too.
 
         Args:
             store: Where these two ranks meet, and no others.
             is_sender: Whether this rank is the channel's first one.
             seconds: How long a message may wait.
+            on_silence: Called where a wait for the other rank has taken that long, in vain.
 
         Raises:
             RuntimeError: The other rank doesn't come.
         """
         self._peer = 1 if is_sender else 0
+        self._patience = _Patience(seconds, on_silence)
         # Any: torch declares no methods for a gloo group that isn't registered
-        self._group: Any = connected(store, 1 - self._peer, 2, seconds)
+        self._group: Any = self._patience.spent_on(
+            lambda: connected(store, 1 - self._peer, 2, seconds)
+        )
         self._messages = WeakSet[_PendingMessage]()
 
     def send(self, data: Any) -> _PendingMessage:
@@ -64,21 +79,38 @@ class GlooChannel:
         self._group = None
 
     def _pending(self, work: Any) -> _PendingMessage:
-        message = _PendingMessage(work)
+        message = _PendingMessage(work, self._patience)
         self._messages.add(message)
         return message
+
+
+class _Patience:
+    """Tells a peer that was silent from one that is gone: a wait for it took the whole time-out."""
+
+    def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
+        self._seconds, self._on_silence = seconds, on_silence
+
+    def spent_on(self, wait: Callable[[], T]) -> T:
+        """Wait, and raise what that raises."""
+        started = time.monotonic()
+        try:
+            return wait()
+        except Exception:
+            if time.monotonic() - started >= _WHOLE * self._seconds:
+                self._on_silence()
+            raise
 
 
 class _PendingMessage:
     """A message that is being sent or received."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, work: Any, patience: _Patience) -> None:
+        self._work, self._patience = work, patience
 
     def wait(self) -> None:
         if self._work is None:
             raise RuntimeError("the channel is closed")
-        self._work.wait()
+        self._patience.spent_on(self._work.wait)
 
     def drop(self) -> None:
         """Give the message up."""

@@ -20,7 +20,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -51,8 +51,9 @@ class GlooRanks:
     """Ranks of a process group, over a gloo group with the same members.
 
     Once the group breaks, or a rank leaves it, every further exchange of the call fails at once:
-    a call waits for a lost rank no more than once. The next call, which begins with `refresh`, uses
-    a new group, of the next generation.
+    a call waits for a lost rank no more than once. Where a channel has waited for one already, the
+    exchange behind it waits half as long: a call takes at most one and a half time-outs. The next
+    call, which begins with `refresh`, uses a new group, of the next generation.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class GlooRanks:
         self._calls = 0
         self._group: dist.ProcessGroupGloo | None = None
         self._failed: tuple[str, Sequence[tuple[int, str]]] | None = None  # in the call under way
+        self._was_silent = False  # a rank, on a channel of the call under way
         self._tree = self._flat_tree()
 
     def set_nodes(self, nodes: Sequence[str]) -> None:
@@ -146,7 +148,10 @@ class GlooRanks:
         name = f"{self._name}/{self._generation}/{prefix}{sender}-{receiver}"
         seconds = self._timeout.total_seconds()
         store = dist.PrefixStore(name, own_connection(self._store, min(seconds, _STORE_SECONDS)))
-        return GlooChannel(store, self.rank == sender, seconds)
+        return GlooChannel(store, self.rank == sender, seconds, self._note_silence)
+
+    def _note_silence(self) -> None:
+        self._was_silent = True
 
     def refresh(self) -> None:
         """Replace a group that broke in an earlier call. Called as a save or load begins.
@@ -159,7 +164,7 @@ class GlooRanks:
             RankFailed: A rank has left this very call, or the store is gone or silent.
         """
         self._calls += 1
-        self._failed = None
+        self._failed, self._was_silent = None, False
         while self._is_broken():
             left = self._who_left(self._timed_store.seconds)
             self._generation += 1
@@ -194,14 +199,23 @@ class GlooRanks:
         with _meeting(self.rank):
             return self._timed_store.check(self._broken_key())
 
+    def _others_gave_up(self) -> bool:
+        with suppress(RuntimeError):  # the store's host may be the silent one
+            return self._timed_store.check(self._broken_key(), _LAST_SECONDS)
+        return False
+
     def _broken_key(self) -> str:
         return f"{self._name}/{self._generation}/broken"
 
     def _guarded(self, what: str, act: Callable[[_GlooWire], T]) -> T:
         if self._failed is not None:
             raise RankFailed(*self._failed)
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        # Not at once: other ranks may be busy for a while, and the silent one behind a bad cable.
+        patience = 0.5 if self._was_silent else 1.0
+        deadline = time.monotonic() + patience * self._timeout.total_seconds()
         try:
+            if self._was_silent and self._others_gave_up():
+                raise RuntimeError("other ranks have given up meanwhile")
             if self._group is None:
                 self._group = self._build()
             return act(_GlooWire(self._group, deadline))
