@@ -159,7 +159,7 @@ def _items(lengths: Sequence[int], gap: int) -> tuple[np.ndarray, np.ndarray]:
 def test_checked_reads_bring_the_bytes_and_find_each_flip(tmp_path: Path, number: int) -> None:
     """Parts of any items, small and large, overlapping or not."""
     random_ = random.Random(SEED + number)
-    sizes = [0, 1, 700, 5000, 200_000, 1 << 20, (1 << 20) + 5, 3_000_000]
+    sizes = [0, 1, 700, 5000, 200_000, 1 << 20, (1 << 20) + 5, 3_000_000, 6_000_000]
     offsets, lengths = _items(random_.choices(sizes, k=12), gap=random_.choice([0, 13, 64]))
     data = np.random.default_rng(number).integers(
         0, 256, int(offsets[-1] + lengths[-1]) + 9, np.uint8
@@ -178,6 +178,8 @@ def test_checked_reads_bring_the_bytes_and_find_each_flip(tmp_path: Path, number
         for _ in range(random_.randrange(3)):
             start = random_.randrange(length + 1)
             parts.append((offset + start, random_.randrange(length - start + 1)))
+        if random_.randrange(2):
+            parts.append((offset, length))
     parts.sort()
     targets = [np.zeros(nbytes, np.uint8) for _, nbytes in parts]
     columns = [
