@@ -11,8 +11,9 @@ from hypothesis import settings
 
 from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.roundtrip import Places
+from tests.support.environment import hermetic_environment
 from tests.support.nodes.cluster import Cluster, running_cluster
-from tests.support.private import private_directory, remove_abandoned
+from tests.support.private import private_directory
 from tests.support.seeds import IS_EXPLORING, SEED, VARIABLE
 from tests.support.storage.servers import (
     BlobServer,
@@ -24,7 +25,6 @@ from tests.support.storage.servers import (
 )
 
 _SERVER_FIXTURES = {"azurite", "moto", "radosgw"}
-_KEPT_VARIABLES = {"DCP_MEM_AZURITE", "DCP_MEM_NO_NODES", "DCP_MEM_NO_RADOSGW"}
 _LOG_CHARACTERS = 8192
 
 # Examples are the same in every run; `.ci/explore` asks for others. There is no deadline: processes
@@ -81,16 +81,7 @@ def pytest_make_collect_report(
 @pytest.fixture(scope="session", autouse=True)
 def _hermetic_environment() -> Iterator[None]:
     """No job, memory root, account or proxy of the developer's reaches a test or a child of it."""
-    remove_abandoned()
-    foreign = ("AWS_", "AZURE_", "DCP_MEM_", "SLURM_", "TORCHELASTIC_")
-    with pytest.MonkeyPatch.context() as patch, private_directory("default") as default_root:
-        for name in list(os.environ):
-            if name.startswith(foreign) and name not in _KEPT_VARIABLES:
-                patch.delenv(name)
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        patch.setenv("DCP_MEM_ROOT", str(default_root))
-        for name in ("NO_PROXY", "no_proxy"):
-            patch.setenv(name, "127.0.0.1,localhost")
+    with hermetic_environment():
         yield
 
 

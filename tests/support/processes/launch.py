@@ -196,6 +196,9 @@ class Ranks(Generic[T]):
         """Send a signal to one rank; one that has ended ignores it."""
         self._processes[rank].send(number)
 
+    def is_running(self, rank: int) -> bool:
+        return self._processes[rank].exit_code() is None
+
     def join(
         self, *, timeout: float = 60.0, expect_signal: signal.Signals | None = None
     ) -> list[T | RankDeath]:
@@ -204,8 +207,7 @@ class Ranks(Generic[T]):
         Raises RanksFailed, and RanksHung at the timeout.
         """
         self._wait(time.monotonic() + timeout, expect_signal)
-        hung = self._kill_hung()
-        outcomes = [process.outcome(hung=process in hung) for process in self._processes]
+        outcomes, hung = self._outcomes()
         deaths = [outcome for outcome in outcomes if isinstance(outcome, RankDeath)]
         died = [death.rank for death in deaths if not death.hung]
         if died and expect_signal is None:
@@ -218,6 +220,29 @@ class Ranks(Generic[T]):
         for process in self._processes:
             process.show_output()
         return outcomes
+
+    def ended(self, timeout: float = 60.0) -> list[T | RankDeath]:
+        """Wait for all ranks and return their outcomes, whatever they are.
+
+        Raises RanksHung at the timeout.
+        """
+        deadline = time.monotonic() + timeout
+        while any(each.exit_code() is None for each in self._processes):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        outcomes, hung = self._outcomes()
+        for process in self._processes:
+            process.show_output()
+        if hung:
+            ranks = [process.rank for process in hung]
+            raise RanksHung(f"ranks {ranks} have not ended within {timeout:.0f} s", outcomes)
+        return outcomes
+
+    def _outcomes(self) -> tuple[list[Any], "list[_Process]"]:
+        """The outcomes, and the processes that hung, which are killed."""
+        hung = self._kill_hung()
+        return [process.outcome(hung=process in hung) for process in self._processes], hung
 
     def _wait(self, deadline: float, expect_signal: signal.Signals | None) -> None:
         """Wait until all have ended, or the deadline; an unexpected death brings that forward."""
