@@ -31,12 +31,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--start", type=int, default=0, help="number of the first round")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="end about then")
     parser.add_argument("--keep", type=Path, help="copies what failed rounds leave, to look at")
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "torch.distributed is")
     with hermetic_environment():
         storm = KINDS[given.kind](Counter(), given.keep)
-        failures = run(storm, given.kind, seed=given.seed, start=given.start, rounds=given.rounds)
+        failures = run(
+            storm,
+            given.kind,
+            seed=given.seed,
+            start=given.start,
+            rounds=given.rounds,
+            seconds=60 * given.minutes,
+        )
     return 1 if failures else 0
 
 

@@ -20,7 +20,7 @@ from tests.support.processes.launch import Ranks
 
 _STARTED_SECONDS = 20.0
 _POLL_SECONDS = 0.002
-_PLACES = (0, 1, 1, 2, 3, 5, 8, 13)
+_PLACES = (0, 1, 2, 3, 5, 8, 13, 20)
 """After which save of the life; 0: before the first, in the restore mostly."""
 _LATEST_PASS = 8
 _DELAYS = (0.0, 0.005, 0.03, 0.1)

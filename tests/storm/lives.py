@@ -78,7 +78,7 @@ class Notes:
 
     def put(self, what: str, value: object) -> None:
         path = self._progress / f"{what}.{self._rank}"
-        new = path.with_suffix(".new")
+        new = path.with_name(f"{path.name}.new")
         new.write_text(json.dumps(value))
         new.rename(path)
 

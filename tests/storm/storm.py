@@ -75,7 +75,9 @@ class Failure:
     reason: str = field(repr=False)
 
 
-def run(storm: Storm, kind: str, *, seed: int, start: int, rounds: int) -> list[Failure]:
+def run(
+    storm: Storm, kind: str, *, seed: int, start: int, rounds: int, seconds: float = float("inf")
+) -> list[Failure]:
     """Play rounds, and say how it goes.
 
     Args:
@@ -84,6 +86,7 @@ def run(storm: Storm, kind: str, *, seed: int, start: int, rounds: int) -> list[
         seed: Together with a round's number it fixes what is tried in that round.
         start: Number of the first round; a series is played from its beginning.
         rounds: How many.
+        seconds: After which no further series is begun.
 
     Returns:
         The rounds that failed.
@@ -95,6 +98,8 @@ def run(storm: Storm, kind: str, *, seed: int, start: int, rounds: int) -> list[
     played = 0
     with storm.running():
         for begin in range(first, stop, size):
+            if time.monotonic() - started > seconds:
+                break
             number, about, output = begin, "", io.StringIO()
             try:
                 with (
