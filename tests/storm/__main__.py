@@ -13,6 +13,7 @@ from tests.storm.nodes import Nodes
 from tests.storm.storm import Storm, run
 from tests.storm.writers import Writers
 from tests.support.environment import hermetic_environment
+from tests.support.processes.forks import preload
 from tests.support.seeds import SEED
 
 KINDS: dict[str, type[Storm]] = {
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="copies what failed rounds leave, to look at")
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "torch.distributed is")
+    preload("tests.storm.lives")
     with hermetic_environment():
         storm = KINDS[given.kind](Counter(), given.keep)
         failures = run(
