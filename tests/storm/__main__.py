@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--start", type=int, default=0, help="number of the first round")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end about then")
+    parser.add_argument("--loud", action="store_true", help="shows what all processes say")
     parser.add_argument("--keep", type=Path, help="copies what failed rounds leave, to look at")
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "torch.distributed is")
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             start=given.start,
             rounds=given.rounds,
             seconds=60 * given.minutes,
+            is_loud=given.loud,
         )
     return 1 if failures else 0
 

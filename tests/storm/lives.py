@@ -5,7 +5,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -248,13 +248,13 @@ class _WriterRoad(_Road):
     def save(self, step: int, number: int) -> None:
         self.finish()
         self._writer.annotate_next_save(step=step, metrics={"number": number})
-        road = {
+        road: Callable[..., Any] = {
             "dcp.save": dcp.save,
             "dcp_mem.save": dcp_mem.save,
             "dcp.async_save": dcp.async_save,
             "dcp_mem.async_save": dcp_mem.async_save,
         }[self._life.road]
-        begun: Any = road(
+        begun = road(
             self._state_of(number), checkpoint_id=f"step-{step}", storage_writer=self._writer
         )
         if "async" in self._life.road:

@@ -76,7 +76,14 @@ class Failure:
 
 
 def run(
-    storm: Storm, kind: str, *, seed: int, start: int, rounds: int, seconds: float = float("inf")
+    storm: Storm,
+    kind: str,
+    *,
+    seed: int,
+    start: int,
+    rounds: int,
+    seconds: float = float("inf"),
+    is_loud: bool = False,
 ) -> list[Failure]:
     """Play rounds, and say how it goes.
 
@@ -87,6 +94,7 @@ def run(
         start: Number of the first round; a series is played from its beginning.
         rounds: How many.
         seconds: After which no further series is begun.
+        is_loud: Show what the processes of each round say, not only of those that fail.
 
     Returns:
         The rounds that failed.

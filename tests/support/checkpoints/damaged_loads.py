@@ -149,5 +149,5 @@ def _damaged(damage: Damage, chance: Random) -> Iterator[None]:
             path.write_bytes(data)
         yield
     finally:
-        for path, data in whole.items():
-            path.write_bytes(data)
+        for path, content in whole.items():
+            path.write_bytes(content)
