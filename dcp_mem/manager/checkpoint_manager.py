@@ -42,6 +42,7 @@ from dcp_mem.manager.preemption import Preemption
 from dcp_mem.manager.replica_check import ReplicaCheck
 from dcp_mem.manager.saved import Saved
 from dcp_mem.manager.tracker import Tracker
+from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations import housekeeping, rejecting
 from dcp_mem.operations.inventory import job_memory, list_checkpoints
 from dcp_mem.policy.frequency import Advice, Auto, advice, parse_seconds, steps_between
@@ -152,7 +153,9 @@ class CheckpointManager:
         self._overlap = None if overlap is None else overlap_of(overlap)
         self._is_async = async_save or overlap is not None
         self._begun: tuple[Saved, Future[Any]] | None = None
-        self._said: set[tuple[str, str]] = set()
+        # An earlier run's failures were told to it. What it left is flushed by this run.
+        earlier = _failures(job_memory(self._writer.settings))
+        self._said = {(save_id, error) for _, save_id, error in earlier}
         self._report: RecoveryReport | None = None
         self._feed = Feed(trackers, self._writer.settings, process_group)
         self._replicas = ReplicaCheck(compare_replicas)
@@ -633,28 +636,15 @@ class CheckpointManager:
         return f"{'manage' if self._is_async else 'save'} {self._writer.settings.job}"
 
     def _troubles(self) -> tuple[str, ...]:
-        """Find what has failed behind training on this node since the last call, and log it.
-
-        Copies that were never begun, or are fewer because there are fewer nodes, have not failed.
-        """
-        found = []
+        """Find what has failed behind training on this node since the last call, and log it."""
         session = open_session(self._writer.settings)
-        for held in session.memory.checkpoints() if session is not None else ():
-            one, copies = status_of(held), held.replication
-            error = (
-                one.error
-                if one.state is State.FAILED
-                else copies.error
-                if copies.outcome == Outcome.FAILED
-                else ""
-            )
-            if error and (one.save_id, error) not in self._said:
-                self._said.add((one.save_id, error))
-                found.append(f"{one.name}: {error}")
+        found = _failures(None if session is None else session.memory)
+        new = [f"{name}: {error}" for name, save, error in found if (save, error) not in self._said]
+        self._said |= {(save, error) for _, save, error in found}
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            for text in found:
+            for text in new:
                 log.warning("%s", text)
-        return tuple(found)
+        return tuple(new)
 
     def _rejections(self) -> tuple[str, ...]:
         """Find what has been rejected behind training on this node since the last call."""
@@ -676,6 +666,26 @@ class CheckpointManager:
             rank = min(all_troubles)
             name, _, text = all_troubles[rank].partition(": ")
             raise FlushFailed(name, f"{text} (rank {rank})")
+
+
+def _failures(memory: JobMemory | None) -> list[tuple[str, str, str]]:
+    """Return what has failed behind training on this node: names, save ids and reasons.
+
+    Copies that were never begun, or are fewer because there are fewer nodes, have not failed.
+    """
+    found = []
+    for held in memory.checkpoints() if memory is not None else ():
+        one, copies = status_of(held), held.replication
+        error = (
+            one.error
+            if one.state is State.FAILED
+            else copies.error
+            if copies.outcome == Outcome.FAILED
+            else ""
+        )
+        if error:
+            found.append((one.name, one.save_id, error))
+    return found
 
 
 class _Refusing:

@@ -35,7 +35,7 @@ from dcp_mem import (
 )
 from tests.support.checkpoints.jobs import make_state, wait_until
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
-from tests.support.processes.forks import forked_ranks
+from tests.support.processes.forks import forked, forked_ranks
 from tests.support.processes.launch import run_ranks
 
 
@@ -180,6 +180,28 @@ def test_a_flush_that_fails_is_told_once_and_costs_no_save(
     url.unlink()
     manager.close(progress=False)
     assert {one.state for one in manager.list()} == {State.DURABLE}
+
+
+def _fail_to_flush(root: Path, url: Path) -> None:
+    """Be a run that storage refuses, and end."""
+    url.write_text("in the way")
+    manager = _manager(root, url, agent="thread")
+    manager.save(1, {"n": 1})
+    wait_until(lambda: manager.status()[0].error, "the flush fails")
+    manager.close(flush=False)
+
+
+def test_what_failed_in_an_earlier_run_is_no_trouble_of_the_next_one(
+    memory_root: Path, url: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked(_fail_to_flush, memory_root, url)
+    url.unlink()
+    with monkeypatch.context() as patch:  # nothing is flushed until the manager closes
+        patch.setattr("dcp_mem.runtime.session.Session.wake_agent", lambda *_, **__: None)
+        manager = _manager(memory_root, url, on_error="raise")
+        assert [manager.save(step, {"n": step}).troubles for step in (2, 3)] == [(), ()]
+    manager.close(progress=False)
+    assert {one.state for one in manager.list()} <= {State.DURABLE, State.SKIPPED}
 
 
 def test_copies_that_one_node_cannot_have_are_no_trouble(
