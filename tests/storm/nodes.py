@@ -80,7 +80,7 @@ def _live(life: NodeLife) -> None:
     dist.barrier()
     notes.put("started", True)
     notes.put("restored", _restored(life.job))
-    writer = life.job.writer(agent="thread", keep_memory=2, **life.options)
+    writer = life.job.writer(keep_memory=2, **life.options)
     for index in range(1, _SAVES + 1):
         number = life.number * _SAVES_OF_A_LIFE + index
         notes.put("begun", number)

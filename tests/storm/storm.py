@@ -111,7 +111,7 @@ def run(
             number, about, output = begin, "", io.StringIO()
             try:
                 with (
-                    contextlib.redirect_stdout(output),
+                    contextlib.redirect_stdout(sys.stdout if is_loud else output),
                     storm.series(Random(f"{kind} {seed} series {begin // size}")) as play,
                 ):
                     for number in range(begin, min(begin + size, stop)):
