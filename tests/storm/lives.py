@@ -248,12 +248,13 @@ class _WriterRoad(_Road):
     def save(self, step: int, number: int) -> None:
         self.finish()
         self._writer.annotate_next_save(step=step, metrics={"number": number})
-        road: Callable[..., Any] = {
+        roads: dict[str, Callable[..., Any]] = {
             "dcp.save": dcp.save,
             "dcp_mem.save": dcp_mem.save,
             "dcp.async_save": dcp.async_save,
             "dcp_mem.async_save": dcp_mem.async_save,
-        }[self._life.road]
+        }
+        road = roads[self._life.road]
         begun = road(
             self._state_of(number), checkpoint_id=f"step-{step}", storage_writer=self._writer
         )
