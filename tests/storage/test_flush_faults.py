@@ -193,7 +193,7 @@ def test_without_overwrite_what_another_has_committed_meanwhile_is_left_alone(
     way: Way, memory_root: Path, small: Path
 ) -> None:
     put_into(memory_root, small)
-    way.proxy.fail(way.steps["commit"], Delay(1.0))
+    way.proxy.fail(way.steps["commit"], Delay(3.0))
     with writing(way.job(memory_root), overwrite=False) as writer:
         start(writer)
         wait_until(lambda: way.asked("commit"))
