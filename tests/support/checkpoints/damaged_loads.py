@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -72,8 +72,12 @@ def save_two_verified(job: Job) -> None:
 def _is_verified(job: Job, number: int) -> bool:
     """Whether a checkpoint in memory has checksums, and shares no file with another one."""
     directory = job.directory / f"step-{number}" / ".dcp_mem"
-    (catalog,) = directory.glob("catalog-*")
-    return bool(list(directory.glob("checksums-*"))) and catalog.stat().st_nlink == 1
+    catalogs = list(directory.glob("catalog-*"))
+    if len(catalogs) != 1 or not any(directory.glob("checksums-*")):
+        return False  # or a temporary file is on its way to its name
+    with suppress(FileNotFoundError):
+        return catalogs[0].stat().st_nlink == 1
+    return False
 
 
 def files_of(job: Job) -> list[Path]:
