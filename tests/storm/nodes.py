@@ -121,8 +121,9 @@ class Nodes(Storm):
     def series(self, chance: Random) -> Iterator[Play]:
         """A cluster; nodes that are lost are replaced."""
         with (
-            running_cluster(chance.choice([3, 3, 4]), memory_bytes=64 << 20) as cluster,
             tempfile.TemporaryDirectory(prefix="dcp_mem-storm-") as directory,
+            # It ends first: its agents write into the directory.
+            running_cluster(chance.choice([3, 3, 4]), memory_bytes=64 << 20) as cluster,
         ):
             yield _Losses(cluster, Path(directory), self.tally, chance).play
 

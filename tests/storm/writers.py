@@ -95,8 +95,8 @@ class Writers(Storm):
     def _play(self, chance: Random) -> str:
         where = servers.chosen(self._servers, _SHARE_OF_SERVERS, chance)
         with (
-            private_directory("storm") as memory,
             servers.fresh_root(self._servers, where) as root,
+            private_directory("storm") as memory,  # its end kills agents, which write to the root
             self.keeping(memory, Path(root.url).parent),
         ):
             meeting = _Meeting(self, root, memory, chance)
