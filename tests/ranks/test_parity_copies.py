@@ -18,6 +18,7 @@ from dcp_mem.common.values import State
 from dcp_mem.format import names
 from dcp_mem.memory.checkpoint import checksums_of
 from dcp_mem.memory.job import JobMemory
+from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forked_ranks
 
 
@@ -93,6 +94,10 @@ def _takes(root: Path, redundancy: Any) -> int:
             dcp_mem.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
             if redundancy is not None:
                 writer.wait(f"step-{step}", "replicated", timeout=60)
+            # A slot whose checksums are being made isn't free for the next save but one.
+            own = f"checksums-__{dist.get_rank()}_0-*.json"
+            there = Path(memory, "job", f"step-{step}", ".dcp_mem")
+            wait_until(lambda there=there, own=own: list(there.glob(own)), "checksums")  # type: ignore[misc]
             taken = max(taken, allocated_bytes(f"{memory}/job"))
         return taken
 

@@ -57,7 +57,7 @@ def _start(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    wait_until(ready.exists, "the loop runs")
+    wait_until(ready.exists, "the loop runs", timeout=150)
     return process
 
 

@@ -222,6 +222,9 @@ def test_a_flusher_waits_for_the_registration_of_a_run_that_lives(
 ) -> None:
     job = _job(local_root, memory_root)
     forked(_save_and_wait, job, 1)
+    for agent in agents(memory_root):  # it would flush what a dead run has left
+        agent.kill()
+        agent.wait()
     there = _of_checkpoints(local_root)
     shutil.rmtree(job.directory)
     first, second, error = forked(_flush_by_an_earlier_registration, job)
