@@ -20,6 +20,7 @@ from tests.support.storage.nfs import MOUNT, Guest, NfsServer, running_nfs
 
 pytestmark = [
     pytest.mark.nfs,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         os.environ.get("DCP_MEM_NFS") != "1", reason="asked for by DCP_MEM_NFS=1: `bash .ci/nfs`"
     ),
@@ -50,7 +51,7 @@ def test_the_guest_has_a_hard_nfs_4_2_mount(guest: Guest) -> None:
 
 
 def test_the_conformance_suite_passes_on_the_mount(guest: Guest) -> None:
-    outcomes = guest.start(nfs_guest.conformance).result(timeout=120)
+    outcomes = guest.start(nfs_guest.conformance).result()
     # A directory's listing has one level.
     assert outcomes.keys() == {"passed", "skipped"}
     assert outcomes["skipped"] == 1
@@ -59,7 +60,7 @@ def test_the_conformance_suite_passes_on_the_mount(guest: Guest) -> None:
 
 @pytest.mark.parametrize("agent", ["thread", "process"])
 def test_a_save_comes_back_bit_exact_from_the_mount(guest: Guest, agent: str) -> None:
-    account = guest.start(nfs_guest.save_and_load, f"full-{agent}", agent).result(timeout=120)
+    account = guest.start(nfs_guest.save_and_load, f"full-{agent}", agent).result()
     assert (account["number"], account["source"], account["stock"]) == (7, "storage", 7)
     assert ".metadata" in account["files"]
 
@@ -93,7 +94,7 @@ def test_a_file_that_was_missed_once_is_found_as_soon_as_it_is_there(
 def test_a_checkpoint_that_was_missed_once_is_loaded_as_soon_as_it_is_committed(
     server: NfsServer, guest: Guest
 ) -> None:
-    guest.start(nfs_guest.save_and_load, "elsewhere", "thread").result(timeout=120)
+    guest.start(nfs_guest.save_and_load, "elsewhere", "thread").result()
     (server.export / "missed").mkdir()
     call = guest.start(nfs_guest.miss_and_load, "missed")
     call.wait_for("missed missed")
@@ -153,14 +154,14 @@ def test_a_flush_outlives_a_kill_of_the_server_and_shows_nothing_before_it_is_wh
         finally:
             server.start()
         with _watching(root) as torn:
-            status = call.result(timeout=120)
+            status = call.result()
         went_on = os.path.samestat(
             os.fstat(begun.fileno()), part.with_suffix("").with_suffix("").stat()
         )
     assert torn == []
     assert went_on != loses_the_file
     assert status.flush_attempts > loses_the_file
-    assert guest.start(nfs_guest.loads_much, name, _LARGE).result(timeout=120)
+    assert guest.start(nfs_guest.loads_much, name, _LARGE).result()
 
 
 def _half_written(root: Path) -> Path:

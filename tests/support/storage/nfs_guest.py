@@ -31,8 +31,8 @@ from tests.support.storage.conformance import StorageConformance
 from tests.support.storage.nfs import EXCHANGE, MOUNT
 
 _POLL_SECONDS = 0.01
-_PATIENCE_SECONDS = 60.0
-_DURABLE_SECONDS = 120.0
+_PATIENCE_SECONDS = 240.0
+_DURABLE_SECONDS = 300.0
 
 # -- calls -----------------------------------------------------------------------------------------
 
