@@ -30,7 +30,12 @@ _LOG_CHARACTERS = 8192
 # Examples are the same in every run; `.ci/explore` asks for others. There is no deadline: processes
 # are started within tests, and a first example takes many times longer than the next.
 settings.register_profile(
-    "dcp_mem", settings(), deadline=None, derandomize=not IS_EXPLORING, print_blob=True
+    "dcp_mem",
+    settings(),
+    deadline=None,
+    derandomize=not IS_EXPLORING,
+    print_blob=True,
+    report_multiple_bugs=False,  # so that a summary names the error, not "2 distinct failures"
 )
 settings.load_profile("dcp_mem")
 
