@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 
 from dcp_mem.storage.posix import PosixStorage
+from tests.support.checkpoints.jobs import Job, load_anew
+from tests.support.processes.forks import forked
 from tests.support.storage import nfs_guest
 from tests.support.storage.nfs import MOUNT, Guest, NfsServer, running_nfs
+from tests.support.storage.soundness import assert_kept, committed, is_taken
 
 pytestmark = [
     pytest.mark.nfs,
@@ -28,6 +31,8 @@ pytestmark = [
 
 _LARGE = 64 << 20
 _RACES = 20
+_MEETINGS = int(os.environ.get("DCP_MEM_NFS_MEETINGS", "3"))
+_MEETING_SECONDS = 2.0
 _DOWN_SECONDS = 2.0
 
 
@@ -119,6 +124,29 @@ def test_a_race_to_create_a_file_has_one_winner(server: NfsServer, guest: Guest)
     assert stored == [b"host" if here else b"guest" for here in won_here]
     assert guest.run(nfs_guest.read_each, "races", _RACES) == stored
     assert {path.name for path in root.glob("*/*")} == {".metadata"}
+
+
+@pytest.mark.parametrize("meeting", range(_MEETINGS))
+def test_two_runs_at_one_root_leave_only_whole_checkpoints(
+    server: NfsServer, guest: Guest, memory_root: Path, meeting: int
+) -> None:
+    """One saves on the mount, one on the server; each has a memory of its own."""
+    name = f"meeting-{meeting}"
+    there = guest.start(
+        nfs_guest.save_beside, f"{MOUNT}/{name}", f"/dev/shm/{name}", 1, _MEETING_SECONDS
+    )
+    url = str(server.export / name)
+    here = forked(nfs_guest.save_beside, url, str(memory_root / "host"), 2, _MEETING_SECONDS)
+    ends = [there.result(), here]
+    assert all(not refused or is_taken(refused) for _, refused in ends), ends
+    assert any(not refused for _, refused in ends), ends
+    stored = committed(url, {})
+    assert stored.keys() == {"step-1", "step-2", "step-3"}
+    for claims, _ in ends:
+        assert_kept(stored, claims, has_retention=False)
+    for step in stored:
+        number = load_anew(Job(url, str(memory_root / "loaded")), step).number
+        assert number // 10 == int(step.removeprefix("step-"))
 
 
 def _wait_for_any(root: Path, pattern: str) -> None:

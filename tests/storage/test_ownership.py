@@ -30,14 +30,9 @@ from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
 from tests.support.processes.forks import forked, forking
 from tests.support.storage.servers import StorageRoot
+from tests.support.storage.soundness import FLUSHER_POINTS, is_taken
 
 pytestmark = pytest.mark.timeout(120)
-
-POINTS = [point for point in faults.POINTS if point.startswith(("claim.", "flush."))]
-_TAKEN = [
-    "a newer run has taken it",
-    "a newer run has dropped it, and has saved under that name",
-]
 
 
 def run(job: Job, numbers: tuple[int, ...], armed: str = "", keep: int | None = None) -> str:
@@ -56,8 +51,7 @@ def _waited_for(writer: MemoryStorageWriter, name: str) -> str:
     try:
         writer.wait(name, timeout=100)
     except FlushFailed as error:
-        is_taken = any(text in str(error) for text in _TAKEN)
-        return "taken" if is_taken else str(error)
+        return "taken" if is_taken(str(error)) else str(error)
     return name
 
 
@@ -75,7 +69,7 @@ def _assert_whole(root: StorageRoot, memory_root: Path) -> set[str]:
     return {one.name for one in found}
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", FLUSHER_POINTS)
 @pytest.mark.slow
 def test_a_run_that_is_stopped_anywhere_does_a_newer_one_no_harm(
     memory_root: Path, storage_root: StorageRoot, point: str
@@ -103,7 +97,7 @@ def _is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", FLUSHER_POINTS)
 @pytest.mark.slow
 def test_a_run_that_is_killed_anywhere_leaves_a_newer_one_alone(
     memory_root: Path, storage_root: StorageRoot, point: str

@@ -35,14 +35,20 @@ from tests.support.storage.proxy import (
     Truncate,
 )
 from tests.support.storage.servers import S3Server
-from tests.support.storage.soundness import assert_kept, claims_of, committed, note, noted
+from tests.support.storage.soundness import (
+    FLUSHER_POINTS,
+    assert_kept,
+    claims_of,
+    committed,
+    note,
+    noted,
+)
 from tests.support.storage.ways import Way
 
 _ALWAYS = 1_000_000
 _ENDED_SECONDS = 90.0
 _SETTLED_SECONDS = 15.0
 _PAUSE = 0.02
-_POINTS = [point for point in faults.POINTS if point.startswith(("flush.", "claim."))]
 
 
 @dataclass(frozen=True)
@@ -197,7 +203,7 @@ class Flushes(Storm):
             Save(f"step-{name}", number, chance.choice([0, 0, 0, ways.LARGE]))
             for number, name in enumerate(names, 1)
         )
-        point = f"{chance.choice(_POINTS)}:kill:{chance.randrange(1, 4)}"
+        point = f"{chance.choice(FLUSHER_POINTS)}:kill:{chance.randrange(1, 4)}"
         flush = Flush(
             Job(f"{through.url}/{root}", str(memory), through.storage_options),
             saves,

@@ -27,14 +27,21 @@ from tests.support.checkpoints.jobs import Job, agents, load_anew, save
 from tests.support.private import private_directory
 from tests.support.processes.launch import RankDeath, Ranks, launched
 from tests.support.storage.servers import StorageRoot
-from tests.support.storage.soundness import assert_kept, claims_of, committed, note, noted
+from tests.support.storage.soundness import (
+    FLUSHER_POINTS,
+    assert_kept,
+    claims_of,
+    committed,
+    is_taken,
+    note,
+    noted,
+)
 
 _SAVES = 4
 _SHARE_OF_SERVERS = 0.3
 _ENDED_SECONDS = 90.0
 _LONGEST_STOP = 0.4
 _PAUSE = 0.2
-_POINTS = [point for point in faults.POINTS if point.startswith(("claim.", "flush."))]
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,7 @@ class _Meeting:
             assert end.signal is signal.SIGKILL, end
             return
         self._tally["saves"] += _SAVES
-        assert not end or "a newer run has taken it" in end, end
+        assert not end or is_taken(end), end
         self._tally["runs that were refused" if end else "runs that stored all"] += 1
 
     def _assert_sound(self, ends: "list[str | RankDeath]") -> None:
@@ -223,4 +230,4 @@ class _Meeting:
 
 def _chosen_point(chance: Random) -> str:
     action = chance.choice(["stop", "stop", "kill"])
-    return f"{chance.choice(_POINTS)}:{action}:{chance.randrange(1, 6)}"
+    return f"{chance.choice(FLUSHER_POINTS)}:{action}:{chance.randrange(1, 6)}"

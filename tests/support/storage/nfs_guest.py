@@ -23,12 +23,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_mem.common.values import CheckpointStatus
-from dcp_mem.errors import CheckpointExists, StorageKeyMissing
+from dcp_mem.errors import CheckpointExists, FlushFailed, StorageKeyMissing
 from dcp_mem.storage import Storage
 from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.jobs import Job, load, load_anew, save
 from tests.support.storage.conformance import StorageConformance
 from tests.support.storage.nfs import EXCHANGE, MOUNT
+from tests.support.storage.soundness import Claim, claims_of
 
 _POLL_SECONDS = 0.01
 _PATIENCE_SECONDS = 240.0
@@ -224,6 +225,27 @@ def creates(storage: Storage, key: str, data: bytes) -> bool:
 def read_each(root: str, count: int) -> list[bytes]:
     storage = PosixStorage(f"{MOUNT}/{root}")
     return [storage.get(f"step-{number}/.metadata") for number in range(count)]
+
+
+def save_beside(url: str, memory: str, number: int, seconds: float) -> tuple[list[Claim], str]:
+    """Save names that another run saves as well, for that long.
+
+    Returns what was durable at some time, and why storage refused the last one, "" if it didn't.
+    """
+    writer = Job(url, memory).writer(agent="thread")
+    claims, refused = [], ""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for step in range(1, 4):
+            save(writer, 10 * step + number, f"step-{step}")
+            try:
+                writer.wait(f"step-{step}", timeout=_DURABLE_SECONDS)
+                refused = ""
+            except FlushFailed as error:
+                refused = str(error)
+            claims += claims_of(writer)
+    writer.close(flush=False)
+    return claims, refused
 
 
 def save_much(root: str, nbytes: int) -> CheckpointStatus:

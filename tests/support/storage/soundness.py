@@ -9,9 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from dcp_mem import MemoryStorageWriter, State
+from dcp_mem.common import faults
 from dcp_mem.policy.order import SaveNumber
 from dcp_mem.storage.listing import StoredCheckpoint, checkpoint_names, committed_under
 from dcp_mem.storage.routes import open_storage
+
+FLUSHER_POINTS = [point for point in faults.POINTS if point.startswith(("claim.", "flush."))]
+"""The fault points of what claims storage and flushes to it."""
+_TAKEN = ["a newer run has taken it", "a newer run has dropped it, and has saved under that name"]
+
+
+def is_taken(error: str) -> bool:
+    """Whether a flush failed as a newer run has the storage, or the checkpoint's name."""
+    return any(text in error for text in _TAKEN)
 
 
 @dataclass(frozen=True)
