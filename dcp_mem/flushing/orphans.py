@@ -23,7 +23,7 @@ _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 
 
 COMMIT, DROP = b'"commit"', b'"drop"'
-"""What a ticket says: the attempt is about to be committed, or its files are being removed."""
+"""Contents of a ticket: the attempt is about to be committed, or its files are being removed."""
 
 MayDrop = Callable[[str, str], bool]
 

@@ -96,7 +96,7 @@ class HistoryRow:
 
     @property
     def place(self) -> Place:
-        """What the order of the job's checkpoints goes by."""
+        """The checkpoint's place in the order of the job's checkpoints."""
         return Place(
             number=SaveNumber(self.generation, self.count),
             run=self.run,

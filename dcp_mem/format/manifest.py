@@ -29,7 +29,7 @@ _BODY = ', "body": '
 _MOST = 1 << 50
 """The largest offset or length in a segment."""
 _LEAST_UNPACKED, _MOST_RATIO = 64 << 20, 64
-"""What the columns of a file may unpack to: at least so many bytes, and so many times its size."""
+"""Limit for unpacked columns: this many bytes or, if more, this many times the file's size."""
 _DAMAGE = (TypeError, ValueError, AttributeError, OverflowError, zlib.error)
 """Errors of reading fields, besides missing ones, that show a file to be damaged."""
 
@@ -78,7 +78,7 @@ class Manifest:
 
     @property
     def place(self) -> Place:
-        """What the order of the job's checkpoints goes by."""
+        """The checkpoint's place in the order of the job's checkpoints."""
         return Place(
             number=self.number,
             run=self.run,

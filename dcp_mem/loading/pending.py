@@ -29,7 +29,8 @@ from dcp_mem.planning.reads import ItemRead
 
 _MOST_NAMES = 8
 _MOST_UNPACKED_BYTES, _MOST_RATIO = 64 << 20, 100
-"""What an item of torch's stream extensions may unpack to, where nothing else says it."""
+"""Limit for an unpacked item of torch's stream extensions that doesn't record its size: this many
+bytes or, if more, this many times its packed size."""
 _delivering = threading.Lock()
 
 

@@ -23,9 +23,9 @@ from dcp_mem.writer import MemoryStorageWriter
 
 _PAUSE = 0.05
 _MISSED_SECONDS = 1.0
-"""How long after a fork a handler may run for a signal that came in the middle of it."""
+"""Longest time from a fork to the handler of a signal that came in the middle of it."""
 _ECHO_SECONDS = 1.0
-"""How long a raised signal may take to be heard."""
+"""Longest time from raising a signal to its handler."""
 _NEWEST = 2
 """Checkpoints to flush. Nodes that are told to end in the middle of a save may differ on whether
 the newest is complete; the one before it is complete on all."""

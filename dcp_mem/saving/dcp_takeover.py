@@ -122,7 +122,7 @@ class DcpTakeover:
 
     @property
     def metadata(self) -> ReturnedMetadata | None:
-        """What `dcp.save` will return; None for a save that is skipped."""
+        """The metadata that `dcp.save` will return; None for a save that is skipped."""
         made = self._stand_in.metadata
         return made if isinstance(made, ReturnedMetadata) else None
 

@@ -1,4 +1,4 @@
-"""How a writer saves: it opens the job's memory, connects the ranks, and takes a save through."""
+"""Take saves through: open the job's memory, connect the ranks, stage, complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said of a destination before the first save, without a request to it.
+"""Check a destination before the first save, without a request to it.
 
 A flush to a URL that can't be written to fails for ever, hours after the mistake. One into a file
 system that lives in the flushing process seems to succeed, and is gone with that process.

@@ -57,7 +57,7 @@ class StoredCheckpoint:
 
     @property
     def place(self) -> Place:
-        """What the order of the job's checkpoints goes by."""
+        """The checkpoint's place in the order of the job's checkpoints."""
         if self.manifest is None:
             return Place(
                 number=UNNUMBERED,

@@ -40,7 +40,7 @@ _MOST_KNOWN = 1000
 
 
 class Due(Enum):
-    """What completes a checkpoint.
+    """The part of a checkpoint that is about to complete it.
 
     Attributes:
         WAITING: Files that waited for the others; they are all that the checkpoint has.
