@@ -88,11 +88,11 @@ def wait(
     is_never_durable = settings.url is None or (name is None and settings.persist.is_never)
     if wanted is State.DURABLE and is_never_durable:
         raise ConfigError("nothing becomes durable: the writer has no path, or persist=False")
-    before = _refusals(settings)
+    refusals = _Refusals(settings, wake)
     waiting = _Wait(
         settings=settings,
         what=f"{name or 'the newest checkpoint'} is not {wanted.value} yet",
-        is_over=lambda: _has_reached(settings, name, wanted, before),
+        is_over=lambda: _has_reached(settings, name, wanted, refusals),
         awaited=lambda: _candidates(settings, name, wanted)[:1],
         wake=wake,
         show=show,
@@ -152,14 +152,12 @@ def wait_for_all(
             and how to flush it later.
         WaitTimeout: The time ran out first.
     """
-    before, patience_ends = _refusals(settings), time.monotonic() + exchange_timeout()
+    refusals, patience_ends = _Refusals(settings, wake), time.monotonic() + exchange_timeout()
 
     def is_given_up(checkpoint: LocalCheckpoint) -> bool:
         has_failed = checkpoint.flush.outcome == Outcome.FAILED
         is_late = has_failed and time.monotonic() > patience_ends
-        return (is_late and checkpoint.manifest.save_id in promoted) or _is_refused_again(
-            checkpoint, before
-        )
+        return (is_late and checkpoint.manifest.save_id in promoted) or refusals.counts(checkpoint)
 
     def is_over() -> bool:
         memory = JobMemory(settings.memory_root, settings.job)
@@ -205,19 +203,51 @@ def _flush_command(settings: Settings) -> str:
 # -- how far a checkpoint is -----------------------------------------------------------------------
 
 
-def _refusals(settings: Settings) -> dict[str, int]:
-    """Return how many attempts storage has refused, by save id, that began before a wait.
+class _Refusals:
+    """The refusals that a wait counts: of attempts that may know what the user has mended.
 
-    An attempt that is under way may have begun before the user had mended what was wrong, so it
-    counts as one of those, unless it is the first.
+    Args:
+        settings: Of the job.
+        wake: Wakes the agent, and brings it the job's settings and credentials.
     """
-    found = {}
-    for checkpoint in JobMemory(settings.memory_root, settings.job).checkpoints():
-        attempts = checkpoint.flush.attempts
-        is_again = attempts > 0 and _is_under_way(checkpoint)
-        if checkpoint.flush.outcome == Outcome.REFUSED or is_again:
-            found[checkpoint.manifest.save_id] = attempts + is_again
-    return found
+
+    def __init__(self, settings: Settings, wake: Wake) -> None:
+        self._wake = wake
+        self._known = {
+            one.manifest.save_id: _attempts_begun(one)
+            for one in JobMemory(settings.memory_root, settings.job).checkpoints()
+            if one.flush.outcome == Outcome.REFUSED or _is_tried_again(one)
+        }
+        self._unsure = set(self._known)
+
+    def counts(self, checkpoint: LocalCheckpoint) -> bool:
+        """Return whether storage has refused a checkpoint in an attempt that counts.
+
+        What had been refused before the wait may have been tried again just before the agent was
+        woken. So that is tried once more.
+
+        Args:
+            checkpoint: Awaiting its flush.
+        """
+        save_id = checkpoint.manifest.save_id
+        is_new = checkpoint.flush.attempts > self._known.get(save_id, 0)
+        if checkpoint.flush.outcome != Outcome.REFUSED or not is_new:
+            return False
+        if save_id not in self._unsure:
+            return True
+        self._unsure.remove(save_id)
+        self._known[save_id] = _attempts_begun(checkpoint)
+        self._wake(True)
+        return False
+
+
+def _attempts_begun(checkpoint: LocalCheckpoint) -> int:
+    return checkpoint.flush.attempts + _is_tried_again(checkpoint)
+
+
+def _is_tried_again(checkpoint: LocalCheckpoint) -> bool:
+    """Tell whether an attempt is under way that isn't the first."""
+    return checkpoint.flush.attempts > 0 and _is_under_way(checkpoint)
 
 
 def _is_under_way(checkpoint: LocalCheckpoint) -> bool:
@@ -227,15 +257,7 @@ def _is_under_way(checkpoint: LocalCheckpoint) -> bool:
         return False
 
 
-def _is_refused_again(checkpoint: LocalCheckpoint, before: dict[str, int]) -> bool:
-    """Tell whether storage has refused it in an attempt that began after the wait."""
-    known = before.get(checkpoint.manifest.save_id, 0)
-    return checkpoint.flush.outcome == Outcome.REFUSED and checkpoint.flush.attempts > known
-
-
-def _has_reached(
-    settings: Settings, name: str | None, wanted: State, before: dict[str, int]
-) -> bool:
+def _has_reached(settings: Settings, name: str | None, wanted: State, refusals: _Refusals) -> bool:
     """Tell whether the checkpoint has reached the state; raise if it never will."""
     candidates = _candidates(settings, name, wanted)
     if not candidates:
@@ -257,7 +279,7 @@ def _has_reached(
     # Looked at again: what memory says may be newer than the status.
     for checkpoint in JobMemory(settings.memory_root, settings.job).checkpoints():
         is_same_save = checkpoint.manifest.save_id == newest.save_id
-        if is_same_save and _is_refused_again(checkpoint, before):
+        if is_same_save and refusals.counts(checkpoint):
             raise FlushFailed(checkpoint.name, checkpoint.flush.error)
     return False
 
