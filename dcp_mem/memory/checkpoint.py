@@ -105,21 +105,29 @@ class LocalCheckpoint:
         return found
 
 
-def local_checkpoint(directory: str, manifest: Manifest) -> LocalCheckpoint:
+def local_checkpoint(
+    directory: str, manifest: Manifest, listed: Collection[str]
+) -> LocalCheckpoint:
     """Return the checkpoint of a manifest that lies in a directory, with its records.
 
     Args:
         directory: The checkpoint's.
         manifest: As read from there.
+        listed: Names of the files beside the manifest. Others aren't looked for.
     """
-    flush = os.path.join(directory, names.flush_file(manifest.scope))
-    replication = os.path.join(directory, names.replication_file(manifest.scope))
+
+    def record(kind: type[Record], file: str) -> Record:
+        if os.path.basename(file) not in listed:
+            return kind(save_id=manifest.save_id)
+        return _record(kind, os.path.join(directory, file), manifest)
+
+    is_rejected = os.path.basename(names.rejection_file(manifest.save_id)) in listed
     return LocalCheckpoint(
         manifest,
         directory,
-        _record(FlushRecord, flush, manifest),
-        _record(ReplicationRecord, replication, manifest),
-        rejection_in(directory, manifest.save_id),
+        record(FlushRecord, names.flush_file(manifest.scope)),
+        record(ReplicationRecord, names.replication_file(manifest.scope)),
+        rejection_in(directory, manifest.save_id) if is_rejected else "",
     )
 
 

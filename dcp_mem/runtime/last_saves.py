@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from dcp_mem.format.segments import Segments
 from dcp_mem.policy.persistence import Since
 
+_TRIM_EVERY = 16
+"""Saves of one size between two looks for free slots that are too many."""
+
 GroupKey = tuple[str, str]
 """Tells ranks that save together from others: scope, and key of the set of ranks."""
 
@@ -87,6 +90,8 @@ class LastSaves:
         self.expected_copies: dict[GroupKey, tuple[int, ...]] = {}
         self.is_swept = False
         self._warned: set[str] = set()
+        self._trimmed_to = -1
+        self._saves_since_trim = 0
 
     def is_first_warning(self, text: str) -> bool:
         """Return whether this warning is new: one that holds for every save is logged once.
@@ -97,3 +102,15 @@ class LastSaves:
         is_first = text not in self._warned
         self._warned.add(text)
         return is_first
+
+    def is_trim_due(self, most_nbytes: int) -> bool:
+        """Return whether to look for free slots that are too many; a look costs as much as a save.
+
+        Args:
+            most_nbytes: What the job's checkpoints take on this node at most, by this save.
+        """
+        self._saves_since_trim += 1
+        is_due = most_nbytes != self._trimmed_to or self._saves_since_trim >= _TRIM_EVERY
+        if is_due:
+            self._trimmed_to, self._saves_since_trim = most_nbytes, 0
+        return is_due

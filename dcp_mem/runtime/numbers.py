@@ -76,7 +76,7 @@ class RunNumbers:
         """
         self._run = self._run or run_token()[:_RUN_DIGITS] or uuid.uuid4().hex[:_RUN_DIGITS]
         # Ranks that save without each other are one run: they go on with one generation.
-        manifests = (one.manifest for one in self._memory.checkpoints())
+        manifests = self._memory.manifests()
         others = max((one.generation for one in manifests if one.run == self._run), default=0)
         return max(self._generation_now(), others), self._run
 
@@ -99,8 +99,8 @@ class RunNumbers:
         newest = self._memory.newest_number(without_run=manifest.run)
         if self._memory.raised(manifest).number > newest:
             return
-        others = (one.manifest for one in self._memory.checkpoints())
-        agreed = max((one.number for one in others if one.run != manifest.run), default=UNNUMBERED)
+        others = (one for one in self._memory.manifests() if one.run != manifest.run)
+        agreed = max((one.number for one in others), default=UNNUMBERED)
         if manifest.number > agreed:
             self._memory.note_generations({manifest.run: newest.generation + 1})
 

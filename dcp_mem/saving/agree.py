@@ -142,7 +142,7 @@ def _with_node(context: SaveContext, topology: Topology, report: RankReport) -> 
     """Add what concerns this rank's node."""
     memory, settings = context.session.memory, context.settings
     kept = kept_checkpoints(
-        memory,
+        memory.checkpoints(),
         context.scope,
         settings.keep_memory,
         gets_copies=bool(context.redundancy_on(topology)),
@@ -150,7 +150,7 @@ def _with_node(context: SaveContext, topology: Topology, report: RankReport) -> 
     )
     node = NodeMemory(
         kept=kept,
-        used=memory.allocated_bytes(),
+        used=0 if settings.memory_limit is None else memory.allocated_bytes(),
         spare=0,
         free=memory.free_bytes(),
         limit=settings.memory_limit,
@@ -238,14 +238,16 @@ def _agree_at_length(
     """
     waiting = _RoomWait(context)
     while True:
-        reports = context.ranks.exchange(report)
+        reports = context.ranks.exchange(_with_used(context, report))
         if planned.error is not None:
             failed = [(rank, one.error) for rank, one in enumerate(reports) if one.error]
             cause = planned.error.__cause__ or RankFailed(f"preparing {context.name}", failed)
             raise planned.error from cause
         verdict = _verdict(context, topology, reports)
         if topology.is_leader:
-            evict(context.session.memory, verdict.evict, "to make room for a newer checkpoint")
+            memory = context.session.memory
+            leaving = memory.checkpoints() if verdict.evict else ()
+            evict(memory, leaving, verdict.evict, "to make room for a newer checkpoint")
         if verdict.evict:
             context.ranks.exchange(
                 None
@@ -258,6 +260,17 @@ def _agree_at_length(
         context.session.wake_agent(context.settings)
         time.sleep(_PAUSE)
         report = _report(context, topology, planned)
+
+
+def _with_used(context: SaveContext, report: RankReport) -> RankReport:
+    """Add what this rank's node uses, which a ballot asks for only where that is limited."""
+    if report.node is None or report.node.limit is not None:
+        return report
+    try:
+        used = context.session.memory.allocated_bytes()
+    except OSError as error:
+        return RankReport(name=context.name, error=described(error))
+    return replace(report, node=replace(report.node, used=used))
 
 
 def _waits(context: SaveContext, verdict: Verdict) -> bool:

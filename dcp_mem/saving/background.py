@@ -57,8 +57,9 @@ def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_s
         capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node)
     )
     node_nbytes = own_nbytes + copies_nbytes
-    if topology.is_leader:
-        session.memory.trim(most_at_once(settings.keep, any(incoming)) * node_nbytes)
+    most_nbytes = most_at_once(settings.keep, any(incoming)) * node_nbytes
+    if topology.is_leader and session.last_saves.is_trim_due(most_nbytes):
+        session.memory.trim(most_nbytes)
     sizes = SlotSizes(
         staged.segment.nbytes + TAIL_ROOM, staged.layout, incoming[context.ranks.rank]
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
@@ -32,26 +32,33 @@ def apply_retention(
             newer one is.
         persists_all: Whether a checkpoint that is meant for storage stays until it is there.
     """
+    checkpoints = memory.checkpoints()
     kept = kept_checkpoints(
-        memory, scope, policy, gets_copies=gets_copies, persists_all=persists_all
+        checkpoints, scope, policy, gets_copies=gets_copies, persists_all=persists_all
     )
-    evict(memory, retire(kept, policy.most or 1), "superseded by a newer checkpoint")
+    why = "superseded by a newer checkpoint"
+    evict(memory, checkpoints, retire(kept, policy.most or 1), why)
 
 
 def kept_checkpoints(
-    memory: JobMemory, scope: str, policy: Retention, *, gets_copies: bool, persists_all: bool
+    checkpoints: Sequence[LocalCheckpoint],
+    scope: str,
+    policy: Retention,
+    *,
+    gets_copies: bool,
+    persists_all: bool,
 ) -> tuple[CheckpointFacts, ...]:
     """Return the checkpoints in memory as policies see them.
 
     Args:
-        memory: The job's memory on this node.
+        checkpoints: All that lie in memory on this node, newest first.
         scope: "" or the rank whose own checkpoints these are.
         policy: What stays.
         gets_copies: Whether checkpoints are replicated.
         persists_all: Whether a checkpoint that is meant for storage stays until it is there. One
             that storage refuses may leave all the same: else a save would wait for ever.
     """
-    checkpoints = [one for one in memory.checkpoints() if one.manifest.scope == scope]
+    checkpoints = [one for one in checkpoints if one.manifest.scope == scope]
     chosen = _chosen(policy, checkpoints)
     kept = []
     for checkpoint in checkpoints:
@@ -104,15 +111,21 @@ def _chosen(policy: Retention, checkpoints: Sequence[LocalCheckpoint]) -> frozen
     )
 
 
-def evict(memory: JobMemory, save_ids: frozenset[str], why: str) -> None:
+def evict(
+    memory: JobMemory,
+    checkpoints: Iterable[LocalCheckpoint],
+    save_ids: frozenset[str],
+    why: str,
+) -> None:
     """Take checkpoints out of memory.
 
     Args:
         memory: The job's memory on this node.
-        save_ids: Of the checkpoints.
+        checkpoints: Those that may leave.
+        save_ids: Of those that do.
         why: For the job's history.
     """
-    for checkpoint in memory.checkpoints() if save_ids else ():
+    for checkpoint in checkpoints:
         if checkpoint.manifest.save_id in save_ids:
             try:
                 memory.evict(checkpoint, why, Outcome.SUPERSEDED)
