@@ -27,8 +27,8 @@ def _saved(memory: JobMemory, numbers: RunNumbers, monkeypatch: pytest.MonkeyPat
     known = max(numbers.newest(), memory.newest_number())
     number, run = numbers.begin(known, *numbers.run())
     manifest = SimpleNamespace(number=number, generation=number.generation, run=run)
-    there = [*memory.checkpoints(), SimpleNamespace(manifest=manifest)]
-    monkeypatch.setattr(memory, "checkpoints", lambda: there)
+    there = [*memory.manifests(), manifest]
+    monkeypatch.setattr(memory, "manifests", lambda: there)
     return _place(number, run)
 
 
