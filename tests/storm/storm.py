@@ -61,7 +61,13 @@ class Storm(ABC):
             for number, directory in enumerate(directories):
                 if self._kept is not None and directory.exists():
                     place = self._kept / f"{time.time():.0f}-{number}-{directory.name}"
-                    shutil.copytree(directory, place, symlinks=True, ignore_dangling_symlinks=True)
+                    shutil.copytree(
+                        directory,
+                        place,
+                        symlinks=True,
+                        ignore_dangling_symlinks=True,
+                        ignore=shutil.ignore_patterns("socket"),
+                    )
                     print(f"  kept: {place}")
             raise
 

@@ -145,14 +145,17 @@ class _Meeting:
             self._interfere(lives)
             self._let_all_end(lives)
             ends = [one.ended(_ENDED_SECONDS)[0] for one in lives]
-        for end in ends:
-            self._count_end(end)
-        if self._chance.random() < 0.3:
-            self._tally["runs that came back"] += 1
-            again = self._chance.choice(self.runs)
-            with launched(_save, None, replace(again, armed="")) as life:
-                ends[again.number] = life.ended(_ENDED_SECONDS)[0]
-            self._count_end(ends[again.number])
+            for end in ends:
+                self._count_end(end)
+            if self._chance.random() < 0.3:
+                self._tally["runs that came back"] += 1
+                number = self._chance.randrange(len(lives))
+                again = replace(self.runs[number], armed="")
+                lives[number] = stack.enter_context(launched(_save, None, again))
+                self._let_all_end(lives)
+                ends[number] = lives[number].ended(_ENDED_SECONDS)[0]
+                self._count_end(ends[number])
+            self._let_agents_end(lives)
         self._assert_sound(ends)
 
     def _interfere(self, lives: list[Ranks[str]]) -> None:
@@ -174,6 +177,15 @@ class _Meeting:
         """Have all go on, also from fault points that they come to later."""
         deadline = time.monotonic() + _ENDED_SECONDS
         while any(one.is_running(0) for one in lives) and time.monotonic() < deadline:
+            for number in range(len(lives)):
+                self._signal(lives, number, signal.SIGCONT)
+            time.sleep(_PAUSE)
+
+    def _let_agents_end(self, lives: list[Ranks[str]]) -> None:
+        """Have agents flush what runs have left: as long as they live, retention deletes."""
+        deadline = time.monotonic() + _ENDED_SECONDS
+        while any(agents(run.job.memory) for run in self.runs):
+            assert time.monotonic() < deadline, "an agent doesn't end"
             for number in range(len(lives)):
                 self._signal(lives, number, signal.SIGCONT)
             time.sleep(_PAUSE)
