@@ -13,7 +13,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from dcp_mem.common import files
@@ -102,12 +102,11 @@ class JobMemory:
     def manifests(self) -> list[Manifest]:
         """Return the manifests of all complete checkpoints, in no order; quicker than these."""
         generations = self.generations()
-        found = (
-            self._read(os.path.join(directory, names.OWN, file))
+        return [
+            manifest
             for directory in self._checkpoint_directories()
-            for file in filter(_is_manifest, files_in(os.path.join(directory, names.OWN)))
-        )
-        return [_raised(manifest, generations) for manifest in found if manifest is not None]
+            for manifest in self._manifests_in(directory, _own_files(directory), generations)
+        ]
 
     def find(self, name: str) -> list[LocalCheckpoint]:
         """Return the complete checkpoints of that name, one for each scope.
@@ -115,7 +114,7 @@ class JobMemory:
         Args:
             name: The checkpoint id.
         """
-        return list(self._complete_in(self.checkpoint_directory(name)))
+        return list(self._complete_in(self.checkpoint_directory(name), self.generations()))
 
     def damaged_manifests(self, scope: str) -> dict[str, str]:
         """Return why checkpoints here can't be told of, by name: their manifests are damaged.
@@ -158,7 +157,7 @@ class JobMemory:
             path: Of a file in a checkpoint's directory.
         """
         directory, file = os.path.split(path)
-        complete = self._complete_in(directory)
+        complete = self._complete_in(directory, self.generations())
         return names.save_id_of(file) in {one.manifest.save_id for one in complete}
 
     def allocated_bytes(self) -> int:
@@ -176,14 +175,19 @@ class JobMemory:
             )
 
     def _complete_in(
-        self, directory: str, generations: Mapping[str, int] | None = None
+        self, directory: str, generations: Mapping[str, int]
     ) -> Iterator[LocalCheckpoint]:
-        listed = sorted(files_in(os.path.join(directory, names.OWN)))
-        for file in filter(_is_manifest, listed):
+        listed = _own_files(directory)
+        for manifest in self._manifests_in(directory, listed, generations):
+            yield local_checkpoint(directory, manifest, listed)
+
+    def _manifests_in(
+        self, directory: str, listed: Sequence[str], generations: Mapping[str, int]
+    ) -> Iterator[Manifest]:
+        for file in sorted(filter(_is_manifest, listed)):
             manifest = self._read(os.path.join(directory, names.OWN, file))
             if manifest is not None:
-                known = self.generations() if generations is None else generations
-                yield local_checkpoint(directory, _raised(manifest, known), listed)
+                yield _raised(manifest, generations)
 
     def _read(self, path: str) -> Manifest | None:
         """Read a manifest; None where its checkpoint has left memory meanwhile, or is damaged."""
@@ -601,9 +605,10 @@ class JobMemory:
                 before it.
         """
         with contextlib.suppress(FileNotFoundError), in_turn(directory):
-            manifests = [one.manifest for one in self._complete_in(directory)]
+            generations = self.generations()
+            manifests = list(self._manifests_in(directory, _own_files(directory), generations))
             remove_unlisted(directory, self.slots, manifests)
-            for checkpoint in self._complete_in(directory) if show else ():
+            for checkpoint in self._complete_in(directory, generations) if show else ():
                 if not has_stock_metadata(directory, checkpoint.manifest):
                     _put_stock_metadata_if_possible(directory, checkpoint.manifest)
 
@@ -680,6 +685,10 @@ def last_use(directory: str) -> float:
             )
     except FileNotFoundError:
         return 0.0
+
+
+def _own_files(directory: str) -> Sequence[str]:
+    return files_in(os.path.join(directory, names.OWN))
 
 
 def _raised(manifest: Manifest, generations: Mapping[str, int]) -> Manifest:

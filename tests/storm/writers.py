@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,17 +175,19 @@ class _Meeting:
 
     def _let_all_end(self, lives: list[Ranks[str]]) -> None:
         """Have all go on, also from fault points that they come to later."""
-        deadline = time.monotonic() + _ENDED_SECONDS
-        while any(one.is_running(0) for one in lives) and time.monotonic() < deadline:
-            for number in range(len(lives)):
-                self._signal(lives, number, signal.SIGCONT)
-            time.sleep(_PAUSE)
+        self._have_go_on(lives, lambda: any(one.is_running(0) for one in lives))
 
     def _let_agents_end(self, lives: list[Ranks[str]]) -> None:
         """Have agents flush what runs have left: as long as they live, retention deletes."""
+        self._have_go_on(lives, self._any_agent)
+        assert not self._any_agent(), "an agent doesn't end"
+
+    def _any_agent(self) -> bool:
+        return any(agents(run.job.memory) for run in self.runs)
+
+    def _have_go_on(self, lives: list[Ranks[str]], is_busy: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _ENDED_SECONDS
-        while any(agents(run.job.memory) for run in self.runs):
-            assert time.monotonic() < deadline, "an agent doesn't end"
+        while is_busy() and time.monotonic() < deadline:
             for number in range(len(lives)):
                 self._signal(lives, number, signal.SIGCONT)
             time.sleep(_PAUSE)
