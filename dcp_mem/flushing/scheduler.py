@@ -87,6 +87,14 @@ class _FlushState:
     lost: frozenset[str] = frozenset()
     damaged: set[str] = field(default_factory=set)
 
+    def add_failure(self, pause: float) -> None:
+        """Count a failure; the next attempt is after `pause` seconds."""
+        now = time.monotonic()
+        self.first_failure = self.first_failure or now
+        self.failures += 1
+        self.last_look = 0.0
+        self.due = now + pause
+
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
@@ -149,7 +157,8 @@ class FlushScheduler:
 
         1. Write down what memory had no room for so far; claim generations for new runs.
         2. Take the job that was served least recently among those with a checkpoint that is due.
-        3. Flush its newest checkpoint that is due.
+        3. Flush its newest checkpoint that is due, among those that have failed least often: what
+           fails again and again keeps no other from its turn.
 
         Returns:
             False where no checkpoint is due.
@@ -165,8 +174,9 @@ class FlushScheduler:
         ):
             pending = self._pending(registration.job)
             self._carry_rejections(registration)
-            checkpoint = next((one for one in pending if self._due(one) <= now), None)
-            if checkpoint is not None:
+            due = [one for one in pending if self._due(one) <= now]
+            if due:
+                checkpoint = min(due, key=self._failures)
                 self._served[registration.job] = now
                 try:
                     memory = JobMemory(self._root, registration.job)
@@ -177,7 +187,7 @@ class FlushScheduler:
                     state = self._states.setdefault(
                         checkpoint.manifest.save_id, _FlushState(job=registration.job)
                     )
-                    state.due = now + _LONGEST_PAUSE
+                    state.add_failure(_LONGEST_PAUSE)
                 return True
         return False
 
@@ -276,6 +286,10 @@ class FlushScheduler:
     def _due(self, checkpoint: LocalCheckpoint) -> float:
         state = self._states.get(checkpoint.manifest.save_id)
         return state.due if state is not None else 0.0
+
+    def _failures(self, checkpoint: LocalCheckpoint) -> int:
+        state = self._states.get(checkpoint.manifest.save_id)
+        return state.failures if state is not None else 0
 
     def _is_worth_trying(self, checkpoint: LocalCheckpoint) -> bool:
         """Return whether to go on for a job without trainers."""
@@ -564,12 +578,8 @@ class FlushScheduler:
                 again=time.time() + pause,
             ),
         )
-        now = time.monotonic()
-        state.first_failure = state.first_failure or now
-        state.failures += 1
         state.refusals += not may_pass
-        state.last_look = 0.0
-        state.due = now + pause
+        state.add_failure(pause)
         log.warning("flush of %s failed, next try in %.1f s: %s", checkpoint.name, pause, text)
 
     def _record(self, memory: JobMemory, checkpoint: LocalCheckpoint, record: FlushRecord) -> None:

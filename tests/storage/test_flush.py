@@ -37,6 +37,7 @@ from dcp_mem import (
     MemoryStorageWriter,
     Persist,
     State,
+    StorageUnavailable,
     WaitTimeout,
     every_n_saves,
     every_seconds,
@@ -250,6 +251,35 @@ def test_another_runs_registration_flushes_what_a_dead_run_has_left(
     flusher.register(_registration(job, "later"))
     assert flusher.flush_next()
     assert "run/step-1/.metadata" in local_root.names()
+
+
+def _attempts_at_two_that_fail(job: Job) -> list[int]:
+    """Save twice, and try four times with both due; return the attempts at each save."""
+
+    def fail(_flush: object) -> bool:
+        raise StorageUnavailable(str(job.url), "no answer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
+        patch.setattr(dcp_mem.flushing.scheduler, "flush", fail)
+        with job.writer(keep_memory=2) as writer:
+            save(writer, 1)
+            save(writer, 2)
+            flusher = dcp_mem.flushing.scheduler.FlushScheduler(job.memory)
+            flusher.register(_registration(job, ""))
+            for _ in range(4):
+                flusher.flush_next()
+                flusher.retry()
+            memory = JobMemory(job.memory, job.name or "")
+            attempts = [one.flush.attempts for one in memory.checkpoints()]
+            writer.close(flush=False)
+    return attempts
+
+
+def test_a_flush_that_keeps_failing_takes_no_other_ones_turn(
+    local_root: StorageRoot, memory_root: Path
+) -> None:
+    assert forked(_attempts_at_two_that_fail, _job(local_root, memory_root)) == [2, 2]
 
 
 def _order_of_first_saves(job: Job) -> list[str]:
