@@ -80,6 +80,7 @@ class Settings:
         replication_timeout: Seconds without progress after which replication fails.
         on_nonfinite: What to do about a checkpoint with values that aren't finite, once it is
             complete.
+        reuse_stored: Whether what storage has already isn't sent again.
     """
 
     url: str | None
@@ -100,6 +101,7 @@ class Settings:
     on_replication: OnReplication = "wait"
     replication_timeout: float = 120.0
     on_nonfinite: OnNonfinite = "ignore"
+    reuse_stored: bool = True
 
     @property
     def keep(self) -> int:
@@ -132,6 +134,7 @@ def settings(
     failure_domain: str | Callable[[], str] | None = None,
     on_replication: str = "wait",
     on_nonfinite: str = "ignore",
+    reuse_stored: bool = True,
 ) -> Settings:
     """Check the arguments of `MemoryStorageWriter` and fill in the defaults.
 
@@ -156,6 +159,7 @@ def settings(
             else "".
         on_replication: "wait", "skip" or "cancel".
         on_nonfinite: "ignore", "warn" or "reject".
+        reuse_stored: Whether what storage has already isn't sent again.
 
     Raises:
         ConfigError: An argument or an environment variable can't be used.
@@ -195,6 +199,7 @@ def settings(
         on_replication=on_replication,  # type: ignore[arg-type]
         replication_timeout=_seconds_from("DCP_MEM_REPLICATION_TIMEOUT", 120.0),
         on_nonfinite=on_nonfinite,  # type: ignore[arg-type]
+        reuse_stored=reuse_stored,
     )
 
 

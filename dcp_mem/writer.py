@@ -97,6 +97,9 @@ class MemoryStorageWriter(StorageWriter):
         on_nonfinite: "reject" marks a checkpoint with NaN or infinity in its tensors as not to be
             resumed from, as `CheckpointManager.reject` does; "warn" logs it, "ignore" doesn't look.
             Looked at behind training, beside the checksums.
+        reuse_stored: What hasn't changed since the newest checkpoint on storage isn't sent again:
+            storage copies it, as far as it can (S3, directories, Azure). False sends all of each
+            checkpoint.
         process_group: The ranks that save together; by default those of the dcp.save call.
 
     Raises:
@@ -124,6 +127,7 @@ class MemoryStorageWriter(StorageWriter):
         agent: str = "process",
         upload_limit: int | str | None = None,
         on_nonfinite: str = "ignore",
+        reuse_stored: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -146,6 +150,7 @@ class MemoryStorageWriter(StorageWriter):
             failure_domain=failure_domain,
             on_replication=on_replication,
             on_nonfinite=on_nonfinite,
+            reuse_stored=reuse_stored,
         )
         _check_that_it_can_be_flushed(self.settings)
         self._saver = Saver(self.settings, process_group)

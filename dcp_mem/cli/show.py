@@ -90,6 +90,7 @@ def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: 
         ["metrics", figures(checkpoint.metrics)],
         ["places", " + ".join(checkpoint.places)],
         ["size", f"{size(checkpoint.nbytes)} in {_count(len(inside.segments), 'segment')}"],
+        ["upload", _upload(checkpoint)],
         ["saved by", _savers(checkpoint, inside)],
         ["catalog", inside.catalog],
     ]
@@ -98,6 +99,14 @@ def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: 
             screen.line(Text.assemble((f"{name:<10}", "dim"), value))
     _show_items(screen, inside, most)
     _show_files(screen, inside, most)
+
+
+def _upload(checkpoint: CheckpointStatus) -> str:
+    """Return what this node has sent, and what storage copied instead; "" if that isn't known."""
+    sent, reused = checkpoint.transfer.sent_nbytes, checkpoint.transfer.reused_nbytes
+    if not sent and not reused:
+        return ""
+    return f"{size(sent)} sent" + (f", {size(reused)} reused on storage" if reused else "")
 
 
 def _show_items(screen: Screen, inside: Contents, most: int) -> None:

@@ -32,6 +32,8 @@ POINTS = (
     "replicate.recorded",  # this node has recorded REPLICATED
     "flush.started",
     "claim.taken",  # the run has a generation on storage, and memory doesn't know it yet
+    "reuse.part",  # storage has copied one part of a segment from an earlier checkpoint
+    "reuse.whole",  # storage has copied a segment from an earlier checkpoint
     "flush.part",  # one part of a segment is on storage
     "flush.parts",  # all parts of a segment are on storage, and it isn't finished
     "flush.segment",  # one segment is on storage

@@ -102,6 +102,7 @@ class Transfer:
         stored_nbytes: Bytes of these that storage has.
         sent_nbytes: Bytes sent. Fewer than stored where storage had some already; more where some
             were lost and sent again.
+        reused_nbytes: Bytes that weren't sent, as storage copied them from an earlier checkpoint.
         parts: Parts to move; 0 if that isn't known yet.
         sent_parts: Parts sent.
         retries: Requests that were repeats.
@@ -113,6 +114,7 @@ class Transfer:
     nbytes: int = 0
     stored_nbytes: int = 0
     sent_nbytes: int = 0
+    reused_nbytes: int = 0
     parts: int = 0
     sent_parts: int = 0
     retries: int = 0

@@ -71,12 +71,13 @@ class Meter:
             self._so_far = replace(self._so_far, nbytes=nbytes, stored_nbytes=nbytes)
             self._has_begun = True
 
-    def count(self, nbytes: int, *, is_sent: bool) -> None:
+    def count(self, nbytes: int, *, is_sent: bool, is_reused: bool = False) -> None:
         """Count a part that storage has now, sent by this attempt or by an earlier one.
 
         Args:
             nbytes: Bytes of the part.
             is_sent: Whether this attempt has sent it.
+            is_reused: Whether this attempt has had it copied from an earlier checkpoint.
         """
         with self._lock:
             known = self._so_far
@@ -84,6 +85,7 @@ class Meter:
                 known,
                 stored_nbytes=known.stored_nbytes + nbytes,
                 sent_nbytes=known.sent_nbytes + nbytes * is_sent,
+                reused_nbytes=known.reused_nbytes + nbytes * is_reused,
                 sent_parts=known.sent_parts + is_sent,
             )
             now = time.monotonic()

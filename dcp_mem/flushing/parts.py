@@ -18,7 +18,8 @@ from dcp_mem.errors import (
 from dcp_mem.flushing.metering import Meter, Throttle
 from dcp_mem.flushing.orphans import COMMIT, DROP
 from dcp_mem.flushing.ownership import Ownership
-from dcp_mem.flushing.upload import SegmentUpload, upload_all
+from dcp_mem.flushing.reuse import Reuse
+from dcp_mem.flushing.upload import SegmentUpload, Uploaded, upload_all
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest, items_of
@@ -46,6 +47,7 @@ class FlushJob:
         was_put: This node's part was stored by an earlier attempt, and a newer checkpoint is
             durable.
         memory: The job's memory, where checksums are kept.
+        reuse: What unchanged parts are copied from; None: everything is sent.
     """
 
     checkpoint: LocalCheckpoint
@@ -60,6 +62,7 @@ class FlushJob:
     ownership: Ownership | None = None
     was_put: bool = False
     memory: JobMemory | None = None
+    reuse: Reuse | None = None
 
     @property
     def may_commit(self) -> bool:
@@ -173,16 +176,20 @@ def put_part(job: FlushJob) -> None:
     """
     manifest = job.checkpoint.manifest
     with job.meter.stage("segments"):
-        tables = put_segments(job, manifest.of_node(job.node))
+        uploaded = put_segments(job, manifest.of_node(job.node))
     faults.point("flush.segments")
+    tables = {file: one.table for file, one in uploaded.items()}
+    parts = {file: one.parts for file, one in uploaded.items() if one.parts is not None}
     job.storage.put(
         job.key(names.stored_node_manifest(manifest.save_id, job.node)),
-        NodeManifest(manifest.save_id, job.node, tables, job.meter.transfer()).to_json(),
+        NodeManifest(manifest.save_id, job.node, tables, job.meter.transfer(), parts).to_json(),
     )
+    if job.reuse is not None:
+        job.reuse.note(manifest, parts)
     faults.point("flush.node_manifest")
 
 
-def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTable]:
+def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, Uploaded]:
     """Upload segments that lie here; read those that storage has already for their checksums.
 
     What has changed since its checksums were made isn't put. Where none have been made so far,
@@ -193,28 +200,33 @@ def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, ItemTa
         segments: Segments whose files are in this node's memory.
 
     Returns:
-        The segments' items with checksums, by file.
+        The segments, by file.
 
     Raises:
         StorageUnavailable, StorageRefused, SegmentCorrupt: As `upload_all` does.
     """
     stored, catalog = stored_sizes(job), catalog_of(job.checkpoint)
+    manifest, reuse = job.checkpoint.manifest, job.reuse
+    sources = {} if reuse is None else reuse.sources(job.storage, manifest, segments)
     outgoing = [
         SegmentUpload(
             segment,
             _table(job, catalog, segment),
             job.key(segment.file),
             is_stored=stored.get(segment.file) == segment.nbytes,
+            is_hashed=reuse is not None,
+            stored=sources.get(segment.file),
         )
         for segment in segments
     ]
-    tables = upload_all(job.checkpoint.directory, outgoing, job.storage, job.meter, job.throttle)
+    uploaded = upload_all(job.checkpoint.directory, outgoing, job.storage, job.meter, job.throttle)
     if job.memory is not None:
+        tables = {file: one.table for file, one in uploaded.items()}
         try:
-            job.memory.add_checksums(job.checkpoint.manifest, tables)
+            job.memory.add_checksums(manifest, tables)
         except MemoryBudgetExceeded as error:  # storage has them all the same
-            log.warning("%s has no checksums in memory: %s", job.checkpoint.name, error)
-    return tables
+            log.warning("%s has no checksums in memory: %s", manifest.name, error)
+    return uploaded
 
 
 def _table(job: FlushJob, catalog: Catalog, segment: Segment) -> ItemTable:

@@ -49,6 +49,7 @@ class Registration:
         keep_storage: Which checkpoints stay on storage; None: all.
         persists_all: Whether none is left out because a newer one is durable.
         on_nonfinite: As in `Settings`.
+        reuse_stored: As in `Settings`.
         run: Token of the run that registers; "": the registration holds for all runs' checkpoints.
     """
 
@@ -64,6 +65,7 @@ class Registration:
     keep_storage: Retention | None = None
     persists_all: bool = False
     on_nonfinite: str = "ignore"
+    reuse_stored: bool = True
     run: str = ""
 
     def has_same_destination(self, other: Registration) -> bool:
@@ -84,6 +86,7 @@ class Registration:
             keep_storage=None,
             persists_all=False,
             on_nonfinite="ignore",
+            reuse_stored=True,
             run="",
         )
 
@@ -116,6 +119,7 @@ def registration_of(
         keep_storage=settings.keep_storage,
         persists_all=settings.persists_all,
         on_nonfinite=settings.on_nonfinite,
+        reuse_stored=settings.reuse_stored,
         run=run,
     )
 

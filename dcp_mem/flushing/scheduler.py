@@ -22,6 +22,7 @@ from dcp_mem.flushing.parts import FlushJob, drop_part
 from dcp_mem.flushing.progress import FlushAttempt, add_to_stored_history
 from dcp_mem.flushing.registration import Registration, environment_of
 from dcp_mem.flushing.retention import Retainer
+from dcp_mem.flushing.reuse import Reuse
 from dcp_mem.format import names
 from dcp_mem.format.history import row_of
 from dcp_mem.format.manifest import FlushRecord
@@ -125,6 +126,7 @@ class FlushScheduler:
         self._served: dict[str, float] = {}
         self._retainers: dict[str, Retainer] = {}
         self._ownerships: dict[str, Ownership] = {}
+        self._reuses: dict[tuple[str, str], Reuse] = {}
         self._to_claim: dict[str, _Claim] = {}
         self._runs: dict[str, set[str] | None] = {}  # that have registered, by job; None: for all
         self._rejected: set[str] = set()  # save ids that storage has marked
@@ -399,6 +401,7 @@ class FlushScheduler:
             ownership=ownership,
             was_put=has_waited and _is_superseded(memory, checkpoint),
             memory=memory,
+            reuse=self._reuse(registration),
         )
         has_committed = flush(job)
         ended = attempt.record()
@@ -510,6 +513,12 @@ class FlushScheduler:
             storage = open_storage(registration.url, registration.storage_options, _RETRY_POLICY)
             known = self._storages[registration.job] = registration, storage
         return known[1]
+
+    def _reuse(self, registration: Registration) -> Reuse | None:
+        """Return what the job's storage has to copy from; None where everything is to be sent."""
+        if not registration.reuse_stored:
+            return None
+        return self._reuses.setdefault((registration.job, registration.url), Reuse())
 
     def _ownership(self, memory: JobMemory, storage: RetryingStorage) -> Ownership:
         """Return this node's part in the ownership of the storage; it is kept with the storage."""

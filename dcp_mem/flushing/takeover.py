@@ -110,7 +110,7 @@ def _verified_table(job: FlushJob, segment: Segment) -> ItemTable:
     table = replace(known, crc32c=known.crc32c[:0])  # compared below, for an error of its own
     outgoing = SegmentUpload(segment, table, job.key(segment.file), is_stored=True)
     tables = upload_all(job.checkpoint.directory, [outgoing], job.storage, Meter(), Throttle(None))
-    found = tables[segment.file].crc32c
+    found = tables[segment.file].table.crc32c
     if len(found) != len(known.crc32c):
         raise _corrupt(job, segment, f"{len(known.crc32c)} checksums for {len(found)} blocks")
     wrong = int(np.count_nonzero(found != known.crc32c))

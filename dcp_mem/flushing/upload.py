@@ -19,11 +19,12 @@ from dcp_mem.common import faults
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import SegmentCorrupt
 from dcp_mem.flushing.metering import Meter, Throttle
-from dcp_mem.format.checksums import BlockChecksums, blocks_of
-from dcp_mem.format.manifest import ItemTable
+from dcp_mem.flushing.reuse import SegmentCopies, StoredSegment
+from dcp_mem.format.checksums import BlockChecksums, blocks_of, hasher
+from dcp_mem.format.manifest import ItemTable, StoredParts
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.views import mapped
-from dcp_mem.storage import LEAST_PART, Storage, Upload, part_count
+from dcp_mem.storage import LEAST_PART, Copies, Storage, Upload, part_count
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 32
 
@@ -36,12 +37,29 @@ class SegmentUpload:
         table: Its items, with checksums if they have been made: then nothing else is put.
         key: On storage.
         is_stored: Whether storage has it whole already; then it is only read for its checksums.
+        is_hashed: Whether to hash its parts, so that later checkpoints can be made from them.
+        stored: What unchanged parts are copied from; None: all are sent.
     """
 
     segment: Segment
     table: ItemTable
     key: str
     is_stored: bool
+    is_hashed: bool = False
+    stored: StoredSegment | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """A segment that is on storage.
+
+    Attributes:
+        table: Its items with checksums.
+        parts: For later checkpoints; None where nothing can be copied from it.
+    """
+
+    table: ItemTable
+    parts: StoredParts | None
 
 
 def parts_at_once() -> int:
@@ -55,11 +73,12 @@ def upload_all(
     storage: Storage,
     meter: Meter,
     throttle: Throttle,
-) -> dict[str, ItemTable]:
+) -> dict[str, Uploaded]:
     """Upload the segments of a directory that storage lacks, and read all of them for checksums.
 
     1. Lease and open every segment, and begin its upload.
-    2. Take the parts of all segments through a pool of threads; the first failure stops all.
+    2. Take the parts of all segments through a pool of threads; the first failure stops all. Parts
+       that storage has in an earlier checkpoint are copied there.
     3. Finish each segment's upload with its last part.
 
     Args:
@@ -70,7 +89,7 @@ def upload_all(
         throttle: Lets the parts through.
 
     Returns:
-        The segments' items with checksums, by file.
+        The segments, by file.
 
     Raises:
         StorageUnavailable, StorageRefused: Parts that were put may stay; the next attempt goes on
@@ -95,7 +114,7 @@ def upload_all(
             except BaseException:
                 stop.set()
                 raise
-        return {one.outgoing.segment.file: one.table() for one in opened}
+        return {one.outgoing.segment.file: one.uploaded() for one in opened}
 
 
 @contextmanager
@@ -109,13 +128,14 @@ def _opened(
 ) -> Iterator[_OpenedSegment]:
     segment = outgoing.segment
     with _leased(directory, segment) as descriptor:
-        upload = None if outgoing.is_stored else storage.upload(outgoing.key, segment.nbytes)
+        upload = None if outgoing.is_stored else _begun(outgoing, storage)
         try:
             yield _OpenedSegment(
                 os.path.basename(directory),
                 outgoing,
                 descriptor,
                 upload,
+                copies=SegmentCopies(outgoing.stored, upload, storage, segment.nbytes),
                 meter=meter,
                 throttle=throttle,
                 stop=stop,
@@ -123,6 +143,11 @@ def _opened(
         finally:
             if upload is not None:
                 upload.close()
+
+
+def _begun(outgoing: SegmentUpload, storage: Storage) -> Upload:
+    source = None if outgoing.stored is None else outgoing.stored.source
+    return storage.upload(outgoing.key, outgoing.segment.nbytes, source)
 
 
 @contextmanager
@@ -155,6 +180,7 @@ class _OpenedSegment:
         descriptor: int,
         upload: Upload | None,
         *,
+        copies: SegmentCopies,
         meter: Meter,
         throttle: Throttle,
         stop: threading.Event,
@@ -168,6 +194,8 @@ class _OpenedSegment:
         self._part_nbytes = LEAST_PART if upload is None else upload.part_nbytes
         self._left = part_count(outgoing.segment.nbytes, self._part_nbytes)
         self._lock = threading.Lock()
+        self._copies = copies
+        self._hashes = [b""] * self._left
 
     def table(self) -> ItemTable:
         """Return the segment's items with their checksums, once all parts have been read."""
@@ -175,6 +203,19 @@ class _OpenedSegment:
         if self._known is not None and not np.array_equal(found, self._known):
             raise self._changed()
         return replace(self.outgoing.table, crc32c=found)
+
+    def uploaded(self) -> Uploaded:
+        """Return what is on storage, once the upload is finished."""
+        etag = "" if self._upload is None else self._upload.etag()
+        if not etag or not self.outgoing.is_hashed:
+            return Uploaded(self.table(), None)
+        parts = StoredParts(
+            part_nbytes=self._part_nbytes,
+            hashes=b"".join(self._hashes),
+            etag=etag,
+            checked=self._copies.checked(),
+        )
+        return Uploaded(self.table(), parts)
 
     def _changed(self) -> SegmentCorrupt:
         segment, why = self.outgoing.segment, "has changed since it was saved"
@@ -185,7 +226,11 @@ class _OpenedSegment:
         everything = range(self._left)
         if self._upload is not None and self._upload.in_order:
             return [(self, everything)]
-        return [(self, range(number, number + 1)) for number in everything]
+        # What is copied as a whole or not at all begins with its tail, which changes most often:
+        # then few parts are held back in vain.
+        is_whole = self._upload is not None and self._upload.copies is Copies.WHOLE
+        numbers = reversed(everything) if is_whole else everything
+        return [(self, range(number, number + 1)) for number in numbers]
 
     def put_parts(self, numbers: range) -> None:
         """Put these parts, and finish the upload if they are the last ones."""
@@ -204,25 +249,60 @@ class _OpenedSegment:
             is_last = not self._left
         if is_last and self._upload is not None:
             self.table()
-            faults.point("flush.parts")
-            self._upload.finish()
+            self._complete(self._upload)
         if is_last:
             faults.point("flush.segment")
 
+    def _complete(self, upload: Upload) -> None:
+        """Finish the upload, or have all of the segment copied, if nothing of it has changed."""
+        if self._copies.copy_whole():
+            nbytes = self.outgoing.segment.nbytes
+            self._meter.count(nbytes, is_sent=False, is_reused=True)
+            return
+        self._send_released(upload)
+        if not self._stop.is_set():
+            faults.point("flush.parts")
+            upload.finish()
+
     def _put_part(self, number: int) -> None:
-        start = number * self._part_nbytes
-        nbytes = min(self._part_nbytes, self.outgoing.segment.nbytes - start)
-        is_sent = False
-        data = mapped(self._descriptor, start, nbytes) if nbytes else memoryview(b"")
-        crc32c = self.checksums.add(start, data)
+        data = self._mapped(number)
+        hashed = hasher() if self.outgoing.is_hashed else None
+        crc32c = self.checksums.add(number * self._part_nbytes, data, hashed)
         if self.checksums.is_wrong:
             raise self._changed()
-        if self._upload is not None:
-            self._throttle.wait(nbytes, self._stop)
-            if self._stop.is_set():
-                return
-            is_sent = self._upload.put_part(number, data, crc32c)
-            if not is_sent:
-                self._throttle.give_back(nbytes)
-        self._meter.count(nbytes, is_sent=is_sent)
+        if hashed is not None:
+            self._hashes[number] = hashed.digest()
+        if self._upload is None:
+            self._meter.count(len(data), is_sent=False)
+        else:
+            self._put_or_copy(self._upload, number, data, crc32c)
         faults.point("flush.part")
+
+    def _put_or_copy(self, upload: Upload, number: int, data: memoryview, crc32c: int) -> None:
+        is_copied = self._copies.take(number, crc32c, self._hashes[number])
+        if is_copied:
+            self._meter.count(len(data), is_sent=False, is_reused=True)
+        elif is_copied is False:
+            if upload.in_order:
+                self._send_released(upload)
+            self._send(upload, number, data, crc32c)
+            self._send_released(upload, most=1)
+
+    def _send_released(self, upload: Upload, most: int | None = None) -> None:
+        """Send parts that were held back, as the segment as a whole has changed."""
+        for number, crc32c in self._copies.released(most):
+            self._send(upload, number, self._mapped(number), crc32c)
+
+    def _send(self, upload: Upload, number: int, data: memoryview, crc32c: int) -> None:
+        self._throttle.wait(len(data), self._stop)
+        if self._stop.is_set():
+            return
+        is_sent = upload.put_part(number, data, crc32c)
+        if not is_sent:
+            self._throttle.give_back(len(data))
+        self._meter.count(len(data), is_sent=is_sent)
+
+    def _mapped(self, number: int) -> memoryview:
+        start = number * self._part_nbytes
+        nbytes = min(self._part_nbytes, self.outgoing.segment.nbytes - start)
+        return mapped(self._descriptor, start, nbytes) if nbytes else memoryview(b"")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from fastcrc.crc32 import iscsi
+from xxhash import xxh3_128
 
 Crcs = npt.NDArray[np.uint32]
 Extents = npt.NDArray[np.int64]
@@ -89,6 +91,25 @@ def runs_of(blocks: Blocks, numbers: Extents) -> list[tuple[int, int]]:
     return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
+HASH, HASH_NBYTES = "xxh3_128", 16
+"""Of parts, to tell whether they have changed. 32 bits would be too few to go by."""
+
+
+class Hasher(Protocol):
+    """Hashes bytes that come in pieces."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take the next piece."""
+
+    def digest(self) -> bytes:
+        """Return the hash of all pieces, of `HASH_NBYTES` bytes."""
+
+
+def hasher() -> Hasher:
+    """Return a new hasher."""
+    return xxh3_128()
+
+
 class BlockChecksums:
     """Computes CRC32C of each block of a segment.
 
@@ -113,14 +134,15 @@ class BlockChecksums:
         self._crcs = np.zeros(len(blocks.offsets), dtype="<u4")
         self._pieces: dict[int, dict[int, tuple[int, int]]] = {}
 
-    def add(self, start: int, data: memoryview) -> int:
+    def add(self, start: int, data: memoryview, hasher: Hasher | None = None) -> int:
         """Take a piece of the segment and return the CRC32C of that piece.
 
         Args:
             start: Where the piece begins in the segment.
             data: The piece.
+            hasher: Is given the piece as well, while the processor's cache has it.
         """
-        stop, whole, done = start + len(data), 0, start
+        stop, whole, done, hashed = start + len(data), 0, start, start
         first, end = (
             np.searchsorted(self._ends, start, "right"),
             np.searchsorted(self._offsets, stop, "left"),
@@ -142,6 +164,11 @@ class BlockChecksums:
             else:  # now, while the processor's cache has the bytes
                 whole = checksum(data[done - start : high - start], whole)
             done = high
+            if hasher is not None and done - hashed >= BLOCK:
+                hasher.update(data[hashed - start : done - start])
+                hashed = done
+        if hasher is not None:
+            hasher.update(data[hashed - start :])
         return checksum(data[done - start :], whole)
 
     def result(self) -> Crcs:

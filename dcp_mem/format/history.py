@@ -36,6 +36,8 @@ COLUMNS = (
     "parts",
     "retries",
     "attempts",
+    "sent_bytes",
+    "reused_bytes",
     "generation",
     "count",
     "run",
@@ -68,7 +70,10 @@ class HistoryRow:
             by retention).
         generation: As in `Manifest`, like `count` and `run`. A save that never began has those of
             the one before it.
-        throughput_mib_s: Of the node that wrote the row; so are `parts` and `retries`.
+        throughput_mib_s: Of the node that wrote the row; so are `parts`, `retries`, `sent_nbytes`
+            and `reused_nbytes`.
+        sent_nbytes: What went to storage.
+        reused_nbytes: What storage copied from an earlier checkpoint instead.
         step: As the training loop gave it; None if it didn't.
         metrics: As the training loop gave them; JSON in the file.
     """
@@ -87,6 +92,8 @@ class HistoryRow:
     parts: int = 0
     retries: int = 0
     attempts: int = 0
+    sent_nbytes: int = 0
+    reused_nbytes: int = 0
     generation: int = 0
     count: int = 0
     run: str = ""
@@ -131,6 +138,8 @@ def row_of(manifest: Manifest, record: FlushRecord) -> HistoryRow:
         parts=record.transfer.parts,
         retries=record.transfer.retries,
         attempts=record.attempts,
+        sent_nbytes=record.transfer.sent_nbytes,
+        reused_nbytes=record.transfer.reused_nbytes,
         generation=manifest.generation,
         count=manifest.count,
         run=manifest.run,
@@ -225,7 +234,8 @@ def _row(cells: Sequence[str], places: Mapping[str, int]) -> HistoryRow | None:
         step,
         metrics,
     ) = (cells[places[column]] if column in places else "" for column in COLUMNS)
-    flush_seconds, throughput, parts, retries, attempts, generation, count, run = figures
+    flush_seconds, throughput, parts, retries, attempts, sent, reused, *number = figures
+    generation, count, run = number
     if not (name and created and outcome):
         return None
     try:
@@ -244,6 +254,8 @@ def _row(cells: Sequence[str], places: Mapping[str, int]) -> HistoryRow | None:
             parts=int(parts or 0),
             retries=int(retries or 0),
             attempts=int(attempts or 0),
+            sent_nbytes=int(sent or 0),
+            reused_nbytes=int(reused or 0),
             generation=int(generation or 0),
             count=int(count or 0),
             run=_unguarded(run),

@@ -18,7 +18,7 @@ import numpy as np
 
 from dcp_mem.common.values import Segment, Transfer
 from dcp_mem.errors import ManifestInvalid
-from dcp_mem.format.checksums import Crcs, block_count
+from dcp_mem.format.checksums import HASH, HASH_NBYTES, Crcs, block_count
 from dcp_mem.format.layout import Columns, Layout
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.policy.order import Place, SaveNumber
@@ -195,6 +195,60 @@ def items_of(layout: Layout, tail: Tail) -> ItemTable:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredParts:
+    """The parts of a stored segment, for later checkpoints that have the same bytes.
+
+    Attributes:
+        part_nbytes: Length of each part; the last one may be shorter.
+        hashes: Of each part (`checksums.hasher`), joined.
+        etag: As `Upload.etag` returned it: a later upload needs it to copy from this segment.
+        checked: When all its bytes were last known to be right, as they were sent or read then, in
+            seconds since the epoch.
+    """
+
+    part_nbytes: int
+    hashes: bytes
+    etag: str
+    checked: float
+
+    def hash_of(self, number: int) -> bytes:
+        """Return the hash of a part; b"" where there is no such part.
+
+        Args:
+            number: Of the part, from 0.
+        """
+        return self.hashes[number * HASH_NBYTES :][:HASH_NBYTES]
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return {
+            "hash": HASH,
+            "part_nbytes": self.part_nbytes,
+            "hashes": base64.b64encode(self.hashes).decode(),
+            "etag": self.etag,
+            "checked": self.checked,
+        }
+
+    @staticmethod
+    def from_fields(facts: Any) -> StoredParts | None:
+        """Read what `to_fields` returned; None where it is of another kind, or damaged.
+
+        Args:
+            facts: Parsed from JSON.
+        """
+        try:
+            found = StoredParts(
+                part_nbytes=int(facts["part_nbytes"]),
+                hashes=base64.b64decode(facts["hashes"], validate=True),
+                etag=str(facts["etag"]),
+                checked=float(facts["checked"]),
+            )
+            return found if facts["hash"] == HASH and found.part_nbytes > 0 else None
+        except (LookupError, *_DAMAGE):
+            return None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeManifest:
     """The manifest of one node's segments of one checkpoint on storage.
@@ -206,12 +260,15 @@ class NodeManifest:
         node: The node.
         tables: Items by segment file.
         transfer: What the upload took.
+        parts: By segment file, for the segments that later checkpoints may be made from. Versions
+            that don't know it leave it out.
     """
 
     save_id: str
     node: str
     tables: Mapping[str, ItemTable]
     transfer: Transfer = field(default_factory=Transfer)
+    parts: Mapping[str, StoredParts] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """Return the record as a file."""
@@ -219,8 +276,12 @@ class NodeManifest:
             file: {name: _pack(getattr(table, name)) for name in _DTYPES}
             for file, table in self.tables.items()
         }
-        facts = {"save_id": self.save_id, "node": self.node, "transfer": asdict(self.transfer)}
-        return _dump("node", {**facts, "tables": tables})
+        # Apart from the other figures: versions that don't know this one would refuse it there.
+        transfer = asdict(self.transfer)
+        reused = {"reused_nbytes": transfer.pop("reused_nbytes")}
+        parts = {file: one.to_fields() for file, one in self.parts.items()}
+        facts = {"save_id": self.save_id, "node": self.node, "transfer": transfer, **reused}
+        return _dump("node", {**facts, "tables": tables, "parts": parts})
 
     @staticmethod
     def from_json(data: bytes) -> NodeManifest:
@@ -236,9 +297,14 @@ class NodeManifest:
         try:
             columns = _Columns(len(data))
             tables = {file: columns.table(packed) for file, packed in body["tables"].items()}
-            return NodeManifest(
-                body["save_id"], body["node"], tables, Transfer(**body.get("transfer", {}))
-            )
+            reused = int(body.get("reused_nbytes", 0))
+            transfer = Transfer(**{**body.get("transfer", {}), "reused_nbytes": reused})
+            parts = {
+                str(file): one
+                for file, facts in dict(body.get("parts", {})).items()
+                if (one := StoredParts.from_fields(facts)) is not None
+            }
+            return NodeManifest(body["save_id"], body["node"], tables, transfer, parts)
         except (LookupError, *_DAMAGE) as error:
             raise ManifestInvalid(f"a node manifest is damaged: {error}") from None
 

@@ -114,6 +114,8 @@ class Totals:
         blocked_share: The share of that in the time from the first to the last.
         blocked_median: Per save; 0.0 where there was none, as in the other medians.
         flushed_nbytes: What reached storage.
+        reused_nbytes: What of that storage copied from earlier checkpoints, as far as the nodes
+            that wrote the history know.
         flush_median: Seconds of a flush.
         throughput_median: Bytes per second of a flush.
         retries: Requests to storage that were repeated.
@@ -135,6 +137,7 @@ class Totals:
     blocked_share: float
     blocked_median: float
     flushed_nbytes: int
+    reused_nbytes: int
     flush_median: float
     throughput_median: float
     retries: int
@@ -208,6 +211,7 @@ def totals(history: History) -> Totals:
         blocked_share=min(1.0, sum(blocked) / (last - first)) if last > first else 0.0,
         blocked_median=_median(blocked),
         flushed_nbytes=sum(one.nbytes for one in flushes),
+        reused_nbytes=sum(one.reused_nbytes for one in flushes),
         flush_median=_median(one.flush_seconds for one in flushes),
         throughput_median=_median(filter(None, map(flush_throughput, flushes))),
         retries=sum(one.retries for one in checkpoints),
@@ -261,5 +265,6 @@ def _is_sane(row: HistoryRow) -> bool:
     figures = (row.stage_seconds, row.flush_seconds, row.throughput_mib_s)
     are_finite = all(math.isfinite(figure) and 0 <= figure < _LAST_MOMENT for figure in figures)
     are_moments = 0 < row.created < _LAST_MOMENT and 0 <= row.durable < _LAST_MOMENT
-    are_counts = all(0 <= number < _LARGEST for number in (row.nbytes, row.retries))
+    counts = (row.nbytes, row.retries, row.sent_nbytes, row.reused_nbytes)
+    are_counts = all(0 <= number < _LARGEST for number in counts)
     return are_finite and are_moments and are_counts

@@ -287,7 +287,12 @@ def _tiles(sums: Totals) -> list[Tile]:
             f"{duration(sums.blocked_seconds) or 'nothing'} of "
             f"{duration(sums.last - sums.first) or 'no time'}",
         ),
-        Tile("To storage", size(sums.flushed_nbytes), counted(sums.durable, "flush", "flushes")),
+        Tile(
+            "To storage",
+            size(sums.flushed_nbytes),
+            counted(sums.durable, "flush", "flushes")
+            + (f", {size(sums.reused_nbytes)} reused" if sums.reused_nbytes else ""),
+        ),
         Tile("Flush throughput", rate(sums.throughput_median) or _NONE, _median(sums.flush_median)),
         Tile(
             "Recoveries",

@@ -451,7 +451,12 @@ def _of_history(row: HistoryRow) -> CheckpointStatus:
         flush_seconds=row.flush_seconds,
         flush_attempts=row.attempts,
         error=row.error,
-        transfer=Transfer(parts=row.parts, retries=row.retries),
+        transfer=Transfer(
+            parts=row.parts,
+            retries=row.retries,
+            sent_nbytes=row.sent_nbytes,
+            reused_nbytes=row.reused_nbytes,
+        ),
         step=row.step,
         metrics=row.metrics,
         generation=row.generation,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from dcp_mem.errors import DcpMemError
@@ -53,6 +54,30 @@ class Unfinished:
     begun: float
 
 
+class Copies(Enum):
+    """What an upload can have copied on storage, from an object that is there already."""
+
+    NOTHING = "nothing"
+    PARTS = "parts"
+    WHOLE = "whole"  # all of the object, or nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A stored object that an upload may copy from.
+
+    Attributes:
+        key: Of the object.
+        nbytes: Its length.
+        etag: What its own upload returned as such: an object that isn't what was stored then isn't
+            copied from.
+    """
+
+    key: str
+    nbytes: int
+    etag: str
+
+
 class Upload(Protocol):
     """One object on its way to storage, in parts.
 
@@ -63,10 +88,15 @@ class Upload(Protocol):
             the last one what is left. An empty object has one empty part.
         in_order: Whether parts must be put one after the other, each once. Otherwise they may be
             put in any order, several at once, and repeatedly.
+        copies: What can be copied from the source that the upload was given.
+        verifies_copies: Whether a copy is known to have the bytes that were stored. Otherwise only
+            its length is known, and that nobody has written to the source since.
     """
 
     part_nbytes: int
     in_order: bool
+    copies: Copies
+    verifies_copies: bool
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         """Store a part.
@@ -81,6 +111,39 @@ class Upload(Protocol):
 
         Raises:
             StorageUnavailable, StorageRefused: The part isn't stored.
+        """
+
+    def copy_part(self, number: int, crc32c: int) -> bool:
+        """Store a part by having the same range of the source copied on storage.
+
+        Args:
+            number: Of the part, from 0. The source's part is as long.
+            crc32c: Of the bytes that it must have.
+
+        Returns:
+            False where it can't be had that way: then it has to be put.
+
+        Raises:
+            StorageUnavailable, StorageRefused: The same.
+        """
+
+    def copy_whole(self) -> bool:
+        """Store the object by having all of the source copied on storage, in place of all parts.
+
+        On return the object is visible, whole and durable; `finish` needn't be called.
+
+        Returns:
+            False where it can't be had that way: then its parts have to be put.
+
+        Raises:
+            StorageUnavailable, StorageRefused: The same.
+        """
+
+    def etag(self) -> str:
+        """Return what stands for the object's bytes, once it is finished.
+
+        It changes where somebody stores others. A later upload needs it to copy from the object; ""
+        where it can't.
         """
 
     def finish(self) -> None:
@@ -100,6 +163,22 @@ class Upload(Protocol):
         """
 
 
+class Sending:
+    """The part of an `Upload` that has nothing copied."""
+
+    copies = Copies.NOTHING
+    verifies_copies = False
+
+    def copy_part(self, number: int, crc32c: int) -> bool:
+        return False
+
+    def copy_whole(self) -> bool:
+        return False
+
+    def etag(self) -> str:
+        return ""
+
+
 class Storage(Protocol):
     """The storage under one root URL. Keys are relative to it, with `/` between their parts.
 
@@ -114,13 +193,14 @@ class Storage(Protocol):
 
     url: str
 
-    def upload(self, key: str, nbytes: int) -> Upload:
+    def upload(self, key: str, nbytes: int, source: Source | None = None) -> Upload:
         """Begin an upload, or go on with one in which an earlier process was killed.
 
         Args:
             key: Unique to one attempt at saving: what lies under it already is taken for this
                 object's.
             nbytes: Length of the object.
+            source: What may be copied from; it may be gone by now. None: everything is put.
         """
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:

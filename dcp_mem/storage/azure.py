@@ -14,8 +14,8 @@ from azure.storage.blob import BlobBlock, BlobClient, BlobPrefix, BlobProperties
 
 from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageRefused
 from dcp_mem.format.checksums import checksum
-from dcp_mem.storage import Entry, Unfinished, part_count, part_nbytes
-from dcp_mem.storage.azure_client import Pieces, service_client
+from dcp_mem.storage import Copies, Entry, Sending, Source, Unfinished, part_count, part_nbytes
+from dcp_mem.storage.azure_client import Pieces, service_client, signed_for_copying
 from dcp_mem.storage.azure_reads import read_all, read_into
 from dcp_mem.storage.file_system import file_system_of
 from dcp_mem.storage.translate import Translator, says, status_of
@@ -24,6 +24,9 @@ from dcp_mem.storage.translate import Translator, says, status_of
 # are verified when they are read.
 _PUT_AT_ONCE = 4 << 20
 _CHANGED = ("ConditionNotMet", "BlobNotFound", "PathNotFound", "TargetConditionNotMet")
+_MOST_COPIED = 256 << 20
+"""The longest blob that Azure copies while the client waits."""
+_CANT_COPY = {400, 401, 403, 404, 409, 412, 501}
 _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 
 
@@ -49,13 +52,16 @@ class AzureStorage:
             self._container = service.get_container_client(container)
         self._may_have_directories = True
 
-    def upload(self, key: str, nbytes: int) -> AzureUpload:
+    def upload(self, key: str, nbytes: int, source: Source | None = None) -> AzureUpload:
         blob, stored = self._blob(key), set[str]()
         if nbytes > part_nbytes(nbytes):
             with suppress(StorageKeyMissing), self._translator.errors(key):
                 blocks = itertools.chain(*blob.get_block_list("all"))
                 stored = {block.id for block in blocks if block.id.endswith(f"-{block.size:010x}")}
-        return AzureUpload(blob, nbytes, stored, self._translator)
+        original = None
+        if source is not None and source.nbytes == nbytes <= _MOST_COPIED:
+            original = (self._blob(source.key), source.etag)
+        return AzureUpload(blob, nbytes, stored, self._translator, original)
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         with self._translator.errors():
@@ -243,7 +249,7 @@ class AzureStorage:
         return f"{path}/" if path else ""
 
 
-class AzureUpload:
+class AzureUpload(Sending):
     """Blocks of a blob, and the commit that makes a blob of them.
 
     A block's id says which part it is, and of which bytes: a block that an earlier process has put
@@ -255,15 +261,25 @@ class AzureUpload:
         nbytes: Its length.
         stored: Ids of blocks that storage has from earlier attempts.
         translator: Of the storage's errors.
+        source: Blob that may be copied, and its ETag; None for none. Blocks aren't copied: no
+            emulator knows `Put Block From URL`.
     """
 
     in_order = False
+    verifies_copies = True
 
     def __init__(
-        self, blob: BlobClient, nbytes: int, stored: set[str], translator: Translator
+        self,
+        blob: BlobClient,
+        nbytes: int,
+        stored: set[str],
+        translator: Translator,
+        source: tuple[BlobClient, str] | None = None,
     ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
         self._blob, self._stored, self._translator = blob, stored, translator
+        self._nbytes, self._source, self._etag = nbytes, source, ""
+        self.copies = Copies.NOTHING if source is None else Copies.WHOLE
         self._missing = set(range(part_count(nbytes, self.part_nbytes)))
         self._put: dict[int, str] = {}
 
@@ -278,6 +294,28 @@ class AzureUpload:
             self._put[number] = block
         self._missing.discard(number)
         return is_new
+
+    def copy_whole(self) -> bool:
+        if self._source is None:
+            return False
+        with self._translator.errors():
+            try:
+                answer = self._blob.start_copy_from_url(
+                    requires_sync=True,
+                    source_etag=self._source[1],
+                    source_match_condition=MatchConditions.IfNotModified,
+                    **signed_for_copying(self._source[0]),
+                )
+                facts = self._blob.get_blob_properties()
+            except HttpResponseError as error:
+                if status_of(error) in _CANT_COPY:
+                    return False
+                raise
+        self._etag = str(facts.etag)
+        return answer["copy_status"] == "success" and facts.size == self._nbytes
+
+    def etag(self) -> str:
+        return self._etag
 
     def finish(self) -> None:
         if self._missing:
@@ -295,9 +333,10 @@ class AzureUpload:
             HttpResponseError: As the SDK does.
         """
         # The latest of each id: after a commit whose answer was lost these are the committed ones.
-        self._blob.commit_block_list(
+        answer = self._blob.commit_block_list(
             [BlobBlock(self._put[number]) for number in sorted(self._put)], **conditions
         )
+        self._etag = str(answer["etag"])
 
     def close(self) -> None:
         """Leave the blocks: they stay for a week, and a later upload goes on with them."""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec.asyn
 from azure.core.pipeline.transport import RequestsTransport
-from azure.storage.blob import BlobServiceClient
+from azure.storage.blob import (
+    BlobClient,
+    BlobSasPermissions,
+    BlobServiceClient,
+    generate_blob_sas,
+)
 from requests import Session
 from requests.adapters import HTTPAdapter
 
@@ -19,6 +25,8 @@ from dcp_mem.storage.file_system import refuse_missing_authorities, trusted_auth
 _CONNECTION_TIMEOUT, _READ_TIMEOUT = 10.0, 60.0
 _CONNECTIONS = 64
 """More than there are parts in flight: connections beyond it are closed after each request."""
+_SIGNATURE_LIFE = timedelta(hours=1)
+_STORAGE_SCOPE = "https://storage.azure.com/.default"
 _PIECE = 2 << 20
 """Goes out within the timeout at 200 kB/s for each connection; smaller pieces cost more CPU."""
 
@@ -68,6 +76,33 @@ def service_client(fs: Any) -> BlobServiceClient:
         return BlobServiceClient(fs.account_url + token, credential, **location, **options)
     except (AttributeError, TypeError, ValueError) as error:
         raise NotThisRoute(f"{type(fs).__name__}: {type(error).__name__}") from None
+
+
+def signed_for_copying(blob: BlobClient) -> dict[str, Any]:
+    """Return the arguments by which a request for a copy may read its source.
+
+    The source's own authorization isn't that of the request. A signature that is made for it is
+    good for reading this blob, and not for long.
+
+    Args:
+        blob: The source.
+    """
+    credential = blob.credential
+    key = getattr(credential, "account_key", None)
+    if key is not None:
+        signature = generate_blob_sas(
+            str(blob.account_name),
+            blob.container_name,
+            blob.blob_name,
+            account_key=key,
+            permission=BlobSasPermissions(read=True),
+            expiry=datetime.now(timezone.utc) + _SIGNATURE_LIFE,
+        )
+        return {"source_url": f"{blob.url}?{signature}"}
+    if hasattr(credential, "get_token"):
+        token = credential.get_token(_STORAGE_SCOPE).token
+        return {"source_url": blob.url, "source_authorization": f"Bearer {token}"}
+    return {"source_url": blob.url}  # a SAS token of the client's is part of that
 
 
 class _Session(Session):

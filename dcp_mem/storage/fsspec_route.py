@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageUnavailable
-from dcp_mem.storage import Entry, Unfinished, part_count, part_nbytes, scatter
+from dcp_mem.storage import Entry, Sending, Source, Unfinished, part_count, part_nbytes, scatter
 from dcp_mem.storage.file_system import file_system_of
 from dcp_mem.storage.translate import Translator, says, status_of
 
@@ -48,7 +48,7 @@ class FsspecStorage:
         protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
         self._directories = protocol not in _WITHOUT_DIRECTORIES
 
-    def upload(self, key: str, nbytes: int) -> FsspecUpload:
+    def upload(self, key: str, nbytes: int, source: Source | None = None) -> FsspecUpload:
         path = self._path(key)
         with self._translator.errors():
             self._make_parent(path)
@@ -158,7 +158,7 @@ class FsspecStorage:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
-class FsspecUpload:
+class FsspecUpload(Sending):
     """An upload through a stream of fsspec's: parts in order; one that breaks off begins again.
 
     Args:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import struct
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from dcp_mem.errors import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.storage import Entry, Unfinished, part_count, part_nbytes
+from dcp_mem.storage import Copies, Entry, Sending, Source, Unfinished, part_count, part_nbytes
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ _LOCK_SECONDS = 10.0
 """The longest wait, in seconds, for another process that holds the lock."""
 _LOCK_PAUSE = 0.005
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ELOOP}
+_CLONE_RANGE = 0x4020940D  # FICLONERANGE: Python has no name for it
 
 
 class PosixStorage:
@@ -64,11 +66,24 @@ class PosixStorage:
         self.url = url
         self._has_locks = True
 
-    def upload(self, key: str, nbytes: int) -> PosixUpload:
+    def upload(self, key: str, nbytes: int, source: Source | None = None) -> PosixUpload:
         with self._translated():
             path = self._path(key)
             self._make_parent(path)
-            return PosixUpload(path, nbytes, self._translated)
+            opened = None if source is None else self._opened(source)
+            return PosixUpload(path, nbytes, self._translated, opened)
+
+    def _opened(self, source: Source) -> int | None:
+        """Open a file to copy from; None where it is gone, or isn't what was stored any more."""
+        try:
+            descriptor = self._found(_open, self._path(source.key))
+        except OSError:
+            return None
+        facts = os.fstat(descriptor)
+        if facts.st_size == source.nbytes and _identity(facts) == source.etag:
+            return descriptor
+        os.close(descriptor)
+        return None
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         path = self._path(key)
@@ -274,21 +289,30 @@ class PosixStorage:
             ) from None
 
 
-class PosixUpload:
+class PosixUpload(Sending):
     """A file that gets its name once it is whole.
 
     Until then it has a name of its own: two flushers of one segment don't write to the same file.
+
+    A copy is a clone of a part's blocks where the file system has that (XFS, btrfs, NFS 4.2 above
+    these): it moves no bytes. Elsewhere it is a hard link, and all of the file or nothing. There is
+    no `copy_file_range`: where it can't clone, it reads and writes the bytes again.
 
     Args:
         path: Of the file; its directory exists.
         nbytes: Length of the file.
         translated: Returns a context that translates errors.
+        source: Open file that may be copied from. The upload closes it.
     """
 
     in_order = False
 
     def __init__(
-        self, path: str, nbytes: int, translated: Callable[[], AbstractContextManager[None]]
+        self,
+        path: str,
+        nbytes: int,
+        translated: Callable[[], AbstractContextManager[None]],
+        source: int | None = None,
     ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
         self._path, self._translated = path, translated
@@ -297,7 +321,10 @@ class PosixUpload:
         self._descriptor = os.open(
             self._part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600
         )
-        self._is_named = False
+        self._nbytes, self._source, self._etag = nbytes, source, ""
+        self._is_named = self._is_link = False
+        if source is not None:
+            self.copies = Copies.PARTS if self._clones(0) else Copies.WHOLE
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         offset = number * self.part_nbytes
@@ -308,12 +335,67 @@ class PosixUpload:
         self._missing.discard(number)
         return True
 
+    def copy_part(self, number: int, crc32c: int) -> bool:
+        is_copied = self._clones(number)
+        if is_copied:
+            self._missing.discard(number)
+        return is_copied
+
+    def _clones(self, number: int) -> bool:
+        """Clone the blocks of a part; return whether the file system has done it."""
+        if self._source is None:
+            return False
+        start = number * self.part_nbytes
+        nbytes = min(self.part_nbytes, self._nbytes - start)
+        wanted = struct.pack("qQQQ", self._source, start, nbytes, start)
+        try:
+            fcntl.ioctl(self._descriptor, _CLONE_RANGE, wanted)
+        except OSError:
+            return False
+        return nbytes > 0
+
+    def copy_whole(self) -> bool:
+        if self._source is None:
+            return False
+        try:
+            # All names of a file have one time. It must not make what is being put look old: gc
+            # and later commits remove old files that belong to no checkpoint.
+            os.utime(self._source)
+            # By its descriptor, so that it is the file that was looked at. Only with a `dir_fd`
+            # does Python follow the link in /proc.
+            os.link(f"/proc/self/fd/{self._source}", self._path, src_dir_fd=self._source)
+        except FileExistsError:
+            # The client's repeated request found the link that the first one had made (NFS), or
+            # another process has put the segment meanwhile.
+            return self._is_there()
+        except OSError:
+            return False
+        with self._translated():
+            sync_directory(os.path.dirname(self._path))
+        self._note(self._source)
+        self._is_link = True
+        return True
+
+    def _is_there(self) -> bool:
+        with self._translated():
+            self._is_link = os.stat(self._path).st_size == self._nbytes
+            sync_directory(os.path.dirname(self._path))
+        return self._is_link
+
+    def etag(self) -> str:
+        return self._etag
+
+    def _note(self, descriptor: int) -> None:
+        with self._translated():
+            self._etag = _identity(os.fstat(descriptor))
+
     def finish(self) -> None:
         if self._missing:
             raise ValueError(f"{len(self._missing)} parts of {self._path} were never put")
         with self._translated():
             if not self._is_named:
                 os.fsync(self._descriptor)
+                self._note(self._descriptor)
                 os.rename(self._part, self._path)
                 self._is_named = True
             sync_directory(os.path.dirname(self._path))
@@ -321,8 +403,10 @@ class PosixUpload:
     def close(self) -> None:
         # An error here was reported by fsync already, or would hide the one that kept it from
         # running.
-        with contextlib.suppress(OSError):
-            os.close(self._descriptor)
+        for descriptor in (self._descriptor, self._source):
+            if descriptor is not None:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
         if not self._is_named:
             with contextlib.suppress(OSError):
                 remove(self._part)
@@ -330,6 +414,11 @@ class PosixUpload:
 
 def _open(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _identity(facts: os.stat_result) -> str:
+    """Return what changes where somebody writes to a file, or puts another in its place."""
+    return f"{facts.st_ino}-{facts.st_mtime_ns}"
 
 
 def _links(path: str) -> int:

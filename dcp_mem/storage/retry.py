@@ -15,7 +15,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_e
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import CredentialsExpired, StorageUnavailable
-from dcp_mem.storage import Entry, Storage, Unfinished, Upload
+from dcp_mem.storage import Entry, Source, Storage, Unfinished, Upload
 
 T = TypeVar("T")
 
@@ -63,8 +63,8 @@ class RetryingStorage:
         """The number of requests so far that were repeats."""
         return self._requests.retries
 
-    def upload(self, key: str, nbytes: int) -> Upload:
-        upload = self._requests.repeat(lambda: self._storage.upload(key, nbytes))
+    def upload(self, key: str, nbytes: int, source: Source | None = None) -> Upload:
+        upload = self._requests.repeat(lambda: self._storage.upload(key, nbytes, source))
         return upload if upload.in_order else _RetryingUpload(upload, self._requests)
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
@@ -106,10 +106,20 @@ class _RetryingUpload:
 
     def __init__(self, upload: Upload, requests: _Requests) -> None:
         self.part_nbytes = upload.part_nbytes
+        self.copies, self.verifies_copies = upload.copies, upload.verifies_copies
         self._upload, self._requests = upload, requests
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         return self._requests.repeat(lambda: self._upload.put_part(number, data, crc32c))
+
+    def copy_part(self, number: int, crc32c: int) -> bool:
+        return self._requests.repeat(lambda: self._upload.copy_part(number, crc32c))
+
+    def copy_whole(self) -> bool:
+        return self._requests.repeat(self._upload.copy_whole)
+
+    def etag(self) -> str:
+        return self._upload.etag()
 
     def finish(self) -> None:
         self._requests.repeat(self._upload.finish)

@@ -13,7 +13,16 @@ from botocore.exceptions import ClientError
 from dcp_mem.common.log import log
 from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageUnavailable
 from dcp_mem.format.checksums import checksum
-from dcp_mem.storage import Entry, Unfinished, Upload, part_count, part_nbytes
+from dcp_mem.storage import (
+    Copies,
+    Entry,
+    Sending,
+    Source,
+    Unfinished,
+    Upload,
+    part_count,
+    part_nbytes,
+)
 from dcp_mem.storage.file_system import file_system_of
 from dcp_mem.storage.s3_client import Body, S3Client
 from dcp_mem.storage.streams import fill
@@ -25,6 +34,8 @@ _CHANGED = {404, 409, 412}
 _NOT_IMPLEMENTED = {400, 405, 501}
 _PROBE = ".dcp_mem/conditions"
 _NO_ETAG = '"00000000000000000000000000000000"'
+_CANT_COPY = {400, 403, 404, 405, 412, 416, 501}
+"""Answers to a request for a copy: the source is gone, is another, or may not be read."""
 
 
 class S3Storage:
@@ -48,10 +59,10 @@ class S3Storage:
         self._root = root.rstrip("/")
         self._compares: bool | None = None
 
-    def upload(self, key: str, nbytes: int) -> Upload:
+    def upload(self, key: str, nbytes: int, source: Source | None = None) -> Upload:
         path = self._path(key)
         if part_count(nbytes, part_nbytes(nbytes)) == 1:
-            return OnePart(self._client, path, nbytes, self._translator)
+            return OnePart(self._client, path, nbytes, self._translator, self._copied_from(source))
         with self._translator.errors():
             begun = self._begun_before(path)
             if begun is None:
@@ -62,8 +73,20 @@ class S3Storage:
                     {},
                 )
         return Multipart(
-            self._client, path, nbytes, begun=begun, translator=self._translator, url=self.url
+            self._client,
+            path,
+            nbytes,
+            begun=begun,
+            translator=self._translator,
+            url=self.url,
+            source=self._copied_from(source),
         )
+
+    def _copied_from(self, source: Source | None) -> _Original | None:
+        if source is None or not source.etag:
+            return None
+        etag, *parts = source.etag.split(",")
+        return _Original(self._path(source.key), etag, tuple(parts))
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         condition = {"IfNoneMatch": "*"} if create else {}
@@ -283,7 +306,38 @@ class S3Storage:
         return f"{path}/" if path else ""
 
 
-class OnePart:
+@dataclass(frozen=True, slots=True)
+class _Original:
+    """An object that may be copied from.
+
+    Attributes:
+        path: Its key in the bucket.
+        etag: Its ETag when it was stored; "" where the store didn't tell.
+        parts: ETags of its parts when they were stored: an MD5 of their bytes, unless the store
+            encrypts. For an object of one part its own.
+    """
+
+    path: str
+    etag: str
+    parts: tuple[str, ...]
+
+    def arguments(self, bucket: str) -> dict[str, Any]:
+        """Return what a request for a copy says of the source."""
+        condition = {"CopySourceIfMatch": f'"{self.etag}"'} if self.etag else {}
+        return {"CopySource": {"Bucket": bucket, "Key": self.path}, **condition}
+
+    def is_copied(self, number: int, crc32c: int, result: Mapping[str, Any]) -> bool:
+        """Return whether a copied part has the bytes that were stored.
+
+        By the CRC32C that the store has computed of the copy; where it tells none, by the ETag.
+        """
+        if "ChecksumCRC32C" in result:
+            return bool(result["ChecksumCRC32C"] == _base64(crc32c))
+        is_known = number < len(self.parts) and self.parts[number] != ""
+        return is_known and _bare(result["ETag"]) == self.parts[number]
+
+
+class OnePart(Sending):
     """An upload of an object that has a single part: that is put, as the object.
 
     Args:
@@ -291,14 +345,24 @@ class OnePart:
         path: The object's key in the bucket.
         nbytes: Length of the object.
         translator: Of the storage's errors.
+        source: Object with the same bytes, which may be copied; None for none.
     """
 
     in_order = False
+    verifies_copies = True
 
-    def __init__(self, client: S3Client, path: str, nbytes: int, translator: Translator) -> None:
+    def __init__(
+        self,
+        client: S3Client,
+        path: str,
+        nbytes: int,
+        translator: Translator,
+        source: _Original | None = None,
+    ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
         self._client, self._path, self._nbytes, self._translator = client, path, nbytes, translator
-        self._is_put = False
+        self._is_put, self._etag, self._source = False, "", source
+        self.copies = Copies.NOTHING if source is None else Copies.PARTS
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         if number != 0 or len(data) != self._nbytes:
@@ -306,9 +370,29 @@ class OnePart:
                 f"{self._path} has one part of {self._nbytes} bytes: not {number} of {len(data)}"
             )
         with self._translator.errors():
-            _put(self._client, self._path, data, crc32c)
-        self._is_put = True
+            answer = _put(self._client, self._path, data, crc32c)
+        self._is_put, self._etag = True, _bare(answer["ETag"])
         return True
+
+    def copy_part(self, number: int, crc32c: int) -> bool:
+        if self._source is None:
+            return False
+        algorithm = {"ChecksumAlgorithm": "CRC32C"} if self._client.sends_checksums else {}
+        with self._translator.errors():
+            result = _copied(
+                self._client,
+                "copy_object",
+                Key=self._path,
+                **self._source.arguments(self._client.bucket),
+                **algorithm,
+            )
+        if result is None or not self._source.is_copied(0, crc32c, result):
+            return False
+        self._is_put, self._etag = True, _bare(result["ETag"])
+        return True
+
+    def etag(self) -> str:
+        return f"{self._etag},{self._etag}" if self._etag else ""
 
     def finish(self) -> None:
         if not self._is_put:
@@ -331,7 +415,7 @@ class _Part:
     crc32c: str
 
 
-class Multipart:
+class Multipart(Sending):
     """A multipart upload. One cut short can be continued; it costs money until it is dropped.
 
     Several processes may work on the same one, with the same bytes. Each keeps its own list of
@@ -344,9 +428,11 @@ class Multipart:
         begun: Id of the upload, and its parts that storage has.
         translator: Of errors.
         url: The storage's root.
+        source: Object whose parts may be copied; None for none.
     """
 
     in_order = False
+    verifies_copies = True
 
     def __init__(
         self,
@@ -357,13 +443,15 @@ class Multipart:
         begun: tuple[str, dict[int, _Part]],
         translator: Translator,
         url: str,
+        source: _Original | None = None,
     ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
         self._client, self._path, self._nbytes = client, path, nbytes
         self._translator, self._url = translator, url
         self._upload_id, self._found = begun
         self._parts: dict[int, _Part] = {}
-        self._is_finished = False
+        self._is_finished, self._etag, self._source = False, "", source
+        self.copies = Copies.NOTHING if source is None else Copies.PARTS
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         found = self._found.get(number)
@@ -386,6 +474,45 @@ class Multipart:
         self._parts[number] = _Part(answer["ETag"], len(data), _base64(crc32c))
         return True
 
+    def copy_part(self, number: int, crc32c: int) -> bool:
+        if self._source is None:
+            return False
+        start = number * self.part_nbytes
+        nbytes = min(self.part_nbytes, self._nbytes - start)
+        found = self._found.get(number)
+        if found is not None and found.nbytes == nbytes and self._has(found, number, crc32c):
+            self._parts[number] = found
+            return True
+        with self._translator.errors():
+            try:
+                result = _copied(
+                    self._client,
+                    "upload_part_copy",
+                    **self._names(),
+                    PartNumber=number + 1,
+                    CopySourceRange=f"bytes={start}-{start + nbytes - 1}",
+                    **self._source.arguments(self._client.bucket),
+                )
+            except ClientError as error:
+                self._must_be_finished(error)
+                return True
+        if result is None or not self._source.is_copied(number, crc32c, result):
+            return False
+        self._parts[number] = _Part(result["ETag"], nbytes, _base64(crc32c))
+        return True
+
+    def _has(self, found: _Part, number: int, crc32c: int) -> bool:
+        """Return whether a part that an earlier attempt has left is what would be copied."""
+        assert self._source is not None
+        checksum_of_it = {"ChecksumCRC32C": found.crc32c} if found.crc32c else {}
+        return self._source.is_copied(number, crc32c, {"ETag": found.etag, **checksum_of_it})
+
+    def etag(self) -> str:
+        count = part_count(self._nbytes, self.part_nbytes)
+        if not self._is_finished or len(self._parts) < count:
+            return ""
+        return ",".join([self._etag, *(_bare(self._parts[one].etag) for one in range(count))])
+
     def finish(self) -> None:
         if self._is_finished:
             return
@@ -395,9 +522,10 @@ class Multipart:
         parts = [self._described(number) for number in range(count)]
         with self._translator.errors():
             try:
-                self._client.call(
+                answer = self._client.call(
                     "complete_multipart_upload", **self._names(), MultipartUpload={"Parts": parts}
                 )
+                self._etag = _bare(answer.get("ETag", ""))
             except ClientError as error:
                 if _code(error) == "InvalidPart":
                     self._take_what_others_sent()
@@ -442,8 +570,26 @@ class Multipart:
         self._is_finished = True
 
 
-def _put(client: S3Client, path: str, data: memoryview, crc32c: int, **condition: str) -> None:
-    client.call("put_object", Key=path, Body=Body(data), **_checksum(client, crc32c), **condition)
+def _put(client: S3Client, path: str, data: memoryview, crc32c: int, **condition: str) -> Any:
+    checksum_of_it = _checksum(client, crc32c)
+    return client.call("put_object", Key=path, Body=Body(data), **checksum_of_it, **condition)
+
+
+def _copied(client: S3Client, method: str, **arguments: Any) -> Mapping[str, Any] | None:
+    """Have storage copy; return what it says of the copy, or None where it refuses."""
+    try:
+        answer: Mapping[str, Any] = client.call(method, **arguments)
+    except ClientError as error:
+        if status_of(error) in _CANT_COPY and _code(error) != "NoSuchUpload":
+            log.info("storage doesn't copy to %s: %s", arguments["Key"], _code(error))
+            return None
+        raise
+    found: Mapping[str, Any] = answer.get("CopyPartResult") or answer.get("CopyObjectResult") or {}
+    return found if "ETag" in found else None
+
+
+def _bare(etag: str) -> str:
+    return etag.strip('"')
 
 
 def _checksum(client: S3Client, crc32c: int) -> dict[str, str]:

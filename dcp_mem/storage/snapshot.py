@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from dcp_mem.common.files import read_bytes, remove, write_atomically
 from dcp_mem.errors import DcpMemError
-from dcp_mem.storage import Entry, Storage, Unfinished, Upload
+from dcp_mem.storage import Entry, Source, Storage, Unfinished, Upload
 
 _MOST_KEYS = 3_000
 """A listing of more keys is slower than a few short ones side by side."""
@@ -73,8 +73,8 @@ class Snapshot:
     def tree(self, most: int) -> list[tuple[str, Entry]] | None:
         return self._storage.tree(most)
 
-    def upload(self, key: str, nbytes: int) -> Upload:
-        return self._storage.upload(key, nbytes)
+    def upload(self, key: str, nbytes: int, source: Source | None = None) -> Upload:
+        return self._storage.upload(key, nbytes, source)
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         self._storage.put(key, data, create=create)

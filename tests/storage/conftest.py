@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.storage import ways
+from tests.support.storage.file_systems import mounted_xfs
 from tests.support.storage.servers import BlobServer, S3Server, running_radosgw, started
 
 
@@ -20,6 +21,13 @@ def radosgw() -> Iterator[S3Server]:
         pytest.skip("radosgw could not be installed: it takes Debian's packages, and root or sudo")
     with started(running_radosgw) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def xfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system that can clone blocks."""
+    with mounted_xfs(tmp_path_factory.mktemp("mounted") / "xfs") as directory:
+        yield directory
 
 
 @pytest.fixture

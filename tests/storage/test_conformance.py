@@ -46,6 +46,12 @@ class TestLocalDirectory(StorageConformance):
         return lambda: PosixStorage(str(tmp_path / "absent" / "root"))
 
 
+class TestFileSystemThatClones(StorageConformance):
+    @pytest.fixture
+    def opened(self, xfs: Path) -> Callable[[], Storage]:
+        return lambda: PosixStorage(str(xfs / secrets.token_hex(8)))
+
+
 @pytest.fixture(scope="module")
 def container(azurite: BlobServer) -> Iterator[StorageRoot]:
     """A container for all tests of this file: making one takes longer than most of them."""

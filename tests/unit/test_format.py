@@ -4,12 +4,14 @@ import collections
 import enum
 import io
 import itertools
+import json
 import os
 import pathlib
 import pickle
 import resource
 import string
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +32,30 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from xxhash import xxh3_128
 
 import dcp_mem.format.checksums
 from dcp_mem import DcpMemError, ManifestInvalid, SizeRefused, UntrustedMetadata
-from dcp_mem.common.values import Segment
+from dcp_mem.common.values import Segment, Transfer
 from dcp_mem.format import frames, names
-from dcp_mem.format.checksums import BlockChecksums, block_count, blocks_of, checksum, combined
+from dcp_mem.format.checksums import (
+    BlockChecksums,
+    block_count,
+    blocks_of,
+    checksum,
+    combined,
+    hasher,
+)
 from dcp_mem.format.frames import QUANTISED, Spec, frame, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import ALIGNMENT
-from dcp_mem.format.manifest import VERSION, FlushRecord, ItemTable, Manifest, NodeManifest
+from dcp_mem.format.manifest import (
+    VERSION,
+    FlushRecord,
+    ItemTable,
+    Manifest,
+    NodeManifest,
+    StoredParts,
+)
 from dcp_mem.format.metadata import read_metadata
 from dcp_mem.format.segments import Segments
 from tests.support.checkpoints.roundtrip import bits, random_tensor
@@ -209,9 +226,11 @@ def test_checksums_of_blocks_do_not_depend_on_how_the_bytes_pass_by(
         blocks = blocks_of(np.array(offsets, dtype=np.int64), np.array(lengths, dtype=np.int64))
         checksums = BlockChecksums(blocks)
         for start, stop in data.draw(st.permutations(list(itertools.pairwise(cuts)))):
-            assert checksums.add(start, memoryview(stream)[start:stop]) == crc32c(
+            hashed = hasher()
+            assert checksums.add(start, memoryview(stream)[start:stop], hashed) == crc32c(
                 stream[start:stop]
             )
+            assert hashed.digest() == xxh3_128(stream[start:stop]).digest()
     cut = [range(start, stop, block) or [start] for start, stop in items]
     assert blocks.first.tolist() == [0, *itertools.accumulate(map(len, cut))]
     expected = [
@@ -314,6 +333,35 @@ def test_a_node_manifest_survives_being_written_down(columns: dict[str, list[int
             column = getattr(found.tables[file], name)
             assert column.dtype == getattr(table, name).dtype
             assert np.array_equal(column, getattr(table, name))
+
+
+_PARTS = StoredParts(part_nbytes=16 << 20, hashes=bytes(range(32)), etag="a,b", checked=12.5)
+
+
+def test_a_node_manifest_says_what_later_checkpoints_may_be_made_from() -> None:
+    manifest = NodeManifest(
+        "abc", "node", {}, Transfer(sent_nbytes=7, reused_nbytes=5), {"__0_0-abc.distcp": _PARTS}
+    )
+    found = NodeManifest.from_json(manifest.to_json())
+    assert (found.parts, found.transfer) == (manifest.parts, manifest.transfer)
+    assert found.parts["__0_0-abc.distcp"].hash_of(1) == bytes(range(16, 32))
+    assert found.parts["__0_0-abc.distcp"].hash_of(2) == b""
+
+
+def test_versions_that_know_nothing_of_reuse_find_the_fields_that_they_know() -> None:
+    manifest = NodeManifest("abc", "node", {}, Transfer(reused_nbytes=5), {"file": _PARTS})
+    body = json.loads(manifest.to_json())["body"]
+    assert set(body["transfer"]) == {one.name for one in fields(Transfer)} - {"reused_nbytes"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"hash": "md5"}, {"part_nbytes": 0}, {"part_nbytes": "x"}, {"hashes": "?"}, {"checked": None}],
+)
+def test_parts_of_another_kind_are_left_out(damage: dict[str, Any]) -> None:
+    assert StoredParts.from_fields({**_PARTS.to_fields(), **damage}) is None
+    assert StoredParts.from_fields({}) is None
+    assert StoredParts.from_fields(None) is None
 
 
 @settings(suppress_health_check=[HealthCheck.filter_too_much])

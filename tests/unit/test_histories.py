@@ -83,11 +83,11 @@ def test_a_history_reads_like_this() -> None:
     head, row, rest = to_csv([line]).decode().split("\r\n")
     assert head == (
         "name,save_id,created,world_size,nodes,bytes,stage_seconds,outcome,durable,flush_seconds,throughput_mib_s,parts,"
-        "retries,attempts,generation,count,run,error,step,metrics"
+        "retries,attempts,sent_bytes,reused_bytes,generation,count,run,error,step,metrics"
     )
     assert row == (
         '"a,b",0011aabb,2026-11-20T20:17:26.500000+00:00,16,2,3145728,0.25,failed,,'
-        '0.0,0.0,0,0,2,3,7,0a1b2c3d,"no ""room""\nat all",100,"{""loss"":0.5}"'
+        '0.0,0.0,0,0,2,0,0,3,7,0a1b2c3d,"no ""room""\nat all",100,"{""loss"":0.5}"'
     )
     assert rest == ""
 
@@ -115,7 +115,9 @@ def test_a_line_tells_what_the_flush_recorded() -> None:
         catalog="0123",
         stage_seconds=0.5,
     )
-    transfer = Transfer(sent_nbytes=8 << 20, parts=7, retries=3, segments_seconds=4.0)
+    transfer = Transfer(
+        sent_nbytes=8 << 20, reused_nbytes=9, parts=7, retries=3, segments_seconds=4.0
+    )
     record = FlushRecord(
         save_id="aa", outcome="durable", attempts=2, durable=20.0, seconds=6.0, transfer=transfer
     )
@@ -134,6 +136,8 @@ def test_a_line_tells_what_the_flush_recorded() -> None:
         parts=7,
         retries=3,
         attempts=2,
+        sent_nbytes=8 << 20,
+        reused_nbytes=9,
     )
     assert row_of(manifest, record) == expected
     assert row_of(manifest, FlushRecord(save_id="aa")).outcome == "evicted"

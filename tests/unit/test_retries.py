@@ -15,7 +15,7 @@ from dcp_mem.errors import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.storage import Entry, Unfinished
+from dcp_mem.storage import Entry, Sending, Source, Unfinished
 from dcp_mem.storage.retry import RetryingStorage, RetryPolicy
 
 URL = "s3://bucket/run"
@@ -24,7 +24,7 @@ QUICK = RetryPolicy(
 )
 
 
-class _Upload:
+class _Upload(Sending):
     in_order = False
     part_nbytes = 10
 
@@ -64,7 +64,7 @@ class _Moody:
         if error is not None:
             raise error
 
-    def upload(self, key: str, nbytes: int) -> _Upload:
+    def upload(self, key: str, nbytes: int, source: Source | None = None) -> _Upload:
         self._request()
         return _Upload(self._request, in_order=self.in_order)
 

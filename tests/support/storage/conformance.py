@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import replace
 
 import pytest
 
 from dcp_mem.errors import CheckpointExists, DcpMemError, StorageKeyMissing
 from dcp_mem.format.checksums import checksum
-from dcp_mem.storage import LEAST_PART, Storage, Upload, part_count
+from dcp_mem.storage import LEAST_PART, Copies, Source, Storage, Upload, part_count
 
 BLOCK = (8 << 20) + 7
 """More bytes than a route sends at once."""
@@ -295,6 +296,69 @@ class StorageConformance:
         assert opened().get("step-1/segment") == data
         return None
 
+    # -- copies ------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("nbytes", [1000, LARGE], ids=["one part", "several"])
+    def test_what_has_not_changed_is_copied_and_stands_by_itself(
+        self, storage: Storage, opened: Callable[[], Storage], nbytes: int
+    ) -> None:
+        data = _bytes(nbytes)
+        source = Source("step-1/segment", nbytes, upload(storage, "step-1/segment", data))
+        with closing(opened().upload("step-2/segment", nbytes, source)) as going:
+            copy_all(going, data)
+            etag = going.etag()
+        assert storage.get("step-2/segment") == data
+        storage.delete("step-1/segment")
+        assert opened().get("step-2/segment") == data
+        with closing(
+            storage.upload(
+                "step-3/segment", nbytes, replace(source, etag=etag, key="step-2/segment")
+            )
+        ) as going:
+            copy_all(going, data)
+        assert storage.get("step-3/segment") == data
+        assert storage.unfinished("") == []
+
+    def test_parts_that_changed_are_put_between_copied_ones(self, storage: Storage) -> None:
+        data = _bytes(LARGE)
+        source = Source("step-1/segment", LARGE, upload(storage, "step-1/segment", data))
+        with closing(storage.upload("step-2/segment", LARGE, source)) as going:
+            if going.copies is not Copies.PARTS:
+                pytest.skip("this route copies no parts")
+            part = going.part_nbytes
+            changed = data[:part] + _bytes(part, salt=9) + data[2 * part :]
+            for number in (2, 0):
+                assert going.copy_part(number, checksum(data[number * part :][:part]))
+            _put_part(going, 1, changed)
+            going.finish()
+        assert storage.get("step-2/segment") == changed
+        assert storage.get("step-1/segment") == data
+
+    @pytest.mark.parametrize("nbytes", [1000, LARGE], ids=["one part", "several"])
+    @pytest.mark.parametrize("fate", ["gone before", "gone meanwhile", "overwritten"])
+    def test_what_can_no_longer_be_copied_can_be_put(
+        self, storage: Storage, opened: Callable[[], Storage], nbytes: int, fate: str
+    ) -> None:
+        data, other = _bytes(nbytes), _bytes(nbytes, salt=5)
+        source = Source("step-1/segment", nbytes, upload(storage, "step-1/segment", data))
+        if fate == "gone before":
+            storage.delete("step-1/segment")
+        elif fate == "overwritten":
+            storage.delete("step-1/segment")
+            upload(opened(), "step-1/segment", other)
+        with closing(storage.upload("step-2/segment", nbytes, source)) as going:
+            if fate == "gone meanwhile":
+                opened().delete("step-1/segment")
+            parts = range(part_count(nbytes, going.part_nbytes))
+            if going.copies is Copies.WHOLE:
+                assert not going.copy_whole()
+            for number in parts:
+                piece = data[number * going.part_nbytes :][: going.part_nbytes]
+                if going.copies is not Copies.PARTS or not going.copy_part(number, checksum(piece)):
+                    _put_part(going, number, data)
+            going.finish()
+        assert storage.get("step-2/segment") == data
+
     # -- reading ranges ----------------------------------------------------------------------------
 
     @pytest.mark.parametrize(
@@ -400,12 +464,29 @@ def _bytes(count: int, salt: int = 0) -> bytes:
     return (pattern * (count // len(pattern) + 1))[:count]
 
 
-def upload(storage: Storage, key: str, data: bytes) -> None:
-    """Store data as a flush does: in parts, from memory that is another's soon after."""
+def copy_all(going: Upload, data: bytes) -> None:
+    """Have all of an object copied; skip the test where the route can't."""
+    if going.copies is Copies.NOTHING:
+        pytest.skip("this route copies nothing")
+    if going.copies is Copies.WHOLE:
+        assert going.copy_whole()
+        return
+    for number in range(part_count(len(data), going.part_nbytes)):
+        piece = data[number * going.part_nbytes :][: going.part_nbytes]
+        assert going.copy_part(number, checksum(piece))
+    going.finish()
+
+
+def upload(storage: Storage, key: str, data: bytes) -> str:
+    """Store data as a flush does: in parts, from memory that is another's soon after.
+
+    Returns what later uploads need to copy from it.
+    """
     with closing(storage.upload(key, len(data))) as going:
         for number in range(part_count(len(data), going.part_nbytes)):
             _put_part(going, number, data)
         going.finish()
+        return going.etag()
 
 
 def _put_part(going: Upload, number: int, data: bytes) -> bool:

@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -152,6 +152,8 @@ class HierarchicalAccount:
         if asked.query.get("comp") == "block":
             self._staged.setdefault(path, {})[asked.query["blockid"]] = asked.body
             return Answer(201)
+        if "x-ms-copy-source" in asked.headers:
+            return self._copy(path, asked)
         blocks = {**self._committed.get(path, {}), **self._staged.get(path, {})}
         if path in self.directories:
             return refusal(
@@ -176,6 +178,18 @@ class HierarchicalAccount:
         for name in (path, *self.directories):
             self._tags[name] = f'"0x8DD{next(self._count):012X}"'
         return Answer(201, headers={"ETag": self._tags[path]})
+
+    def _copy(self, path: str, asked: Asked) -> Answer:
+        given = urlsplit(asked.headers["x-ms-copy-source"])
+        source = unquote(given.path).removeprefix(f"/{_ACCOUNT}/{CONTAINER}/")
+        if source not in self.files:
+            return refusal(404, "BlobNotFound")
+        if "sig=" not in given.query:
+            return refusal(403, "CannotVerifyCopySource")
+        if asked.headers.get("x-ms-source-if-match", self._tags[source]) != self._tags[source]:
+            return refusal(412, "SourceConditionNotMet")
+        made = self._put(path, replace(asked, headers={}, query={}, body=self.files[source]))
+        return Answer(202, headers={**made.headers, "x-ms-copy-status": "success"})
 
     def _get(self, path: str, asked: Asked) -> Answer:
         if asked.query.get("comp") == "blocklist":
@@ -218,7 +232,9 @@ class HierarchicalAccount:
             return Answer(404, headers={"x-ms-error-code": "BlobNotFound"})
         kind = {"x-ms-meta-hdi_isfolder": "true"} if path in self.directories else {}
         return Answer(
-            200, headers={"ETag": self._tags[path], "x-ms-blob-type": "BlockBlob", **kind}
+            200,
+            headers={"ETag": self._tags[path], "x-ms-blob-type": "BlockBlob", **kind},
+            announced=len(self.files.get(path, b"")) or None,
         )
 
     def _delete(self, path: str, asked: Asked) -> Answer:

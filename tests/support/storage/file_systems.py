@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 NOBODY = 65534
+_XFS_NBYTES = 400 << 20
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may do this")
 
@@ -28,6 +29,32 @@ def mounted_tmpfs(directory: Path, size: str) -> Iterator[Path]:
     finally:
         subprocess.run(["umount", "--lazy", directory], check=True)
         directory.rmdir()
+
+
+@contextlib.contextmanager
+def mounted_xfs(directory: Path) -> Iterator[Path]:
+    """A small XFS, which can clone blocks, on a new directory; unmounted at the end."""
+    image = directory.with_suffix(".image")
+    directory.mkdir(mode=0o700)
+    with image.open("wb") as stream:
+        stream.truncate(_XFS_NBYTES)
+    steps = (
+        ["mkfs.xfs", "-q", "-m", "reflink=1", str(image)],
+        ["mount", "-o", "loop", str(image), str(directory)],
+    )
+    try:
+        for step in steps:
+            subprocess.run(step, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        image.unlink()
+        directory.rmdir()
+        pytest.skip(f"an XFS can't be mounted here: {error}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", directory], check=True)
+        directory.rmdir()
+        image.unlink()
 
 
 def fill(path: Path, spare: int = 0) -> None:

@@ -35,6 +35,7 @@ def upload(target: Target, segments: Sequence[Segment]) -> Iterator[Callable[[],
             _table(one.nbytes),
             one.name,
             is_stored=False,
+            is_hashed=True,
         )
         for rank, one in enumerate(segments)
     ]

@@ -1,0 +1,338 @@
+"""Bytes that storage has already: parts of earlier checkpoints that haven't changed since (ADR 25).
+
+An agent remembers the parts that it has put. A part with the same hash in the newest durable
+checkpoint is copied on storage, instead of being sent. Every checkpoint stays whole by itself.
+Nothing here can fail a flush: where storage can't copy, or the source has gone, bytes are sent.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dcp_mem.common import faults
+from dcp_mem.common.log import log
+from dcp_mem.common.values import HISTORIES, Outcome, Segment
+from dcp_mem.errors import DcpMemError, ManifestInvalid, StorageKeyMissing
+from dcp_mem.format import names
+from dcp_mem.format.checksums import BLOCK, hasher
+from dcp_mem.format.history import from_csv
+from dcp_mem.format.manifest import Manifest, NodeManifest, StoredParts
+from dcp_mem.policy.order import Place, newest_first
+from dcp_mem.storage import Copies, Source, Storage, Upload, part_count
+from dcp_mem.storage.listing import get_parsed, is_committed
+
+_MOST_REMEMBERED = 4
+"""Checkpoints: the last ones may still wait for other nodes' parts, or be deleted by now."""
+_MOST_TRIED = 4
+"""Checkpoints of the history on storage that are looked at."""
+_TRUST_SECONDS = 24 * 3600.0
+"""For so long bytes on storage are taken to be what was put there, where a copy proves nothing."""
+_READ_NBYTES = 4 * BLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSegment:
+    """A segment of an earlier checkpoint on storage.
+
+    Attributes:
+        parts: Its parts, and their hashes.
+        is_trusted: Whether it needn't be read before it is copied, if a copy proves nothing.
+    """
+
+    key: str
+    nbytes: int
+    parts: StoredParts
+    is_trusted: bool
+
+    @property
+    def source(self) -> Source:
+        """What an upload needs to copy from it."""
+        return Source(self.key, self.nbytes, self.parts.etag)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Put:
+    """Segments of a checkpoint that were put, by the part of their names that doesn't change."""
+
+    name: str
+    save_id: str
+    scope: str
+    run: str
+    place: Place
+    segments: Mapping[str, tuple[str, int, StoredParts]]
+
+
+class Reuse:
+    """What one job's storage has to copy from; remembers it from flush to flush."""
+
+    def __init__(self) -> None:
+        self._remembered: list[_Put] = []
+        self._has_looked = False
+
+    def note(self, manifest: Manifest, parts: Mapping[str, StoredParts]) -> None:
+        """Remember the segments of a checkpoint that this node has put.
+
+        Args:
+            manifest: The checkpoint's.
+            parts: Of each segment, by file.
+        """
+        if not parts:
+            return
+        others = [one for one in self._remembered if one.save_id != manifest.save_id]
+        known = newest_first([_put_of(manifest, parts), *others], lambda one: one.place)
+        self._remembered = known[:_MOST_REMEMBERED]
+
+    def sources(
+        self, storage: Storage, manifest: Manifest, segments: Sequence[Segment]
+    ) -> dict[str, StoredSegment]:
+        """Return what segments may be copied from, by file.
+
+        That is the newest checkpoint of the same ranks that is durable and not rejected. An agent
+        that has put nothing so far finds it by the history on storage.
+
+        Args:
+            storage: The job's root.
+            manifest: Of the checkpoint that is to be put.
+            segments: Those of its segments that are to be put.
+        """
+        try:
+            if not self._remembered and not self._has_looked:
+                self._remembered = _of_history(storage, manifest, segments)
+            self._has_looked = True
+            found = next(
+                (one for one in self._remembered if _is_usable(storage, manifest, one)), None
+            )
+        except (DcpMemError, ValueError) as error:  # then everything is sent
+            log.debug("nothing to copy from in %s: %s", storage.url, error)
+            return {}
+        return {} if found is None else _matching(found, manifest, segments)
+
+
+def stem_of(file: str) -> str:
+    """Return the part of a segment's name that is the same in every checkpoint.
+
+    Args:
+        file: The segment's name.
+    """
+    return file.rpartition("-")[0]
+
+
+def _put_of(manifest: Manifest, parts: Mapping[str, StoredParts]) -> _Put:
+    sizes = {one.file: one.nbytes for one in manifest.segments if one.file in parts}
+    return _Put(
+        name=manifest.name,
+        save_id=manifest.save_id,
+        scope=manifest.scope,
+        run=manifest.run,
+        place=manifest.place,
+        segments={stem_of(file): (file, sizes[file], parts[file]) for file in sizes},
+    )
+
+
+def _matching(
+    found: _Put, manifest: Manifest, segments: Sequence[Segment]
+) -> dict[str, StoredSegment]:
+    is_own = found.run == manifest.run != ""
+    matching = {}
+    for segment in segments:
+        if stem_of(segment.file) in found.segments:
+            file, nbytes, parts = found.segments[stem_of(segment.file)]
+            age = time.time() - parts.checked
+            matching[segment.file] = StoredSegment(
+                key=f"{found.name}/{file}",
+                nbytes=nbytes,
+                parts=parts,
+                is_trusted=is_own and 0 <= age < _TRUST_SECONDS,
+            )
+    return matching
+
+
+def _is_usable(storage: Storage, manifest: Manifest, one: _Put) -> bool:
+    """Return whether it is of the same ranks, committed and not rejected."""
+    if one.save_id == manifest.save_id or one.scope != manifest.scope:
+        return False
+    file = names.metadata_file(one.scope)
+    entries = {entry.name: entry for entry in storage.ls(one.name)}
+    if file not in entries:
+        return False
+    try:
+        if not is_committed(storage, f"{one.name}/{file}", entries[file].nbytes, one.save_id):
+            return False
+    except StorageKeyMissing:
+        return False
+    rejection = names.rejection_file(one.save_id).rpartition("/")[2]
+    return rejection not in {entry.name for entry in storage.ls(f"{one.name}/{names.OWN}")}
+
+
+# -- by what is on storage -------------------------------------------------------------------------
+
+
+def _of_history(storage: Storage, manifest: Manifest, segments: Sequence[Segment]) -> list[_Put]:
+    """Return the newest checkpoint whose parts are known, as others have put it on storage."""
+    try:
+        rows = from_csv(storage.get(HISTORIES))
+    except (StorageKeyMissing, ManifestInvalid):
+        return []
+    durable = [row for row in rows if row.outcome == Outcome.DURABLE and row.save_id]
+    for row in newest_first(durable, lambda one: one.place)[:_MOST_TRIED]:
+        found = _read(storage, row.name, row.save_id, {stem_of(one.file) for one in segments})
+        if found is not None and _is_usable(storage, manifest, found):
+            return [found]
+    return []
+
+
+def _read(storage: Storage, name: str, save_id: str, stems: set[str]) -> _Put | None:
+    try:
+        key = f"{name}/{names.stored_manifest(save_id)}"
+        manifest = get_parsed(storage, key, Manifest.from_json)
+        nodes = {one.node for one in manifest.segments if stem_of(one.file) in stems}
+        parts: dict[str, StoredParts] = {}
+        for node in nodes:
+            key = f"{name}/{names.stored_node_manifest(save_id, node)}"
+            parts.update(get_parsed(storage, key, NodeManifest.from_json).parts)
+    except (StorageKeyMissing, ManifestInvalid):
+        return None
+    return _put_of(manifest, parts) if parts else None
+
+
+# -- one segment -----------------------------------------------------------------------------------
+
+
+class SegmentCopies:
+    """What of one segment is copied, while it is uploaded. Thread-safe.
+
+    Parts that can only be copied all together are held back until all are known to be unchanged.
+    Once one has changed, those that were held back have to be sent.
+
+    Args:
+        stored: What may be copied from; None for nothing.
+        upload: Of the segment; None where storage has it already.
+        storage: The job's root.
+        nbytes: Length of the segment.
+    """
+
+    def __init__(
+        self, stored: StoredSegment | None, upload: Upload | None, storage: Storage, nbytes: int
+    ) -> None:
+        copies = Copies.NOTHING
+        if stored is not None and upload is not None:
+            fits = stored.parts.part_nbytes == upload.part_nbytes
+            copies = upload.copies if fits else Copies.NOTHING
+        self._stored, self._upload, self._storage = stored, upload, storage
+        self._nbytes = nbytes
+        self._copies_parts = copies is Copies.PARTS
+        self._is_whole = copies is Copies.WHOLE and stored is not None and stored.nbytes == nbytes
+        self._held: dict[int, int] = {}
+        self._has_unchecked = False
+        self._lock = threading.Lock()
+
+    def take(self, number: int, crc32c: int, digest: bytes) -> bool | None:
+        """Have a part copied, if it hasn't changed.
+
+        Args:
+            number: Of the part.
+            crc32c: Of the part.
+            digest: Its hash.
+
+        Returns:
+            True: storage has copied it. None: it is held back; see `copy_whole`. False: send it.
+        """
+        if self._stored is None or not (self._copies_parts or self._is_whole):
+            return False
+        if not self._is_same(self._stored, number, digest):
+            self._is_whole = False
+            return False
+        if self._copies_parts:
+            return self._try(lambda upload: upload.copy_part(number, crc32c), "reuse.part")
+        with self._lock:
+            if self._is_whole:
+                self._held[number] = crc32c
+                return None
+            return False
+
+    def copy_whole(self) -> bool:
+        """Have all of the segment copied, once all of its parts are held back."""
+        if not self._is_whole or self._upload is None:
+            return False
+        if len(self._held) != part_count(self._nbytes, self._upload.part_nbytes):
+            return False
+        is_copied = self._try(lambda upload: upload.copy_whole(), "reuse.whole")
+        self._is_whole = False
+        if is_copied:
+            self._held.clear()
+        return is_copied
+
+    def released(self, most: int | None = None) -> list[tuple[int, int]]:
+        """Return parts that were held back and are to be sent now, in order, each once.
+
+        Args:
+            most: How many; None for all.
+
+        Returns:
+            Number and CRC32C of each; nothing as long as all of the segment may be copied.
+        """
+        with self._lock:
+            if self._is_whole:
+                return []
+            numbers = sorted(self._held)[:most]
+            return [(number, self._held.pop(number)) for number in numbers]
+
+    def checked(self) -> float:
+        """Return when all bytes of the segment, as storage has it now, were last known as right."""
+        if self._has_unchecked and self._stored is not None:
+            return self._stored.parts.checked
+        return time.time()
+
+    def _is_same(self, stored: StoredSegment, number: int, digest: bytes) -> bool:
+        if stored.parts.hash_of(number) != digest or not self._is_as_long(stored, number):
+            return False
+        if self._upload is None or self._upload.verifies_copies:
+            return True
+        if stored.is_trusted:
+            self._has_unchecked = True
+            return True
+        return self._reads_same(stored, number, digest)
+
+    def _is_as_long(self, stored: StoredSegment, number: int) -> bool:
+        part, start = stored.parts.part_nbytes, number * stored.parts.part_nbytes
+        return min(part, stored.nbytes - start) == min(part, self._nbytes - start)
+
+    def _reads_same(self, stored: StoredSegment, number: int, digest: bytes) -> bool:
+        """Read the part from storage, and compare its hash: it may have rotted there."""
+        part, start = stored.parts.part_nbytes, number * stored.parts.part_nbytes
+        stop, found = min(start + part, stored.nbytes), hasher()
+        buffer = memoryview(bytearray(min(_READ_NBYTES, max(0, stop - start))))
+        try:
+            while start < stop:
+                piece = buffer[: stop - start]
+                if self._storage.read_into(stored.key, start, [piece]) != len(piece):
+                    return False
+                found.update(piece)
+                start += len(piece)
+        except DcpMemError:
+            return False
+        if found.digest() != digest:
+            log.warning(
+                "%s in %s isn't what was put there any more: its bytes are sent again",
+                stored.key,
+                self._storage.url,
+            )
+            return False
+        return True
+
+    def _try(self, copy: Callable[[Upload], bool], point: str) -> bool:
+        """Return whether storage has copied; if not, it isn't asked again for this segment."""
+        assert self._upload is not None
+        try:
+            is_copied = copy(self._upload)
+        except DcpMemError as error:
+            log.info("%s can't copy, so bytes are sent: %s", self._storage.url, error)
+            is_copied = False
+        if is_copied:
+            faults.point(point)
+        else:
+            self._copies_parts = False
+        return is_copied
