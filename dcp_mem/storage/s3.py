@@ -371,7 +371,7 @@ class OnePart(Sending):
             )
         with self._translator.errors():
             answer = _put(self._client, self._path, data, crc32c)
-        self._is_put, self._etag = True, _bare(answer["ETag"])
+        self._is_put, self._etag = True, _bare(answer.get("ETag", ""))
         return True
 
     def copy_part(self, number: int, crc32c: int) -> bool:

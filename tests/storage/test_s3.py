@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import pytest
 
 from dcp_mem.errors import CredentialsExpired, StorageKeyMissing, StorageRefused, StorageUnavailable
 from dcp_mem.format.checksums import checksum
-from dcp_mem.storage import LEAST_PART, Upload
+from dcp_mem.storage import LEAST_PART, Source, Upload
 from dcp_mem.storage.retry import RetryingStorage
 from dcp_mem.storage.routes import open_storage
 from dcp_mem.storage.s3 import S3Storage
@@ -62,6 +63,66 @@ def _send_rest(going: Upload, data: bytes) -> list[bool]:
     going.finish()
     going.close()
     return sent
+
+
+# -- copies, as AWS makes them ---------------------------------------------------------------------
+
+
+def _stored(storage: S3Storage, data: bytes) -> Source:
+    going = storage.upload("step-0/segment", NBYTES)
+    _send_rest(going, data)
+    return Source("step-0/segment", NBYTES, going.etag())
+
+
+def test_copied_parts_are_verified_by_the_checksum_of_the_copy(
+    fake: FakeS3, storage: S3Storage, data: bytes
+) -> None:
+    """Encrypted, they have other ETags than the parts that they were copied from."""
+    going = storage.upload(KEY, NBYTES, _stored(storage, data))
+    assert [going.copy_part(number, _crc_of(number, data)) for number in range(5)] == [True] * 5
+    going.finish()
+    assert fake.objects["/bucket/job/step-1/segment"] == data
+    assert fake.last("PUT partNumber").headers["x-amz-copy-source-if-match"] == '"whole"'
+
+
+def test_a_part_that_has_rotted_at_its_source_is_not_taken(
+    fake: FakeS3, storage: S3Storage, data: bytes
+) -> None:
+    source = _stored(storage, data)
+    fake.objects["/bucket/job/step-0/segment"] = bytes([data[0] ^ 1]) + data[1:]
+    going = storage.upload(KEY, NBYTES, source)
+    assert not going.copy_part(0, _crc_of(0, data))
+    assert going.copy_part(1, _crc_of(1, data))
+    _send(going, 0, data)
+    assert [going.copy_part(number, _crc_of(number, data)) for number in (2, 3, 4)] == [True] * 3
+    going.finish()
+    assert fake.objects["/bucket/job/step-1/segment"] == data
+
+
+def test_a_source_with_another_etag_is_not_copied_from(
+    fake: FakeS3, storage: S3Storage, data: bytes
+) -> None:
+    source = replace(_stored(storage, data), etag="stale,a,b,c,d,e")
+    assert not storage.upload(KEY, NBYTES, source).copy_part(0, _crc_of(0, data))
+
+
+def test_parts_that_were_copied_before_a_kill_are_not_copied_again(
+    fake: FakeS3, storage: S3Storage, data: bytes
+) -> None:
+    source = _stored(storage, data)
+    killed = storage.upload(KEY, NBYTES, source)
+    for number in (0, 3):
+        killed.copy_part(number, _crc_of(number, data))
+    before = fake.count("PUT partNumber")
+    going = storage.upload(KEY, NBYTES, source)
+    assert [going.copy_part(number, _crc_of(number, data)) for number in range(5)] == [True] * 5
+    assert fake.count("PUT partNumber") == before + 3
+    going.finish()
+    assert fake.objects["/bucket/job/step-1/segment"] == data
+
+
+def _crc_of(number: int, data: bytes) -> int:
+    return checksum(memoryview(data)[number * LEAST_PART :][:LEAST_PART])
 
 
 # -- after a kill ----------------------------------------------------------------------------------

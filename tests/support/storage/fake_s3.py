@@ -116,6 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
         checksum = base64.b64encode(crc32c(data).to_bytes(4, "big")).decode()
         if request.headers.get("x-amz-checksum-crc32c", checksum) != checksum:
             self._error(400, "BadDigest")
+        elif "x-amz-copy-source" in request.headers:
+            self._copy(request)
         elif request.operation == "PUT partNumber":
             self._put_part(request, data, checksum)
         elif request.headers.get("if-none-match") == "*" and request.path in self.fake.objects:
@@ -123,6 +125,31 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.fake.objects[request.path] = data
             self._answer(200, headers={"ETag": f'"{secrets.token_hex(16)}"'})
+
+    def _copy(self, request: Request) -> None:
+        """Copy as AWS does: it keeps to the condition, and tells the copy's CRC32C."""
+        data = self.fake.objects.get(
+            "/" + unquote(request.headers["x-amz-copy-source"]).lstrip("/")
+        )
+        if data is None:
+            return self._error(404, "NoSuchKey")
+        if "stale" in request.headers.get("x-amz-copy-source-if-match", ""):
+            return self._error(412, "PreconditionFailed")
+        wanted = request.headers.get("x-amz-copy-source-range")
+        if wanted is not None:
+            first, last = map(int, wanted.removeprefix("bytes=").split("-"))
+            data = data[first : last + 1]
+        checksum = base64.b64encode(crc32c(data).to_bytes(4, "big")).decode()
+        etag = f'"{secrets.token_hex(16)}"'
+        if wanted is None:
+            self.fake.objects[request.path] = data
+        else:
+            parts = self.fake.uploads[request.query["uploadId"]][1]
+            with self.fake.lock:
+                parts[int(request.query["partNumber"])] = _Part(data, etag, checksum)
+        quoted = etag.replace('"', "&quot;")
+        facts = f"<ETag>{quoted}</ETag><ChecksumCRC32C>{checksum}</ChecksumCRC32C>"
+        return self._answer(200, f"<R>{facts}</R>")
 
     def _put_part(self, request: Request, data: bytes, checksum: str) -> None:
         upload = self.fake.uploads.get(request.query["uploadId"])
