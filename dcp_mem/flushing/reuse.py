@@ -17,7 +17,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import HISTORIES, Outcome, Segment
 from dcp_mem.errors import DcpMemError, ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
-from dcp_mem.format.checksums import BLOCK, hasher
+from dcp_mem.format.checksums import BLOCK, HASH_NBYTES, hasher
 from dcp_mem.format.history import from_csv
 from dcp_mem.format.manifest import Manifest, NodeManifest, StoredParts
 from dcp_mem.policy.order import Place, newest_first
@@ -31,6 +31,7 @@ _MOST_TRIED = 4
 _TRUST_SECONDS = 24 * 3600.0
 """For so long bytes on storage are taken to be what was put there, where a copy proves nothing."""
 _READ_NBYTES = 4 * BLOCK
+_NO_HASH = bytes(HASH_NBYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +230,20 @@ class SegmentCopies:
         self._has_unchecked = False
         self._lock = threading.Lock()
 
+    def may_be_same(self, number: int, crc32c: int) -> bool:
+        """Return whether it is worth hashing a part: the source's has the same CRC32C.
+
+        Without a source everything is: the next checkpoint may be made from this one.
+
+        Args:
+            number: Of the part.
+            crc32c: Of the part.
+        """
+        if self._stored is None:
+            return True
+        known = self._stored.parts.crc32c
+        return number < len(known) and known[number] == crc32c
+
     def take(self, number: int, crc32c: int, digest: bytes) -> bool | None:
         """Have a part copied, if it hasn't changed.
 
@@ -287,7 +302,9 @@ class SegmentCopies:
         return time.time()
 
     def _is_same(self, stored: StoredSegment, number: int, digest: bytes) -> bool:
-        if stored.parts.hash_of(number) != digest or not self._is_as_long(stored, number):
+        if digest == _NO_HASH or stored.parts.hash_of(number) != digest:
+            return False
+        if not self._is_as_long(stored, number):
             return False
         if self._upload is None or self._upload.verifies_copies:
             return True

@@ -20,7 +20,7 @@ from dcp_mem.common.values import Segment
 from dcp_mem.errors import SegmentCorrupt
 from dcp_mem.flushing.metering import Meter, Throttle
 from dcp_mem.flushing.reuse import SegmentCopies, StoredSegment
-from dcp_mem.format.checksums import BlockChecksums, blocks_of, hasher
+from dcp_mem.format.checksums import HASH_NBYTES, BlockChecksums, blocks_of, hasher
 from dcp_mem.format.manifest import ItemTable, StoredParts
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.views import mapped
@@ -195,7 +195,8 @@ class _OpenedSegment:
         self._left = part_count(outgoing.segment.nbytes, self._part_nbytes)
         self._lock = threading.Lock()
         self._copies = copies
-        self._hashes = [b""] * self._left
+        self._hashes = [bytes(HASH_NBYTES)] * self._left
+        self._crcs = [0] * self._left
 
     def table(self) -> ItemTable:
         """Return the segment's items with their checksums, once all parts have been read."""
@@ -211,6 +212,7 @@ class _OpenedSegment:
             return Uploaded(self.table(), None)
         parts = StoredParts(
             part_nbytes=self._part_nbytes,
+            crc32c=tuple(self._crcs),
             hashes=b"".join(self._hashes),
             etag=etag,
             checked=self._copies.checked(),
@@ -266,10 +268,16 @@ class _OpenedSegment:
 
     def _put_part(self, number: int) -> None:
         data = self._mapped(number)
-        hashed = hasher() if self.outgoing.is_hashed else None
-        crc32c = self.checksums.add(number * self._part_nbytes, data, hashed)
+        # Where there is a source, most parts have either changed, which their CRC32C tells, or
+        # needn't be sent: only the latter are hashed.
+        is_first = self.outgoing.is_hashed and self.outgoing.stored is None
+        hashed = hasher() if is_first else None
+        crc32c = self._crcs[number] = self.checksums.add(number * self._part_nbytes, data, hashed)
         if self.checksums.is_wrong:
             raise self._changed()
+        if hashed is None and self.outgoing.is_hashed and self._copies.may_be_same(number, crc32c):
+            hashed = hasher()
+            hashed.update(data)
         if hashed is not None:
             self._hashes[number] = hashed.digest()
         if self._upload is None:

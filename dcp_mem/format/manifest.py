@@ -201,13 +201,15 @@ class StoredParts:
 
     Attributes:
         part_nbytes: Length of each part; the last one may be shorter.
-        hashes: Of each part (`checksums.hasher`), joined.
+        crc32c: Of each part.
+        hashes: Of each part (`checksums.hasher`), joined; zeros where a part wasn't hashed.
         etag: As `Upload.etag` returned it: a later upload needs it to copy from this segment.
         checked: When all its bytes were last known to be right, as they were sent or read then, in
             seconds since the epoch.
     """
 
     part_nbytes: int
+    crc32c: tuple[int, ...]
     hashes: bytes
     etag: str
     checked: float
@@ -225,6 +227,7 @@ class StoredParts:
         return {
             "hash": HASH,
             "part_nbytes": self.part_nbytes,
+            "crc32c": list(self.crc32c),
             "hashes": base64.b64encode(self.hashes).decode(),
             "etag": self.etag,
             "checked": self.checked,
@@ -240,6 +243,7 @@ class StoredParts:
         try:
             found = StoredParts(
                 part_nbytes=int(facts["part_nbytes"]),
+                crc32c=tuple(map(int, facts["crc32c"])),
                 hashes=base64.b64decode(facts["hashes"], validate=True),
                 etag=str(facts["etag"]),
                 checked=float(facts["checked"]),

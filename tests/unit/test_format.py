@@ -335,7 +335,9 @@ def test_a_node_manifest_survives_being_written_down(columns: dict[str, list[int
             assert np.array_equal(column, getattr(table, name))
 
 
-_PARTS = StoredParts(part_nbytes=16 << 20, hashes=bytes(range(32)), etag="a,b", checked=12.5)
+_PARTS = StoredParts(
+    part_nbytes=16 << 20, crc32c=(7, 8), hashes=bytes(range(32)), etag="a,b", checked=12.5
+)
 
 
 def test_a_node_manifest_says_what_later_checkpoints_may_be_made_from() -> None:
@@ -356,7 +358,14 @@ def test_versions_that_know_nothing_of_reuse_find_the_fields_that_they_know() ->
 
 @pytest.mark.parametrize(
     "damage",
-    [{"hash": "md5"}, {"part_nbytes": 0}, {"part_nbytes": "x"}, {"hashes": "?"}, {"checked": None}],
+    [
+        {"hash": "md5"},
+        {"part_nbytes": 0},
+        {"part_nbytes": "x"},
+        {"hashes": "?"},
+        {"crc32c": 7},
+        {"checked": None},
+    ],
 )
 def test_parts_of_another_kind_are_left_out(damage: dict[str, Any]) -> None:
     assert StoredParts.from_fields({**_PARTS.to_fields(), **damage}) is None
