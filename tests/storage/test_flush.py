@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import dcp_mem.flushing.agent
+import dcp_mem.flushing.flusher
 import dcp_mem.flushing.scheduler
 import dcp_mem.runtime.session
 import dcp_mem.saving.agree
@@ -261,7 +262,7 @@ def _attempts_at_two_that_fail(job: Job) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
-        patch.setattr(dcp_mem.flushing.scheduler, "flush", fail)
+        patch.setattr(dcp_mem.flushing.flusher, "flush", fail)
         with job.writer(keep_memory=2) as writer:
             save(writer, 1)
             save(writer, 2)
@@ -900,7 +901,7 @@ def test_the_ranks_of_a_node_share_an_agent(local_root: StorageRoot, memory_root
 
 
 def _save_on_nodes(job: Job) -> list[tuple[str, State]]:
-    dcp_mem.flushing.scheduler._PEER_LAG = 1.0
+    dcp_mem.flushing.flusher._PEER_LAG = 1.0
     root = f"{job.memory}/node{dist.get_rank()}"
     with replace(job, memory=root).writer(agent="thread") as writer:
         save(writer, 0)
@@ -922,7 +923,7 @@ def test_nodes_that_are_at_different_checkpoints_dont_wait_for_each_other(
 
 def _save_and_drop_a_part(job: Job) -> list[tuple[str, State, str]]:
     """Save on two nodes, of which one drops the older checkpoint before either flushes it."""
-    dcp_mem.flushing.scheduler._PEER_LAG = 0.2
+    dcp_mem.flushing.flusher._PEER_LAG = 0.2
     root = f"{job.memory}/node{dist.get_rank()}"
     with replace(job, memory=root).writer(agent="thread", keep_memory=3) as writer:
         with pytest.MonkeyPatch.context() as patch:

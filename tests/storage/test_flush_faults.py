@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-import dcp_mem.flushing.scheduler
+import dcp_mem.flushing.destination
 from dcp_mem import State
 from dcp_mem.flushing.upload import parts_at_once
 from tests.support.checkpoints.jobs import Job, wait_until
@@ -37,7 +37,7 @@ from tests.support.storage.ways import (
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("flush_quickly")]
 
 ALWAYS = 1_000_000
-_REAL_PATIENCE = dcp_mem.flushing.scheduler._RETRY_POLICY
+_REAL_PATIENCE = dcp_mem.flushing.destination._RETRY_POLICY
 SMALL_STEPS = ["listing", "look", "segment", "node manifest", "catalog", "manifest", "commit"]
 LARGE_STEPS = ["begin", "part", "completion"]
 ANSWERED_STEPS = ["listing", "look", "begin"]
@@ -136,7 +136,9 @@ def test_storage_is_left_alone_for_as_long_as_it_asks(
 ) -> None:
     put_into(memory_root, small)
     monkeypatch.setattr(
-        dcp_mem.flushing.scheduler, "_RETRY_POLICY", replace(ways.QUICK, longest_asked_seconds=60.0)
+        dcp_mem.flushing.destination,
+        "_RETRY_POLICY",
+        replace(ways.QUICK, longest_asked_seconds=60.0),
     )
     way.proxy.fail(way.steps["node manifest"], _busy(way))
     started = time.monotonic()
@@ -364,7 +366,7 @@ _PARTS = 30
 def test_a_storage_that_goes_down_fails_thirty_parts_no_later_than_one(
     abfs_way: Way, memory_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_mem.flushing.scheduler, "_RETRY_POLICY", _REAL_PATIENCE)
+    monkeypatch.setattr(dcp_mem.flushing.destination, "_RETRY_POLICY", _REAL_PATIENCE)
     nbytes = (_PARTS - 1) * ways.PART
     forked(save_unflushed, str(memory_root), 1, nbytes)
     abfs_way.proxy.fail(abfs_way.steps["part"], Delay(0.3), times=ALWAYS, after=4)

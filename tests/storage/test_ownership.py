@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from dcp_mem import FlushFailed, MemoryStorageWriter, State, StorageTaken, keep_last
 from dcp_mem.common import faults
 from dcp_mem.flushing.ownership import DIRECTORY, Ownership
+from dcp_mem.flushing.queue import FlushQueue
 from dcp_mem.flushing.registration import Registration
 from dcp_mem.flushing.scheduler import FlushScheduler
 from dcp_mem.format import names
@@ -244,10 +245,10 @@ class Writers:
         job = _node(self.root, self.memory, number)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "dcp_mem.flushing.scheduler.open_storage",
+                "dcp_mem.flushing.destination.open_storage",
                 lambda *arguments: _Interrupted(open_storage(*arguments), acts),
             )
-            patch.setattr(FlushScheduler, "_is_live", lambda *_: True)
+            patch.setattr(FlushQueue, "is_live", lambda *_: True)
             flusher = FlushScheduler(job.memory)
             flusher.register(
                 Registration("job", self.root.url, overwrite=True, keep_storage=keep_last(1))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import dcp_mem.flushing.agent
-import dcp_mem.flushing.scheduler
+import dcp_mem.flushing.flusher
 import dcp_mem.runtime.session
 from dcp_mem import every_n_saves
 from dcp_mem.common import faults
@@ -170,7 +170,7 @@ def test_a_node_that_the_job_runs_without_has_its_part_done_and_its_commit(
 def test_nobody_stands_in_for_a_node_that_the_job_may_run_on(
     nodes: Nodes, running: Sequence[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_mem.flushing.scheduler, "_OWNER_GRACE", -1.0)
+    monkeypatch.setattr(dcp_mem.flushing.flusher, "_OWNER_GRACE", -1.0)
     flushers = [nodes.flusher(number, running) for number in (0, 2)]
     locks = [
         JobLock(nodes.memory(number).directory, "job", RunIdentity("run", "")) for number in (0, 2)
@@ -212,7 +212,7 @@ def test_who_has_waited_long_gives_the_holders_of_copies_their_time(nodes: Nodes
         memory.find("step-2")[0], FlushRecord(save_id=newer.save_id, outcome="durable")
     )
     _look(waiter, rounds=1)
-    (state,) = waiter._states.values()
+    state = waiter._jobs["job"].queue.known_state(nodes.held(2 - holder))
     state.waiting_since -= 500.0
     waiter.register(nodes.registration((0, 2)))
     _look(waiter, nodes.flusher(holder, (0, 2)))
@@ -452,7 +452,7 @@ def test_where_nobody_has_the_segment_the_reason_names_the_node(
 ) -> None:
     (copy,) = (path for number in (0, 2) for path in _copies(nodes, number, 1))
     copy.unlink()
-    monkeypatch.setattr(dcp_mem.flushing.scheduler, "_PEER_GRACE", -1.0)
+    monkeypatch.setattr(dcp_mem.flushing.flusher, "_PEER_GRACE", -1.0)
     flushers = [nodes.flusher(number, (0, 2)) for number in (0, 2)]
     _look(*flushers, rounds=1)
     lost = nodes.memory(1).node

@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import dcp_mem.flushing.scheduler
+import dcp_mem.flushing.destination
+import dcp_mem.flushing.flusher
 import dcp_mem.runtime.session
 import dcp_mem.storage
 from dcp_mem import (
@@ -187,8 +188,8 @@ def saved_in(directory: Path, number: int, nbytes: int = 0) -> Path:
 
 def flush_quickly(patch: pytest.MonkeyPatch) -> None:
     """Have faults get over soon: short pauses, short parts."""
-    patch.setattr(dcp_mem.flushing.scheduler, "_RETRY_POLICY", QUICK)
-    patch.setattr(dcp_mem.flushing.scheduler, "_LONGEST_PAUSE", 0.05)
+    patch.setattr(dcp_mem.flushing.destination, "_RETRY_POLICY", QUICK)
+    patch.setattr(dcp_mem.flushing.flusher, "_LONGEST_PAUSE", 0.05)
     patch.setattr(dcp_mem.storage, "LEAST_PART", PART)
 
 
