@@ -349,6 +349,10 @@ class CheckpointNotFound(NoRecoverableCheckpoint):
         )
 
 
+_RANKS = 1 << 24
+"""As `names.FROZEN`: a segment's number modulo this is its rank."""
+
+
 class SegmentCorrupt(DcpMemError):
     """Bytes that were read aren't those that were saved.
 
@@ -356,7 +360,7 @@ class SegmentCorrupt(DcpMemError):
 
     Args:
         checkpoint: The checkpoint id.
-        rank: The rank that saved the segment.
+        rank: The segment's number: the rank that saved it, with 2**24 added for the second segment.
         source: Where the bytes were read: "memory", a node, or the storage's URL.
         detail: What is wrong.
     """
@@ -367,7 +371,8 @@ class SegmentCorrupt(DcpMemError):
 
     def __str__(self) -> str:
         return (
-            f"checkpoint {self.checkpoint!r}, segment of rank {self.rank} in {self.source}: "
+            f"checkpoint {self.checkpoint!r}, segment of rank {self.rank % _RANKS} in "
+            f"{self.source}: "
             f"{self.detail}"
         )
 

@@ -38,6 +38,7 @@ from dcp_mem.runtime.session import close_session, open_session
 from dcp_mem.saving.ahead import copied, raise_if_refused
 from dcp_mem.saving.dcp_plan import DcpPlanItems, DcpPlanTracker, fill_in, republish
 from dcp_mem.saving.dcp_takeover import DcpTakeover, planner_of
+from dcp_mem.saving.frozen import Frozen, frozen_rule
 from dcp_mem.saving.prepare import Preparation, prepare
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.saver import Saver
@@ -100,6 +101,10 @@ class MemoryStorageWriter(StorageWriter):
         reuse_stored: What hasn't changed since the newest checkpoint on storage isn't sent again:
             storage copies it, as far as it can (S3, directories, Azure). False sends all of each
             checkpoint.
+        frozen: Tensors that don't change from save to save: names or patterns ("model.base.*") of
+            the flattened state dict, or a function of name and tensor. Checkpoints share one copy
+            of them in memory. Each save checks whether they still are as they were, and copies them
+            again where they aren't.
         process_group: The ranks that save together; by default those of the dcp.save call.
 
     Raises:
@@ -128,6 +133,7 @@ class MemoryStorageWriter(StorageWriter):
         upload_limit: int | str | None = None,
         on_nonfinite: str = "ignore",
         reuse_stored: bool = True,
+        frozen: Frozen | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -153,7 +159,7 @@ class MemoryStorageWriter(StorageWriter):
             reuse_stored=reuse_stored,
         )
         _check_that_it_can_be_flushed(self.settings)
-        self._saver = Saver(self.settings, process_group)
+        self._saver = Saver(self.settings, process_group, frozen_rule(frozen))
         self._dcp_plans = DcpPlanTracker()
 
     # -- DCP's contract, in the order of its calls -------------------------------------------------

@@ -15,7 +15,9 @@ POINTS = (
     "save.agreed",  # every rank knows save id and decision; nothing has been written
     "stage.claimed",  # this rank has a slot
     "stage.copying",  # half of the payload bytes are copied
+    "frozen.copied",  # frozen tensors are copied into a slot of their own
     "stage.copied",  # all payload bytes are copied
+    "frozen.sealed",  # the segment of frozen tensors has its name
     "overlap.begun",  # copies go on behind the training loop
     "overlap.copied",  # they have all been made
     "stage.sealed",  # the slot has the segment's name
@@ -24,6 +26,7 @@ POINTS = (
     "complete.manifest",  # this node's manifest is in place: COMPLETE
     "complete.evicted",  # retention was applied
     "save.finished",  # torch's own finish has run on the coordinator
+    "frozen.compared",  # all frozen bytes were held against their segment
     "checksums.made",  # of one segment; they don't lie beside it yet
     "replicate.started",
     "replicate.chunk",  # one chunk is on its way

@@ -137,14 +137,18 @@ def free_bytes(path: str) -> int:
 
 
 def allocated_bytes(path: str) -> int:
-    """Return the bytes that the files under `path` occupy.
+    """Return the bytes that the files under `path` occupy; what has several names counts once.
 
     Args:
         path: A directory; nothing is counted where it is gone.
     """
-    total = 0
+    total, seen = 0, set[int]()
     for directory, _, names in os.walk(path):
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
-                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
+                facts = os.lstat(os.path.join(directory, name))
+                if facts.st_nlink > 1 and facts.st_ino in seen:
+                    continue
+                seen.add(facts.st_ino)
+                total += facts.st_blocks * 512
     return total

@@ -48,7 +48,7 @@ class Segment:
     """One rank's file of one checkpoint.
 
     Attributes:
-        rank: The rank that saved it.
+        rank: Its number: the rank that saved it, with `names.FROZEN` added for its second segment.
         node: The node that rank was on.
         file: Name of the file.
         nbytes: Length of the segment; its file may be longer, because slots are recycled.

@@ -173,6 +173,16 @@ class ItemTable:
     payload_nbytes: Columns
     crc32c: Crcs
 
+    def has_items_of(self, other: ItemTable) -> bool:
+        """Return whether another table has the same items in the same places.
+
+        Args:
+            other: Of a segment with the same bytes; its checksums don't count.
+        """
+        return np.array_equal(self.offsets, other.offsets) and np.array_equal(
+            self.lengths, other.lengths
+        )
+
 
 def items_of(layout: Layout, tail: Tail) -> ItemTable:
     """Return the items of a segment, in the order of their offsets, without checksums.

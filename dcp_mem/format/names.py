@@ -11,6 +11,11 @@ OWN = ".dcp_mem"
 """Directory of our own files, beside the segments."""
 DCP_VERSION = "1.0.0"
 """The version that DCP gives its metadata format."""
+FROZEN = 1 << 24
+"""Added to a rank, it numbers that rank's second segment: of what doesn't change from save to save.
+
+A segment's number, its rank or this, tells it from the checkpoint's other segments everywhere.
+"""
 COLLECTIVE = ""
 """Scope of a checkpoint that all ranks saved together; `r<rank>` where a rank saved alone."""
 
@@ -24,20 +29,32 @@ def segment_file(rank: int, save_id: str) -> str:
     """Return the name of a rank's segment.
 
     Args:
-        rank: The rank that saves it.
+        rank: The rank that saves it, with `FROZEN` added for its second segment.
         save_id: Of the attempt.
     """
-    return f"__{rank}_0-{save_id}.distcp"
+    second, rank = divmod(rank, FROZEN)
+    return f"__{rank}_{second}-{save_id}.distcp"
 
 
 def rank_of(file: str) -> int:
     """Return the rank that wrote a segment's file; 0 for any other file.
 
+    `FROZEN` is added for a rank's second segment, which has a number of its own by that.
+
     Args:
         file: Its name, without a directory.
     """
     match = SEGMENT.fullmatch(file)
-    return int(match[1]) if match else 0
+    return int(match[1]) + int(match[2]) * FROZEN if match else 0
+
+
+def home_rank(number: int) -> int:
+    """Return the rank that wrote a segment.
+
+    Args:
+        number: Of the segment, as `rank_of` returns it.
+    """
+    return number % FROZEN
 
 
 def parity_file(rank: int, key: str, save_id: str) -> str:

@@ -17,7 +17,8 @@ Tail = tuple[tuple[int, int], ...]
 class Segments(Sequence[Segment]):
     """Segments of one save, as columns; each `Segment` is made when it is asked for.
 
-    A segment's file name follows from its rank and the save id.
+    A segment's file name follows from its rank and the save id. First comes a segment of each rank,
+    by rank; then the second segments of those that have one, with `names.FROZEN` added to `rank`.
     """
 
     save_id: str

@@ -79,13 +79,15 @@ def _finding(
 ) -> FoundCheckpoint:
     """Return what this node has of a checkpoint: all, some segments, or a problem."""
     manifest = checkpoint.manifest
-    count = len(manifest.segments)
+    second = tuple(rank for rank in manifest.segments.rank if rank >= names.FROZEN)
+    count = len(manifest.segments) - len(second)
     finding = FoundCheckpoint(
         name=checkpoint.name,
         save_id=manifest.save_id,
         place=manifest.place,
         rejected=checkpoint.rejected,
         count=count,
+        second=second,
     )
     try:
         source = MemorySource(checkpoint, memory.node, damaged_ranks)
@@ -95,7 +97,7 @@ def _finding(
     if checkpoint.replication.outcome == Outcome.REPLICATED:
         made = checkpoint.replication
         finding = replace(finding, redundancy=Redundancy(made.copies, made.parity))
-    if len(source.present) == count:
+    if len(source.present) == len(manifest.segments):
         return finding
     return replace(
         _with_parity(finding, memory, checkpoint),
@@ -108,10 +110,11 @@ def _with_parity(
     finding: FoundCheckpoint, memory: JobMemory, checkpoint: LocalCheckpoint
 ) -> FoundCheckpoint:
     """Return the finding with the parity here, and the sizes of the segments that it is of."""
-    nbytes = checkpoint.manifest.segments.nbytes
+    segments = checkpoint.manifest.segments
+    nbytes = dict(zip(segments.rank, segments.nbytes, strict=True))
     stripes = {file: record.stripe for file, record in checkpoint.stripes().items()}
     covered = {share.rank for stripe in stripes.values() for share in stripe.shares}
-    empty = {rank for rank, size in enumerate(nbytes) if not size}  # parity doesn't mention these
+    empty = {rank for rank, size in nbytes.items() if not size}  # parity doesn't mention these
     sizes = {rank: nbytes[rank] for rank in sorted(covered | empty)}
     return replace(finding, stripes=tuple(stripes.items()), sizes=sizes)
 

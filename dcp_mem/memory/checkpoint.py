@@ -82,8 +82,11 @@ class LocalCheckpoint:
         ]
 
     def local_nbytes(self) -> int:
-        """Return the bytes that lie here: own segments, and copies or parity of other nodes'."""
-        here = self.segment_files()
+        """Return the bytes that lie here: own segments, and copies or parity of other nodes'.
+
+        Segments that other checkpoints share don't count: their bytes stay when this one leaves.
+        """
+        here = [file for file in self.segment_files() if not _is_shared(self.segment_path(file))]
         ranks = {names.rank_of(file) for file in here if names.SEGMENT.fullmatch(file)}
         segments = self.manifest.segments
         sizes = zip(segments.rank, segments.nbytes, strict=True)
@@ -261,6 +264,13 @@ def files_in(directory: str) -> Sequence[str]:
         return os.listdir(directory)
     except FileNotFoundError:
         return ()
+
+
+def _is_shared(path: str) -> bool:
+    try:
+        return os.stat(path).st_nlink > 1
+    except FileNotFoundError:
+        return False
 
 
 def _size(path: str) -> int:

@@ -18,13 +18,13 @@ import numpy as np
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Segment
-from dcp_mem.errors import DcpMemError
+from dcp_mem.errors import DcpMemError, ManifestInvalid
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.checksums import MOST_RUN, Blocks, Crcs, blocks_of, checksum, runs_of
-from dcp_mem.format.manifest import items_of
+from dcp_mem.format.manifest import ItemTable, items_of
 from dcp_mem.memory.catalogs import read_catalog
-from dcp_mem.memory.checkpoint import LocalCheckpoint, has_checksums
+from dcp_mem.memory.checkpoint import LocalCheckpoint, checksums_of, has_checksums
 from dcp_mem.memory.finite import FiniteCheck
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.views import fill
@@ -146,6 +146,9 @@ class ChecksumThread:
         try:
             catalog = self._catalog_of(checkpoint)
             table = items_of(catalog.layout(segment.rank), segment.tail)
+            if self._carry_over(memory, checkpoint, segment, table):
+                self._tried[memory.job].add(segment.file)
+                return
             check = FiniteCheck(catalog, segment.rank) if on_nonfinite != "ignore" else None
             crcs = checksums_in_file(
                 checkpoint.segment_path(segment.file),
@@ -166,6 +169,26 @@ class ChecksumThread:
             log.warning("%s has no checksums in memory: %s", segment.file, error)
         # Whatever came of it, it is tried once: a checkpoint without checksums is a whole one.
         self._tried[memory.job].add(segment.file)
+
+    def _carry_over(
+        self, memory: JobMemory, checkpoint: LocalCheckpoint, segment: Segment, table: ItemTable
+    ) -> bool:
+        """Take the checksums of another checkpoint that shares the segment; False without one.
+
+        What was looked at there need not be looked at again, unless it was rejected.
+        """
+        path = checkpoint.segment_path(segment.file)
+        for other in memory.checkpoints() if os.stat(path).st_nlink > 1 else ():
+            file = names.segment_file(segment.rank, other.manifest.save_id)
+            if file == segment.file or file not in self._tried[memory.job] or other.rejected:
+                continue
+            with contextlib.suppress(FileNotFoundError, ManifestInvalid):
+                known = checksums_of(other, file)
+                is_same = os.path.samefile(path, other.segment_path(file))
+                if is_same and known.has_items_of(table):
+                    memory.add_checksums(checkpoint.manifest, {segment.file: known})
+                    return True
+        return False
 
     def _catalog_of(self, checkpoint: LocalCheckpoint) -> Catalog:
         key = checkpoint.manifest.catalog

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Sequence
@@ -16,16 +17,20 @@ from dcp_mem.memory.locks import end_lease, in_turn, is_leased, try_lease
 def retire(path: str, slots: str) -> None:
     """Make a free slot of a segment, by rename; one that is gone already is fine.
 
+    A segment that other checkpoints share loses its name only: with its last name it becomes a
+    slot. Who claims slots leaves out those with several names, should one be given just now.
+
     A process that still reads or flushes the segment has a lease, under which no slot is claimed.
 
     Args:
         path: Of the segment, or of parity.
         slots: The job's directory of free slots.
     """
-    try:
-        os.rename(path, os.path.join(slots, f"{uuid.uuid4().hex[:12]}.slot"))
-    except FileNotFoundError:
-        return
+    with contextlib.suppress(FileNotFoundError):
+        if os.lstat(path).st_nlink > 1:
+            os.unlink(path)
+        else:
+            os.rename(path, os.path.join(slots, f"{uuid.uuid4().hex[:12]}.slot"))
 
 
 def remove_unlisted(directory: str, slots: str, manifests: Sequence[Manifest]) -> None:

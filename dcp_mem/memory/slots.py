@@ -4,10 +4,14 @@ First touch of tmpfs pages costs several times the copy, and so does a new mappi
 exist. A slot is claimed from the free ones, staged into, and becomes a segment by rename; retention
 renames it back. The process that has mapped it recognises it by its inode, and goes on using the
 mapping.
+
+A segment that stays as it is may get further names, as a segment of later checkpoints. It becomes
+free with its last name, and nobody claims a slot that has another one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -20,6 +24,7 @@ from dcp_mem.common import files
 from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory.locks import end_lease, in_turn, share, try_lease
 from dcp_mem.memory.mapping import Mapping
+from dcp_mem.memory.recycling import retire
 from dcp_mem.memory.views import HUGE
 
 _SUFFIX = ".slot"
@@ -50,6 +55,9 @@ class Slot:
         on_unmap: Called before the mapping goes.
         busy: Whether a thread of this process has claimed it or prefaults it; the process's own
             lease doesn't tell.
+        links: Where it lies as a segment of several checkpoints.
+        claims: How often this process has claimed it; since the last time, its bytes are the same.
+        holds: How many of this process's saves rely on its bytes; nobody here claims it meanwhile.
     """
 
     path: str
@@ -60,6 +68,9 @@ class Slot:
     mapping: Mapping | None = None
     on_unmap: list[Callable[[], None]] = field(default_factory=list)
     busy: bool = True
+    links: list[str] = field(default_factory=list)
+    claims: int = 1
+    holds: int = 0
 
     @property
     def address(self) -> int:
@@ -258,6 +269,82 @@ class SlotPool:
         os.rename(slot.path, path)
         slot.path = path
 
+    def link(self, slot: Slot, claims: int, path: str) -> bool:
+        """Give a sealed slot one more name, as a segment of another checkpoint.
+
+        Args:
+            slot: This process's, and shared.
+            claims: As `slot.claims` was when its bytes were known.
+            path: Of the segment, in the same file system.
+
+        Returns:
+            False where its bytes aren't those any more, or are gone.
+        """
+        with self._guard:  # meanwhile no thread here claims it, and its lease keeps others out
+            if slot.claims != claims or slot.busy or self._open.get(slot.inode) is not slot:
+                return False
+            free = self._name_of(slot.inode)
+            known = [*slot.links, slot.path, *([os.path.join(self._directory, free)] * bool(free))]
+            for one in dict.fromkeys(known):
+                if _lies_at(slot, one):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.link(one, path)
+                        break
+            else:
+                return False
+            if free:
+                files.remove(os.path.join(self._directory, free))
+            slot.links = [one for one in dict.fromkeys(known) if _lies_at(slot, one)]
+            slot.links.append(path)
+            return True
+
+    def unlink(self, slot: Slot, path: str) -> None:
+        """Take back a name that `link` has given; with its last name the slot becomes free.
+
+        Args:
+            slot: This process's, and shared.
+            path: As given to `link`.
+        """
+        with self._guard:
+            if _lies_at(slot, path):
+                retire(path, self._directory)
+            slot.links = [one for one in slot.links if one != path]
+
+    def hold(self, slot: Slot, claims: int) -> bool:
+        """Keep a sealed slot from being claimed in this process, until `let_go`.
+
+        Args:
+            slot: This process's, and shared.
+            claims: As `slot.claims` was when its bytes were known.
+
+        Returns:
+            False where its bytes aren't those any more, or are gone.
+        """
+        with self._guard:
+            is_there = self.has_bytes(slot, claims)
+            slot.holds += is_there
+            return is_there
+
+    def let_go(self, slot: Slot) -> None:
+        """End a `hold`.
+
+        Args:
+            slot: As given to that.
+        """
+        with self._guard:
+            slot.holds -= 1
+
+    def has_bytes(self, slot: Slot, claims: int) -> bool:
+        """Return whether a sealed slot still has the bytes that it had.
+
+        Args:
+            slot: This process's.
+            claims: As `slot.claims` was then.
+        """
+        with self._guard:
+            is_known = slot.claims == claims and self._open.get(slot.inode) is slot
+            return is_known and os.fstat(slot.descriptor).st_nlink > 0
+
     def share(self, slot: Slot) -> None:
         """Let readers and the agent in; no other process claims the slot meanwhile.
 
@@ -276,7 +363,7 @@ class SlotPool:
             slot: The caller's own.
         """
         free = os.path.join(self._directory, f"{uuid.uuid4().hex[:12]}.slot")
-        if os.path.dirname(slot.path) != self._directory and os.path.exists(slot.path):
+        if os.path.dirname(slot.path) != self._directory and _lies_at(slot, slot.path):
             os.rename(slot.path, free)
             slot.path = free
         self.share(slot)
@@ -289,9 +376,17 @@ class SlotPool:
         """
         with self._guard:
             for slot in list(self._open.values()):
-                sealed = not slot.busy and os.path.dirname(slot.path) != self._directory
-                if sealed and _lies_at(slot, slot.path) and not is_listed(slot.path):
+                sealed = _is_idle(slot) and os.path.dirname(slot.path) != self._directory
+                if sealed and slot.links:
+                    self._take_back_links(slot, is_listed)
+                elif sealed and _lies_at(slot, slot.path) and not is_listed(slot.path):
                     self.abandon(slot)
+
+    def _take_back_links(self, slot: Slot, is_listed: Callable[[str], bool]) -> None:
+        slot.links = [path for path in slot.links if _lies_at(slot, path)]
+        for path in list(slot.links):
+            if not is_listed(path):
+                self.unlink(slot, path)
 
     def prefault(
         self, count: int, nbytes: int, prepare: Callable[[Slot], None], wanted: Callable[[], bool]
@@ -318,6 +413,23 @@ class SlotPool:
                 self._forget(slot)
                 return
             self.share(slot)
+
+    def drop_larger(self, nbytes: int) -> None:
+        """Give the memory of this process's large free slots back to the system.
+
+        Args:
+            nbytes: Slots with more bytes present go.
+        """
+        with self._guard, in_turn(self._directory):
+            for name, inode, present in self._free():
+                slot = self._open.get(inode)
+                if (
+                    slot is not None
+                    and present > nbytes
+                    and try_lease(slot.descriptor, exclusive=True)
+                ):
+                    files.remove(os.path.join(self._directory, name))
+                    self._forget(slot)
 
     def close(self, *, keep_free: bool = False) -> None:
         """Unmap everything; delete this process's free slots unless they are to be kept.
@@ -349,7 +461,12 @@ class SlotPool:
             if not try_lease(slot.descriptor, exclusive=True) or not _lies_at(slot, path):
                 self._forget(slot)
                 continue
+            if os.fstat(slot.descriptor).st_nlink > 1:  # it has become a segment's once more
+                files.remove(path)
+                self.share(slot)
+                continue
             slot.path, slot.busy = path, True
+            slot.links, slot.claims = [], slot.claims + 1
             slot.see_truncation()
             return slot
         return None
@@ -397,8 +514,10 @@ class SlotPool:
                     continue
                 if not entry.name.endswith(_SUFFIX):
                     continue
+                if facts.st_nlink > 1:  # it is a segment, too
+                    continue
                 own = self._open.get(facts.st_ino)
-                if not own.busy if own is not None else _is_unleased(entry.path):
+                if _is_idle(own) if own is not None else _is_unleased(entry.path):
                     found.append(
                         (entry.name, facts.st_ino, min(facts.st_size, facts.st_blocks * 512))
                     )
@@ -407,7 +526,7 @@ class SlotPool:
     def _drop_deleted(self) -> None:
         for slot in list(self._open.values()):
             # A busy one is still written to, by another thread.
-            if not slot.busy and os.fstat(slot.descriptor).st_nlink == 0:
+            if _is_idle(slot) and os.fstat(slot.descriptor).st_nlink == 0:
                 self._forget(slot)
 
     def _name_of(self, inode: int) -> str:
@@ -425,6 +544,10 @@ def _lies_at(slot: Slot, path: str) -> bool:
         return os.stat(path, follow_symlinks=False).st_ino == slot.inode
     except FileNotFoundError:
         return False
+
+
+def _is_idle(slot: Slot) -> bool:
+    return not slot.busy and not slot.holds
 
 
 def _is_unleased(path: str) -> bool:

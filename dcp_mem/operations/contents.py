@@ -120,7 +120,7 @@ def contents_of(
     segments = [
         SegmentFile(
             file=one.file,
-            rank=one.rank,
+            rank=names.home_rank(one.rank),
             node=one.node,
             nbytes=one.nbytes,
             places=_places(one.file, one.nbytes, in_memory, stored),

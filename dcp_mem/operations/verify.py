@@ -28,6 +28,7 @@ from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.checksums import BlockChecksums, blocks_of
 from dcp_mem.format.manifest import ItemTable
+from dcp_mem.format.names import home_rank
 from dcp_mem.loading.sources.base import Description, Source
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.loading.sources.stored import StorageSource
@@ -154,7 +155,9 @@ def _on_storage(
         size = sizes.get(segment.file)
         if size != segment.nbytes:
             what = "it is missing" if size is None else f"it has {size} of {segment.nbytes} bytes"
-            damages.append(Damage(place=STORAGE, rank=segment.rank, file=segment.file, what=what))
+            damages.append(
+                Damage(place=STORAGE, rank=home_rank(segment.rank), file=segment.file, what=what)
+            )
         elif segment.file in tables:
             checks.append(_SegmentCheck(segment, tables[segment.file], source))
     result = replace(result, checked_nbytes=sum(check.segment.nbytes for check in checks))
@@ -192,7 +195,7 @@ def _foreign(
     damages = [
         Damage(
             place=STORAGE,
-            rank=names.rank_of(file),
+            rank=home_rank(names.rank_of(file)),
             file=file,
             what="it is missing" if file not in sizes else f"it ends at {sizes[file]} of {nbytes}",
         )
@@ -228,7 +231,7 @@ def _in_memory(
         damages = [
             Damage(
                 place=MEMORY,
-                rank=rank,
+                rank=home_rank(rank),
                 file=segments[rank].file,
                 what=why.partition(": ")[2] or why,
             )
@@ -325,7 +328,7 @@ def _read_all(
 
 def _compared(place: str, check: _SegmentCheck, catalog: Catalog) -> list[Damage]:
     segment, table = check.segment, check.table
-    damage = partial(Damage, place=place, rank=segment.rank, file=segment.file)
+    damage = partial(Damage, place=place, rank=home_rank(segment.rank), file=segment.file)
     if check.trouble:
         return [damage(what=check.trouble)]
     blocks, found = blocks_of(table.offsets, table.lengths), check.checksums.result()
@@ -365,7 +368,7 @@ def _of_all(place: str, error: DcpMemError, segment: Segment | None = None) -> D
     text = error.detail if isinstance(error, SegmentCorrupt) else str(error)
     return Damage(
         place=place,
-        rank=0 if segment is None else segment.rank,
+        rank=0 if segment is None else home_rank(segment.rank),
         file="" if segment is None else segment.file,
         what=text,
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from dcp_mem.format.catalog import Catalog, Ints
 from dcp_mem.format.layout import Layout
+from dcp_mem.format.names import FROZEN, home_rank
 from dcp_mem.planning.global_plan import GlobalPlan
 
 
@@ -20,7 +21,7 @@ class WrittenItems:
     """The items of one rank's segment.
 
     Attributes:
-        rank: The rank.
+        rank: The segment's number: the rank, with `names.FROZEN` added for its second segment.
         rows: Rows of the rank's own plan, in the order of the segment.
         layout: Of the segment.
     """
@@ -53,7 +54,7 @@ def catalog_of_plan(plan: GlobalPlan, written: Sequence[WrittenItems]) -> Catalo
 
     Args:
         plan: The plan by which they wrote.
-        written: What each rank has written, by rank.
+        written: What each rank has written, by rank, and then what some have in second segments.
 
     Raises:
         ValueError: A rank has written other items than planned.
@@ -67,6 +68,7 @@ def catalog_of_plan(plan: GlobalPlan, written: Sequence[WrittenItems]) -> Catalo
     entry = entry_of_name[plan.name]
     by_offset = np.lexsort((*plan.offset.T[::-1], entry))
     counts = np.bincount(entry, minlength=len(order))
+    writers, items = _places(plan, written)
     return Catalog(
         names=plan.names,
         paths=plan.paths,
@@ -78,21 +80,26 @@ def catalog_of_plan(plan: GlobalPlan, written: Sequence[WrittenItems]) -> Catalo
         first=np.concatenate([[0], np.cumsum(counts)]),
         offset=plan.offset[by_offset],
         extent=plan.extent[by_offset],
-        writer=plan.writer[by_offset],
-        number=_numbers(plan, written)[by_offset],
+        writer=writers[by_offset],
+        number=items[by_offset],
         ranks=np.array([one.rank for one in written], np.int64),
         layout_of=np.array([numbers[one.layout.key] for one in written], np.int64),
         layouts=list(layouts.values()),
     )
 
 
-def _numbers(plan: GlobalPlan, written: Sequence[WrittenItems]) -> Ints:
-    """Return, for each row of the plan, which item of its writer's segment it is."""
-    numbers = np.full(len(plan), -1, np.int64)
-    starts = np.searchsorted(plan.writer, np.arange(len(written) + 1))
-    for number, one in enumerate(written):
-        planned = plan.row[starts[number] : starts[number + 1]]
-        if not np.array_equal(np.sort(one.rows), planned):
-            raise ValueError(f"rank {one.rank} has written other items than planned")
-        numbers[starts[number] + np.searchsorted(planned, one.rows)] = np.arange(len(one.rows))
-    return numbers
+def _places(plan: GlobalPlan, written: Sequence[WrittenItems]) -> tuple[Ints, Ints]:
+    """Return each row's segment, by its index in `written`, and which item of that it is."""
+    writers, numbers = plan.writer.copy(), np.full(len(plan), -1, np.int64)
+    planned_by = {one.rank: index for index, one in enumerate(written) if one.rank < FROZEN}
+    starts = np.searchsorted(plan.writer, np.arange(len(planned_by) + 1))
+    for index, one in enumerate(written):
+        start, stop = starts[planned_by[home_rank(one.rank)] :][:2]
+        planned = plan.row[start:stop]
+        places = np.searchsorted(planned, one.rows)
+        if not np.isin(one.rows, planned).all() or (numbers[start + places] >= 0).any():
+            raise ValueError(f"rank {home_rank(one.rank)} has written other items than planned")
+        writers[start + places], numbers[start + places] = index, np.arange(len(one.rows))
+    if (numbers < 0).any():
+        raise ValueError("a rank has written other items than planned")
+    return writers, numbers

@@ -19,6 +19,8 @@ from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber, joined_place, ne
 from dcp_mem.policy.parity import Stripe, Term, rebuilding
 from dcp_mem.policy.redundancy import Redundancy
 
+_RANKS = 1 << 24
+"""As `names.FROZEN`: a segment's number modulo this is its rank."""
 _MOST_NAMED = 8
 """Missing segments that a reason lists by number."""
 
@@ -32,7 +34,8 @@ class FoundCheckpoint:
         save_id: "" for a checkpoint that torch's own writer made.
         place: By which it gets its place in the order.
         problem: Why it can't be loaded from there; "" if it can.
-        count: How many segments the whole checkpoint has; 0 where that isn't known.
+        count: How many ranks' segments the whole checkpoint has; 0 where that isn't known.
+        second: Numbers of the second segments that some ranks have.
         segments: Ranks whose segments lie there; None for all of them.
         lacking: Why other segments don't lie there.
         stripes: Parity that lies there, each with its file.
@@ -47,6 +50,7 @@ class FoundCheckpoint:
     rejected: str = ""
     problem: str = ""
     count: int = 0
+    second: tuple[int, ...] = ()
     segments: frozenset[int] | None = None
     lacking: str = ""
     stripes: tuple[tuple[str, Stripe], ...] = ()
@@ -199,11 +203,11 @@ def _choice(
     )
     if len(usable) == ranks and all(one.segments is None for one in usable.values()):
         return choice
-    count = max((one.count for one in usable.values()), default=0)
-    holders = _holders(usable, count)
-    missing = [segment for segment in range(count) if segment not in holders]
+    numbers = _numbers(usable)
+    holders = _holders(usable, numbers)
+    missing = [segment for segment in numbers if segment not in holders]
     lost, parity = _rebuilt(usable, missing, holders)
-    is_whole = bool(count) and len(holders) + len(lost) == count
+    is_whole = bool(numbers) and len(holders) + len(lost) == len(numbers)
     return replace(
         choice,
         memory=is_whole,
@@ -214,13 +218,21 @@ def _choice(
     )
 
 
-def _holders(found: Mapping[int, FoundCheckpoint], count: int) -> dict[int, tuple[int, ...]]:
+def _numbers(found: Mapping[int, FoundCheckpoint]) -> list[int]:
+    """Return the numbers of a checkpoint's segments."""
+    count = max((one.count for one in found.values()), default=0)
+    return [*range(count), *max((one.second for one in found.values()), key=len, default=())]
+
+
+def _holders(
+    found: Mapping[int, FoundCheckpoint], numbers: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
     """Return the ranks whose nodes have it, for each segment that any node has."""
-    ranks: list[list[int]] = [[] for _ in range(count)]
+    ranks: dict[int, list[int]] = {number: [] for number in numbers}
     for rank, one in found.items():
-        for segment in range(count) if one.segments is None else one.segments:
+        for segment in numbers if one.segments is None else one.segments:
             ranks[segment].append(rank)
-    return {segment: tuple(of_segment) for segment, of_segment in enumerate(ranks) if of_segment}
+    return {segment: tuple(of_segment) for segment, of_segment in ranks.items() if of_segment}
 
 
 def _rebuilt(
@@ -257,9 +269,8 @@ def _why(
     """Say why a checkpoint can't be loaded from memory, and why not from storage."""
     problems = sorted({one.problem for one in found.values() if one.problem})
     lacking = sorted({one.lacking for one in found.values() if one.lacking})
-    count = max((one.count for one in found.values()), default=0)
     known = {**(choice.holders or {}), **choice.lost}
-    missing = [str(segment) for segment in range(count) if segment not in known]
+    missing = [str(number % _RANKS) for number in _numbers(found) if number not in known]
     if problems:
         memory = f"memory: {problems[0]}"
     elif missing:

@@ -16,7 +16,7 @@ from dcp_mem.format.layout import Layout
 from dcp_mem.memory import pinning
 from dcp_mem.memory.slots import Slot
 
-_LAYOUTS_KEPT = 8
+_LAYOUTS_KEPT = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -23,6 +23,7 @@ from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.replicator import Replicator
 from dcp_mem.runtime.agent_link import AgentLink
+from dcp_mem.runtime.frozen import FrozenSegments
 from dcp_mem.runtime.heap import GrownHeap
 from dcp_mem.runtime.last_saves import LastSaves
 from dcp_mem.runtime.layouts import Layouts
@@ -62,6 +63,7 @@ class Session:
         slots: Files to stage into.
         catalogs: The catalogs of the job's checkpoints.
         layouts: How the segments of recent plans are laid out.
+        frozen: Segments of frozen tensors, for the next saves to share.
         heap: Heap to give back to the system.
         prefaulting: Makes slots ready between saves.
         last_saves: What the last saves have left for the next ones to go by.
@@ -90,6 +92,7 @@ class Session:
         self.slots = SlotPool(self.memory.slots)
         self.catalogs = Catalogs(self.memory.directory)
         self.layouts = Layouts()
+        self.frozen = FrozenSegments()
         self.heap = GrownHeap()
         self.prefaulting = Prefaulting(self.memory, self.slots, self.heap)
         self.last_saves = LastSaves()
@@ -189,6 +192,7 @@ class Session:
             drop_free: Give back the memory of free slots as well.
         """
         self.prefaulting.stop()
+        self.frozen.comparison.wait()
         self.replicator.wait()
         self.publisher.close()
         self._agent.stop()
@@ -201,6 +205,7 @@ class Session:
 
     def drain(self) -> None:
         """Let this process's threads finish what is pending."""
+        self.frozen.comparison.cancel()
         self.replicator.wait(_DRAIN_AT_EXIT)
         if self.replicator.is_busy:
             self.replicator.cancel()

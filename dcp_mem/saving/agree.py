@@ -125,13 +125,15 @@ def _tidied_report(
 def _needs_of_rank(context: SaveContext, planned: Planned) -> RankReport:
     needed = capacity_for(planned.nbytes + TAIL_ROOM)
     slots = context.session.slots.spare_sizes()[:_MOST_SLOTS]
-    if planned.is_written:  # it needs no other slot than its own
-        slots = sorted([needed, *slots], reverse=True)
+    frozen = capacity_for(planned.copied_frozen_nbytes)
+    if planned.is_written:  # it needs no other slots than its own
+        slots = sorted([needed, *([frozen] * bool(frozen)), *slots], reverse=True)
     return RankReport(
         name=context.name,
         newest=context.session.numbers.newest(),
         proposal=_proposal(context) if context.ranks.rank == 0 else None,
         needed=needed,
+        frozen=frozen,
         slots=tuple(slots),
         plan_id=planned.plan_id,
         other_plan_ids=planned.other_plan_ids,
@@ -198,7 +200,7 @@ def _has_slots(context: SaveContext, topology: Topology, report: RankReport) -> 
         copies = context.session.last_saves.expected_copies.get(context.group)
     if copies is None:
         return False
-    needs = [report.needed, *copies]
+    needs = [report.needed, report.frozen, *copies]
     return _reusable(needs, report.slots) == sum(needs)
 
 
@@ -353,4 +355,7 @@ def _needs(
     """Return the bytes of each slot that each rank needs: of its segment, and of each copy."""
     sizes = tuple(report.needed for report in reports)
     copies = incoming(topology.nodes, topology.domains, sizes, context.redundancy_on(topology))
-    return [[own, *others] for own, others in zip(sizes, copies, strict=True)]
+    return [
+        [own, report.frozen, *others]
+        for own, report, others in zip(sizes, reports, copies, strict=True)
+    ]

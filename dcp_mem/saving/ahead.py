@@ -27,10 +27,11 @@ from dcp_mem.comm.agreement import Attempted
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, DcpMemError
-from dcp_mem.memory.slots import SlotPool, capacity_for
+from dcp_mem.memory.slots import capacity_for
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.turns import Turn
+from dcp_mem.saving.frozen import give_back
 from dcp_mem.saving.overlap import Overlap, OverlappedCopies
 from dcp_mem.saving.own_plan import (
     CatalogOfOwnPlan,
@@ -139,7 +140,7 @@ def copy_ahead(
     session = context.session
     plans = own_plans_of(session)
     planned = plans.recognised(context, state, to_lowest_rank=to_lowest_rank)
-    if planned is None or not _has_room(context, planned.nbytes + TAIL_ROOM):
+    if planned is None or not _has_room(context, planned.nbytes + TAIL_ROOM, planned):
         return None
     session.prefaulting.stop()
     later = None
@@ -213,10 +214,13 @@ def _warn_once(session: Session, text: str) -> None:
         log.warning("%s", text)
 
 
-def _has_room(context: SaveContext, nbytes: int) -> bool:
+def _has_room(context: SaveContext, nbytes: int, planned: Planned) -> bool:
     """Tell whether a slot is free, or may be made, whatever the other ranks agree to later."""
     session, needed = context.session, capacity_for(nbytes)
-    if any(size >= needed for size in session.slots.spare_sizes()):
+    frozen = capacity_for(planned.copied_frozen_nbytes)
+    if frozen:
+        needed += frozen
+    elif any(size >= needed for size in session.slots.spare_sizes()):
         return True
     limit = context.settings.memory_limit
     if limit is not None and session.memory.allocated_bytes() + needed > limit:
@@ -254,7 +258,7 @@ class AheadCopy:
         )
         self._filled: Filled = replace(filled, items=items)
         self._later = later
-        self._unused = weakref.finalize(self, _give_back, context.session.slots, filled, later)
+        self._unused = weakref.finalize(self, _give_back, context.session, filled, later)
 
     def plan(self, context: SaveContext) -> Planned:
         """Return the part of the plan that the slot was filled by."""
@@ -308,7 +312,9 @@ class AheadCopy:
         raise TypeError("what lies in a slot can't be sent to another process")
 
 
-def _give_back(slots: SlotPool, filled: Filled, later: Later | None) -> None:
+def _give_back(session: Session, filled: Filled, later: Later | None) -> None:
     if later is not None:
         later.cancel()
-    slots.abandon(filled.slot)
+    session.slots.abandon(filled.slot)
+    if filled.frozen is not None:
+        give_back(session, filled.frozen)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dcp_mem.format.names import FROZEN
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import most_at_once
 from dcp_mem.runtime.prefaulting import SlotSizes
 from dcp_mem.saving.complete import concerns_flusher
+from dcp_mem.saving.frozen import compare_now_and_then
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.redundancy import incoming_sizes, replication_of
 from dcp_mem.saving.values import Completed, SaveContext
+
+_LARGE = 32 << 20
 
 
 def start_background_work(context: SaveContext, completed: Completed) -> None:
@@ -18,7 +22,8 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
        agent, which makes checksums and flushes.
     2. Copies or parity on other nodes are set up.
     3. Slots for the next saves are made ready.
-    4. The copies begin: last, for they take the cores that all this runs on.
+    4. Frozen tensors are held against their segment, now and then.
+    5. The copies begin: last, for they take the cores that all this runs on.
 
     Args:
         context: Of the save.
@@ -36,6 +41,9 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
     try:
         takes_slots = replication is not None and replication.task.makes_slots
         _prefault_spare_slots(context, completed, takes_slots=takes_slots)
+        compare_now_and_then(
+            session, completed.staged.frozen, is_persisted=completed.agreed.persist
+        )
     finally:
         if replication is not None:
             session.replicator.start(replication)
@@ -53,13 +61,15 @@ def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_s
     topology, manifest = completed.agreed.topology, completed.manifest
     incoming = incoming_sizes(context, topology, manifest)
     copies_nbytes = sum(map(sum, incoming))
-    own_nbytes = sum(
-        capacity_for(segment.nbytes) for segment in manifest.of_node(staged.segment.node)
-    )
+    here = manifest.of_node(staged.segment.node)
+    own_nbytes = sum(capacity_for(one.nbytes) for one in here if one.rank < FROZEN)
+    frozen_nbytes = sum(capacity_for(one.nbytes) for one in here if one.rank >= FROZEN)
     node_nbytes = own_nbytes + copies_nbytes
-    most_nbytes = most_at_once(settings.keep, any(incoming)) * node_nbytes
+    most_nbytes = most_at_once(settings.keep, any(incoming)) * node_nbytes + frozen_nbytes
     if topology.is_leader and session.last_saves.is_trim_due(most_nbytes):
         session.memory.trim(most_nbytes)
+    if staged.frozen is not None:  # what was frozen before may have left a slot of its size
+        session.slots.drop_larger(2 * (staged.segment.nbytes + _LARGE))
     sizes = SlotSizes(
         staged.segment.nbytes + TAIL_ROOM, staged.layout, incoming[context.ranks.rank]
     )

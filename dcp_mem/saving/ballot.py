@@ -48,6 +48,7 @@ class RankReport:
         name: The checkpoint's.
         proposal: The coordinator's.
         needed: Bytes of the slot for this rank's segment.
+        frozen: Bytes of another slot, for frozen tensors that are copied; 0 for none.
         slots: Bytes of this rank's free slots, the largest first.
         node: Of the rank's node; from the node's leader alone, like `exists`.
         exists: Whether the checkpoint is there already, and must not be overwritten.
@@ -61,6 +62,7 @@ class RankReport:
     name: str
     proposal: Proposal | None = None
     needed: int = 0
+    frozen: int = 0
     slots: tuple[int, ...] = ()
     node: NodeMemory | None = None
     exists: bool = False

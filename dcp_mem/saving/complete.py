@@ -20,6 +20,7 @@ from dcp_mem.format.catalog import catalog_key
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.segments import Segments, Tail
 from dcp_mem.runtime.last_saves import SavedPlan
+from dcp_mem.saving.frozen import remember, share_staged, take_back
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.values import (
     Agreed,
@@ -93,7 +94,7 @@ def complete(
         receipts = _exchange_receipts(context, staged, last, provider)
         faults.point("complete.receipts")
         # Before the checkpoint is there: from then on its segments may be flushed.
-        session.slots.share(staged.value.slot)
+        _share(context, staged.value)
         is_shared = True
         saved, catalog = _same_as(last, agreed, receipts), None
         if saved is None:
@@ -112,6 +113,7 @@ def complete(
             faults.point("complete.evicted")
         saved = replace(saved, save_id=agreed.save_id)
         _remember(context, planned, saved)
+        remember(session, context.group, staged.value.frozen, (context.name, agreed.save_id))
         session.last_saves.persisted.note(agreed.persist, agreed.info.step)
         provider.settle(saved)
         return Completed(manifest, agreed, staged.value)
@@ -120,7 +122,7 @@ def complete(
         raise
     finally:
         if not is_shared:
-            session.slots.share(staged.value.slot)
+            _share(context, staged.value)
 
 
 # -- receipts --------------------------------------------------------------------------------------
@@ -141,6 +143,8 @@ def _exchange_receipts(
     receipts = context.ranks.all_reduce(receipt, _Receipts.join)
     if receipts.failures and staged.error is None:
         context.session.slots.abandon(staged.value.slot)
+        if staged.value.frozen is not None:
+            take_back(context.session, staged.value.frozen)
     raise_together(f"saving {context.name}", receipts.failures, staged.error)
     return receipts
 
@@ -158,8 +162,23 @@ def _differs(last: SavedPlan, staged: Staged, rank: int) -> bool:
     return (
         last.segments.layout[rank] != staged.segment.layout
         or len(last.segments.tail[rank]) != len(staged.segment.tail)
-        or last.items != staged.items.fingerprint(staged.order)
+        or last.items != _fingerprint(staged)
     )
+
+
+def _fingerprint(staged: Staged) -> int:
+    """Return a number that is the same for the same items in the same order in each segment."""
+    items = staged.items.fingerprint(staged.order)
+    if staged.frozen is None:
+        return items
+    return hash((items, staged.frozen.segment.layout, *staged.frozen.filled.items.keys))
+
+
+def _share(context: SaveContext, staged: Staged) -> None:
+    """Let readers and the agent in to this rank's segments."""
+    context.session.slots.share(staged.slot)
+    if staged.frozen is not None:
+        share_staged(context.session, staged.frozen)
 
 
 # -- segments and catalog --------------------------------------------------------------------------
@@ -181,13 +200,15 @@ def _described(
         What is saved, and on each node's leader the catalog's bytes.
     """
     ranks = context.ranks
-    found = ranks.all_reduce({ranks.rank: staged.segment}, operator.or_)
-    segments = Segments.of(agreed.save_id, (found[rank] for rank in range(ranks.size)))
+    second = None if staged.frozen is None else staged.frozen.segment
+    found = ranks.all_reduce({ranks.rank: (staged.segment, second)}, operator.or_)
+    firsts, seconds = zip(*(found[rank] for rank in range(ranks.size)), strict=True)
+    segments = Segments.of(agreed.save_id, filter(None, (*firsts, *seconds)))
     parts = ranks.gather(source.part(context.rank, staged), source.share)
     made = attempt(lambda: source.catalog(parts).to_bytes() if ranks.rank == 0 else b"")
     key = on_rank_0(ranks, f"describing {context.name}", lambda: catalog_key(made.value))
     context.session.heap.note_growth()
-    saved = SavedPlan(key, staged.items.fingerprint(staged.order), segments)
+    saved = SavedPlan(key, _fingerprint(staged), segments)
     return saved, ranks.tell_leaders(made.value)
 
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import compress, islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,8 +34,10 @@ from dcp_mem.planning.plain_tensors import Addresses
 from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_plan, share_written
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable, share_columns
 from dcp_mem.planning.state_structure import Structure
+from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
+from dcp_mem.saving.frozen import frozen_items, note_not_apart
 from dcp_mem.saving.plan import expected_tail
 from dcp_mem.saving.stage import stage
 from dcp_mem.saving.values import (
@@ -47,6 +50,8 @@ from dcp_mem.saving.values import (
 )
 
 _PLANS_KEPT = 4
+_Written = tuple[WrittenItems, ...]
+"""What a rank has written to each of its segments."""
 
 
 class OwnPlanItems:
@@ -450,7 +455,7 @@ def _planned(
         return None
     items = _RowItems(plan, structure, structure.item_values(leaves))
     tail_nbytes = expected_tail(context, plan.plan_id, plan.objects, items.resolve)
-    return Planned(
+    planned = Planned(
         items=items,
         tensors=plan.tensors,
         objects=plan.objects,
@@ -458,6 +463,40 @@ def _planned(
         nbytes=layout.layout.nbytes + tail_nbytes,
         sources=addresses.found if addresses is not None else None,
         plan_id=plan.plan_id,
+        group=context.group,
+    )
+    return planned if context.frozen is None else _without_frozen(context, planned, items)
+
+
+def _without_frozen(context: SaveContext, planned: Planned, items: _RowItems) -> Planned:
+    """Return the same part of a plan with the frozen tensors apart."""
+    session, whole = context.session, planned.layout
+    if context.settings.redundancy:
+        note_not_apart(session, "copies or parity are made of each segment")
+        return planned
+    assert context.frozen is not None
+    frozen, is_frozen = frozen_items(
+        session,
+        context.group,
+        context.frozen,
+        planned.tensors,
+        items.key,
+        items.resolve,
+        whole,
+        planned.sources,
+    )
+    if frozen is None:
+        return planned
+    others = [not one for one in is_frozen]
+    specs = list(compress(whole.expected, others))
+    layout = session.layouts.of(Specs([one for one, _ in specs], [one for _, one in specs]))
+    return replace(
+        planned,
+        tensors=list(compress(planned.tensors, others)),
+        layout=layout,
+        nbytes=planned.nbytes - whole.layout.nbytes + layout.layout.nbytes,
+        sources=None if planned.sources is None else list(compress(planned.sources, others)),
+        frozen=frozen,
     )
 
 
@@ -486,18 +525,25 @@ class CatalogOfOwnPlan:
     def __init__(self, whole: GlobalPlan | None) -> None:
         self._whole = whole
 
-    def part(self, rank: int, staged: Staged) -> WrittenItems:
-        """Return the rows that this rank has written, and where they lie."""
-        return WrittenItems(rank, np.array(staged.order, np.int64), staged.layout.described)
+    def part(self, rank: int, staged: Staged) -> _Written:
+        """Return the rows that this rank has written to each segment, and where they lie."""
+        first = WrittenItems(rank, np.array(staged.order, np.int64), staged.layout.described)
+        if staged.frozen is None:
+            return (first,)
+        items = staged.frozen.filled.items
+        rows = np.array(items.rows, np.int64)
+        return first, WrittenItems(staged.frozen.segment.rank, rows, items.layout.described)
 
-    def share(self, parts: Sequence[WrittenItems]) -> Sequence[WrittenItems]:
+    def share(self, parts: Sequence[_Written]) -> Sequence[_Written]:
         """Return the parts, with equal layouts as one object."""
-        return share_written(parts)
+        shared = iter(share_written([one for part in parts for one in part]))
+        return [tuple(islice(shared, len(part))) for part in parts]
 
-    def catalog(self, parts: Sequence[WrittenItems]) -> Catalog:
+    def catalog(self, parts: Sequence[_Written]) -> Catalog:
         """Join the parts with the global plan."""
         assert self._whole is not None
-        return catalog_of_plan(self._whole, parts)
+        second = [one for part in parts for one in part[1:]]
+        return catalog_of_plan(self._whole, [*(part[0] for part in parts), *second])
 
 
 class _RowItems:
@@ -533,6 +579,12 @@ class _RowItems:
         if local.kind[item] == ItemKind.OBJECT:
             return MetadataIndex(fqn)
         return MetadataIndex(fqn, torch.Size(local.offset[item, : local.dimensions[item]].tolist()))
+
+    def key(self, item: int) -> ItemKey:
+        """Return name and offset of a tensor."""
+        local = self._local
+        offset = local.offset[item, : local.dimensions[item]].tolist()
+        return local.names[local.name[item]], tuple(offset)
 
     def fingerprint(self, items: Sequence[int]) -> int:
         return hash((self._plan_id, len(items)))

@@ -42,6 +42,7 @@ from dcp_mem.saving.dcp_takeover import (
     saves_to_lowest_rank,
     why_not_own_plan,
 )
+from dcp_mem.saving.frozen import FrozenRule
 from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import carry_out, save
@@ -57,6 +58,7 @@ class Saver:
     Args:
         settings: Of the writer.
         process_group: The ranks that save together; None for those of each call.
+        frozen: Tells which tensors are declared frozen; None where none are.
 
     Attributes:
         settings: Of the writer.
@@ -65,11 +67,17 @@ class Saver:
         saves_elsewhere: Whether another process saves, in a session of its own.
     """
 
-    def __init__(self, settings: Settings, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        process_group: dist.ProcessGroup | None,
+        frozen: FrozenRule | None = None,
+    ) -> None:
         self.settings = settings
         self.process_group = process_group
         self.calls = ThreadCalls()
         self.saves_elsewhere = False
+        self._frozen = frozen
         self._token = new_token()
         self._run = ""
         self._next_info = SaveInfo()
@@ -114,6 +122,7 @@ class Saver:
             name=self.calls.checked_name(),
             info=self.take_info() if staged is None else staged.info,
             is_driven_by_dcp=True,
+            frozen=self._frozen,
         )
         why_not, self.calls.why_not = self.calls.why_not, ""
         if takeover is not None:
@@ -330,6 +339,7 @@ class Saver:
                 scope=names.COLLECTIVE,
                 name="",
                 info=info,
+                frozen=self._frozen,
             )
             with collector_paused():
                 ahead = copy_ahead(
@@ -390,6 +400,7 @@ class Saver:
             scope=names.COLLECTIVE,
             name=self.calls.checked_name(),
             info=self.take_info(),
+            frozen=self._frozen,
         )
 
     def _open(self) -> Session:
@@ -472,6 +483,7 @@ class Saver:
             **self.__dict__,
             "calls": None,
             "process_group": None,
+            "_frozen": None,  # what is staged has been copied in the caller's process
             "_next_info": info,
             "_copies_to_send": 0,
             "_run": self._identity().run,

@@ -24,6 +24,16 @@ from dcp_mem.memory.slots import Slot
 from dcp_mem.planning.plain_tensors import PLAIN
 from dcp_mem.runtime.layouts import PlanLayout, put_frames
 from dcp_mem.runtime.session import Session
+from dcp_mem.saving.frozen import (
+    FilledFrozen,
+    StagedFrozen,
+    give_back,
+    identities_of,
+    made,
+    reused,
+    seal_frozen,
+    take_back,
+)
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.values import Agreed, Items, Planned, SaveContext, Staged
 
@@ -80,6 +90,7 @@ class Filled:
         items: What the entries of `order` stand for.
         order: The items, as they lie in the slot.
         tail: (offset, bytes) of each item behind the layout.
+        frozen: Another slot, with the frozen items; None where there are none.
     """
 
     slot: Slot
@@ -87,6 +98,7 @@ class Filled:
     items: Items
     order: Sequence[Any]
     tail: tuple[tuple[int, int], ...]
+    frozen: FilledFrozen | None = None
 
 
 def stage(context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
@@ -112,6 +124,8 @@ def fill(session: Session, planned: Planned, later: Later | None = None) -> Fill
     2. Copy the tensors to their places, in batches.
     3. Append what has no place in the layout: byte items, and tensors without a plain dense
        payload.
+    4. Where some are frozen: hold on to the segment that has their bytes, or copy them to another
+       slot.
 
     Args:
         session: What this process keeps of the job.
@@ -122,6 +136,38 @@ def fill(session: Session, planned: Planned, later: Later | None = None) -> Fill
         MemoryBudgetExceeded: The file system of the memory root is full.
         Exception: What the planner raises.
     """
+    frozen = None
+    if planned.frozen is not None:
+        frozen = reused(session, planned.group, planned.frozen) or _fill_frozen(session, planned)
+    try:
+        return replace(_fill_all(session, planned, later), frozen=frozen)
+    except BaseException:
+        if frozen is not None:
+            give_back(session, frozen)
+        raise
+
+
+def _fill_frozen(session: Session, planned: Planned) -> FilledFrozen:
+    """Copy the frozen items into a slot of their own."""
+    items = planned.frozen
+    assert items is not None
+    identities, layout = identities_of(items), items.layout
+    slot = session.slots.claim(layout.layout.nbytes, layout.frames)
+    try:
+        put_frames(slot, layout)
+        alone = replace(
+            planned, tensors=items.rows, objects=(), layout=layout, sources=items.sources
+        )
+        _copy_tensors(slot, alone, None)
+        faults.point("frozen.copied")
+    except BaseException:
+        session.slots.abandon(slot)
+        raise
+    return made(items, slot, identities)
+
+
+def _fill_all(session: Session, planned: Planned, later: Later | None) -> Filled:
+    """Copy all items but the frozen ones."""
     try:
         return _fill(session, planned, later)
     except _OtherThanPlanned:
@@ -168,12 +214,20 @@ def seal_filled(context: SaveContext, agreed: Agreed, filled: Filled) -> Staged:
         agreed: What all ranks agreed on.
         filled: The slot; given back if it can't be sealed.
     """
-    layout, tail = filled.layout.layout, filled.tail
+    layout, tail, session = filled.layout.layout, filled.tail, context.session
+    frozen: StagedFrozen | None = None
     try:
+        if filled.frozen is not None:
+            frozen = seal_frozen(session, context.rank, agreed.save_id, context.name, filled.frozen)
+            faults.point("frozen.sealed")
         segment = seal(context, agreed, filled.slot, filled.layout, tail)
         faults.point("stage.sealed")
     except BaseException:
-        context.session.slots.abandon(filled.slot)
+        session.slots.abandon(filled.slot)
+        if frozen is not None:
+            take_back(session, frozen)
+        elif filled.frozen is not None:
+            give_back(session, filled.frozen)
         raise
     return Staged(
         segment=segment,
@@ -183,6 +237,7 @@ def seal_filled(context: SaveContext, agreed: Agreed, filled: Filled) -> Staged:
         lengths=[*layout.lengths.tolist(), *(nbytes for _, nbytes in tail)],
         slot=filled.slot,
         layout=filled.layout,
+        frozen=frozen,
     )
 
 

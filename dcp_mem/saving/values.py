@@ -22,6 +22,7 @@ from dcp_mem.runtime.last_saves import GroupKey, PlanKey, SavedPlan
 from dcp_mem.runtime.layouts import PlanLayout
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.topology import Topology
+from dcp_mem.saving.frozen import FrozenItems, FrozenRule, StagedFrozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class SaveContext:
         name: The checkpoint's.
         info: What this rank's training loop says of the checkpoint. Rank 0's word counts.
         is_driven_by_dcp: DCP keeps the ranks together until `finish`; otherwise the save does.
+        frozen: Tells which tensors are declared frozen; None where none are.
     """
 
     settings: Settings
@@ -47,6 +49,7 @@ class SaveContext:
     name: str
     info: SaveInfo = field(default_factory=SaveInfo)
     is_driven_by_dcp: bool = False
+    frozen: FrozenRule | None = None
 
     @property
     def group(self) -> GroupKey:
@@ -133,6 +136,8 @@ class Planned:
         plan_id: Which plan of all ranks this is a part of.
         other_plan_ids: Plans that would fit here just as well.
         is_written: Whether a slot holds all of it already.
+        frozen: Further tensors, which have a segment of their own; None where there are none.
+        group: Key of the ranks that save together.
     """
 
     items: Items
@@ -144,6 +149,15 @@ class Planned:
     plan_id: str = DCP_PLAN
     other_plan_ids: tuple[str, ...] = ()
     is_written: bool = False
+    frozen: FrozenItems | None = None
+    group: GroupKey = ("", "")
+
+    @property
+    def copied_frozen_nbytes(self) -> int:
+        """Bytes of frozen tensors that are copied: 0 where the last segment of them is shared."""
+        if self.frozen is None or self.frozen.known is not None:
+            return 0
+        return self.frozen.layout.layout.nbytes
 
 
 # -- agree -----------------------------------------------------------------------------------------
@@ -204,6 +218,7 @@ class Staged:
         lengths: Bytes of each of them.
         slot: The segment's memory.
         layout: Of the segment, but for its tail.
+        frozen: This rank's segment of frozen items; None where it has none.
     """
 
     segment: Segment
@@ -213,6 +228,7 @@ class Staged:
     lengths: Sequence[int]
     slot: Slot
     layout: PlanLayout
+    frozen: StagedFrozen | None = None
 
 
 class CatalogSource(Protocol):

@@ -271,7 +271,7 @@ def _described(
         nbytes += 0 if entry is None else entry.nbytes
         if not problem and (entry is None or entry.nbytes != segment.nbytes):
             there = "missing" if entry is None else f"{entry.nbytes} of {segment.nbytes} bytes"
-            problem = f"segment of rank {segment.rank}: {there}"
+            problem = f"segment of rank {names.home_rank(segment.rank)}: {there}"
     return StoredCheckpoint(
         name=manifest.name,
         scope=manifest.scope,

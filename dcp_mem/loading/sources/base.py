@@ -92,7 +92,9 @@ def _refuse_beyond_segments(catalog: Catalog, manifest: Manifest | None) -> None
     ends = [int((one.offsets + one.lengths).max(initial=0)) for one in catalog.layouts]
     for rank, layout in zip(catalog.ranks.tolist(), catalog.layout_of.tolist(), strict=True):
         if ends[layout] > nbytes.get(rank, ends[layout]):
-            raise ManifestInvalid(f"the items of rank {rank} reach beyond its segment")
+            raise ManifestInvalid(
+                f"the items of rank {names.home_rank(rank)} reach beyond its segment"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,12 +86,16 @@ class MemorySource:
         listed = set(os.listdir(self._checkpoint.directory))
         for segment in manifest.segments:
             if segment.rank in damaged:
-                self.lacking[segment.rank] = f"segment of rank {segment.rank}: it is damaged"
+                self.lacking[segment.rank] = (
+                    f"segment of rank {names.home_rank(segment.rank)}: it is damaged"
+                )
             elif segment.file in listed:
                 self._open_segment(segment)
             elif segment.node == node:
                 why = f"{segment.file}: {os.strerror(errno.ENOENT)}"
-                self.lacking[segment.rank] = f"segment of rank {segment.rank}: {why}"
+                self.lacking[segment.rank] = (
+                    f"segment of rank {names.home_rank(segment.rank)}: {why}"
+                )
 
     def _open_segment(self, segment: Segment) -> None:
         try:
@@ -102,7 +106,7 @@ class MemorySource:
         nbytes = os.fstat(descriptor).st_size
         if nbytes < segment.nbytes:
             why = f"{nbytes} of {segment.nbytes} bytes"
-            self.lacking[segment.rank] = f"segment of rank {segment.rank}: {why}"
+            self.lacking[segment.rank] = f"segment of rank {names.home_rank(segment.rank)}: {why}"
             return
         self._descriptors[segment.file] = descriptor
 

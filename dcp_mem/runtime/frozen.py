@@ -1,0 +1,353 @@
+"""Tensors that don't change from save to save, and the segment that several checkpoints share.
+
+A declaration may be wrong, so each save looks:
+
+1. The same storages, at the same addresses, with the same version counters.
+2. Samples of CPU memory against the segment, at other places each time; of what lies on a device,
+   a sum of all its bytes.
+
+Now and then, in a thread, all bytes are held against the segment (`WholeComparison`). That finds
+what the samples miss: a few values written past the version counter, as `tensor.data[3] = 0` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dcp_mem.common import faults
+from dcp_mem.common.log import log
+from dcp_mem.format.layout import Columns
+from dcp_mem.memory.slots import Slot
+from dcp_mem.runtime.layouts import PlanLayout
+
+ItemKey = tuple[str, tuple[int, ...]]
+"""Name and offset of an item."""
+
+_SAMPLES = 4096
+"""Places to look at in all of a rank's frozen memory, at each save."""
+_LEAST_SAMPLES = 8
+"""Places to look at in each tensor, where it has so many bytes."""
+_PIECE = 16 << 20
+_COMPARED_EVERY = 8
+"""Saves from one whole comparison to the next, where none goes to storage."""
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcmp.restype = ctypes.c_int
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells a tensor's memory and its writes from others'.
+
+    Attributes:
+        storage: Doesn't keep it alive, and no other storage gets its number meanwhile.
+        address: Of the tensor's data.
+        version: Of the tensor's counter of writes.
+        total: Of its bytes, where they lie on a device; 0 otherwise.
+    """
+
+    storage: StorageWeakRef
+    address: int
+    version: int
+    total: int = 0
+
+
+def identity_of(tensor: torch.Tensor) -> Identity:
+    """Return what a later save compares a tensor with.
+
+    Args:
+        tensor: Dense; not an inference tensor.
+    """
+    return Identity(
+        StorageWeakRef(tensor.untyped_storage()),
+        tensor.data_ptr(),
+        tensor._version,
+        0 if tensor.is_cpu else _total(tensor),
+    )
+
+
+def has_identity(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor counts its writes, and can be compared with the bytes of a copy.
+
+    Args:
+        tensor: Any.
+    """
+    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+    return is_dense and not (tensor.is_inference() or tensor.is_neg() or tensor.is_conj())
+
+
+@dataclass(eq=False, kw_only=True)
+class FrozenSegment:
+    """A sealed segment of frozen items, which later checkpoints may share.
+
+    Attributes:
+        keys: Of its items, in their order.
+        layout: Of the segment.
+        identities: Of the tensors when they were copied.
+        slot: The segment's memory.
+        claims: Of the slot, then.
+        since: (name, save id) of checkpoints that share it since all bytes were last compared.
+        is_stale: Whether a comparison has found other bytes in the tensors.
+    """
+
+    keys: Sequence[ItemKey]
+    layout: PlanLayout
+    identities: Sequence[Identity]
+    slot: Slot
+    claims: int
+    since: list[tuple[str, str]] = field(default_factory=list)
+    is_stale: bool = False
+
+    def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the numbers of the tensors that are others, or have been written to.
+
+        Args:
+            tensors: In the order of the items.
+        """
+        found = []
+        for number, (known, tensor) in enumerate(zip(self.identities, tensors, strict=True)):
+            if (
+                known.version != tensor._version
+                or known.address != tensor.data_ptr()
+                or known.storage.cdata != tensor.untyped_storage()._cdata
+                or known.storage.expired()
+            ):
+                found.append(number)
+        return found
+
+    def differing(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the numbers of the tensors with other bytes than the segment, by samples.
+
+        Args:
+            tensors: As in `moved`, which has found none.
+        """
+        layout, is_cpu = self.layout.layout, [tensor.is_cpu for tensor in tensors]
+        devices = [
+            number
+            for number, here in enumerate(is_cpu)
+            if not here and _total(tensors[number]) != self.identities[number].total
+        ]
+        numbers = np.flatnonzero(np.array(is_cpu, bool) & (layout.payload_nbytes >= 8))
+        addresses = np.array([known.address for known in self.identities], np.int64)[numbers]
+        copies = self.slot.address + layout.payload_offsets[numbers]
+        small = np.flatnonzero(np.array(is_cpu, bool) & (layout.payload_nbytes < 8))
+        return sorted(
+            [
+                *devices,
+                *numbers[_sampled(addresses, copies, layout.payload_nbytes[numbers])].tolist(),
+                *(one for one in small.tolist() if not self._is_equal(one)),
+            ]
+        )
+
+    def _is_equal(self, number: int) -> bool:
+        layout = self.layout.layout
+        copy = self.slot.address + int(layout.payload_offsets[number])
+        nbytes = int(layout.payload_nbytes[number])
+        return not _memcmp(self.identities[number].address, copy, nbytes)
+
+    def is_compared_now(self, *, is_persisted: bool) -> bool:
+        """Return whether all bytes are to be compared after this save.
+
+        Args:
+            is_persisted: Whether its checkpoint goes to storage.
+        """
+        return bool(self.since) and (is_persisted or len(self.since) >= _COMPARED_EVERY)
+
+
+def _total(tensor: torch.Tensor) -> int:
+    """Return the sum of a tensor's bytes, taken as numbers, on its device."""
+    flat = tensor.detach().reshape(-1)
+    flat = flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if not flat.numel() % dtype.itemsize and not flat.data_ptr() % dtype.itemsize:
+            flat = flat.view(dtype)
+            break
+    return int(flat.sum(dtype=torch.int64).item())
+
+
+def _sampled(addresses: Columns, copies: Columns, nbytes: Columns) -> Columns:
+    """Return which memory differs from its copy at places chosen by chance.
+
+    Args:
+        addresses: Of the memory, in pieces.
+        copies: Of each piece's copy.
+        nbytes: Of each piece; 8 or more.
+    """
+    if not len(nbytes):
+        return np.zeros(0, np.int64)
+    counts = np.maximum(_LEAST_SAMPLES, (_SAMPLES * nbytes) // nbytes.sum())
+    which = np.repeat(np.arange(len(nbytes)), counts)
+    words = (np.random.default_rng().random(len(which)) * (nbytes[which] // 8)).astype(np.int64)
+    here, there = addresses[which] + 8 * words, copies[which] + 8 * words
+    if not ((here | there) & 7).any():
+        is_other = _words[here // 8 - 1] != _words[there // 8 - 1]
+    else:
+        is_other = _bytes[here - 1] != _bytes[there - 1]
+    found: Columns = np.unique(which[is_other])
+    return found
+
+
+_bytes = np.ctypeslib.as_array((ctypes.c_uint8 * (1 << 56)).from_address(1))
+"""All memory, from address 1 on; only what a tensor or a slot holds is looked at."""
+_words = np.ctypeslib.as_array((ctypes.c_uint64 * (1 << 53)).from_address(8))
+"""The same in words of eight bytes, from address 8 on."""
+
+
+class WholeComparison:
+    """Holds all bytes of frozen CPU tensors against their segment, in a thread.
+
+    Any thread may wait for it. One at a time: what comes while it works is left to the next save.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._is_cancelled = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it compares just now."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(
+        self,
+        segment: FrozenSegment,
+        tensors: Sequence[torch.Tensor],
+        on_end: Callable[[Sequence[ItemKey], Sequence[tuple[str, str]]], None],
+    ) -> None:
+        """Begin; what has been written to in a way that the next save sees is left to that.
+
+        Args:
+            segment: Its slot stays as it is until `on_end` is called.
+            tensors: Kept until then.
+            on_end: Called with the items that differ, and the checkpoints that share them since the
+                last comparison that found none.
+        """
+        self.wait()
+        self._is_cancelled = False
+        self._thread = threading.Thread(
+            target=self._work, args=(segment, tensors, on_end), name="dcp_mem-frozen", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return once nothing is compared any more."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+            self._thread = None
+
+    def cancel(self) -> None:
+        """End the comparison, if there is one, without a result."""
+        self._is_cancelled = True
+        self.wait()
+
+    def _work(
+        self,
+        segment: FrozenSegment,
+        tensors: Sequence[torch.Tensor],
+        on_end: Callable[[Sequence[ItemKey], Sequence[tuple[str, str]]], None],
+    ) -> None:
+        shared = list(segment.since)  # those that come meanwhile wait for the next comparison
+        differing: list[int] = []
+        is_whole = False
+        try:
+            differing = [
+                number
+                for number, tensor in enumerate(tensors)
+                if tensor.is_cpu and not self._is_equal(segment, number)
+            ]
+            faults.point("frozen.compared")
+            moved = set(segment.moved(tensors))
+            differing = [number for number in differing if number not in moved]
+            is_whole = not (moved or self._is_cancelled)
+        except Exception:
+            log.warning("frozen tensors could not be compared", exc_info=True)
+            differing = []
+        finally:
+            if differing:
+                segment.is_stale = True
+            elif is_whole:
+                segment.since = segment.since[len(shared) :]
+            on_end([segment.keys[number] for number in differing], shared)
+
+    def _is_equal(self, segment: FrozenSegment, number: int) -> bool:
+        layout = segment.layout.layout
+        copy = segment.slot.address + int(layout.payload_offsets[number])
+        nbytes, address = int(layout.payload_nbytes[number]), segment.identities[number].address
+        for start in range(0, nbytes, _PIECE):
+            if self._is_cancelled:
+                return True
+            if _memcmp(address + start, copy + start, min(_PIECE, nbytes - start)):
+                return False
+        return True
+
+
+class FrozenSegments:
+    """The frozen segments of one process's last saves, and what became of its declarations.
+
+    Attributes:
+        comparison: Of all bytes, now and then.
+    """
+
+    def __init__(self) -> None:
+        self.comparison = WholeComparison()
+        self._known: dict[object, FrozenSegment] = {}
+        self._changes: dict[ItemKey, int] = {}
+
+    def of(self, group: object) -> FrozenSegment | None:
+        """Return the segment of the last complete save of a group of ranks.
+
+        Args:
+            group: Key of the ranks that save together.
+        """
+        return self._known.get(group)
+
+    def keep(self, group: object, segment: FrozenSegment | None) -> None:
+        """Take note of a complete save.
+
+        Args:
+            group: Key of the ranks that save together.
+            segment: None where the save had none.
+        """
+        if segment is None:
+            self._known.pop(group, None)
+        else:
+            self._known[group] = segment
+
+    def note_change(self, keys: Sequence[ItemKey]) -> list[ItemKey]:
+        """Count that items have changed which were declared frozen.
+
+        Args:
+            keys: Of the items.
+
+        Returns:
+            Those that have changed before, and count as training from now on.
+        """
+        for key in keys:
+            self._changes[key] = self._changes.get(key, 0) + 1
+        return [key for key in keys if self._changes[key] > 1]
+
+    def is_training(self, key: ItemKey) -> bool:
+        """Return whether an item changes time and again, whatever was declared.
+
+        Args:
+            key: Of the item.
+        """
+        return self._changes.get(key, 0) > 1
+
+
+def matches(left: Sequence[ItemKey], right: Sequence[ItemKey]) -> bool:
+    """Return whether two segments have the same items in the same order.
+
+    Args:
+        left: Keys of the one's items.
+        right: Keys of the other's.
+    """
+    return len(left) == len(right) and all(map(operator.eq, left, right))

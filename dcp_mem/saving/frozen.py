@@ -1,0 +1,413 @@
+"""Frozen items: which they are, and a segment of their own that later checkpoints share.
+
+Each rank decides by itself which of its items lie in which of its two segments: where that differs
+from the last save, its receipt says so, and the ranks describe the checkpoint anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import compress
+from typing import Any
+
+import torch
+
+from dcp_mem.common.log import log
+from dcp_mem.common.values import Segment
+from dcp_mem.errors import ConfigError, DcpMemError
+from dcp_mem.format import names
+from dcp_mem.format.frames import Specs
+from dcp_mem.memory.slots import Slot
+from dcp_mem.runtime.frozen import (
+    FrozenSegment,
+    Identity,
+    ItemKey,
+    has_identity,
+    identity_of,
+    matches,
+)
+from dcp_mem.runtime.layouts import PlanLayout
+from dcp_mem.runtime.session import Session
+
+Frozen = str | Sequence[str] | Callable[[str, torch.Tensor], bool]
+"""A name or pattern, several, or a function of name and tensor; names as DCP flattens them."""
+FrozenRule = Callable[[str, torch.Tensor], bool]
+
+_LEAST_NBYTES = 1 << 20
+"""Fewer frozen bytes than this aren't worth a segment."""
+_MOST_NAMED = 3
+
+
+def frozen_rule(frozen: Frozen | None) -> FrozenRule | None:
+    """Return what tells frozen tensors; None where none is declared.
+
+    Args:
+        frozen: As a user gives it.
+
+    Raises:
+        ConfigError: It is of another kind.
+    """
+    if frozen is None or callable(frozen):
+        return frozen
+    given: Any = [frozen] if isinstance(frozen, str) else frozen
+    if not isinstance(given, Iterable) or not all(isinstance(one, str) for one in given):
+        raise ConfigError(f"frozen={frozen!r}: give names, patterns, or a function")
+    patterns: list[str] = list(given)
+    known = {one for one in patterns if not set(one) & set("*?[")}
+    globs = [one for one in patterns if one not in known]
+    return lambda name, _: name in known or any(fnmatchcase(name, one) for one in globs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenItems:
+    """A rank's frozen items of one save.
+
+    Attributes:
+        rows: The plan's items.
+        keys: Of each.
+        tensors: Of each.
+        layout: Of their segment.
+        sources: Addresses of their data, where all of it is plain CPU memory; None otherwise.
+        known: The segment that has their bytes, as far as `plan` can tell; None: they are copied.
+    """
+
+    rows: Sequence[Any]
+    keys: Sequence[ItemKey]
+    tensors: Sequence[torch.Tensor]
+    layout: PlanLayout
+    sources: Sequence[int] | None
+    known: FrozenSegment | None
+
+
+def frozen_items(
+    session: Session,
+    group: object,
+    rule: FrozenRule,
+    rows: Sequence[Any],
+    key_of: Callable[[Any], ItemKey],
+    value_of: Callable[[Any], Any],
+    layout: PlanLayout,
+    sources: Sequence[int] | None,
+) -> tuple[FrozenItems | None, list[bool]]:
+    """Return the frozen items among a plan's tensors, and for each tensor whether it is frozen.
+
+    Args:
+        session: What this process keeps of the job.
+        group: Key of the ranks that save together.
+        rule: Tells which are declared frozen.
+        rows: The plan's items that are tensors.
+        key_of: Returns an item's key.
+        value_of: Returns an item's tensor.
+        layout: Of all these items.
+        sources: Addresses of the data of all these items; None where that isn't plain CPU memory.
+    """
+    frozen, keys = session.frozen, [key_of(row) for row in rows]
+    tensors = [value_of(row) for row in rows]
+    is_frozen = [
+        spec is not None
+        and spec == expected
+        and has_identity(tensor)
+        and rule(key[0], tensor)
+        and not frozen.is_training(key)
+        for key, tensor, spec, expected in zip(
+            keys, tensors, layout.dense, layout.expected, strict=True
+        )
+    ]
+    if sum(one.nbytes for one in compress(tensors, is_frozen)) < _LEAST_NBYTES:
+        return None, [False] * len(rows)
+    chosen = list(compress(tensors, is_frozen))
+    found = FrozenItems(
+        rows=list(compress(rows, is_frozen)),
+        keys=list(compress(keys, is_frozen)),
+        tensors=chosen,
+        layout=session.layouts.of(
+            Specs([one.dtype for one in chosen], [one.shape for one in chosen])
+        ),
+        sources=None if sources is None else list(compress(sources, is_frozen)),
+        known=None,
+    )
+    if not found.layout.is_plain:
+        return None, [False] * len(rows)
+    known = frozen.of(group)
+    if known is None or not matches(known.keys, found.keys) or known.layout is not found.layout:
+        return found, is_frozen
+    if not session.slots.has_bytes(known.slot, known.claims):
+        return found, is_frozen
+    moved = known.moved(chosen)
+    if moved or known.is_stale:
+        note_change(session, [found.keys[number] for number in moved], "have been written to")
+        frozen.keep(group, None)
+        return found, is_frozen
+    return replace(found, known=known), is_frozen
+
+
+def note_not_apart(session: Session, why: str) -> None:
+    """Log, once, why frozen tensors have no segment of their own.
+
+    Args:
+        session: What this process keeps of the job.
+        why: The reason.
+    """
+    text = f"frozen= has no effect: {why}"
+    if session.last_saves.is_first_warning(text):
+        log.warning("%s", text)
+
+
+def note_change(session: Session, keys: Sequence[ItemKey], what: str) -> None:
+    """Log that frozen items have changed; those that change again count as training.
+
+    Args:
+        session: What this process keeps of the job.
+        keys: Of the items; none where that isn't known.
+        what: What has happened to them.
+    """
+    if not keys:
+        return
+    training = session.frozen.note_change(keys)
+    log.warning(
+        "%d tensors that were declared frozen %s: %s. All frozen tensors are copied again%s",
+        len(keys),
+        what,
+        named(key[0] for key in keys),
+        f", and {len(training)} of them count as training from now on" if training else "",
+    )
+
+
+def named(keys: Iterable[str]) -> str:
+    """Return a few of these names, for people.
+
+    Args:
+        keys: Any number of names.
+    """
+    found = list(keys)
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return ", ".join(found[:_MOST_NAMED]) + more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilledFrozen:
+    """A slot that has the bytes of the frozen items.
+
+    Attributes:
+        items: The items.
+        segment: What is known of the slot's bytes, for the next saves.
+        is_shared: Whether the slot is a segment already, of earlier checkpoints.
+    """
+
+    items: FrozenItems
+    segment: FrozenSegment
+    is_shared: bool
+
+
+def reused(session: Session, group: object, items: FrozenItems) -> FilledFrozen | None:
+    """Return the known segment of frozen items, held until it is sealed; None where there is none.
+
+    Args:
+        session: What this process keeps of the job.
+        group: Key of the ranks that save together.
+        items: The frozen items.
+    """
+    known = items.known
+    if known is None or not session.slots.hold(known.slot, known.claims):
+        return None
+    moved = known.moved(items.tensors)
+    changed = moved or known.differing(items.tensors)
+    if not changed and not known.is_stale:
+        return FilledFrozen(items=items, segment=known, is_shared=True)
+    session.slots.let_go(known.slot)
+    keys = [items.keys[number] for number in changed]
+    if moved:
+        note_change(session, keys, "have been written to")
+    elif changed:
+        shared = ", ".join(name for name, _ in known.since) or "none"
+        what = f"have changed past their counters of writes (checkpoints that share them: {shared})"
+        note_change(session, keys, what)
+    session.frozen.keep(group, None)
+    return None
+
+
+def made(items: FrozenItems, slot: Slot, identities: Sequence[Identity]) -> FilledFrozen:
+    """Return what is known of a slot that the frozen items have been copied into.
+
+    Args:
+        items: The frozen items.
+        slot: The caller's own.
+        identities: Of their tensors, from before the copy.
+    """
+    segment = FrozenSegment(
+        keys=items.keys,
+        layout=items.layout,
+        identities=identities,
+        slot=slot,
+        claims=slot.claims,
+    )
+    return FilledFrozen(items=items, segment=segment, is_shared=False)
+
+
+def identities_of(items: FrozenItems) -> list[Identity]:
+    """Return the identities of the frozen tensors as they are now.
+
+    Args:
+        items: The frozen items.
+    """
+    return list(map(identity_of, items.tensors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedFrozen:
+    """This rank's sealed segment of frozen items.
+
+    Attributes:
+        segment: The segment.
+        path: Where it lies.
+        filled: Its items and slot.
+    """
+
+    segment: Segment
+    path: str
+    filled: FilledFrozen
+
+
+def seal_frozen(
+    session: Session, rank: int, save_id: str, name: str, filled: FilledFrozen
+) -> StagedFrozen:
+    """Make a segment of this save of the slot with the frozen items; a shared one gets a link.
+
+    Args:
+        session: What this process keeps of the job.
+        rank: That saves.
+        save_id: Of the save.
+        name: Of the checkpoint.
+        filled: The slot.
+
+    Raises:
+        DcpMemError: The bytes of the shared segment are gone.
+    """
+    number, known = rank + names.FROZEN, filled.segment
+    file = names.segment_file(number, save_id)
+    path = os.path.join(session.memory.checkpoint_directory(name), file)
+
+    def add(directory: str) -> None:
+        if not filled.is_shared:
+            session.slots.seal(known.slot, path)
+        elif not session.slots.link(known.slot, known.claims, path):
+            raise DcpMemError(f"the segment of frozen tensors that {name} was to share is gone")
+
+    session.memory.add_segment(name, add)
+    segment = Segment(
+        rank=number,
+        node=session.memory.node,
+        file=file,
+        nbytes=known.layout.layout.nbytes,
+        layout=known.layout.described.key,
+    )
+    return StagedFrozen(segment=segment, path=path, filled=filled)
+
+
+def give_back(session: Session, filled: FilledFrozen) -> None:
+    """Give back a slot with frozen items that hasn't been sealed.
+
+    Args:
+        session: What this process keeps of the job.
+        filled: The slot.
+    """
+    if filled.is_shared:
+        session.slots.let_go(filled.segment.slot)
+    else:
+        session.slots.abandon(filled.segment.slot)
+
+
+def take_back(session: Session, staged: StagedFrozen) -> None:
+    """Give back the sealed segment of a save that has failed.
+
+    Args:
+        session: What this process keeps of the job.
+        staged: The segment.
+    """
+    slot = staged.filled.segment.slot
+    if staged.filled.is_shared:
+        session.slots.unlink(slot, staged.path)
+        session.slots.let_go(slot)
+    else:
+        session.slots.abandon(slot)
+
+
+def share_staged(session: Session, staged: StagedFrozen) -> None:
+    """Let readers and the agent in to a sealed segment.
+
+    Args:
+        session: What this process keeps of the job.
+        staged: The segment.
+    """
+    if staged.filled.is_shared:
+        session.slots.let_go(staged.filled.segment.slot)
+    else:
+        session.slots.share(staged.filled.segment.slot)
+
+
+def remember(
+    session: Session, group: object, staged: StagedFrozen | None, save: tuple[str, str]
+) -> None:
+    """Have the next save share what this complete one has.
+
+    Args:
+        session: What this process keeps of the job.
+        group: Key of the ranks that save together.
+        staged: This save's segment of frozen items; None where it has none.
+        save: Its name and save id.
+    """
+    if staged is None:
+        session.frozen.keep(group, None)
+        return
+    segment = staged.filled.segment
+    if staged.filled.is_shared:
+        segment.since.append(save)
+    session.frozen.keep(group, segment)
+
+
+def compare_now_and_then(
+    session: Session, staged: StagedFrozen | None, *, is_persisted: bool
+) -> None:
+    """Have all frozen bytes held against their segment behind training, if that is due.
+
+    Where they differ, the checkpoints that may hold stale bytes are rejected.
+
+    Args:
+        session: What this process keeps of the job.
+        staged: This save's segment of frozen items; None where it has none.
+        is_persisted: Whether the checkpoint goes to storage.
+    """
+    if staged is None or session.frozen.comparison.is_busy:
+        return
+    known, items = staged.filled.segment, staged.filled.items
+    if not known.is_compared_now(is_persisted=is_persisted):
+        return
+    if not session.slots.hold(known.slot, known.claims):
+        return
+
+    def end(keys: Sequence[ItemKey], shared: Sequence[tuple[str, str]]) -> None:
+        session.slots.let_go(known.slot)
+        if keys:
+            note_change(session, keys, "have changed past their counters of writes")
+            _reject(session, keys, shared)
+
+    session.frozen.comparison.start(known, items.tensors, end)
+
+
+def _reject(session: Session, keys: Sequence[ItemKey], shared: Sequence[tuple[str, str]]) -> None:
+    why = f"frozen tensors had changed unnoticed: {named(key[0] for key in keys)}"
+    log.error(
+        "%s. These checkpoints may hold them as they were before, and are rejected in memory; "
+        "reject them on storage as well: %s",
+        why,
+        ", ".join(name for name, _ in shared),
+    )
+    for checkpoint in session.memory.checkpoints():
+        if (checkpoint.name, checkpoint.manifest.save_id) in set(shared):
+            try:
+                session.memory.reject(checkpoint, why)
+            except FileNotFoundError:
+                continue
