@@ -57,7 +57,7 @@ class Slot:
             lease doesn't tell.
         links: Where it lies as a segment of several checkpoints.
         claims: How often this process has claimed it; since the last time, its bytes are the same.
-        holds: How many of this process's saves rely on its bytes; nobody here claims it meanwhile.
+        holds: Of those in this process that rely on its bytes; nobody here claims it meanwhile.
     """
 
     path: str
@@ -70,7 +70,7 @@ class Slot:
     busy: bool = True
     links: list[str] = field(default_factory=list)
     claims: int = 1
-    holds: int = 0
+    holds: set[SlotHold] = field(default_factory=set)
 
     @property
     def address(self) -> int:
@@ -199,6 +199,24 @@ class Slot:
             self.descriptor = -1
 
 
+class SlotHold:
+    """Keeps this process from claiming a slot, until `end`; ending it twice is fine.
+
+    Args:
+        slot: The slot.
+        guard: Of the pool.
+    """
+
+    def __init__(self, slot: Slot, guard: threading.RLock) -> None:
+        self._slot, self._guard = slot, guard
+        slot.holds.add(self)
+
+    def end(self) -> None:
+        """Let the slot be claimed again, once it is free."""
+        with self._guard:
+            self._slot.holds.discard(self)
+
+
 class SlotPool:
     """The slots of one process in one job's directory.
 
@@ -310,29 +328,18 @@ class SlotPool:
                 retire(path, self._directory)
             slot.links = [one for one in slot.links if one != path]
 
-    def hold(self, slot: Slot, claims: int) -> bool:
-        """Keep a sealed slot from being claimed in this process, until `let_go`.
+    def hold(self, slot: Slot, claims: int) -> SlotHold | None:
+        """Keep a sealed slot from being claimed in this process, until the hold is ended.
 
         Args:
             slot: This process's, and shared.
             claims: As `slot.claims` was when its bytes were known.
 
         Returns:
-            False where its bytes aren't those any more, or are gone.
+            None where its bytes aren't those any more, or are gone.
         """
         with self._guard:
-            is_there = self.has_bytes(slot, claims)
-            slot.holds += is_there
-            return is_there
-
-    def let_go(self, slot: Slot) -> None:
-        """End a `hold`.
-
-        Args:
-            slot: As given to that.
-        """
-        with self._guard:
-            slot.holds -= 1
+            return SlotHold(slot, self._guard) if self.has_bytes(slot, claims) else None
 
     def has_bytes(self, slot: Slot, claims: int) -> bool:
         """Return whether a sealed slot still has the bytes that it had.

@@ -91,7 +91,7 @@ class FrozenSegment:
     Attributes:
         keys: Of its items, in their order.
         layout: Of the segment.
-        identities: Of the tensors when they were copied.
+        identities: Of the tensors when they were copied; none where those were private copies.
         slot: The segment's memory.
         claims: Of the slot, then.
         since: (name, save id) of checkpoints that share it since all bytes were last compared.
@@ -143,15 +143,29 @@ class FrozenSegment:
             [
                 *devices,
                 *numbers[_sampled(addresses, copies, layout.payload_nbytes[numbers])].tolist(),
-                *(one for one in small.tolist() if not self._is_equal(one)),
+                *(one for one in small.tolist() if not self.is_equal(one, tensors[one].data_ptr())),
             ]
         )
 
-    def _is_equal(self, number: int) -> bool:
+    def is_equal(
+        self, number: int, address: int, may_go_on: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Return whether memory has the same bytes as an item of the segment.
+
+        Args:
+            number: Of the item.
+            address: Of the memory.
+            may_go_on: Asked now and then; where it says no, the rest counts as equal.
+        """
         layout = self.layout.layout
         copy = self.slot.address + int(layout.payload_offsets[number])
         nbytes = int(layout.payload_nbytes[number])
-        return not _memcmp(self.identities[number].address, copy, nbytes)
+        for start in range(0, nbytes, _PIECE):
+            if not may_go_on():
+                return True
+            if _memcmp(address + start, copy + start, min(_PIECE, nbytes - start)):
+                return False
+        return True
 
     def is_compared_now(self, *, is_persisted: bool) -> bool:
         """Return whether all bytes are to be compared after this save.
@@ -261,7 +275,7 @@ class WholeComparison:
             differing = [
                 number
                 for number, tensor in enumerate(tensors)
-                if tensor.is_cpu and not self._is_equal(segment, number)
+                if tensor.is_cpu and not segment.is_equal(number, tensor.data_ptr(), self._goes_on)
             ]
             faults.point("frozen.compared")
             moved = set(segment.moved(tensors))
@@ -277,16 +291,8 @@ class WholeComparison:
                 segment.since = segment.since[len(shared) :]
             on_end([segment.keys[number] for number in differing], shared)
 
-    def _is_equal(self, segment: FrozenSegment, number: int) -> bool:
-        layout = segment.layout.layout
-        copy = segment.slot.address + int(layout.payload_offsets[number])
-        nbytes, address = int(layout.payload_nbytes[number]), segment.identities[number].address
-        for start in range(0, nbytes, _PIECE):
-            if self._is_cancelled:
-                return True
-            if _memcmp(address + start, copy + start, min(_PIECE, nbytes - start)):
-                return False
-        return True
+    def _goes_on(self) -> bool:
+        return not self._is_cancelled
 
 
 class FrozenSegments:

@@ -20,7 +20,7 @@ from dcp_mem.common.values import Segment
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.frames import Specs
-from dcp_mem.memory.slots import Slot
+from dcp_mem.memory.slots import Slot, SlotHold
 from dcp_mem.runtime.frozen import (
     FrozenSegment,
     Identity,
@@ -72,6 +72,7 @@ class FrozenItems:
         layout: Of their segment.
         sources: Addresses of their data, where all of it is plain CPU memory; None otherwise.
         known: The segment that has their bytes, as far as `plan` can tell; None: they are copied.
+        is_lasting: Whether the tensors are the caller's own.
     """
 
     rows: Sequence[Any]
@@ -80,6 +81,7 @@ class FrozenItems:
     layout: PlanLayout
     sources: Sequence[int] | None
     known: FrozenSegment | None
+    is_lasting: bool = True
 
 
 def frozen_items(
@@ -136,7 +138,7 @@ def frozen_items(
         return found, is_frozen
     if not session.slots.has_bytes(known.slot, known.claims):
         return found, is_frozen
-    moved = known.moved(chosen)
+    moved = known.moved(chosen) if known.identities else []
     if moved or known.is_stale:
         note_change(session, [found.keys[number] for number in moved], "have been written to")
         frozen.keep(group, None)
@@ -194,12 +196,12 @@ class FilledFrozen:
     Attributes:
         items: The items.
         segment: What is known of the slot's bytes, for the next saves.
-        is_shared: Whether the slot is a segment already, of earlier checkpoints.
+        hold: On the slot where it is a segment already, of earlier checkpoints; None otherwise.
     """
 
     items: FrozenItems
     segment: FrozenSegment
-    is_shared: bool
+    hold: SlotHold | None = None
 
 
 def reused(session: Session, group: object, items: FrozenItems) -> FilledFrozen | None:
@@ -211,13 +213,18 @@ def reused(session: Session, group: object, items: FrozenItems) -> FilledFrozen 
         items: The frozen items.
     """
     known = items.known
-    if known is None or not session.slots.hold(known.slot, known.claims):
+    hold = None if known is None else session.slots.hold(known.slot, known.claims)
+    if known is None or hold is None:
+        return None
+    if not known.identities and not _adopt(known, items):
+        hold.end()
+        session.frozen.keep(group, None)
         return None
     moved = known.moved(items.tensors)
     changed = moved or known.differing(items.tensors)
     if not changed and not known.is_stale:
-        return FilledFrozen(items=items, segment=known, is_shared=True)
-    session.slots.let_go(known.slot)
+        return FilledFrozen(items=items, segment=known, hold=hold)
+    hold.end()
     keys = [items.keys[number] for number in changed]
     if moved:
         note_change(session, keys, "have been written to")
@@ -227,6 +234,17 @@ def reused(session: Session, group: object, items: FrozenItems) -> FilledFrozen 
         note_change(session, keys, what)
     session.frozen.keep(group, None)
     return None
+
+
+def _adopt(known: FrozenSegment, items: FrozenItems) -> bool:
+    """Take the tensors for those that the segment is of, if all their bytes are the same."""
+    identities = identities_of(items)
+    is_same = all(
+        one.is_cpu and known.is_equal(number, one.data_ptr())
+        for number, one in enumerate(items.tensors)
+    )
+    known.identities = identities if is_same else ()
+    return is_same
 
 
 def made(items: FrozenItems, slot: Slot, identities: Sequence[Identity]) -> FilledFrozen:
@@ -240,11 +258,11 @@ def made(items: FrozenItems, slot: Slot, identities: Sequence[Identity]) -> Fill
     segment = FrozenSegment(
         keys=items.keys,
         layout=items.layout,
-        identities=identities,
+        identities=identities if items.is_lasting else (),
         slot=slot,
         claims=slot.claims,
     )
-    return FilledFrozen(items=items, segment=segment, is_shared=False)
+    return FilledFrozen(items=items, segment=segment)
 
 
 def identities_of(items: FrozenItems) -> list[Identity]:
@@ -291,7 +309,7 @@ def seal_frozen(
     path = os.path.join(session.memory.checkpoint_directory(name), file)
 
     def add(directory: str) -> None:
-        if not filled.is_shared:
+        if filled.hold is None:
             session.slots.seal(known.slot, path)
         elif not session.slots.link(known.slot, known.claims, path):
             raise DcpMemError(f"the segment of frozen tensors that {name} was to share is gone")
@@ -314,8 +332,8 @@ def give_back(session: Session, filled: FilledFrozen) -> None:
         session: What this process keeps of the job.
         filled: The slot.
     """
-    if filled.is_shared:
-        session.slots.let_go(filled.segment.slot)
+    if filled.hold is not None:
+        filled.hold.end()
     else:
         session.slots.abandon(filled.segment.slot)
 
@@ -328,9 +346,9 @@ def take_back(session: Session, staged: StagedFrozen) -> None:
         staged: The segment.
     """
     slot = staged.filled.segment.slot
-    if staged.filled.is_shared:
+    if staged.filled.hold is not None:
         session.slots.unlink(slot, staged.path)
-        session.slots.let_go(slot)
+        staged.filled.hold.end()
     else:
         session.slots.abandon(slot)
 
@@ -342,8 +360,8 @@ def share_staged(session: Session, staged: StagedFrozen) -> None:
         session: What this process keeps of the job.
         staged: The segment.
     """
-    if staged.filled.is_shared:
-        session.slots.let_go(staged.filled.segment.slot)
+    if staged.filled.hold is not None:
+        staged.filled.hold.end()
     else:
         session.slots.share(staged.filled.segment.slot)
 
@@ -363,7 +381,7 @@ def remember(
         session.frozen.keep(group, None)
         return
     segment = staged.filled.segment
-    if staged.filled.is_shared:
+    if staged.filled.hold is not None:
         segment.since.append(save)
     session.frozen.keep(group, segment)
 
@@ -383,13 +401,14 @@ def compare_now_and_then(
     if staged is None or session.frozen.comparison.is_busy:
         return
     known, items = staged.filled.segment, staged.filled.items
-    if not known.is_compared_now(is_persisted=is_persisted):
+    if not known.identities or not known.is_compared_now(is_persisted=is_persisted):
         return
-    if not session.slots.hold(known.slot, known.claims):
+    hold = session.slots.hold(known.slot, known.claims)
+    if hold is None:
         return
 
     def end(keys: Sequence[ItemKey], shared: Sequence[tuple[str, str]]) -> None:
-        session.slots.let_go(known.slot)
+        hold.end()
         if keys:
             note_change(session, keys, "have changed past their counters of writes")
             _reject(session, keys, shared)

@@ -487,6 +487,8 @@ def _without_frozen(context: SaveContext, planned: Planned, items: _RowItems) ->
     )
     if frozen is None:
         return planned
+    if context.has_copies:  # which the next save won't find
+        frozen = replace(frozen, known=None, is_lasting=False)
     others = [not one for one in is_frozen]
     specs = list(compress(whole.expected, others))
     layout = session.layouts.of(Specs([one for one, _ in specs], [one for _, one in specs]))

@@ -123,6 +123,7 @@ class Saver:
             info=self.take_info() if staged is None else staged.info,
             is_driven_by_dcp=True,
             frozen=self._frozen,
+            has_copies=staged is not None,
         )
         why_not, self.calls.why_not = self.calls.why_not, ""
         if takeover is not None:

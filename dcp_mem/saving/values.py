@@ -39,6 +39,7 @@ class SaveContext:
         info: What this rank's training loop says of the checkpoint. Rank 0's word counts.
         is_driven_by_dcp: DCP keeps the ranks together until `finish`; otherwise the save does.
         frozen: Tells which tensors are declared frozen; None where none are.
+        has_copies: Whether the state dict is a private copy of the caller's.
     """
 
     settings: Settings
@@ -50,6 +51,7 @@ class SaveContext:
     info: SaveInfo = field(default_factory=SaveInfo)
     is_driven_by_dcp: bool = False
     frozen: FrozenRule | None = None
+    has_copies: bool = False
 
     @property
     def group(self) -> GroupKey:

@@ -1,0 +1,558 @@
+"""What is frozen lies in memory once, and no checkpoint is stale, whatever was declared."""
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcp_mem
+from dcp_mem import CheckpointManager, MemoryStorageWriter
+from dcp_mem.common import faults
+from dcp_mem.common.files import allocated_bytes
+from dcp_mem.errors import ConfigError
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.recycling import retire
+from dcp_mem.memory.slots import SlotPool
+from dcp_mem.runtime import frozen as frozen_module
+from dcp_mem.runtime.session import open_session
+from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
+
+pytestmark = pytest.mark.timeout(120)
+
+State = dict[str, torch.Tensor]
+BASE_NBYTES, ADAPTER_NBYTES = 6 << 20, 2 << 20
+
+
+def make_state() -> State:
+    """Three tensors of a base, one of them small, and an adapter."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = {"base.a": (1 << 20,), "base.b": (512, 1000), "base.c": (3,), "adapter.a": (1 << 19,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def save(writer: MemoryStorageWriter, state: State, step: int, road: str = "dcp_mem") -> None:
+    state["adapter.a"].fill_(step)
+    call = dcp_mem.save if road == "dcp_mem" else dcp.save
+    call(dict(state), checkpoint_id=f"step-{step}", storage_writer=writer)
+
+
+def assert_holds(job: Job, state: State, step: int, root: Path | None = None) -> None:
+    """Load with torch's own reader, and with ours where it lies in memory."""
+    stock = (root or job.directory) / f"step-{step}" / ".metadata"
+    wait_until(stock.exists, "metadata for stock readers")
+    readers: list[Callable[[State], None]] = [
+        lambda out: dcp.load(out, checkpoint_id=str((root or job.directory) / f"step-{step}"))
+    ]
+    if root is None:
+        readers.append(
+            lambda out: dcp_mem.load(out, checkpoint_id=f"step-{step}", storage_reader=job.reader())
+        )
+    for read in readers:
+        out = {name: torch.full_like(tensor, -1) for name, tensor in state.items()}
+        read(out)
+        for name, tensor in state.items():
+            assert torch.equal(out[name], tensor), name
+
+
+def frozen_inodes(job: Job) -> set[int]:
+    return {path.stat().st_ino for path in job.directory.glob("step-*/__*_1-*.distcp")}
+
+
+def frozen_links(job: Job, step: int) -> int:
+    (path,) = (job.directory / f"step-{step}").glob("__0_1-*.distcp")
+    return path.stat().st_nlink
+
+
+# -- one copy --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("road", ["dcp_mem", "dcp"])
+def test_checkpoints_share_one_copy(memory_job: Job, keep: int, road: str) -> None:
+    state = make_state()
+    with memory_job.writer(frozen="base.*", keep_memory=keep, agent="thread") as writer:
+        for step in range(1, 2 * keep + 4):
+            save(writer, state, step, road)
+            assert_holds(memory_job, state, step)
+            assert len(frozen_inodes(memory_job)) == 1
+        kept = list(memory_job.directory.glob("step-*"))
+        assert len(kept) == keep
+        assert frozen_links(memory_job, step) == keep
+        session = open_session(writer.settings)
+        assert session is not None
+        session.prefaulting.stop()
+        most = BASE_NBYTES + (keep + 1) * (ADAPTER_NBYTES + (4 << 20)) + (1 << 20)
+        assert allocated_bytes(str(memory_job.directory)) <= most
+
+
+def test_what_leaves_with_a_checkpoint_is_what_no_other_shares(memory_job: Job) -> None:
+    state = make_state()
+    with memory_job.writer(frozen="base.*", agent="thread") as writer:
+        for step in (1, 2):
+            save(writer, state, step)
+        memory = JobMemory(memory_job.memory, "job")
+        newest, older = memory.checkpoints()
+        assert newest.manifest.nbytes > BASE_NBYTES
+        assert max(newest.local_nbytes(), older.local_nbytes()) < BASE_NBYTES
+        memory.evict(older)
+        assert memory.checkpoints()[0].local_nbytes() == newest.manifest.nbytes
+        assert_holds(memory_job, state, 2)
+        save(writer, state, 3)
+        assert_holds(memory_job, state, 3)
+
+
+def test_a_segment_stays_shared_after_all_its_checkpoints_were_evicted(memory_job: Job) -> None:
+    state = make_state()
+    with memory_job.writer(frozen="base.*", agent="thread") as writer:
+        save(writer, state, 1)
+        (inode,) = frozen_inodes(memory_job)
+        memory = JobMemory(memory_job.memory, "job")
+        memory.evict(memory.checkpoints()[0])
+        save(writer, state, 2)
+        assert frozen_inodes(memory_job) == {inode}
+        assert_holds(memory_job, state, 2)
+
+
+def test_a_restarted_process_copies_once_and_shares_again(memory_job: Job) -> None:
+    state = make_state()
+    for first in (1, 4):
+        with memory_job.writer(frozen="base.*", agent="thread") as writer:
+            for step in range(first, first + 3):
+                save(writer, state, step)
+            assert len(frozen_inodes(memory_job)) == 1
+        assert_holds(memory_job, state, first + 2)
+
+
+def test_checksums_are_carried_over_to_checkpoints_that_share(memory_job: Job) -> None:
+    state = make_state()
+
+    def has_checksums(step: int) -> bool:
+        directory = memory_job.directory / f"step-{step}"
+        segments = list(directory.glob("__*.distcp"))
+        found = list((directory / ".dcp_mem").glob("checksums-*.json"))
+        return len(segments) == 2 == len(found)
+
+    with memory_job.writer(frozen="base.*", agent="thread", on_nonfinite="warn") as writer:
+        for step in (1, 2, 3):
+            save(writer, state, step)
+            wait_until(lambda: has_checksums(step))  # noqa: B023
+        (segment,) = (memory_job.directory / "step-3").glob("__0_1-*.distcp")
+        with segment.open("r+b") as file:
+            file.seek(BASE_NBYTES // 2)
+            byte = file.read(1)[0]
+            file.seek(BASE_NBYTES // 2)
+            file.write(bytes([byte ^ 1]))
+        out = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        error = raised_by(
+            lambda: dcp_mem.load(
+                out, checkpoint_id="step-3", storage_reader=memory_job.reader(verify=True)
+            )
+        )
+        assert error is not None
+        assert "CRC32C" in str(error)
+
+
+def test_each_stored_checkpoint_is_whole_without_the_others(job: Job, tmp_path: Path) -> None:
+    state = make_state()
+    with job.writer(frozen="base.*", agent="thread", on_slow_storage="all") as writer:
+        for step in (1, 2, 3):
+            save(writer, state, step)
+            writer.wait(f"step-{step}", timeout=60)
+    for step in (1, 2):
+        for path in (tmp_path / "run" / f"step-{step}").rglob("*"):
+            if path.is_file():
+                path.unlink()
+    state["adapter.a"].fill_(3)
+    assert_holds(job, state, 3, tmp_path / "run")
+
+
+def test_async_saves_share(memory_job: Job) -> None:
+    state = make_state()
+    places = {"memory_root": memory_job.memory, "job": "job", "agent": "thread"}
+    with CheckpointManager(None, async_save=True, frozen="base.*", **places) as manager:
+        for step in range(1, 6):
+            state["adapter.a"].fill_(step)
+            if step == 4:
+                state["base.b"].data.mul_(2)
+            assert manager.save(step, dict(state))
+            manager.wait(state="complete")
+            assert_holds(memory_job, state, step)
+        assert frozen_links(memory_job, 5) == 2
+
+
+# -- wrong declarations ----------------------------------------------------------------------------
+
+
+def _through_data(tensor: torch.Tensor) -> None:
+    tensor.data[:] = 5
+
+
+def _through_a_view(tensor: torch.Tensor) -> None:
+    tensor.view(-1)[: tensor.numel() // 2].add_(1)
+
+
+def _through_numpy(tensor: torch.Tensor) -> None:
+    tensor.numpy()[:] += 1
+
+
+def _through_the_storage(tensor: torch.Tensor) -> None:
+    torch.empty(0).set_(tensor.untyped_storage()).mul_(3)  # type: ignore[call-overload]
+
+
+def _in_another_thread(tensor: torch.Tensor) -> None:
+    thread = threading.Thread(target=lambda: tensor.data.mul_(2))
+    thread.start()
+    thread.join()
+
+
+def _one_value(tensor: torch.Tensor) -> None:
+    tensor.view(-1)[7] = 9
+
+
+WRITES = [
+    _through_data,
+    _through_a_view,
+    _through_numpy,
+    _through_the_storage,
+    _in_another_thread,
+    _one_value,
+]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("name", ["base.a", "base.c"])
+def test_a_write_to_what_was_declared_frozen_is_in_the_next_checkpoint(
+    memory_job: Job,
+    write: Callable[[torch.Tensor], None],
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if name == "base.c" and write is _one_value:
+        pytest.skip("it has three values")
+    state = make_state()
+    with memory_job.writer(frozen="base.*", agent="thread", keep_memory=3) as writer:
+        for step in (1, 2):
+            save(writer, state, step)
+        before = {key: tensor.clone() for key, tensor in state.items()}
+        write(state[name])
+        save(writer, state, 3)
+        assert_holds(memory_job, state, 3)
+        assert_holds(memory_job, before, 2)
+        assert [name in line for line in caplog.messages if "declared frozen" in line] == [True]
+        save(writer, state, 4)
+        assert frozen_links(memory_job, 4) == 2
+        assert_holds(memory_job, state, 4)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_is_in_the_next_checkpoint(memory_job: Job, assign: bool) -> None:
+    model = nn.Sequential(nn.Linear(1024, 512), nn.Linear(4, 4))
+    with memory_job.writer(frozen=["0.*"], agent="thread") as writer:
+
+        def save_model(step: int) -> None:
+            dcp_mem.save(model.state_dict(), checkpoint_id=f"step-{step}", storage_writer=writer)
+
+        save_model(1)
+        for step in (2, 3):
+            other = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+            model.load_state_dict(other, assign=assign)
+            del other
+            gc.collect()
+            save_model(step)
+            assert_holds(memory_job, dict(model.state_dict()), step)
+
+
+def test_a_write_that_samples_miss_is_found_by_the_whole_comparison(
+    memory_job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(frozen_module.FrozenSegment, "differing", lambda self, tensors: [])
+    monkeypatch.setattr(frozen_module, "_COMPARED_EVERY", 2)
+    state = make_state()
+    with memory_job.writer(frozen="base.*", agent="thread", keep_memory=4, persist=False) as writer:
+        session = None
+        for step in (1, 2, 3, 4):
+            if step == 4:
+                state["base.a"].data[12345] = 77
+            save(writer, state, step)
+            session = open_session(writer.settings)
+            assert session is not None
+            session.frozen.comparison.wait()
+        save(writer, state, 5)  # of two that share since the last comparison, it is the second
+        session.frozen.comparison.wait()
+        memory = JobMemory(memory_job.memory, "job")
+        rejected = {one.name for one in memory.checkpoints() if one.rejected}
+        assert rejected == {"step-4", "step-5"}
+        assert any("step-4, step-5" in line for line in caplog.messages)
+        save(writer, state, 6)
+        assert_holds(memory_job, state, 6)
+        assert memory.checkpoints()[0].rejected == ""
+
+
+def test_checkpoints_for_storage_are_compared_in_whole(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen_module.FrozenSegment, "differing", lambda self, tensors: [])
+    state = make_state()
+    with job.writer(frozen="base.*", agent="thread") as writer:
+        save(writer, state, 1)
+        state["base.a"].data[12345] = 77
+        save(writer, state, 2)
+        session = open_session(writer.settings)
+        assert session is not None
+        session.frozen.comparison.wait()
+        newest = JobMemory(job.memory, "job").checkpoints()[0]
+        assert "base.a" in newest.rejected
+
+
+def test_what_changes_time_and_again_counts_as_training(
+    memory_job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = make_state()
+    with memory_job.writer(frozen="base.*", agent="thread") as writer:
+        for step in range(1, 8):
+            state["base.b"].add_(1)
+            save(writer, state, step)
+            assert_holds(memory_job, state, step)
+        assert frozen_links(memory_job, 7) == 2  # base.a is shared
+        assert len([line for line in caplog.messages if "declared frozen" in line]) == 2
+
+
+def test_tensors_thaw_and_freeze(memory_job: Job) -> None:
+    state, frozen = make_state(), {"base.a", "base.b"}
+    with memory_job.writer(
+        frozen=lambda name, _: name in frozen, agent="thread", keep_memory=3
+    ) as writer:
+        for step in range(1, 10):
+            if step == 3:
+                frozen.discard("base.b")
+            if step > 3:
+                state["base.b"].mul_(1.5) if step < 7 else None
+            if step == 7:
+                frozen.add("base.b")
+            save(writer, state, step)
+            assert_holds(memory_job, state, step)
+        assert frozen_links(memory_job, 9) == 3
+
+
+def test_a_declaration_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="frozen="):
+        MemoryStorageWriter(None, job="job", frozen=[3])  # type: ignore[list-item]
+
+
+def test_with_copies_it_has_no_effect(memory_job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    state = make_state()
+    with memory_job.writer(frozen="base.*", replicas=1, agent="thread") as writer:
+        for step in (1, 2):
+            save(writer, state, step)
+    assert not frozen_inodes(memory_job)
+    assert sum("frozen= has no effect" in line for line in caplog.messages) == 1
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(["base.a", "base.b", "base.c"]),
+            st.sampled_from(WRITES[:-1]),
+            max_size=2,
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(1, 3),
+)
+def test_any_changes_between_saves_are_in_the_checkpoint(
+    memory_job: Job, changes: list[dict[str, Callable[[torch.Tensor], None]]], keep: int
+) -> None:
+    state = make_state()
+    with memory_job.writer(
+        frozen="base.*", agent="thread", keep_memory=keep, overwrite=True
+    ) as writer:
+        save(writer, state, 1)
+        for step, change in enumerate(changes, 2):
+            for name, write in change.items():
+                write(state[name])
+            save(writer, state, step)
+            assert_holds(memory_job, state, step)
+
+
+# -- several ranks, kills and failures -------------------------------------------------------------
+
+
+def _sharded(base: torch.Tensor) -> torch.Tensor:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (size,))
+    return DTensor.from_local(base.chunk(size)[rank].clone(), mesh, [Shard(0)])
+
+
+def _save_on_ranks(job: Job) -> list[bool]:
+    state = {**make_state(), "base.a": _sharded(make_state()["base.a"].repeat(2))}
+    inodes, equal = [], []
+    with job.writer(frozen="base.*", agent="thread") as writer:
+        for step in range(1, 6):
+            if step == 4 and dist.get_rank() == 1:
+                state["base.a"].to_local().data.add_(1)  # type: ignore[attr-defined]
+            save(writer, state, step, "dcp" if step % 2 else "dcp_mem")
+            out = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            dcp_mem.load(out, checkpoint_id=f"step-{step}", storage_reader=job.reader())
+            equal.append(all(_is_equal(out[name], state[name]) for name in state))
+            mine = list((job.directory / f"step-{step}").glob(f"__{dist.get_rank()}_1-*"))
+            inodes.append([one.stat().st_ino for one in mine])
+            dist.barrier()
+    changed = [one != other for one, other in pairwise(inodes)]
+    return [all(equal), *changed]
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    here, there = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
+    return torch.equal(here, there)
+
+
+def test_each_rank_shares_by_itself(memory_job: Job) -> None:
+    first, second = forked_ranks(_save_on_ranks, 2, memory_job)
+    assert first == [True, False, False, False, False]
+    assert second == [True, False, False, True, False]
+    whole = torch.zeros(2 << 20)
+    dcp.load({"base.a": whole}, checkpoint_id=str(memory_job.directory / "step-5"))
+    base = make_state()["base.a"]
+    assert torch.equal(whole[: 1 << 20], base)
+    assert torch.equal(whole[1 << 20 :], base + 1)
+
+
+POINTS = ["frozen.sealed", "stage.sealed", "complete.receipts", "complete.catalog"]
+
+
+def _fail_on_a_rank(job: Job) -> list[bool]:
+    state = make_state()
+    state["base.a"] = _sharded(state["base.a"].repeat(2))
+    outcomes = []
+    with job.writer(frozen="base.*", agent="thread") as writer:
+        save(writer, state, 1)
+        for number, point in enumerate(POINTS):
+            save(writer, state, 10 * number + 2)
+            if dist.get_rank() == number % 2:
+                faults.arm(f"{point}:raise:1")
+            failed = raised_by(lambda: save(writer, state, 10 * number + 3))  # noqa: B023
+            faults.arm("")
+            outcomes.append(failed is not None)
+            save(writer, state, 10 * number + 4)
+            dist.barrier()
+        rank = dist.get_rank()
+        mine = {path.stat() for path in job.directory.glob(f"step-*/__{rank}_1-*.distcp")}
+        outcomes += [one.st_nlink == 2 for one in mine]
+        dist.barrier()
+    return outcomes
+
+
+def test_a_save_that_fails_on_one_rank_leaves_no_link(memory_job: Job) -> None:
+    for outcomes in forked_ranks(_fail_on_a_rank, 2, memory_job, env={"DCP_MEM_TIMEOUT": "30"}):
+        # The catalog's point is passed by the leader alone, on rank 0; here rank 1 is armed.
+        assert outcomes[:3] == [True, True, True]
+        assert all(outcomes[4:])
+
+
+KILLS = ["frozen.copied", "frozen.sealed", "stage.sealed", "complete.receipts", "complete.manifest"]
+
+
+def _save_until_killed(job: Job, point: str, changes: bool) -> None:
+    state = make_state()
+    with job.writer(frozen="base.*", agent="thread", persist=False) as writer:
+        for step in (1, 2, 3):
+            save(writer, state, step)
+        if changes:
+            state["base.a"].add_(4)
+        faults.arm(f"{point}:kill:1")
+        save(writer, state, 4)
+
+
+def _go_on(job: Job, changes: bool) -> int:
+    state = make_state()
+    out = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with job.reader() as reader:
+        dcp_mem.load(out, storage_reader=reader)
+    found = int(out["adapter.a"][0])
+    if changes and found == 4:
+        state["base.a"].add_(4)
+    state["adapter.a"].fill_(found)
+    assert all(torch.equal(out[name], state[name]) for name in state)
+    with job.writer(frozen="base.*", agent="thread", persist=False) as writer:
+        for step in (5, 6, 7, 8):
+            save(writer, state, step)
+            assert_holds(job, state, step)
+        assert len(frozen_inodes(job)) == 1
+        session = open_session(writer.settings)
+        assert session is not None
+        session.prefaulting.stop()
+    return found
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("point", KILLS)
+def test_a_kill_loses_at_most_what_is_staged(memory_job: Job, point: str, changes: bool) -> None:
+    if point == "frozen.copied" and not changes:
+        pytest.skip("nothing is copied")
+    with forking(_save_until_killed, None, memory_job, point, changes) as processes:
+        process = processes._processes[0]
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+    found = forked(_go_on, memory_job, changes)
+    assert found == (4 if point == "complete.manifest" else 3)
+    slots = [path.stat() for path in (memory_job.directory / ".slots").iterdir()]
+    assert all(one.st_nlink == 1 for one in slots)
+
+
+# -- slots -----------------------------------------------------------------------------------------
+
+
+def _sealed(pool: SlotPool, path: Path) -> tuple[object, int]:
+    slot = pool.claim(1 << 20, "")
+    pool.seal(slot, str(path))
+    pool.share(slot)
+    return slot, slot.claims
+
+
+def test_a_slot_with_another_name_is_never_claimed(tmp_path: Path) -> None:
+    (tmp_path / "slots").mkdir()
+    pool = SlotPool(str(tmp_path / "slots"))
+    slot, claims = _sealed(pool, tmp_path / "one")
+    assert pool.link(slot, claims, str(tmp_path / "two"))  # type: ignore[arg-type]
+    retire(str(tmp_path / "one"), str(tmp_path / "slots"))
+    assert not list((tmp_path / "slots").iterdir())
+    # Retired by a process that had looked just before the link was made:
+    os.link(tmp_path / "two", tmp_path / "slots" / "late.slot")
+    assert pool.spare_sizes() == []
+    assert pool.claim(1 << 20, "") is not slot
+    retire(str(tmp_path / "two"), str(tmp_path / "slots"))
+    assert pool.claim(1 << 20, "") is slot  # its last name was that of a free slot
+
+
+def test_a_slot_that_was_claimed_again_is_not_linked(tmp_path: Path) -> None:
+    (tmp_path / "slots").mkdir()
+    pool = SlotPool(str(tmp_path / "slots"))
+    slot, claims = _sealed(pool, tmp_path / "one")
+    retire(str(tmp_path / "one"), str(tmp_path / "slots"))
+    hold = pool.hold(slot, claims)  # type: ignore[arg-type]
+    assert hold is not None
+    other = pool.claim(1 << 20, "")
+    assert other is not slot
+    hold.end()
+    assert pool.claim(1 << 20, "") is slot
+    assert not pool.hold(slot, claims)  # type: ignore[arg-type]
+    assert not pool.link(slot, claims, str(tmp_path / "two"))  # type: ignore[arg-type]
+    assert not (tmp_path / "two").exists()
