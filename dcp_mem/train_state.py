@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from dcp_mem.common.log import log
@@ -70,6 +71,7 @@ class TrainState:
         self._dataloader = dataloader
         self._rng = rng
         self._stateless: set[torch.optim.Optimizer] = set()
+        self._frozen: set[int] = set()  # addresses of storages, as of the last `state_dict`
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, sharded as it is on this rank.
@@ -83,6 +85,7 @@ class TrainState:
             for optimizer in self._optimizers:
                 stack.enter_context(_with_state(optimizer, self._stateless))
             model, optimizer_state = get_state_dict(self._model, self._optimizers)
+        self._frozen = _frozen_storages(self._model)
         state: dict[str, Any] = {
             "model": model,
             "optimizer": optimizer_state,
@@ -127,6 +130,18 @@ class TrainState:
             (saved,) = state_dict["scheduler"]
             self._scheduler.load_state_dict(saved)
         self._load_own(state_dict)
+
+    def is_frozen(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a parameter that doesn't train; made for `frozen=`.
+
+        As in `CheckpointManager(url, frozen=state.is_frozen)`. Which parameters have
+        `requires_grad=False` is looked up at each save: they may thaw and freeze at any time.
+
+        Args:
+            name: Of the tensor in the flattened state dict; any.
+            tensor: Of the last `state_dict`; of a DTensor, this rank's part.
+        """
+        return tensor.untyped_storage().data_ptr() in self._frozen
 
     def is_optional(self, key: str) -> bool:
         """Return whether a checkpoint may lack this entry.
@@ -326,3 +341,12 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     for device, of_device in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(of_device, device)
+
+
+def _frozen_storages(model: nn.Module) -> set[int]:
+    """Return the addresses of storages with parameters of which none trains."""
+    found: dict[bool, set[int]] = {True: set(), False: set()}
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        found[parameter.requires_grad].add(local.untyped_storage().data_ptr())
+    return found[False] - found[True] - {0}

@@ -98,6 +98,7 @@ CASES = (
     Case("core.restore", "how long a restore from memory takes, beside bare reads and torch"),
     Case("core.slowdown", "how fast a training loop runs while 20,000 tensors are flushed to disk"),
     Case("core.training", "what a training loop loses that saves at every step, call by call"),
+    Case("core.finetune", "what saves cost where most of the model is frozen, with real adapters"),
     Case("core.gpu", "copies from a CUDA device, beside cudaMemcpyAsync; none without a device"),
     Case("core.memory", "what saves cost in tmpfs, in the trainer and in the agent"),
     Case("storage.uploads", "what an upload costs, route by route, to a server that drops bodies"),

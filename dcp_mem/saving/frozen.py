@@ -6,6 +6,7 @@ from the last save, its receipt says so, and the ranks describe the checkpoint a
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -417,16 +418,20 @@ def compare_now_and_then(
 
 
 def _reject(session: Session, keys: Sequence[ItemKey], shared: Sequence[tuple[str, str]]) -> None:
+    """Reject checkpoints that may hold stale bytes; the agent marks on storage what lies there."""
     why = f"frozen tensors had changed unnoticed: {named(key[0] for key in keys)}"
+    left = set(shared)
+    for checkpoint in session.memory.checkpoints():
+        if (checkpoint.name, checkpoint.manifest.save_id) in left:
+            with contextlib.suppress(FileNotFoundError):  # it has just been evicted
+                session.memory.reject(checkpoint, why)
+                left.discard((checkpoint.name, checkpoint.manifest.save_id))
+    gone = [name for name, save_id in shared if (name, save_id) in left]
     log.error(
-        "%s. These checkpoints may hold them as they were before, and are rejected in memory; "
-        "reject them on storage as well: %s",
+        "%s. Checkpoints that may hold them as they were before are rejected: %s%s",
         why,
         ", ".join(name for name, _ in shared),
+        f"; no longer in memory, so run dcp-mem reject for what storage has of: {', '.join(gone)}"
+        if gone
+        else "",
     )
-    for checkpoint in session.memory.checkpoints():
-        if (checkpoint.name, checkpoint.manifest.save_id) in set(shared):
-            try:
-                session.memory.reject(checkpoint, why)
-            except FileNotFoundError:
-                continue

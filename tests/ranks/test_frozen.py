@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
-from dcp_mem import CheckpointManager, MemoryStorageWriter
+from dcp_mem import CheckpointManager, MemoryStorageWriter, TrainState
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.errors import ConfigError
@@ -346,6 +346,26 @@ def test_tensors_thaw_and_freeze(memory_job: Job) -> None:
             save(writer, state, step)
             assert_holds(memory_job, state, step)
         assert frozen_links(memory_job, 9) == 3
+
+
+def test_a_train_state_proposes_the_parameters_that_do_not_train(memory_job: Job) -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024), nn.BatchNorm1d(1024))
+    model[0].requires_grad_(False)
+    app = TrainState(model, torch.optim.SGD(model[1].parameters(), 0.1))
+    with memory_job.writer(frozen=app.is_frozen, agent="thread") as writer:
+
+        def saved(step: int) -> tuple[int, set[int]]:
+            """Save; return the size and the inodes of the frozen segments."""
+            dcp_mem.save({"app": app}, checkpoint_id=f"step-{step}", storage_writer=writer)
+            (path,) = (memory_job.directory / f"step-{step}").glob("__0_1-*.distcp")
+            return path.stat().st_size >> 20, frozen_inodes(memory_job)
+
+        assert saved(1)[0] == saved(2)[0] == 4
+        assert len(saved(3)[1]) == 1
+        model[1].requires_grad_(False)
+        assert saved(4)[0] == 8
+        model[0].requires_grad_(True)
+        assert saved(5)[0] == 4
 
 
 def test_a_declaration_of_another_kind_is_refused() -> None:
