@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,10 @@ from dcp_mem import CheckpointManager, MemoryStorageWriter, TrainState
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.errors import ConfigError
+from dcp_mem.format.names import FROZEN
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.recycling import retire
-from dcp_mem.memory.slots import SlotPool
+from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.runtime import frozen as frozen_module
 from dcp_mem.runtime.session import open_session
 from tests.support.checkpoints.jobs import Job, wait_until
@@ -182,7 +184,7 @@ def test_each_stored_checkpoint_is_whole_without_the_others(job: Job, tmp_path: 
 
 def test_async_saves_share(memory_job: Job) -> None:
     state = make_state()
-    places = {"memory_root": memory_job.memory, "job": "job", "agent": "thread"}
+    places: dict[str, Any] = {"memory_root": memory_job.memory, "job": "job", "agent": "thread"}
     with CheckpointManager(None, async_save=True, frozen="base.*", **places) as manager:
         for step in range(1, 6):
             state["adapter.a"].fill_(step)
@@ -210,7 +212,7 @@ def _through_numpy(tensor: torch.Tensor) -> None:
 
 
 def _through_the_storage(tensor: torch.Tensor) -> None:
-    torch.empty(0).set_(tensor.untyped_storage()).mul_(3)  # type: ignore[call-overload]
+    torch.empty(0).set_(tensor.untyped_storage()).mul_(3)
 
 
 def _in_another_thread(tensor: torch.Tensor) -> None:
@@ -291,6 +293,7 @@ def test_a_write_that_samples_miss_is_found_by_the_whole_comparison(
             session = open_session(writer.settings)
             assert session is not None
             session.frozen.comparison.wait()
+        assert session is not None
         save(writer, state, 5)  # of two that share since the last comparison, it is the second
         session.frozen.comparison.wait()
         memory = JobMemory(memory_job.memory, "job")
@@ -357,8 +360,9 @@ def test_a_train_state_proposes_the_parameters_that_do_not_train(memory_job: Job
         def saved(step: int) -> tuple[int, set[int]]:
             """Save; return the size and the inodes of the frozen segments."""
             dcp_mem.save({"app": app}, checkpoint_id=f"step-{step}", storage_writer=writer)
-            (path,) = (memory_job.directory / f"step-{step}").glob("__0_1-*.distcp")
-            return path.stat().st_size >> 20, frozen_inodes(memory_job)
+            newest = JobMemory(memory_job.memory, "job").checkpoints()[0]
+            (second,) = [one for one in newest.manifest.segments if one.rank == FROZEN]
+            return second.nbytes >> 20, frozen_inodes(memory_job)
 
         assert saved(1)[0] == saved(2)[0] == 4
         assert len(saved(3)[1]) == 1
@@ -540,7 +544,7 @@ def test_a_kill_loses_at_most_what_is_staged(memory_job: Job, point: str, change
 # -- slots -----------------------------------------------------------------------------------------
 
 
-def _sealed(pool: SlotPool, path: Path) -> tuple[object, int]:
+def _sealed(pool: SlotPool, path: Path) -> tuple[Slot, int]:
     slot = pool.claim(1 << 20, "")
     pool.seal(slot, str(path))
     pool.share(slot)
@@ -551,7 +555,7 @@ def test_a_slot_with_another_name_is_never_claimed(tmp_path: Path) -> None:
     (tmp_path / "slots").mkdir()
     pool = SlotPool(str(tmp_path / "slots"))
     slot, claims = _sealed(pool, tmp_path / "one")
-    assert pool.link(slot, claims, str(tmp_path / "two"))  # type: ignore[arg-type]
+    assert pool.link(slot, claims, str(tmp_path / "two"))
     retire(str(tmp_path / "one"), str(tmp_path / "slots"))
     assert not list((tmp_path / "slots").iterdir())
     # Retired by a process that had looked just before the link was made:
@@ -567,12 +571,12 @@ def test_a_slot_that_was_claimed_again_is_not_linked(tmp_path: Path) -> None:
     pool = SlotPool(str(tmp_path / "slots"))
     slot, claims = _sealed(pool, tmp_path / "one")
     retire(str(tmp_path / "one"), str(tmp_path / "slots"))
-    hold = pool.hold(slot, claims)  # type: ignore[arg-type]
+    hold = pool.hold(slot, claims)
     assert hold is not None
     other = pool.claim(1 << 20, "")
     assert other is not slot
     hold.end()
     assert pool.claim(1 << 20, "") is slot
-    assert not pool.hold(slot, claims)  # type: ignore[arg-type]
-    assert not pool.link(slot, claims, str(tmp_path / "two"))  # type: ignore[arg-type]
+    assert not pool.hold(slot, claims)
+    assert not pool.link(slot, claims, str(tmp_path / "two"))
     assert not (tmp_path / "two").exists()
