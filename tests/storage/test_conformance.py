@@ -49,7 +49,8 @@ class TestLocalDirectory(StorageConformance):
 class TestFileSystemThatClones(StorageConformance):
     @pytest.fixture
     def opened(self, xfs: Path) -> Callable[[], Storage]:
-        return lambda: PosixStorage(str(xfs / secrets.token_hex(8)))
+        root = str(xfs / secrets.token_hex(8))
+        return lambda: PosixStorage(root)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """announced: a Content-Length that isn't the body's, after which the connection is cut."""
+    """announced: a Content-Length that isn't the body's; unless to HEAD, the connection is cut."""
 
     status: int
     body: bytes = b""
@@ -95,7 +95,8 @@ def answering(answer: Callable[[Asked], Answer], *, pause: float = 0.0) -> Itera
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(given.body)
-            self.close_connection = self.close_connection or given.announced is not None
+            is_cut = given.announced is not None and self.command != "HEAD"
+            self.close_connection = self.close_connection or is_cut
 
         do_GET = do_PUT = do_HEAD = do_DELETE = _answer  # noqa: N815
 
