@@ -28,6 +28,7 @@ from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.refusing_planners import RefusingLoadPlanner, RefusingSavePlanner
+from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.saving.ahead import refused_state
 from dcp_mem.saving.dcp_takeover import saves_to_lowest_rank, why_not_own_plan
@@ -235,6 +236,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     weights_only: bool = True,
+    skip: TensorChoice | None = None,
 ) -> None:
     """Load into a state dict, in place, as `torch.distributed.checkpoint.load` does.
 
@@ -251,8 +253,12 @@ def load(
         no_dist: Load alone.
         weights_only: Refuse byte items that could run code when unpickled (UntrustedObject). False
             loads whatever was saved, as torch's planner does.
+        skip: Tensors that this rank has already, as a frozen base that was loaded from elsewhere:
+            names or patterns ("model.base.*") of the flattened state dict, or a function of name
+            and tensor. They stay as they are, and the checkpoint may lack them.
 
     Raises:
+        ConfigError: skip= is of another kind, or given with a planner of one's own.
         CheckpointException: The load has failed, on all ranks, as from dcp.load. Its `failures`
             have this rank's own error, and a RankFailed for each other rank that failed.
         Exception: A stateful object's `state_dict` or `load_state_dict` raised it on this rank.
@@ -266,6 +272,7 @@ def load(
         process_group=process_group,
         no_dist=no_dist,
         weights_only=weights_only,
+        skip=skip,
     )
 
 
@@ -278,6 +285,7 @@ def load_or_raise_cause(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     weights_only: bool = True,
+    skip: TensorChoice | None = None,
 ) -> None:
     """Load as `load` does, and raise dcp_mem's errors as they are: no CheckpointException.
 
@@ -291,8 +299,10 @@ def load_or_raise_cause(
         process_group: As for `load`.
         no_dist: As for `load`.
         weights_only: As for `load`.
+        skip: As for `load`.
 
     Raises:
+        ConfigError: As from `load`.
         RankFailed: Another rank has failed.
         Exception: This rank has failed.
     """
@@ -305,6 +315,7 @@ def load_or_raise_cause(
         process_group=process_group,
         no_dist=no_dist,
         weights_only=weights_only,
+        skip=skip,
     )
 
 
@@ -364,11 +375,14 @@ def _load(
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
     weights_only: bool,
+    skip: TensorChoice | None,
 ) -> None:
     # Sorted: stateful objects may wait for each other's ranks.
     keys = sorted(state_dict)
     ordered = {key: state_dict[key] for key in keys}
-    usual = partial(LocalLoadPlanner, weights_only=weights_only, optional=_optional(ordered))
+    usual = partial(
+        LocalLoadPlanner, weights_only=weights_only, optional=_optional(ordered), skip=skip
+    )
     if planner is None:
         planner = usual()
     elif (
@@ -389,7 +403,7 @@ def _load(
             "%s is planned by torch: its reader or planner isn't dcp_mem's or the default",
             checkpoint_id,
         )
-        made = attempt(states.make)
+        made = attempt(partial(_checked, states, planner, skip))
         loaded = made.value if made.error is None else {}
         with _raised_together(made.error):
             dcp.load(
@@ -403,6 +417,13 @@ def _load(
     if isinstance(planner, LocalLoadPlanner):
         planner.take_out_lacking()
     _put_into(state_dict, loaded, keys)
+
+
+def _checked(states: _States, planner: LoadPlanner, skip: TensorChoice | None) -> dict[str, Any]:
+    """Return the state dict to load into; refuse what its planner can't leave out."""
+    if skip is not None and not isinstance(planner, LocalLoadPlanner):
+        raise ConfigError("skip= needs dcp_mem's planner or torch's default one")
+    return states.make()
 
 
 def _put_into(state_dict: dict[str, Any], loaded: dict[str, Any], keys: Sequence[str]) -> None:

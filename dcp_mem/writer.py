@@ -31,6 +31,7 @@ from dcp_mem.config import (
     settings,
 )
 from dcp_mem.errors import ConfigError, picklable
+from dcp_mem.planning.tensor_choice import TensorChoice, tensor_rule
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.retention import Retention
 from dcp_mem.runtime import states
@@ -38,7 +39,6 @@ from dcp_mem.runtime.session import close_session, open_session
 from dcp_mem.saving.ahead import copied, raise_if_refused
 from dcp_mem.saving.dcp_plan import DcpPlanItems, DcpPlanTracker, fill_in, republish
 from dcp_mem.saving.dcp_takeover import DcpTakeover, planner_of
-from dcp_mem.saving.frozen import Frozen, frozen_rule
 from dcp_mem.saving.prepare import Preparation, prepare
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.saver import Saver
@@ -133,7 +133,7 @@ class MemoryStorageWriter(StorageWriter):
         upload_limit: int | str | None = None,
         on_nonfinite: str = "ignore",
         reuse_stored: bool = True,
-        frozen: Frozen | None = None,
+        frozen: TensorChoice | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class MemoryStorageWriter(StorageWriter):
             reuse_stored=reuse_stored,
         )
         _check_that_it_can_be_flushed(self.settings)
-        self._saver = Saver(self.settings, process_group, frozen_rule(frozen))
+        self._saver = Saver(self.settings, process_group, tensor_rule("frozen", frozen))
         self._dcp_plans = DcpPlanTracker()
 
     # -- DCP's contract, in the order of its calls -------------------------------------------------

@@ -45,6 +45,7 @@ from dcp_mem.manager.tracker import Tracker
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations import housekeeping, rejecting
 from dcp_mem.operations.inventory import job_memory, list_checkpoints
+from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.policy.frequency import Advice, Auto, advice, parse_seconds, steps_between
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.retention import Retention
@@ -326,7 +327,12 @@ class CheckpointManager:
         return saved
 
     def restore(
-        self, state: dict[str, Any], step: int | None = None, *, weights_only: bool = True
+        self,
+        state: dict[str, Any],
+        step: int | None = None,
+        *,
+        weights_only: bool = True,
+        skip: TensorChoice | None = None,
     ) -> int | None:
         """Load the newest whole checkpoint, or that of a step, into the state.
 
@@ -334,6 +340,7 @@ class CheckpointManager:
             state: As for `dcp_mem.load`; it is loaded into, in place.
             step: The step to load; None for the newest.
             weights_only: As in `dcp_mem.load`.
+            skip: As in `dcp_mem.load`.
 
         Returns:
             The step that was loaded; None, with nothing changed, if there is no checkpoint at all.
@@ -354,6 +361,7 @@ class CheckpointManager:
                     storage_reader=reader,
                     process_group=self._process_group,
                     weights_only=weights_only,
+                    skip=skip,
                 )
             except NoRecoverableCheckpoint as error:
                 if isinstance(error, CheckpointNotFound) or error.reasons:

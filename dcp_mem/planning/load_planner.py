@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from dcp_mem.planning.find_reads import find_reads
 from dcp_mem.planning.plan_columns import NotDescribable
 from dcp_mem.planning.reads import Reads
 from dcp_mem.planning.state_structure import DescribedState
+from dcp_mem.planning.tensor_choice import TensorChoice, TensorRule, chosen_names, tensor_rule
 
 
 class LocalLoadPlanner(DefaultLoadPlanner):
@@ -35,6 +37,8 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         allow_partial_load: As of torch's planner.
         optional: Tells which flattened names the checkpoint, or the state dict, may lack. Their
             paths must not lead through lists.
+        skip: Tensors that stay as they are, whatever the checkpoint has; None: none. A wrong one is
+            told by the first plan, where all ranks hear of it.
     """
 
     def __init__(
@@ -43,10 +47,12 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         weights_only: bool,
         allow_partial_load: bool = False,
         optional: Callable[[str], bool] | None = None,
+        skip: TensorChoice | None = None,
     ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._weights_only = weights_only
         self._optional = optional
+        self._skip = skip
         self._lacking: list[Path] = []
         self._is_by_catalog = False
 
@@ -75,6 +81,9 @@ class LocalLoadPlanner(DefaultLoadPlanner):
             return None
         if described.has_sharded_tensors:
             return None
+        skipped = chosen_names(self._rule(), described.plan.names, described.leaves)
+        if skipped:
+            described.leave_out(skipped)
         wanted = described.plan
         lacking = self._find_lacking(wanted.names, catalog.entry_names)
         if lacking:
@@ -100,12 +109,24 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         """Plan by DCP's metadata, as torch does, without optional entries that it lacks."""
         metadata = self.metadata
         assert metadata is not None
-        lacking = self._find_lacking(self.state_dict, lambda: metadata.state_dict_metadata)
+        skipped = chosen_names(self._rule(), self.state_dict, self.state_dict.values())
+        if skipped:  # torch takes what the checkpoint has more for another torch's names
+            known = metadata.state_dict_metadata
+            left = {name: entry for name, entry in known.items() if name not in skipped}
+            metadata = self.metadata = replace(metadata, state_dict_metadata=left)
+        lacking = self._find_lacking(
+            self.state_dict.keys() - skipped, lambda: metadata.state_dict_metadata
+        )
         self._lacking = [self.mappings[name] for name in lacking]
         self.state_dict = {
-            name: leaf for name, leaf in self.state_dict.items() if name not in lacking
+            name: leaf
+            for name, leaf in self.state_dict.items()
+            if name not in lacking and name not in skipped
         }
         return super().create_local_plan()
+
+    def _rule(self) -> TensorRule | None:
+        return tensor_rule("skip", self._skip)
 
     def take_out_lacking(self) -> None:
         """Remove the optional entries from the state dict that the last loaded checkpoint lacks."""

@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import compress
 from typing import Any
 
@@ -18,10 +17,11 @@ import torch
 
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Segment
-from dcp_mem.errors import ConfigError, DcpMemError
+from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.frames import Specs
 from dcp_mem.memory.slots import Slot, SlotHold
+from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.runtime.frozen import (
     FrozenSegment,
     Identity,
@@ -33,33 +33,9 @@ from dcp_mem.runtime.frozen import (
 from dcp_mem.runtime.layouts import PlanLayout
 from dcp_mem.runtime.session import Session
 
-Frozen = str | Sequence[str] | Callable[[str, torch.Tensor], bool]
-"""A name or pattern, several, or a function of name and tensor; names as DCP flattens them."""
-FrozenRule = Callable[[str, torch.Tensor], bool]
-
 _LEAST_NBYTES = 1 << 20
 """Fewer frozen bytes than this aren't worth a segment."""
 _MOST_NAMED = 3
-
-
-def frozen_rule(frozen: Frozen | None) -> FrozenRule | None:
-    """Return what tells frozen tensors; None where none is declared.
-
-    Args:
-        frozen: As a user gives it.
-
-    Raises:
-        ConfigError: It is of another kind.
-    """
-    if frozen is None or callable(frozen):
-        return frozen
-    given: Any = [frozen] if isinstance(frozen, str) else frozen
-    if not isinstance(given, Iterable) or not all(isinstance(one, str) for one in given):
-        raise ConfigError(f"frozen={frozen!r}: give names, patterns, or a function")
-    patterns: list[str] = list(given)
-    known = {one for one in patterns if not set(one) & set("*?[")}
-    globs = [one for one in patterns if one not in known]
-    return lambda name, _: name in known or any(fnmatchcase(name, one) for one in globs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +64,7 @@ class FrozenItems:
 def frozen_items(
     session: Session,
     group: object,
-    rule: FrozenRule,
+    rule: TensorRule,
     rows: Sequence[Any],
     key_of: Callable[[Any], ItemKey],
     value_of: Callable[[Any], Any],

@@ -31,6 +31,7 @@ from dcp_mem.flushing.registration import registration_of
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.locks import RunIdentity, job_is_live, new_token
+from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.runtime.numbers import note_seen, seen
 from dcp_mem.runtime.session import Session, enter_session, open_session, session_for
 from dcp_mem.runtime.turns import Turn
@@ -42,7 +43,6 @@ from dcp_mem.saving.dcp_takeover import (
     saves_to_lowest_rank,
     why_not_own_plan,
 )
-from dcp_mem.saving.frozen import FrozenRule
 from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import carry_out, save
@@ -71,7 +71,7 @@ class Saver:
         self,
         settings: Settings,
         process_group: dist.ProcessGroup | None,
-        frozen: FrozenRule | None = None,
+        frozen: TensorRule | None = None,
     ) -> None:
         self.settings = settings
         self.process_group = process_group

@@ -16,13 +16,14 @@ from dcp_mem.format.catalog_conversion import RankItems
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.slots import Slot
 from dcp_mem.planning.state_structure import Structure
+from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.policy.order import SaveNumber
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.runtime.last_saves import GroupKey, PlanKey, SavedPlan
 from dcp_mem.runtime.layouts import PlanLayout
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.topology import Topology
-from dcp_mem.saving.frozen import FrozenItems, FrozenRule, StagedFrozen
+from dcp_mem.saving.frozen import FrozenItems, StagedFrozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class SaveContext:
     name: str
     info: SaveInfo = field(default_factory=SaveInfo)
     is_driven_by_dcp: bool = False
-    frozen: FrozenRule | None = None
+    frozen: TensorRule | None = None
     has_copies: bool = False
 
     @property

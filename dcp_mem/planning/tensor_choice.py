@@ -1,0 +1,57 @@
+"""Which tensors of a state dict a user means: by names, patterns, or a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dcp_mem.errors import ConfigError
+
+TensorChoice = str | Sequence[str] | Callable[[str, torch.Tensor], bool]
+"""A name or pattern, several, or a function of name and tensor; names as DCP flattens them."""
+TensorRule = Callable[[str, torch.Tensor], bool]
+
+
+def tensor_rule(argument: str, given: TensorChoice | None) -> TensorRule | None:
+    """Return what tells whether a tensor is meant; None where none is.
+
+    Args:
+        argument: Name of the argument, for errors.
+        given: As a user gives it.
+
+    Raises:
+        ConfigError: It is of another kind.
+    """
+    if given is None or callable(given):
+        return given
+    several: Any = [given] if isinstance(given, str) else given
+    if not isinstance(several, Iterable) or not all(isinstance(one, str) for one in several):
+        raise ConfigError(f"{argument}={given!r}: give names, patterns, or a function")
+    patterns: list[str] = list(several)
+    known = {one for one in patterns if not set(one) & set("*?[")}
+    globs = [one for one in patterns if one not in known]
+    return lambda name, _: name in known or any(fnmatchcase(name, one) for one in globs)
+
+
+def chosen_names(
+    rule: TensorRule | None, names: Iterable[str], leaves: Iterable[object]
+) -> set[str]:
+    """Return the names of the tensors that are meant.
+
+    Args:
+        rule: As `tensor_rule` returned it.
+        names: Flattened names of a state dict.
+        leaves: Its values; of a DTensor, the function is given this rank's part.
+    """
+    if rule is None:
+        return set()
+    return {
+        name
+        for name, leaf in zip(names, leaves, strict=True)
+        if isinstance(leaf, torch.Tensor)
+        and rule(name, leaf._local_tensor if type(leaf) is DTensor else leaf)
+    }
