@@ -67,7 +67,7 @@ class _Put:
 
 
 class Reuse:
-    """What one job's storage has to copy from; remembers it from flush to flush."""
+    """The earlier checkpoints that a job's storage can copy from, kept from flush to flush."""
 
     def __init__(self) -> None:
         self._remembered: list[_Put] = []
@@ -172,7 +172,7 @@ def _is_usable(storage: Storage, manifest: Manifest, one: _Put) -> bool:
 
 
 def _of_history(storage: Storage, manifest: Manifest, segments: Sequence[Segment]) -> list[_Put]:
-    """Return the newest checkpoint whose parts are known, as others have put it on storage."""
+    """Return the newest durable checkpoint with hashes of its parts, put by any process."""
     try:
         rows = from_csv(storage.get(HISTORIES))
     except (StorageKeyMissing, ManifestInvalid):
@@ -203,7 +203,7 @@ def _read(storage: Storage, name: str, save_id: str, stems: set[str]) -> _Put | 
 
 
 class SegmentCopies:
-    """What of one segment is copied, while it is uploaded. Thread-safe.
+    """Decides part by part whether storage copies a segment or is sent it. Thread-safe.
 
     Parts that can only be copied all together are held back until all are known to be unchanged.
     Once one has changed, those that were held back have to be sent.

@@ -45,7 +45,7 @@ _memcmp.restype = ctypes.c_int
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells a tensor's memory and its writes from others'.
+    """A tensor's memory and its counter of writes, by which a later save recognises it.
 
     Attributes:
         storage: Doesn't keep it alive, and no other storage gets its number meanwhile.
@@ -61,7 +61,7 @@ class Identity:
 
 
 def identity_of(tensor: torch.Tensor) -> Identity:
-    """Return what a later save compares a tensor with.
+    """Return a tensor's identity as it is now, for a later save to compare.
 
     Args:
         tensor: Dense; not an inference tensor.

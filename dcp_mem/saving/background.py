@@ -7,7 +7,7 @@ from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import most_at_once
 from dcp_mem.runtime.prefaulting import SlotSizes
 from dcp_mem.saving.complete import concerns_flusher
-from dcp_mem.saving.frozen import compare_now_and_then
+from dcp_mem.saving.frozen import compare_if_due
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.redundancy import incoming_sizes, replication_of
 from dcp_mem.saving.values import Completed, SaveContext
@@ -41,9 +41,7 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
     try:
         takes_slots = replication is not None and replication.task.makes_slots
         _prefault_spare_slots(context, completed, takes_slots=takes_slots)
-        compare_now_and_then(
-            session, completed.staged.frozen, is_persisted=completed.agreed.persist
-        )
+        compare_if_due(session, completed.staged.frozen, is_persisted=completed.agreed.persist)
     finally:
         if replication is not None:
             session.replicator.start(replication)

@@ -19,7 +19,7 @@ from dcp_mem.format.catalog_conversion import RankItems, catalog_of
 from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.metadata import with_storage
 from dcp_mem.runtime.last_saves import SavedPlan
-from dcp_mem.saving.frozen import note_not_apart
+from dcp_mem.saving.frozen import warn_without_effect
 from dcp_mem.saving.plan import plan_segment
 from dcp_mem.saving.stage import stage
 from dcp_mem.saving.values import Agreed, IndexedParts, Planned, SaveContext, Staged
@@ -41,7 +41,7 @@ class DcpPlanItems:
     def plan(self, context: SaveContext) -> Planned:
         """Take this rank's plan apart."""
         if context.frozen is not None:
-            note_not_apart(context.session, "torch plans this save")
+            warn_without_effect(context.session, "torch plans this save")
         return plan_segment(context, self._plan, self._planner)
 
     def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:

@@ -123,7 +123,7 @@ def frozen_items(
     return replace(found, known=known), is_frozen
 
 
-def note_not_apart(session: Session, why: str) -> None:
+def warn_without_effect(session: Session, why: str) -> None:
     """Log, once, why frozen tensors have no segment of their own.
 
     Args:
@@ -363,9 +363,7 @@ def remember(
     session.frozen.keep(group, segment)
 
 
-def compare_now_and_then(
-    session: Session, staged: StagedFrozen | None, *, is_persisted: bool
-) -> None:
+def compare_if_due(session: Session, staged: StagedFrozen | None, *, is_persisted: bool) -> None:
     """Have all frozen bytes held against their segment behind training, if that is due.
 
     Where they differ, the checkpoints that may hold stale bytes are rejected.

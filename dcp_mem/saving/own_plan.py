@@ -37,7 +37,7 @@ from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.frozen import frozen_items, note_not_apart
+from dcp_mem.saving.frozen import frozen_items, warn_without_effect
 from dcp_mem.saving.plan import expected_tail
 from dcp_mem.saving.stage import stage
 from dcp_mem.saving.values import (
@@ -472,7 +472,7 @@ def _without_frozen(context: SaveContext, planned: Planned, items: _RowItems) ->
     """Return the same part of a plan with the frozen tensors apart."""
     session, whole = context.session, planned.layout
     if context.settings.redundancy:
-        note_not_apart(session, "copies or parity are made of each segment")
+        warn_without_effect(session, "copies or parity are made of each segment")
         return planned
     assert context.frozen is not None
     frozen, is_frozen = frozen_items(
