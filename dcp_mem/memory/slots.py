@@ -371,8 +371,9 @@ class SlotPool:
         """
         free = os.path.join(self._directory, f"{uuid.uuid4().hex[:12]}.slot")
         if os.path.dirname(slot.path) != self._directory and _lies_at(slot, slot.path):
-            os.rename(slot.path, free)
-            slot.path = free
+            with contextlib.suppress(FileNotFoundError):  # evicted just now: it is a slot already
+                os.rename(slot.path, free)
+                slot.path = free
         self.share(slot)
 
     def take_back(self, is_listed: Callable[[str], bool]) -> None:

@@ -580,3 +580,21 @@ def test_a_slot_that_was_claimed_again_is_not_linked(tmp_path: Path) -> None:
     assert not pool.hold(slot, claims)
     assert not pool.link(slot, claims, str(tmp_path / "two"))
     assert not (tmp_path / "two").exists()
+
+
+def test_a_segment_that_is_evicted_while_it_is_taken_back_is_a_free_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slots").mkdir()
+    pool = SlotPool(str(tmp_path / "slots"))
+    slot, _ = _sealed(pool, tmp_path / "one")
+    rename = os.rename
+
+    def evicted_first(source: str, target: str) -> None:
+        monkeypatch.undo()
+        retire(source, str(tmp_path / "slots"))  # by another process, just before
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", evicted_first)
+    pool.take_back(lambda path: False)
+    assert pool.claim(1 << 20, "") is slot

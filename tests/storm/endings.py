@@ -52,10 +52,10 @@ _WEIGHTS: Mapping[End, int] = {
 _TRAINER_POINTS = [
     name
     for name in faults.POINTS
-    if name.startswith(("save.", "stage.", "complete.")) or name == "checksums.made"
+    if name.startswith(("save.", "stage.", "complete.", "frozen.")) or name == "checksums.made"
 ]
 _AGENT_POINTS = [
-    name for name in faults.POINTS if name.startswith(("flush.", "claim.", "checksums."))
+    name for name in faults.POINTS if name.startswith(("flush.", "claim.", "checksums.", "reuse."))
 ]
 
 

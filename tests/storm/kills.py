@@ -158,6 +158,7 @@ class _Lives:
             "keep_memory": chance.choice([1, 2, 2, 3]),
             "on_nonfinite": chance.choice(["ignore", "warn", "reject", "reject"]),
             "replicas": chance.choice([0, 1]),
+            "frozen": chance.choice([None, "base"]),
             "agent": chance.choice(["process", "process", "thread"]),
             "on_slow_storage": chance.choice(["newest", "all"]),
         }

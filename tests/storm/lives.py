@@ -1,6 +1,7 @@
 """One life of a training job, on one of its ranks: restore, save on, and note what was promised."""
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -26,6 +27,9 @@ MANAGED = ("manager", "manager, async")
 ROADS = (*MANAGED, "dcp.save", "dcp_mem.save", "dcp.async_save", "dcp_mem.async_save")
 _STATUS_EVERY = 3
 _NOISE = 16
+_BASE_NBYTES = 5 << 18
+_BASE_LASTS = 4
+"""Saves for which what is called frozen stays as it is: then it is written to all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,20 +127,36 @@ def state_of(number: int, is_poisoned: bool = False) -> dict[str, Any]:
     noise = torch.full((_NOISE,), float(number % 1000))
     if is_poisoned:
         noise[3] = float("nan")
-    return {**make_state(number), "noise": noise}
+    return {**make_state(number), "noise": noise, "base": _base_of(number)}
+
+
+def _base_of(number: int) -> torch.Tensor:
+    """The same tensor each time; its values change now and then, past its counter of writes."""
+    base, value = _base(), float(number // _BASE_LASTS % 1000)
+    if base[0] != value:
+        base.data.fill_(value)
+    return base
+
+
+@functools.cache  # made after the fork: threads of torch do not survive one
+def _base() -> torch.Tensor:
+    return torch.full((_BASE_NBYTES // 4,), -1.0)
 
 
 def _number_in(state: dict[str, Any]) -> int:
     """The number of the only save that all of a state belongs to."""
-    noise = state.pop("noise")
+    noise, base = state.pop("noise"), state.pop("base")
     number = number_of(state)
-    expected = state_of(number)["noise"]
-    assert all(torch.isnan(one) or one == two for one, two in zip(noise, expected, strict=True))
+    expected = state_of(number)
+    pairs = zip(noise, expected["noise"], strict=True)
+    assert all(torch.isnan(one) or one == two for one, two in pairs)
+    assert torch.equal(base, expected["base"]), (number, base.unique(), expected["base"][0])
     return number
 
 
 def _blank() -> dict[str, Any]:
     state = state_of(0)
+    state["base"] = torch.full_like(_base(), -1)
     for tensor in (state["sharded"], state["replicated"], state["noise"]):
         tensor.fill_(-1)
     state["nested"]["scalar"].fill_(-1)
