@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from types import TracebackType
@@ -43,6 +43,7 @@ from dcp_mem.manager.replica_check import ReplicaCheck
 from dcp_mem.manager.saved import Saved
 from dcp_mem.manager.tracker import Tracker
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import saving_run
 from dcp_mem.operations import housekeeping, rejecting
 from dcp_mem.operations.inventory import job_memory, list_checkpoints
 from dcp_mem.planning.tensor_choice import TensorChoice
@@ -154,9 +155,8 @@ class CheckpointManager:
         self._overlap = None if overlap is None else overlap_of(overlap)
         self._is_async = async_save or overlap is not None
         self._begun: tuple[Saved, Future[Any]] | None = None
-        # An earlier run's failures were told to it. What it left is flushed by this run.
         earlier = _failures(job_memory(self._writer.settings))
-        self._said = {(save_id, error) for _, save_id, error in earlier}
+        self._said = {(one.save_id, one.error) for one in earlier}
         self._report: RecoveryReport | None = None
         self._feed = Feed(trackers, self._writer.settings, process_group)
         self._replicas = ReplicaCheck(compare_replicas)
@@ -644,15 +644,20 @@ class CheckpointManager:
         return f"{'manage' if self._is_async else 'save'} {self._writer.settings.job}"
 
     def _troubles(self) -> tuple[str, ...]:
-        """Find what has failed behind training on this node since the last call, and log it."""
+        """Find what has failed behind training on this node since the last call, and log it.
+
+        Failures of checkpoints that an earlier run has left are logged only: its agent may still
+        try them, after its trainers have died and so without a right to the storage.
+        """
         session = open_session(self._writer.settings)
         found = _failures(None if session is None else session.memory)
-        new = [f"{name}: {error}" for name, save, error in found if (save, error) not in self._said]
-        self._said |= {(save, error) for _, save, error in found}
+        new = [one for one in found if (one.save_id, one.error) not in self._said]
+        self._said |= {(one.save_id, one.error) for one in found}
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            for text in new:
-                log.warning("%s", text)
-        return tuple(new)
+            for one in new:
+                log.warning("%s", one)
+        own = "" if session is None else saving_run(session.memory.directory)
+        return tuple(str(one) for one in new if one.run == own)
 
     def _rejections(self) -> tuple[str, ...]:
         """Find what has been rejected behind training on this node since the last call."""
@@ -676,8 +681,21 @@ class CheckpointManager:
             raise FlushFailed(name, f"{text} (rank {rank})")
 
 
-def _failures(memory: JobMemory | None) -> list[tuple[str, str, str]]:
-    """Return what has failed behind training on this node: names, save ids and reasons.
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A flush or a copy that has failed behind training; as text for people."""
+
+    name: str
+    save_id: str
+    run: str
+    error: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.error}"
+
+
+def _failures(memory: JobMemory | None) -> list[_Failure]:
+    """Return what has failed behind training on this node.
 
     Copies that were never begun, or are fewer because there are fewer nodes, have not failed.
     """
@@ -692,7 +710,7 @@ def _failures(memory: JobMemory | None) -> list[tuple[str, str, str]]:
             else ""
         )
         if error:
-            found.append((one.name, one.save_id, error))
+            found.append(_Failure(one.name, one.save_id, held.manifest.run, error))
     return found
 
 

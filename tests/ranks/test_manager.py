@@ -33,6 +33,8 @@ from dcp_mem import (
     keep_best,
     keep_last,
 )
+from dcp_mem.format.manifest import FlushRecord
+from dcp_mem.memory.job import JobMemory
 from tests.support.checkpoints.jobs import make_state, wait_until
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import forked, forked_ranks
@@ -199,7 +201,12 @@ def test_what_failed_in_an_earlier_run_is_no_trouble_of_the_next_one(
     with monkeypatch.context() as patch:  # nothing is flushed until the manager closes
         patch.setattr("dcp_mem.runtime.session.Session.wake_agent", lambda *_, **__: None)
         manager = _manager(memory_root, url, on_error="raise")
-        assert [manager.save(step, {"n": step}).troubles for step in (2, 3)] == [(), ()]
+        assert manager.save(2, {"n": 2}).troubles == ()
+        memory = JobMemory(str(memory_root), "job")
+        (left,) = memory.find("step-1")  # its agent lives for a moment longer than its trainers
+        refused = FlushRecord(save_id=left.manifest.save_id, outcome="refused", error="taken")
+        memory.record_flush(left, refused)
+        assert manager.save(3, {"n": 3}).troubles == ()
     manager.close(progress=False)
     assert {one.state for one in manager.list()} <= {State.DURABLE, State.SKIPPED}
 
