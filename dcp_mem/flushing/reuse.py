@@ -261,7 +261,10 @@ class SegmentCopies:
             self._is_whole = False
             return False
         if self._copies_parts:
-            return self._try(lambda upload: upload.copy_part(number, crc32c), "reuse.part")
+            is_copied = self._try(lambda upload: upload.copy_part(number, crc32c))
+            if is_copied:
+                faults.point("reuse.part")
+            return is_copied
         with self._lock:
             if self._is_whole:
                 self._held[number] = crc32c
@@ -274,9 +277,10 @@ class SegmentCopies:
             return False
         if len(self._held) != part_count(self._nbytes, self._upload.part_nbytes):
             return False
-        is_copied = self._try(lambda upload: upload.copy_whole(), "reuse.whole")
+        is_copied = self._try(lambda upload: upload.copy_whole())
         self._is_whole = False
         if is_copied:
+            faults.point("reuse.whole")
             self._held.clear()
         return is_copied
 
@@ -340,7 +344,7 @@ class SegmentCopies:
             return False
         return True
 
-    def _try(self, copy: Callable[[Upload], bool], point: str) -> bool:
+    def _try(self, copy: Callable[[Upload], bool]) -> bool:
         """Return whether storage has copied; if not, it isn't asked again for this segment."""
         assert self._upload is not None
         try:
@@ -348,8 +352,5 @@ class SegmentCopies:
         except DcpMemError as error:
             log.info("%s can't copy, so bytes are sent: %s", self._storage.url, error)
             is_copied = False
-        if is_copied:
-            faults.point(point)
-        else:
-            self._copies_parts = False
+        self._copies_parts = self._copies_parts and is_copied
         return is_copied

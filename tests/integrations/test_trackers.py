@@ -110,7 +110,7 @@ def test_saves_flushes_and_restores_are_told_once_with_their_figures(
 def test_what_was_passed_over_is_told(memory_root: Path, url: Path) -> None:
     with _manager(memory_root, url) as manager:
         for step in (1, 2):
-            manager.save(step, {"w": torch.ones(1000)})
+            manager.save(step, {"w": torch.full((1000,), float(step))})
             manager.wait(step, progress=False)
     shutil.rmtree(memory_root / "job")
     (segment,) = (url / "step-2").glob("*.distcp")
