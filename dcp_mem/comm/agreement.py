@@ -100,16 +100,14 @@ def leaving(ranks: Ranks) -> Iterator[None]:
 def leaving_on_error(ranks: Ranks) -> Iterator[None]:
     """Leave the ranks where the block raises on this rank, so that none waits for its next call.
 
-    A RankFailed has ended the other ranks' calls as well, and so has an error that was shared. Who
-    left them all the same would break their next call.
+    An error that all ranks know has ended their calls as well. A rank that left them all the same
+    would break their next call.
 
     Args:
         ranks: The ranks that make the same calls in the block, or behind it.
     """
     try:
         yield
-    except RankFailed:
-        raise
     except BaseException as error:
         if not is_shared(error):
             ranks.leave(described(error))
@@ -119,10 +117,12 @@ def leaving_on_error(ranks: Ranks) -> Iterator[None]:
 def is_shared(error: BaseException) -> bool:
     """Return whether all ranks have been told of an error, and raise as well.
 
+    A RankFailed is what the other ranks' failures are raised as, or ends a group that has broken.
+
     Args:
         error: As this rank raises it.
     """
-    return bool(getattr(error, _SHARED, False))
+    return isinstance(error, RankFailed) or bool(getattr(error, _SHARED, False))
 
 
 def _mark(error: Exception, *, is_shared: bool) -> Exception:

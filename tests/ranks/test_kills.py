@@ -612,7 +612,7 @@ def test_two_flushers_never_work_on_one_checkpoint(
     uploads: list[str] = []
     at_work, go_on, upload = threading.Event(), threading.Event(), PosixStorage.upload
 
-    def upload_slowly(storage: PosixStorage, key: str, nbytes: int) -> PosixUpload:
+    def upload_slowly(storage: PosixStorage, key: str, nbytes: int, source: object) -> PosixUpload:
         uploads.append(key)
         at_work.set()
         assert go_on.wait(30)

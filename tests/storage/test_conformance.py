@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import socket
 import stat
 import sys
@@ -48,9 +49,10 @@ class TestLocalDirectory(StorageConformance):
 
 class TestFileSystemThatClones(StorageConformance):
     @pytest.fixture
-    def opened(self, xfs: Path) -> Callable[[], Storage]:
+    def opened(self, xfs: Path) -> Iterator[Callable[[], Storage]]:
         root = str(xfs / secrets.token_hex(8))
-        return lambda: PosixStorage(root)
+        yield lambda: PosixStorage(root)
+        shutil.rmtree(root, ignore_errors=True)  # it is small
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,8 @@ def test_a_file_system_that_clones_takes_room_only_for_what_changed(
 _SAVES = st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=2, max_size=4)
 
 
-@settings(max_examples=20)
+@pytest.mark.timeout(400)
+@settings(max_examples=10)
 @given(saves=_SAVES)
 def test_any_changes_between_saves_load_as_they_were_saved(
     tmp_path_factory: pytest.TempPathFactory, saves: list[tuple[int, ...]]
@@ -167,7 +168,8 @@ def test_any_changes_between_saves_load_as_they_were_saved(
     _assert_that_what_stays_is_reused(saves, reused)
 
 
-@settings(max_examples=20)
+@pytest.mark.timeout(400)
+@settings(max_examples=10)
 @given(saves=_SAVES)
 def test_any_changes_load_as_they_were_saved_where_parts_are_cloned(
     xfs: Path, saves: list[tuple[int, ...]]

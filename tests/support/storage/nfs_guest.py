@@ -122,13 +122,13 @@ class _Counter:
 def conformance() -> dict[str, int]:
     """How many tests of the conformance suite passed on the mount, failed and were skipped."""
     counter = _Counter()
-    # Without those that move much memory by many threads: each page of a guest is a mapping of its
+    # Without those that move much memory, or by many threads: each page of a guest is a mapping of its
     # host's, which has a limit.
     options = [
         "-q",
         "-x",
         "-k",
-        "not at_the_same_time",
+        "not at_the_same_time and not can_no_longer_be_copied",
         "-p",
         "no:hypothesispytest",
         "-p",
