@@ -122,7 +122,7 @@ class _Counter:
 def conformance() -> dict[str, int]:
     """How many tests of the conformance suite passed on the mount, failed and were skipped."""
     counter = _Counter()
-    # Without those that move much memory, or by many threads: each page of a guest is a mapping of its
+    # Without those that move much memory: each page of a guest is a mapping of its
     # host's, which has a limit.
     options = [
         "-q",
