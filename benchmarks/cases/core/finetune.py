@@ -23,6 +23,7 @@ from benchmarks.harness.processes import in_fresh_processes
 from benchmarks.harness.samples import Sample, fastest
 from benchmarks.harness.scratch import Skipped, need, scratch
 from benchmarks.harness.tables import (
+    AMOUNT,
     BYTES,
     Part,
     Section,
@@ -121,11 +122,12 @@ def _part(settings: Settings, layers: int) -> Part:
             SENT * m.trained_nbytes + SENT_MORE,
             BYTES,
         ),
-        within(
-            "the same without frozen=",
+        beside_peer(
+            "the same; peer: without frozen=",
+            m.sent_nbytes,
             m.sent_plain_nbytes,
-            SENT * m.trained_nbytes + SENT_MORE,
-            BYTES,
+            unit=BYTES,
+            words=AMOUNT,
         ),
     ]
     notes = [
