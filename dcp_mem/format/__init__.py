@@ -7,6 +7,7 @@ Read it in this order:
 - `names`: names of files and directories, in memory and on storage.
 - `layout`, `frames`: where the items of a segment lie, and what `torch.save` puts around each.
 - `checksums`: CRC32C of blocks of a segment.
+- `byte_items`: the streams of what is no tensor.
 - `saved_streams`: whether a stream is what `torch.save` wrote.
 - `segments`, `manifest`: which segments a checkpoint consists of, and the other JSON records.
 - `catalog`: what a checkpoint consists of, item by item. A catalog is written as a `column_file`;

@@ -31,7 +31,7 @@ from dcp_mem.runtime.layouts import PlanLayout
 ItemKey = tuple[str, tuple[int, ...]]
 """Name and offset of an item."""
 
-_SAMPLES = 4096
+_SAMPLES = 1024
 """Places to look at in all of a rank's frozen memory, at each save."""
 _LEAST_SAMPLES = 8
 """Places to look at in each tensor, where it has so many bytes."""
@@ -356,4 +356,4 @@ def matches(left: Sequence[ItemKey], right: Sequence[ItemKey]) -> bool:
         left: Keys of the one's items.
         right: Keys of the other's.
     """
-    return len(left) == len(right) and all(map(operator.eq, left, right))
+    return left is right or (len(left) == len(right) and all(map(operator.eq, left, right)))

@@ -7,8 +7,9 @@ from the last save, its receipt says so, and the ranks describe the checkpoint a
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -57,70 +58,97 @@ class FrozenItems:
     tensors: Sequence[torch.Tensor]
     layout: PlanLayout
     sources: Sequence[int] | None
-    known: FrozenSegment | None
+    known: FrozenSegment | None = None
     is_lasting: bool = True
 
 
-def frozen_items(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Which of a plan's tensors are frozen, and the two segments that this makes.
+
+    Attributes:
+        whole: Layout of all tensors.
+        is_frozen: Of each tensor.
+        keys: Of the frozen ones.
+        frozen: Layout of their segment.
+        others: Layout of the other tensors' segment.
+    """
+
+    whole: PlanLayout
+    is_frozen: Sequence[bool]
+    keys: Sequence[ItemKey]
+    frozen: PlanLayout
+    others: PlanLayout
+
+
+def split(
     session: Session,
-    group: object,
     rule: TensorRule,
-    rows: Sequence[Any],
-    key_of: Callable[[Any], ItemKey],
-    value_of: Callable[[Any], Any],
-    layout: PlanLayout,
-    sources: Sequence[int] | None,
-) -> tuple[FrozenItems | None, list[bool]]:
-    """Return the frozen items among a plan's tensors, and for each tensor whether it is frozen.
+    keys: Sequence[ItemKey],
+    tensors: Sequence[torch.Tensor],
+    whole: PlanLayout,
+    last: Split | None,
+) -> Split | None:
+    """Return which of a plan's tensors are frozen; None where too few are.
+
+    Args:
+        session: What this process keeps of the job.
+        rule: Tells which are declared frozen.
+        keys: Of the plan's tensors.
+        tensors: Of the plan, as they are now.
+        whole: Layout of all of them.
+        last: What this plan had at its last save; returned where nothing has changed.
+    """
+    is_frozen = [
+        spec is not None
+        and bool(rule(key[0], tensor))
+        and spec == expected
+        and has_identity(tensor)
+        and not session.frozen.is_training(key)
+        for key, tensor, spec, expected in zip(
+            keys, tensors, whole.dense, whole.expected, strict=True
+        )
+    ]
+    if last is not None and last.whole is whole and last.is_frozen == is_frozen:
+        return last
+    if sum(one.nbytes for one in compress(tensors, is_frozen)) < _LEAST_NBYTES:
+        return None
+    frozen = _layout_of(session, compress(whole.expected, is_frozen))
+    if not frozen.is_plain:
+        return None
+    return Split(
+        whole=whole,
+        is_frozen=is_frozen,
+        keys=list(compress(keys, is_frozen)),
+        frozen=frozen,
+        others=_layout_of(session, compress(whole.expected, map(operator.not_, is_frozen))),
+    )
+
+
+def _layout_of(session: Session, specs: Iterable[tuple[torch.dtype, torch.Size]]) -> PlanLayout:
+    found = list(specs)
+    return session.layouts.of(Specs([dtype for dtype, _ in found], [size for _, size in found]))
+
+
+def with_known_segment(session: Session, group: object, items: FrozenItems) -> FrozenItems:
+    """Return the frozen items with the segment that has their bytes, if there is one.
 
     Args:
         session: What this process keeps of the job.
         group: Key of the ranks that save together.
-        rule: Tells which are declared frozen.
-        rows: The plan's items that are tensors.
-        key_of: Returns an item's key.
-        value_of: Returns an item's tensor.
-        layout: Of all these items.
-        sources: Addresses of the data of all these items; None where that isn't plain CPU memory.
+        items: The frozen items.
     """
-    frozen, keys = session.frozen, [key_of(row) for row in rows]
-    tensors = [value_of(row) for row in rows]
-    is_frozen = [
-        spec is not None
-        and spec == expected
-        and has_identity(tensor)
-        and rule(key[0], tensor)
-        and not frozen.is_training(key)
-        for key, tensor, spec, expected in zip(
-            keys, tensors, layout.dense, layout.expected, strict=True
-        )
-    ]
-    if sum(one.nbytes for one in compress(tensors, is_frozen)) < _LEAST_NBYTES:
-        return None, [False] * len(rows)
-    chosen = list(compress(tensors, is_frozen))
-    found = FrozenItems(
-        rows=list(compress(rows, is_frozen)),
-        keys=list(compress(keys, is_frozen)),
-        tensors=chosen,
-        layout=session.layouts.of(
-            Specs([one.dtype for one in chosen], [one.shape for one in chosen])
-        ),
-        sources=None if sources is None else list(compress(sources, is_frozen)),
-        known=None,
-    )
-    if not found.layout.is_plain:
-        return None, [False] * len(rows)
-    known = frozen.of(group)
-    if known is None or not matches(known.keys, found.keys) or known.layout is not found.layout:
-        return found, is_frozen
+    known = session.frozen.of(group)
+    if known is None or known.layout is not items.layout or not matches(known.keys, items.keys):
+        return items
     if not session.slots.has_bytes(known.slot, known.claims):
-        return found, is_frozen
-    moved = known.moved(chosen) if known.identities else []
+        return items
+    moved = known.moved(items.tensors) if known.identities else []
     if moved or known.is_stale:
-        note_change(session, [found.keys[number] for number in moved], "have been written to")
-        frozen.keep(group, None)
-        return found, is_frozen
-    return replace(found, known=known), is_frozen
+        note_change(session, [items.keys[number] for number in moved], "have been written to")
+        session.frozen.keep(group, None)
+        return items
+    return replace(items, known=known)
 
 
 def warn_without_effect(session: Session, why: str) -> None:

@@ -7,14 +7,14 @@ what every save does (see `agree.py` and `complete.py`), with a plan id in it, a
 from __future__ import annotations
 
 import copy
-import io
+import operator
 import threading
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import compress, islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_mem.comm.agreement import Attempted, attempt, described
 from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError, RankFailed
+from dcp_mem.format.byte_items import stream_of
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.frames import QUANTISED, Specs, frame
 from dcp_mem.format.torch_names import dtype_named
@@ -37,7 +38,13 @@ from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.frozen import frozen_items, warn_without_effect
+from dcp_mem.saving.frozen import (
+    FrozenItems,
+    Split,
+    split,
+    warn_without_effect,
+    with_known_segment,
+)
 from dcp_mem.saving.plan import expected_tail
 from dcp_mem.saving.stage import stage
 from dcp_mem.saving.values import (
@@ -145,6 +152,7 @@ class _Plan:
         is_complex: Whether any tensor is.
         whole: The plan of all ranks, on the coordinator.
         to_lowest_rank: Whether the first rank that holds a chunk writes it.
+        split: Which of `tensors` were frozen at the last save; None where none were.
     """
 
     plan_id: str
@@ -158,6 +166,21 @@ class _Plan:
     is_complex: bool
     whole: GlobalPlan | None
     to_lowest_rank: bool
+    split: Split | None = None
+
+    @cached_property
+    def keys(self) -> Sequence[ItemKey]:
+        """Name and offset of each of `tensors`."""
+        local = self.structure.plan
+        return [
+            (local.names[name], tuple(offset[:dimensions]))
+            for name, offset, dimensions in zip(
+                local.name[self.tensors].tolist(),
+                local.offset[self.tensors].tolist(),
+                local.dimensions[self.tensors].tolist(),
+                strict=True,
+            )
+        ]
 
 
 class OwnPlans:
@@ -465,39 +488,41 @@ def _planned(
         plan_id=plan.plan_id,
         group=context.group,
     )
-    return planned if context.frozen is None else _without_frozen(context, planned, items)
+    return planned if context.frozen is None else _without_frozen(context, plan, planned, items)
 
 
-def _without_frozen(context: SaveContext, planned: Planned, items: _RowItems) -> Planned:
+def _without_frozen(
+    context: SaveContext, plan: _Plan, planned: Planned, items: _RowItems
+) -> Planned:
     """Return the same part of a plan with the frozen tensors apart."""
     session, whole = context.session, planned.layout
     if context.settings.redundancy:
         warn_without_effect(session, "copies or parity are made of each segment")
         return planned
     assert context.frozen is not None
-    frozen, is_frozen = frozen_items(
-        session,
-        context.group,
-        context.frozen,
-        planned.tensors,
-        items.key,
-        items.resolve,
-        whole,
-        planned.sources,
-    )
-    if frozen is None:
+    tensors = list(map(items.resolve, planned.tensors))
+    parts = split(session, context.frozen, plan.keys, tensors, whole, plan.split)
+    plan.split = parts  # another thread may set its own at once: each is right
+    if parts is None:
         return planned
-    if context.has_copies:  # which the next save won't find
-        frozen = replace(frozen, known=None, is_lasting=False)
-    others = [not one for one in is_frozen]
-    specs = list(compress(whole.expected, others))
-    layout = session.layouts.of(Specs([one for one, _ in specs], [one for _, one in specs]))
+    sources = planned.sources
+    is_frozen, is_other = parts.is_frozen, list(map(operator.not_, parts.is_frozen))
+    frozen = FrozenItems(
+        rows=list(compress(planned.tensors, is_frozen)),
+        keys=parts.keys,
+        tensors=list(compress(tensors, is_frozen)),
+        layout=parts.frozen,
+        sources=None if sources is None else list(compress(sources, is_frozen)),
+        is_lasting=not context.has_copies,  # those of a copy the next save won't find
+    )
+    if frozen.is_lasting:
+        frozen = with_known_segment(session, context.group, frozen)
     return replace(
         planned,
-        tensors=list(compress(planned.tensors, others)),
-        layout=layout,
-        nbytes=planned.nbytes - whole.layout.nbytes + layout.layout.nbytes,
-        sources=None if planned.sources is None else list(compress(planned.sources, others)),
+        tensors=list(compress(planned.tensors, is_other)),
+        layout=parts.others,
+        nbytes=planned.nbytes - whole.layout.nbytes + parts.others.layout.nbytes,
+        sources=None if sources is None else list(compress(sources, is_other)),
         frozen=frozen,
     )
 
@@ -569,11 +594,7 @@ class _RowItems:
 
     def resolve(self, item: int) -> Any:
         part = self._parts[item]
-        if self._local.kind[item] == ItemKind.OBJECT:
-            stream = io.BytesIO()
-            torch.save(part, stream)
-            return stream
-        return part
+        return part if isinstance(part, torch.Tensor) else stream_of(part)
 
     def index(self, item: int) -> MetadataIndex:
         local = self._local
@@ -581,12 +602,6 @@ class _RowItems:
         if local.kind[item] == ItemKind.OBJECT:
             return MetadataIndex(fqn)
         return MetadataIndex(fqn, torch.Size(local.offset[item, : local.dimensions[item]].tolist()))
-
-    def key(self, item: int) -> ItemKey:
-        """Return name and offset of a tensor."""
-        local = self._local
-        offset = local.offset[item, : local.dimensions[item]].tolist()
-        return local.names[local.name[item]], tuple(offset)
 
     def fingerprint(self, items: Sequence[int]) -> int:
         return hash((self._plan_id, len(items)))
