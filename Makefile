@@ -1,0 +1,27 @@
+# The usual commands. Each makes .venv and installs what it needs.
+.PHONY: help demo test check docs bench
+
+help:
+	@echo "make demo    train on two ranks, be killed in the middle of a save, recover"
+	@echo "make test    the tests"
+	@echo "make check   the gate: format, lint, types, contracts, all tests"
+	@echo "make docs    docs/api.md, from the docstrings"
+	@echo "make bench   the benchmarks; nothing is recorded"
+
+demo:
+	bash .ci/demo
+
+test:
+	bash .ci/test
+
+check:
+	bash .ci/run
+
+docs: .venv
+	PYTHONPATH=. .venv/bin/python docs/reference.py
+
+bench: .venv
+	.venv/bin/python -m benchmarks
+
+.venv:
+	bash .ci/test --collect-only -q tests/unit/test_docs.py
