@@ -13,7 +13,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from dcp_mem.common import files
@@ -214,13 +214,17 @@ class JobMemory:
 
     # -- the order of checkpoints -----------------------------------------------------------------
 
-    def newest_number(self, without_run: str | None = None) -> SaveNumber:
+    def newest_number(
+        self, manifests: Iterable[Manifest] | None = None, *, without_run: str | None = None
+    ) -> SaveNumber:
         """Return the greatest number that this memory knows of.
 
         Args:
+            manifests: Of the complete checkpoints here; None: they are looked up.
             without_run: Token of a run that doesn't count.
         """
-        of_checkpoints = (one.number for one in self.manifests() if one.run != without_run)
+        found = self.manifests() if manifests is None else manifests
+        of_checkpoints = (one.number for one in found if one.run != without_run)
         of_runs = (
             SaveNumber(generation)
             for run, generation in self.generations().items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import uuid
+from collections.abc import Iterable
 
 from dcp_mem.comm.gloo import run_token
 from dcp_mem.config import Settings
@@ -65,18 +66,20 @@ class RunNumbers:
         own = SaveNumber(self._generation_now(), self._newest.count)
         return max(own, _seen.get((self._memory.root, self._memory.job), UNNUMBERED))
 
-    def run(self) -> tuple[int, str]:
+    def run(self, manifests: Iterable[Manifest]) -> tuple[int, str]:
         """Return the generation that the run goes on with, and the run's token.
 
         The generation is 0 if the run hasn't begun one. It may have been raised since the last
         save, by the flusher of this node, which has found newer ones on storage.
+
+        Args:
+            manifests: Of the complete checkpoints in this node's memory.
 
         Raises:
             RankFailed: The default group's store is gone, or silent.
         """
         self._run = self._run or run_token()[:_RUN_DIGITS] or uuid.uuid4().hex[:_RUN_DIGITS]
         # Ranks that save without each other are one run: they go on with one generation.
-        manifests = self._memory.manifests()
         others = max((one.generation for one in manifests if one.run == self._run), default=0)
         return max(self._generation_now(), others), self._run
 

@@ -60,6 +60,9 @@ class Prefaulting:
             sizes: What one checkpoint takes.
             checkpoints: For how many checkpoints there are to be free slots.
         """
+        return self._start(sizes, lambda: checkpoints)
+
+    def _start(self, sizes: SlotSizes, checkpoints: Callable[[], int]) -> threading.Thread:
         with self._guard:
             self._end()
             wanted = threading.Event()
@@ -96,6 +99,8 @@ class Prefaulting:
     ) -> None:
         """Bring the rank's slots up to what `keep` + 1 checkpoints take, within the memory budget.
 
+        In the background, as `start` does it.
+
         Args:
             settings: Of the job: how many checkpoints stay, and the memory limit.
             sizes: What one checkpoint takes of this rank's slots.
@@ -103,23 +108,38 @@ class Prefaulting:
             node_nbytes: Bytes that one checkpoint takes on this node, copies included.
             pending_nbytes: Bytes that are about to be taken on this node for copies.
         """
-        # In this order: a segment that retires in between is counted twice, and never overlooked.
-        in_use = self._memory.count_segments(rank)
-        free = self._slots.free_count() // sizes.count
-        per_checkpoint = max(node_nbytes, 1)
-        room = (self._memory.free_bytes() - pending_nbytes) // per_checkpoint - 1
-        if settings.memory_limit is not None:
-            left = settings.memory_limit - self._memory.allocated_bytes() - pending_nbytes
-            room = min(room, left // per_checkpoint)
-        wanted = min(settings.keep + 1 - in_use, free + max(room, 0))
-        if wanted > free:
-            self.start(sizes, wanted)
 
-    def _work(self, sizes: SlotSizes, checkpoints: int, wanted: Callable[[], bool]) -> None:
+        def missing() -> int:
+            # In this order: a segment that retires in between is counted twice, never overlooked.
+            in_use = self._memory.count_segments(rank)
+            free = self._slots.free_count() // sizes.count
+            room = self._room(settings, max(node_nbytes, 1), pending_nbytes)
+            wanted = min(settings.keep + 1 - in_use, free + max(room, 0))
+            return wanted if wanted > free else 0
+
+        if not pending_nbytes:
+            self._start(sizes, missing)
+        elif count := missing():  # counted before the copies take what is pending
+            self.start(sizes, count)
+
+    def _room(self, settings: Settings, per_checkpoint: int, pending_nbytes: int) -> int:
+        """Return for how many more checkpoints there is memory."""
+        room = (self._memory.free_bytes() - pending_nbytes) // per_checkpoint - 1
+        if settings.memory_limit is None:
+            return room
+        left = settings.memory_limit - self._memory.allocated_bytes() - pending_nbytes
+        return min(room, left // per_checkpoint)
+
+    def _work(
+        self, sizes: SlotSizes, checkpoints: Callable[[], int], wanted: Callable[[], bool]
+    ) -> None:
         try:
+            count = checkpoints()
+            if not count:
+                return
             pinning.touch_pages_near_device()
-            for count in range(1, checkpoints * sizes.count + 1):  # one checkpoint after the other
-                self._make_ready(sizes, count, wanted)
+            for number in range(1, count * sizes.count + 1):  # one checkpoint after the other
+                self._make_ready(sizes, number, wanted)
         except Exception:
             log.warning(
                 "prefaulting failed; saves will fault their pages in themselves", exc_info=True

@@ -12,6 +12,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import CheckpointExists, ConfigError, MemoryBudgetExceeded, RankFailed
 from dcp_mem.format import names
+from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import NodeMemory, Verdict, admit, allowance
 from dcp_mem.policy.order import SaveNumber
@@ -118,8 +119,13 @@ def _tidied_report(
     session.last_saves.is_swept = True
     if isinstance(planned, Unplanned):
         return RankReport(name=context.name, why_not=planned.why_not)
-    report = _needs_of_rank(context, planned)
-    return _with_node(context, topology, report) if topology.is_leader else report
+    if not topology.is_leader:
+        return _needs_of_rank(context, planned)
+    checkpoints = session.memory.checkpoints()
+    report = _with_node(context, topology, _needs_of_rank(context, planned), checkpoints)
+    if context.ranks.rank == 0:
+        report = replace(report, proposal=_proposal(context, checkpoints))
+    return report
 
 
 def _needs_of_rank(context: SaveContext, planned: Planned) -> RankReport:
@@ -131,7 +137,6 @@ def _needs_of_rank(context: SaveContext, planned: Planned) -> RankReport:
     return RankReport(
         name=context.name,
         newest=context.session.numbers.newest(),
-        proposal=_proposal(context) if context.ranks.rank == 0 else None,
         needed=needed,
         frozen=frozen,
         slots=tuple(slots),
@@ -140,11 +145,16 @@ def _needs_of_rank(context: SaveContext, planned: Planned) -> RankReport:
     )
 
 
-def _with_node(context: SaveContext, topology: Topology, report: RankReport) -> RankReport:
+def _with_node(
+    context: SaveContext,
+    topology: Topology,
+    report: RankReport,
+    checkpoints: Sequence[LocalCheckpoint],
+) -> RankReport:
     """Add what concerns this rank's node."""
     memory, settings = context.session.memory, context.settings
     kept = kept_checkpoints(
-        memory.checkpoints(),
+        checkpoints,
         context.scope,
         settings.keep_memory,
         gets_copies=bool(context.redundancy_on(topology)),
@@ -161,16 +171,16 @@ def _with_node(context: SaveContext, topology: Topology, report: RankReport) -> 
     exists = not settings.overwrite and any(
         checkpoint.manifest.scope == context.scope for checkpoint in memory.find(context.name)
     )
-    newest = max(report.newest, memory.newest_number())
+    newest = max(report.newest, memory.newest_number(one.manifest for one in checkpoints))
     return replace(report, node=node, exists=exists, newest=newest)
 
 
-def _proposal(context: SaveContext) -> Proposal:
+def _proposal(context: SaveContext, checkpoints: Sequence[LocalCheckpoint]) -> Proposal:
     info = context.info
     since = context.session.last_saves.persisted.since(info.step)
     persist = info.persist or context.settings.persist.wants(since, info.step)
     said = () if info == SaveInfo() else (info.step, dict(info.metrics), info.persist, info.pause)
-    run = packed_run(*context.session.numbers.run())
+    run = packed_run(*context.session.numbers.run(one.manifest for one in checkpoints))
     return names.new_save_id(), persist, time.time(), run, *said
 
 

@@ -25,7 +25,7 @@ def _place(number: SaveNumber, run: str) -> Place:
 def _saved(memory: JobMemory, numbers: RunNumbers, monkeypatch: pytest.MonkeyPatch) -> Place:
     """Save alone, as a rank without collectives does, and leave the checkpoint in memory."""
     known = max(numbers.newest(), memory.newest_number())
-    number, run = numbers.begin(known, *numbers.run())
+    number, run = numbers.begin(known, *numbers.run(memory.manifests()))
     manifest = SimpleNamespace(number=number, generation=number.generation, run=run)
     there = [*memory.manifests(), manifest]
     monkeypatch.setattr(memory, "manifests", lambda: there)
@@ -47,8 +47,8 @@ def test_a_run_that_learns_of_a_newer_generation_is_newer_than_all_that_it_has_s
     numbers = RunNumbers(memory)
     saved = [_saved(memory, numbers, monkeypatch) for _ in range(3)]
     saved.append(_place(SaveNumber(2, 1), "0000ffff"))  # another run's, which this one has loaded
-    number, run = numbers.begin(SaveNumber(2, 1), *numbers.run())
+    number, run = numbers.begin(SaveNumber(2, 1), *numbers.run(memory.manifests()))
     saved.append(_place(number, run))
     assert number == SaveNumber(3, 1)
     assert newest_first(saved, lambda place: place) == saved[::-1]
-    assert numbers.run() == (3, run)
+    assert numbers.run(memory.manifests()) == (3, run)
