@@ -43,8 +43,6 @@ TORCH_KEPT = "dcp.async_save, torch's stager kept"
 META = "torch_checkpointing"
 META_VERSION = "0.1.1"
 META_START_SECONDS = 300
-SILENCE, MOST_SILENCE = 0.02, 5.0
-"""Seconds without work of any thread that end a wait for it, and the longest such wait."""
 OURS = (DCP_SAVE, OWN_SAVE, DCP_ASYNC, OWN_ASYNC, OVERLAPPED)
 PEERS = (TORCH_SAVE, TORCH_ASYNC, TORCH_KEPT, META)
 REMARKS = (
@@ -142,11 +140,7 @@ def held(call: Call, number: int, tree: Tree, step: Callable[[], float]) -> Held
 
     Args:
         step: An optimizer's step; returns when it began, after its hooks, by `time.perf_counter`.
-
-    What the call before has left to do, checksums say, is over when this one begins: in a training
-    loop a step lies between them.
     """
-    _wait_for_silence()
     start = time.perf_counter()
     pending = call.begin(number, tree)
     called = complete = time.perf_counter()
@@ -156,16 +150,6 @@ def held(call: Call, number: int, tree: Tree, step: Callable[[], float]) -> Held
         pending.result()
         complete = time.perf_counter()
     return Held(call=called - start, step=began - called, complete=complete - start)
-
-
-def _wait_for_silence() -> None:
-    """Return once this process's threads do nothing any more, or after `MOST_SILENCE` seconds."""
-    end = time.monotonic() + MOST_SILENCE
-    while time.monotonic() < end:
-        before = time.process_time()
-        time.sleep(SILENCE)
-        if time.process_time() - before < SILENCE / 10:
-            return
 
 
 def _own_async() -> Callable[..., Any]:

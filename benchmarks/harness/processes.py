@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from multiprocessing.context import SpawnProcess
 
+SILENCE, MOST_SILENCE = 0.02, 5.0
+"""Seconds without work of any thread that end a wait for it, and the longest such wait."""
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -43,7 +45,12 @@ class Rank:
             dist.barrier()
 
     def together(self, measure: Callable[[], float]) -> float:
-        """Return what `measure` returns when all ranks start it together."""
+        """Return what `measure` returns when all ranks start it together.
+
+        What the measurement before has left to do, checksums say, is over by then on all ranks: in
+        a training loop a step lies between them.
+        """
+        _wait_for_silence()
         self.barrier()
         return measure()
 
@@ -56,6 +63,16 @@ class Rank:
         ]
         samples = map(Sample, zip(*rounds[warm_ups:], strict=True))
         return dict(zip(measures, samples, strict=True))
+
+
+def _wait_for_silence() -> None:
+    """Return once this process's threads do nothing any more, or after `MOST_SILENCE` seconds."""
+    end = time.monotonic() + MOST_SILENCE
+    while time.monotonic() < end:
+        before = time.process_time()
+        time.sleep(SILENCE)
+        if time.process_time() - before < SILENCE / 10:
+            return
 
 
 @dataclass(frozen=True, slots=True)
