@@ -113,7 +113,7 @@ def _knock_at_an_open_door(root: str) -> bytes:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
         connection.connect(f"/proc/self/fd/{directory}/socket")
-        message = pickle.dumps(Registration("job", f"{root}/elsewhere", overwrite=True))
+        message = pickle.dumps(Registration(job="job", url=f"{root}/elsewhere", overwrite=True))
         try:
             connection.sendall(struct.pack("!I", len(message)) + message)
             return connection.recv(1)
@@ -507,8 +507,8 @@ def test_a_connection_string_is_written_nowhere(
 
 def test_a_registration_shows_no_secrets() -> None:
     registration = Registration(
-        "job",
-        "s3://bucket/run",
+        job="job",
+        url="s3://bucket/run",
         overwrite=True,
         storage_options={"secret": SECRET},
         environment={"AWS_SECRET_ACCESS_KEY": SECRET},

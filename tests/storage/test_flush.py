@@ -198,7 +198,7 @@ def test_without_overwrite_a_name_on_storage_is_reported_and_left_alone(
 
 
 def _registration(job: Job, run: str) -> Registration:
-    return Registration(job.name or "", job.url or "", overwrite=True, run=run)
+    return Registration(job=job.name or "", url=job.url or "", overwrite=True, run=run)
 
 
 def _flush_by_an_earlier_registration(job: Job) -> list[str]:
@@ -842,7 +842,9 @@ def _serve_impatiently(memory: str, job: Job) -> None:
     assert job.url is not None
     dcp_mem.flushing.agent._LINGER = dcp_mem.flushing.agent._LOOK = 0.1
     os.makedirs(f"{memory}/.agent", mode=0o700, exist_ok=True)
-    dcp_mem.flushing.agent.run(memory, Registration(job.name or "", job.url, overwrite=True))
+    dcp_mem.flushing.agent.run(
+        memory, Registration(job=job.name or "", url=job.url, overwrite=True)
+    )
 
 
 def test_an_agent_stays_as_long_as_a_trainer_lives(
@@ -985,7 +987,7 @@ def _save_busily(first: Job, second: Job) -> list[str]:
             second.writer(agent="thread", keep_memory=9),
         )
         for job in (first, second):
-            flusher.register(Registration(job.name or "", job.url or "", overwrite=True))
+            flusher.register(Registration(job=job.name or "", url=job.url or "", overwrite=True))
         save(patient, 100)
         for number in range(1, 5):
             save(busy, number)

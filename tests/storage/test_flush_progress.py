@@ -309,7 +309,9 @@ def _flush_by_one_flusher(slow: Job, quick: Job) -> list[CheckpointStatus]:
     flusher = FlushScheduler(slow.memory)
 
     def registration(job: Job, limit: int | None) -> Registration:
-        return Registration(job.name or "", job.url or "", overwrite=True, upload_limit=limit)
+        return Registration(
+            job=job.name or "", url=job.url or "", overwrite=True, upload_limit=limit
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
