@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
-from tests.support.nodes.cluster import MEMORY, Cluster, Node, running_cluster
+from tests.support.nodes.cluster import MEMORY, Cluster, Node, job_on_nodes, running_cluster
 from tests.support.nodes.torchrun import PORT, JobFailed
 from tests.support.storage.servers import ServerUnavailable
 
@@ -446,7 +446,7 @@ def _save_and_idle(job: Job, saved: Path) -> None:
 def test_a_job_that_was_killed_on_two_nodes_puts_together_what_lies_in_their_memory(
     cluster: Cluster, tmp_path: Path, places: tuple[int, int]
 ) -> None:
-    job = Job(None, str(MEMORY / "dcp_mem"))
+    job = job_on_nodes()
     killed = cluster.launch(_save_and_idle, job, tmp_path / "saved")
     wait_until((tmp_path / "saved").exists, "two saves", _STARTED_SECONDS)
     killed.kill()
@@ -467,7 +467,7 @@ def _load(job: Job) -> tuple[int, str]:
 def test_a_job_that_was_killed_on_its_only_node_loads_from_its_memory(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    job = Job(None, str(MEMORY / "dcp_mem"))
+    job = job_on_nodes()
     killed = cluster.launch(_save_and_idle, job, tmp_path / "saved", ranks_per_node=2)
     wait_until((tmp_path / "saved").exists, "two saves", _STARTED_SECONDS)
     killed.kill()
@@ -486,7 +486,7 @@ def _save_until_lost(job: Job) -> None:
 def test_a_node_lost_at_a_named_point_of_a_save_costs_that_save_alone(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    job = Job(str(tmp_path / "run"), str(MEMORY / "dcp_mem"))
+    job = job_on_nodes(tmp_path / "run")
     survivor, lost = cluster.nodes
     stop = {"DCP_MEM_FAULTS": "stage.copied:stop:2"}
     saving = cluster.launch(_save_until_lost, job, env_of={lost: stop}, patience=20.0)

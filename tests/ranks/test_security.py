@@ -490,7 +490,7 @@ def test_a_connection_string_is_written_nowhere(
 ) -> None:
     given = str(abfs_root.storage_options["connection_string"])
     key = given.partition("AccountKey=")[2].partition(";")[0]
-    job = Job(f"{abfs_root.url}/run", str(memory_root), abfs_root.storage_options)
+    job = abfs_root.job(memory_root)
     writer, lost = (
         writing(job),
         writing(replace(job, url="abfs://no-such-container/run", name="astray")),

@@ -32,6 +32,7 @@ import pytest
 from typing_extensions import TypeVarTuple, Unpack
 
 from tests.support import REPOSITORY
+from tests.support.checkpoints.jobs import Job
 from tests.support.nodes import torchrun
 from tests.support.nodes.inside import Program
 from tests.support.processes.launch import TETHER
@@ -50,6 +51,12 @@ ON_DEMAND = pytest.mark.skipif(
     reason="the full matrix of losses runs on demand: DCP_MEM_MATRIX=1",
 )
 """For tests that a gate has no time for."""
+
+
+def job_on_nodes(storage: Path | None = None) -> Job:
+    """A job with its memory in every node's own tmpfs, and its storage in a shared directory."""
+    return Job(None if storage is None else str(storage), str(MEMORY / "dcp_mem"))
+
 
 _SWITCH_ADDRESS = "10.77.0.254"
 _MOST_NODES = 250
