@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
 from tests.support.nodes.cluster import MEMORY, Cluster, Node, job_on_nodes, running_cluster
-from tests.support.nodes.torchrun import PORT, JobFailed
+from tests.support.nodes.torchrun import JobFailed
 from tests.support.storage.servers import ServerUnavailable
 
 _MIB = 1 << 20
@@ -213,6 +213,18 @@ def test_an_elastic_job_goes_on_with_fewer_nodes(
     assert job.wait(0)[lost].exit_code == -signal.SIGKILL
 
 
+@pytest.mark.nodes(1)
+def test_a_job_starts_while_another_ones_rendezvous_has_its_port(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """As after a kill, when what the other one listened on may still be taken."""
+    other = cluster.launch(_idle, tmp_path / "started")
+    wait_until((tmp_path / "started").exists, "the other job runs", _STARTED_SECONDS)
+    assert cluster.launch(_summed, 1).results() == [1]
+    other.kill()
+    assert cluster.launch(_summed, 1).results() == [1]
+
+
 def _fail(rank: int) -> None:
     if dist.get_rank() == rank:
         raise ValueError("as told")
@@ -340,14 +352,12 @@ socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5).close()
 
 @pytest.mark.nodes(4)
 def test_a_store_off_the_nodes_is_reached_whichever_node_is_lost(cluster: Cluster) -> None:
-    address = cluster.serve_store()
+    host, _, port = cluster.serve_store().partition(":")
     *others, last = cluster.nodes
     for lost in (None, *others):
         if lost is not None:
             lost.kill()
-        subprocess.run(
-            last.inside([sys.executable, "-S", "-c", _CONNECT, address, str(PORT)]), check=True
-        )
+        subprocess.run(last.inside([sys.executable, "-S", "-c", _CONNECT, host, port]), check=True)
 
 
 # -- nothing is left -------------------------------------------------------------------------------
