@@ -252,7 +252,9 @@ class Cluster:
         store = Program(self._switch.pid, output, os.environ, torchrun.serve_store, _SWITCH_ADDRESS)
         self._stack.callback(store.wait)
         self._stack.callback(store.kill)
-        while not (said := re.search(rf"^{_SWITCH_ADDRESS}:\d+$\n", output.read_text(), re.M)):
+        while not (
+            said := re.search(rf"^{_SWITCH_ADDRESS}:\d+$\n", output.read_text(), re.MULTILINE)
+        ):
             if store.poll() is not None:
                 raise ServerUnavailable(
                     f"the rendezvous store does not start:\n{output.read_text()}"
