@@ -50,7 +50,7 @@ class DcpCall:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningCall:
     """The planning step of a `dcp.save` or `dcp.load`, on the stack of this thread.
 
@@ -94,7 +94,7 @@ def _assign(frame: FrameType, name: str, value: Any) -> None:
         write_back(ctypes.py_object(frame), ctypes.c_int(0))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagingCall:
     """A `dcp.async_save` that stages: what it will save by.
 

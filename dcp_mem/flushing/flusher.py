@@ -235,9 +235,9 @@ class JobFlusher:
             checkpoint = replace(checkpoint, manifest=memory.raised(checkpoint.manifest))
         has_waited = self.queue.known_state(checkpoint).waits > 0
         job = FlushJob(
-            checkpoint,
-            memory.node,
-            storage,
+            checkpoint=checkpoint,
+            node=memory.node,
+            storage=storage,
             overwrite=registration.overwrite,
             meter=turn.attempt.meter(storage),
             throttle=self._destination.throttle(registration),
@@ -297,7 +297,10 @@ class JobFlusher:
             with environment_of(registration):
                 storage = self._destination.storage(registration)
                 overwrite = registration.overwrite
-                drop_part(FlushJob(checkpoint, turn.memory.node, storage, overwrite=overwrite))
+                node = turn.memory.node
+                drop_part(
+                    FlushJob(checkpoint=checkpoint, node=node, storage=storage, overwrite=overwrite)
+                )
         except Exception as error:
             log.warning(
                 "what was put of %s can't be taken away (collect_orphans does): %s",

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.policy.order import is_newer
-from dcp_mem.storage import Storage
+from dcp_mem.storage import Entry, Storage
 
 _OWN = re.compile(r"(?:node|manifest|segment|ticket|rejected)-([0-9a-f]{8})(?:-.*)?\.json")
 _CATALOG = re.compile(r"catalog-[0-9a-f]+")
@@ -28,7 +28,7 @@ COMMIT, DROP = b'"commit"', b'"drop"'
 MayDrop = Callable[[str, str], bool]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Orphan:
     """A file or an unfinished upload that may belong to no checkpoint.
 
@@ -40,7 +40,6 @@ class Orphan:
 
     key: str
     nbytes: int
-    _: KW_ONLY
     modified: float
     save_id: str
     is_unfinished: bool = False
@@ -174,17 +173,22 @@ def _files(storage: Storage, name: str) -> Iterator[Orphan]:
     for entry in storage.ls(name):
         match = names.SEGMENT.fullmatch(entry.name)
         if match is not None:
-            key = f"{name}/{entry.name}"
-            yield Orphan(key, entry.nbytes, modified=entry.modified, save_id=match[3])
+            yield _orphan(f"{name}/{entry.name}", entry, match[3])
     for entry in storage.ls(f"{name}/{names.OWN}"):
         match = _OWN.fullmatch(entry.name)
         if match is not None or _CATALOG.fullmatch(entry.name):
             key, save_id = f"{name}/{names.OWN}/{entry.name}", "" if match is None else match[1]
-            yield Orphan(key, entry.nbytes, modified=entry.modified, save_id=save_id)
+            yield _orphan(key, entry, save_id)
     for left in storage.unfinished(name):
         match = names.SEGMENT.fullmatch(left.key.rpartition("/")[2])
         if match is not None and left.key.startswith(f"{name}/"):
-            yield Orphan(left.key, 0, modified=left.begun, save_id=match[3], is_unfinished=True)
+            yield Orphan(
+                key=left.key, nbytes=0, modified=left.begun, save_id=match[3], is_unfinished=True
+            )
+
+
+def _orphan(key: str, entry: Entry, save_id: str) -> Orphan:
+    return Orphan(key=key, nbytes=entry.nbytes, modified=entry.modified, save_id=save_id)
 
 
 def _is_drop(storage: Storage, one: Orphan) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
@@ -29,7 +29,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.storage import Storage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlushJob:
     """One attempt at flushing one checkpoint.
 
@@ -53,7 +53,6 @@ class FlushJob:
     checkpoint: LocalCheckpoint
     node: str
     storage: Storage
-    _: KW_ONLY
     overwrite: bool
     meter: Meter = field(default_factory=Meter)
     throttle: Throttle = field(default_factory=lambda: Throttle(None))
@@ -182,7 +181,13 @@ def put_part(job: FlushJob) -> None:
     parts = {file: one.parts for file, one in uploaded.items() if one.parts is not None}
     job.storage.put(
         job.key(names.stored_node_manifest(manifest.save_id, job.node)),
-        NodeManifest(manifest.save_id, job.node, tables, job.meter.transfer(), parts).to_json(),
+        NodeManifest(
+            save_id=manifest.save_id,
+            node=job.node,
+            tables=tables,
+            transfer=job.meter.transfer(),
+            parts=parts,
+        ).to_json(),
     )
     if job.reuse is not None:
         job.reuse.note(manifest, parts)
@@ -210,9 +215,9 @@ def put_segments(job: FlushJob, segments: Sequence[Segment]) -> dict[str, Upload
     sources = {} if reuse is None else reuse.sources(job.storage, manifest, segments)
     outgoing = [
         SegmentUpload(
-            segment,
-            _table(job, catalog, segment),
-            job.key(segment.file),
+            segment=segment,
+            table=_table(job, catalog, segment),
+            key=job.key(segment.file),
             is_stored=stored.get(segment.file) == segment.nbytes,
             is_hashed=reuse is not None,
             stored=sources.get(segment.file),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcp_mem.config import Settings
@@ -30,7 +30,7 @@ _CREDENTIAL_PREFIXES = (
 """Of variables by which storage SDKs find credentials, proxies, and whom to trust."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
     """A job whose checkpoints are to be flushed.
 
@@ -55,7 +55,6 @@ class Registration:
 
     job: str
     url: str
-    _: KW_ONLY
     overwrite: bool
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     environment: Mapping[str, str] | None = field(default=None, repr=False)
@@ -108,8 +107,8 @@ def registration_of(
     """
     assert settings.url is not None
     return Registration(
-        settings.job,
-        settings.url,
+        job=settings.job,
+        url=settings.url,
         overwrite=settings.overwrite,
         storage_options=settings.storage_options,
         environment=credential_environment(),

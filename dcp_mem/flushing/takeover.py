@@ -89,15 +89,23 @@ def _put_copy(job: FlushJob, segment: Segment) -> None:
     save_id = job.checkpoint.manifest.save_id
     job.storage.put(
         job.key(names.stored_segment_table(save_id, segment.rank)),
-        NodeManifest(save_id, segment.node, {segment.file: table}).to_json(),
+        NodeManifest(save_id=save_id, node=segment.node, tables={segment.file: table}).to_json(),
     )
 
 
 def _upload(job: FlushJob, segment: Segment, table: ItemTable) -> None:
     if stored_sizes(job).get(segment.file) != segment.nbytes:
-        outgoing = SegmentUpload(segment, table, job.key(segment.file), is_stored=False)
+        outgoing = _segment_upload(job, segment, table, is_stored=False)
         with job.meter.stage("segments"):
             upload_all(job.checkpoint.directory, [outgoing], job.storage, job.meter, job.throttle)
+
+
+def _segment_upload(
+    job: FlushJob, segment: Segment, table: ItemTable, *, is_stored: bool
+) -> SegmentUpload:
+    return SegmentUpload(
+        segment=segment, table=table, key=job.key(segment.file), is_stored=is_stored
+    )
 
 
 def _verified_table(job: FlushJob, segment: Segment) -> ItemTable:
@@ -108,7 +116,7 @@ def _verified_table(job: FlushJob, segment: Segment) -> ItemTable:
     """
     known = _known_table(job, segment)
     table = replace(known, crc32c=known.crc32c[:0])  # compared below, for an error of its own
-    outgoing = SegmentUpload(segment, table, job.key(segment.file), is_stored=True)
+    outgoing = _segment_upload(job, segment, table, is_stored=True)
     tables = upload_all(job.checkpoint.directory, [outgoing], job.storage, Meter(), Throttle(None))
     found = tables[segment.file].table.crc32c
     if len(found) != len(known.crc32c):
@@ -147,7 +155,7 @@ def _put_node_manifest(job: FlushJob, node: str) -> None:
             job.storage.delete(job.key(names.stored_segment_table(manifest.save_id, segment.rank)))
             return
         tables[segment.file] = table
-    data = NodeManifest(manifest.save_id, node, tables).to_json()
+    data = NodeManifest(save_id=manifest.save_id, node=node, tables=tables).to_json()
     job.storage.put(job.key(names.stored_node_manifest(manifest.save_id, node)), data)
 
 

@@ -29,7 +29,7 @@ from dcp_mem.storage import LEAST_PART, Copies, Storage, Upload, part_count
 _LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentUpload:
     """A segment that is to be on storage.
 

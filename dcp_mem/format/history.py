@@ -149,6 +149,26 @@ def row_of(manifest: Manifest, record: FlushRecord) -> HistoryRow:
     )
 
 
+def skipped_row(name: str, number: SaveNumber, now: float, why: str) -> HistoryRow:
+    """Return the row of a save that never began.
+
+    Args:
+        name: The checkpoint id that it would have had.
+        number: Of the save before it.
+        now: Seconds since the epoch.
+        why: Why it was skipped.
+    """
+    return HistoryRow(
+        name=name,
+        save_id="",
+        created=now,
+        outcome=Outcome.SKIPPED,
+        generation=number.generation,
+        count=number.count,
+        error=why,
+    )
+
+
 def to_csv(rows: Sequence[HistoryRow]) -> bytes:
     """Return a file with these rows.
 

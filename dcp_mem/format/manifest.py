@@ -263,7 +263,7 @@ class StoredParts:
             return None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class NodeManifest:
     """The manifest of one node's segments of one checkpoint on storage.
 
@@ -318,7 +318,13 @@ class NodeManifest:
                 for file, facts in dict(body.get("parts", {})).items()
                 if (one := StoredParts.from_fields(facts)) is not None
             }
-            return NodeManifest(body["save_id"], body["node"], tables, transfer, parts)
+            return NodeManifest(
+                save_id=body["save_id"],
+                node=body["node"],
+                tables=tables,
+                transfer=transfer,
+                parts=parts,
+            )
         except (LookupError, *_DAMAGE) as error:
             raise ManifestInvalid(f"a node manifest is damaged: {error}") from None
 

@@ -54,7 +54,7 @@ def read_items(
     Raises:
         SegmentCorrupt: No source has an item whole.
     """
-    reading = _Reading(opened, plan, planner, verify, troubles)
+    reading = _Reading(opened=opened, plan=plan, planner=planner, verify=verify, troubles=troubles)
     if opened.choice.holders:
         return _read_from_all_nodes(reading, group)
     if not opened.choice.memory:
@@ -65,7 +65,7 @@ def read_items(
     return _read_from_own_memory(reading, plan, nearest)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
     """An opened checkpoint, the plan to read from it, and the way to read it."""
 

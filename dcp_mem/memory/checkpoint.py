@@ -27,7 +27,7 @@ from dcp_mem.format.manifest import (
 Record = TypeVar("Record", FlushRecord, ReplicationRecord)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCheckpoint:
     """A complete checkpoint in this node's memory.
 
@@ -126,11 +126,11 @@ def local_checkpoint(
 
     is_rejected = os.path.basename(names.rejection_file(manifest.save_id)) in listed
     return LocalCheckpoint(
-        manifest,
-        directory,
-        record(FlushRecord, names.flush_file(manifest.scope)),
-        record(ReplicationRecord, names.replication_file(manifest.scope)),
-        rejection_in(directory, manifest.save_id) if is_rejected else "",
+        manifest=manifest,
+        directory=directory,
+        flush=record(FlushRecord, names.flush_file(manifest.scope)),
+        replication=record(ReplicationRecord, names.replication_file(manifest.scope)),
+        rejected=rejection_in(directory, manifest.save_id) if is_rejected else "",
     )
 
 
@@ -225,7 +225,7 @@ def checksums_files(manifest: Manifest, checksums: Mapping[str, ItemTable]) -> d
     node_of = dict(zip(manifest.segments.rank, manifest.segments.node, strict=True))
     return {
         names.checksums_file(file): NodeManifest(
-            manifest.save_id, node_of[names.rank_of(file)], {file: table}
+            save_id=manifest.save_id, node=node_of[names.rank_of(file)], tables={file: table}
         ).to_json()
         for file, table in checksums.items()
     }

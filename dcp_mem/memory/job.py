@@ -22,7 +22,7 @@ from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError, ManifestInvalid, MemoryBudgetExceeded
 from dcp_mem.format import names
 from dcp_mem.format.catalog import catalog_key
-from dcp_mem.format.history import HistoryRow
+from dcp_mem.format.history import HistoryRow, skipped_row
 from dcp_mem.format.manifest import (
     FlushRecord,
     ItemTable,
@@ -644,6 +644,16 @@ class JobMemory:
             row: Of a checkpoint that has left memory, or whose flush has ended.
         """
         self._history.add(row)
+
+    def note_skipped(self, name: str, why: str) -> None:
+        """Write down a save that never began.
+
+        Args:
+            name: The checkpoint id that it would have had.
+            why: Why it was skipped.
+        """
+        # It has the number of the save before it, and so its place in the order.
+        self._history.add(skipped_row(name, self.newest_number(), time.time(), why))
 
     def note_deleted(self, names: Collection[str]) -> None:
         """Write down that checkpoints of these names have left storage.

@@ -153,7 +153,8 @@ def _flush_to(
         )
     local = replace(local, manifest=replace(local.manifest, name=name))
     try:
-        flush(FlushJob(local, node_id(settings.memory_root), destination, overwrite=False))
+        node = node_id(settings.memory_root)
+        flush(FlushJob(checkpoint=local, node=node, storage=destination, overwrite=False))
     except (NotYet, Evicted) as error:
         raise DcpMemError(
             f"{checkpoint.name} can't be exported from memory just now: {error}"

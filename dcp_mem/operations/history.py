@@ -28,7 +28,11 @@ _LARGEST = 1 << 63
 
 
 class Fate(str, Enum):
-    """The fate of a checkpoint, in words for people."""
+    """The fate of a checkpoint, in words for people.
+
+    An enum of its own, because it groups what an `Outcome` tells apart: what was deleted had been
+    durable, a refusal or a text that isn't known is a failure, and no outcome yet means waiting.
+    """
 
     DURABLE = "durable"  # also where retention has taken it off storage since
     MEMORY = "memory only"

@@ -159,7 +159,7 @@ def _on_storage(
                 Damage(place=STORAGE, rank=home_rank(segment.rank), file=segment.file, what=what)
             )
         elif segment.file in tables:
-            checks.append(_SegmentCheck(segment, tables[segment.file], source))
+            checks.append(_SegmentCheck(segment=segment, table=tables[segment.file], source=source))
     result = replace(result, checked_nbytes=sum(check.segment.nbytes for check in checks))
     damages += _read_all(STORAGE, checks, description.catalog, observer, checkpoint.name)
     return replace(result, damages=tuple(damages)), tables
@@ -249,7 +249,7 @@ def _in_memory(
             if table is None:
                 unchecked += segment.nbytes
             else:
-                checks.append(_SegmentCheck(segment, table, source))
+                checks.append(_SegmentCheck(segment=segment, table=table, source=source))
         assert catalog is not None
         damages += _read_all(MEMORY, checks, catalog, observer, checkpoint.name)
     why = "its checksums haven't been made yet: that follows a save at once" if unchecked else ""
@@ -274,7 +274,7 @@ def _local_table(local: LocalCheckpoint, segment: Segment) -> ItemTable | None:
 # -- reading and comparing -------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class _SegmentCheck:
     """A segment to be read.
 

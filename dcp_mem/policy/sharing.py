@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
 
 from dcp_mem.policy.pieces import PIECE, Extent, cut, merged
 
@@ -196,7 +195,8 @@ def _spans_of(
             yield (place, following), tuple(sorted(active))
 
 
-class _Sending(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sending:
     """Bytes of a segment that a rank which has them sends to others.
 
     Attributes:
@@ -299,7 +299,10 @@ class _Shares:
     ) -> None:
         """Note bytes that a rank whose node has them sends to all nodes of the group."""
         turn = self._numbers[self._nodes[group[0]]]
-        self._to_send += [_Sending(turn, file, piece, group, holding) for piece in pieces]
+        self._to_send += [
+            _Sending(turn=turn, file=file, extent=piece, group=group, holding=holding)
+            for piece in pieces
+        ]
 
     def send(self) -> None:
         """Give out what is to be sent.

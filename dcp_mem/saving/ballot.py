@@ -107,14 +107,14 @@ class Ballot(NamedTuple):
         fitting = {self.plan_id, *self.other_plan_ids} & {other.plan_id, *other.other_plan_ids}
         plan_id = self.plan_id if self.plan_id == other.plan_id else ""
         return Ballot(
-            self.name,
-            plan_id,
-            self.name == other.name and self.is_usual and other.is_usual,
-            max(self.newest, other.newest),
-            self.proposal or other.proposal,
-            tuple(sorted(fitting - {plan_id, ""})),
-            tuple(sorted(self.why_not + other.why_not)[:1]),
-            self.is_replicating or other.is_replicating,
+            name=self.name,
+            plan_id=plan_id,
+            is_usual=self.name == other.name and self.is_usual and other.is_usual,
+            newest=max(self.newest, other.newest),
+            proposal=self.proposal or other.proposal,
+            other_plan_ids=tuple(sorted(fitting - {plan_id, ""})),
+            why_not=tuple(sorted(self.why_not + other.why_not)[:1]),
+            is_replicating=self.is_replicating or other.is_replicating,
         )
 
 
@@ -128,12 +128,12 @@ def ballot_of(rank: int, report: RankReport, *, has_room: bool, is_replicating: 
         is_replicating: Whether it still has copies of an older checkpoint under way.
     """
     return Ballot(
-        hashlib.sha256(report.name.encode()).digest()[:6],
-        report.plan_id,
-        has_room and not (report.error or report.exists),
-        report.newest.packed,
-        report.proposal,
-        report.other_plan_ids,
-        ((rank, report.why_not),) if report.why_not else (),
-        is_replicating,
+        name=hashlib.sha256(report.name.encode()).digest()[:6],
+        plan_id=report.plan_id,
+        is_usual=has_room and not (report.error or report.exists),
+        newest=report.newest.packed,
+        proposal=report.proposal,
+        other_plan_ids=report.other_plan_ids,
+        why_not=((rank, report.why_not),) if report.why_not else (),
+        is_replicating=is_replicating,
     )

@@ -5,12 +5,9 @@ What is saved comes from a provider of items; all else is the same for every sav
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from dcp_mem.comm.agreement import attempt
-from dcp_mem.common.values import Outcome
-from dcp_mem.format.history import HistoryRow
 from dcp_mem.saving.agree import agree
 from dcp_mem.saving.background import start_background_work
 from dcp_mem.saving.complete import complete
@@ -88,7 +85,8 @@ def settle(context: SaveContext, provider: ItemProvider) -> Settled | None:
                 raise
             continue
         if agreed is None:
-            _record_skipped(context, "memory was full")
+            if context.ranks.rank == 0:
+                context.session.memory.note_skipped(context.name, "memory was full")
             return None
         assert isinstance(planned.value, Planned)  # agree has raised for all else
         return Settled(planned.value, agreed)
@@ -115,20 +113,3 @@ def carry_out(context: SaveContext, provider: ItemProvider, settled: Settled) ->
     completed = complete(context, agreed, planned, staged, provider)
     start_background_work(context, completed)
     return completed
-
-
-def _record_skipped(context: SaveContext, why: str) -> None:
-    """Add a save that never began to the history of the job's memory."""
-    if context.ranks.rank == 0:
-        # It has the number of the save before it, and so its place in the order.
-        number = context.session.memory.newest_number()
-        row = HistoryRow(
-            name=context.name,
-            save_id="",
-            created=time.time(),
-            outcome=Outcome.SKIPPED,
-            generation=number.generation,
-            count=number.count,
-            error=why,
-        )
-        context.session.memory.add_to_history(row)

@@ -25,7 +25,7 @@ from dcp_mem import (
 )
 from dcp_mem.integrations.accelerate import AcceleratorCheckpoints
 from dcp_mem.integrations.huggingface import TrainerCheckpoints
-from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.jobs import committed_in, wait_until
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.docs import blocks
 from tests.support.frameworks.huggingface_jobs import (
@@ -160,7 +160,7 @@ def test_a_training_ends_with_its_newest_step_on_storage(
     TrainerCheckpoints(trainer, runs.url, **options)
     trainer.train()
     assert trainer.state.global_step == 30
-    stored = {path.parent.name for path in runs.url.glob("step-*/.metadata")}
+    stored = committed_in(runs.url)
     if persist is True:  # Saves that newer ones have overtaken may be among them.
         assert stored >= expected
     else:

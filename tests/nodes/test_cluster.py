@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
-from tests.support.nodes.cluster import MEMORY, Cluster, Node, running_cluster
-from tests.support.nodes.torchrun import PORT, JobFailed
+from tests.support.nodes.cluster import MEMORY, Cluster, Node, job_on_nodes, running_cluster
+from tests.support.nodes.torchrun import JobFailed
 from tests.support.storage.servers import ServerUnavailable
 
 _MIB = 1 << 20
@@ -213,6 +213,18 @@ def test_an_elastic_job_goes_on_with_fewer_nodes(
     assert job.wait(0)[lost].exit_code == -signal.SIGKILL
 
 
+@pytest.mark.nodes(1)
+def test_a_job_starts_while_another_ones_rendezvous_has_its_port(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """As after a kill, when what the other one listened on may still be taken."""
+    other = cluster.launch(_idle, tmp_path / "started")
+    wait_until((tmp_path / "started").exists, "the other job runs", _STARTED_SECONDS)
+    assert cluster.launch(_summed, 1).results() == [1]
+    other.kill()
+    assert cluster.launch(_summed, 1).results() == [1]
+
+
 def _fail(rank: int) -> None:
     if dist.get_rank() == rank:
         raise ValueError("as told")
@@ -340,14 +352,12 @@ socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5).close()
 
 @pytest.mark.nodes(4)
 def test_a_store_off_the_nodes_is_reached_whichever_node_is_lost(cluster: Cluster) -> None:
-    address = cluster.serve_store()
+    host, _, port = cluster.serve_store().partition(":")
     *others, last = cluster.nodes
     for lost in (None, *others):
         if lost is not None:
             lost.kill()
-        subprocess.run(
-            last.inside([sys.executable, "-S", "-c", _CONNECT, address, str(PORT)]), check=True
-        )
+        subprocess.run(last.inside([sys.executable, "-S", "-c", _CONNECT, host, port]), check=True)
 
 
 # -- nothing is left -------------------------------------------------------------------------------
@@ -446,7 +456,7 @@ def _save_and_idle(job: Job, saved: Path) -> None:
 def test_a_job_that_was_killed_on_two_nodes_puts_together_what_lies_in_their_memory(
     cluster: Cluster, tmp_path: Path, places: tuple[int, int]
 ) -> None:
-    job = Job(None, str(MEMORY / "dcp_mem"))
+    job = job_on_nodes()
     killed = cluster.launch(_save_and_idle, job, tmp_path / "saved")
     wait_until((tmp_path / "saved").exists, "two saves", _STARTED_SECONDS)
     killed.kill()
@@ -467,7 +477,7 @@ def _load(job: Job) -> tuple[int, str]:
 def test_a_job_that_was_killed_on_its_only_node_loads_from_its_memory(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    job = Job(None, str(MEMORY / "dcp_mem"))
+    job = job_on_nodes()
     killed = cluster.launch(_save_and_idle, job, tmp_path / "saved", ranks_per_node=2)
     wait_until((tmp_path / "saved").exists, "two saves", _STARTED_SECONDS)
     killed.kill()
@@ -486,7 +496,7 @@ def _save_until_lost(job: Job) -> None:
 def test_a_node_lost_at_a_named_point_of_a_save_costs_that_save_alone(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    job = Job(str(tmp_path / "run"), str(MEMORY / "dcp_mem"))
+    job = job_on_nodes(tmp_path / "run")
     survivor, lost = cluster.nodes
     stop = {"DCP_MEM_FAULTS": "stage.copied:stop:2"}
     saving = cluster.launch(_save_until_lost, job, env_of={lost: stop}, patience=20.0)

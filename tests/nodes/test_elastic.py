@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
 from dcp_mem import NoRecoverableCheckpoint
-from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.roundtrip import State, assert_same_tensor
-from tests.support.nodes.cluster import MEMORY, ON_DEMAND, Cluster
+from tests.support.nodes.cluster import ON_DEMAND, Cluster, job_on_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -34,7 +34,7 @@ _ENVIRONMENT = {
 }
 COPIES: Mapping[str, Any] = {"replicas": 1}
 PARITY: Mapping[str, Any] = {"redundancy": dcp_mem.parity(2)}
-_JOB = Job(None, str(MEMORY / "dcp_mem"))
+_JOB = job_on_nodes()
 
 
 @dataclass(frozen=True)

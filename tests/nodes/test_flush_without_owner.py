@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from dcp_mem import CheckpointStatus, State, parity
-from tests.support.checkpoints.jobs import Job, load_anew, load_as_torch, save, wait_until
-from tests.support.nodes.cluster import MEMORY, ON_DEMAND, Cluster, Node
+from tests.support.checkpoints.jobs import load_anew, load_as_torch, save, wait_until
+from tests.support.nodes.cluster import ON_DEMAND, Cluster, Node, job_on_nodes
 from tests.support.nodes.inside import is_rank, is_torchrun
 from tests.support.processes.forks import forked
 
@@ -23,12 +23,8 @@ Redundancy = Mapping[str, Any]
 """Arguments of the writer."""
 
 
-def _job(directory: Path) -> Job:
-    return Job(str(directory / "ckpts"), str(MEMORY / "dcp_mem"))
-
-
 def _save_and_idle(directory: Path, redundancy: Redundancy) -> None:
-    writer = _job(directory).writer(**redundancy)
+    writer = job_on_nodes(directory / "ckpts").writer(**redundancy)
     save(writer, 1)
     writer.wait("step-1", "replicated", timeout=60)
     dist.barrier()
@@ -41,7 +37,7 @@ def _go_on(directory: Path, redundancy: Redundancy) -> tuple[int, CheckpointStat
 
     Returns the number that was loaded, and the status of the old checkpoint.
     """
-    job = _job(directory)
+    job = job_on_nodes(directory / "ckpts")
     number = load_anew(job).number
     with job.writer(**redundancy, persist=False) as writer:
         save(writer, 2)

@@ -26,7 +26,7 @@ import dcp_mem
 from dcp_mem.common import faults
 from tests.support.checkpoints.jobs import Job, wait_until
 from tests.support.checkpoints.training import load_newest, save
-from tests.support.nodes.cluster import MEMORY, ON_DEMAND, Cluster, Node
+from tests.support.nodes.cluster import ON_DEMAND, Cluster, Node, job_on_nodes
 from tests.support.nodes.inside import is_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -219,10 +219,7 @@ def _resume(job: Job, case: Case, sharding: str) -> tuple[int, str, bool]:
 def test_a_job_that_loses_nodes_loads_what_was_promised(
     cluster: Cluster, tmp_path: Path, case: Case
 ) -> None:
-    job = Job(
-        str(tmp_path / "storage") if case.name.startswith("flush.") else None,
-        str(MEMORY / "dcp_mem"),
-    )
+    job = job_on_nodes(tmp_path / "storage" if case.name.startswith("flush.") else None)
     store = cluster.serve_store()
     survivors = _lose_while_saving(cluster, tmp_path, job, case, store)
     if case.is_in_load:

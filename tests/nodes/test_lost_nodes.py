@@ -9,13 +9,13 @@ import pytest
 import torch.distributed as dist
 
 import dcp_mem
-from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
-from tests.support.nodes.cluster import MEMORY, ON_DEMAND, Cluster, Node
+from tests.support.checkpoints.jobs import load_anew, save, wait_until
+from tests.support.nodes.cluster import ON_DEMAND, Cluster, Node, job_on_nodes
 
 pytestmark = [pytest.mark.slow]
 
 _STARTED_SECONDS = 60.0
-JOB = Job(None, str(MEMORY / "dcp_mem"))
+JOB = job_on_nodes()
 Redundancy = Mapping[str, Any]
 """Arguments of the writer."""
 COPIES: Redundancy = {"replicas": 1}

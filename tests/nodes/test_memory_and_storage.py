@@ -8,17 +8,13 @@ import pytest
 import torch.distributed as dist
 
 import dcp_mem
-from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.training import load_newest, save
-from tests.support.nodes.cluster import MEMORY, Cluster, Node
+from tests.support.nodes.cluster import Cluster, Node, job_on_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 _STARTED_SECONDS = 90.0
-
-
-def _job(directory: Path) -> Job:
-    return Job(str(directory / "storage"), str(MEMORY / "dcp_mem"))
 
 
 def _save_and_idle(directory: Path, saves: Sequence[int], replicas: int) -> None:
@@ -26,7 +22,9 @@ def _save_and_idle(directory: Path, saves: Sequence[int], replicas: int) -> None
 
     Touch `saved` when every checkpoint is in its places.
     """
-    with _job(directory).writer(persist=dcp_mem.every_n_saves(2), replicas=replicas) as writer:
+    with job_on_nodes(directory / "storage").writer(
+        persist=dcp_mem.every_n_saves(2), replicas=replicas
+    ) as writer:
         for number in saves:
             name = save(writer, number)
             if replicas:
@@ -38,7 +36,7 @@ def _save_and_idle(directory: Path, saves: Sequence[int], replicas: int) -> None
 
 
 def _load(directory: Path) -> tuple[int, str]:
-    number, report = load_newest(_job(directory), "fsdp")
+    number, report = load_newest(job_on_nodes(directory / "storage"), "fsdp")
     return number, report.source
 
 

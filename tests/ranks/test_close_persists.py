@@ -14,7 +14,7 @@ from dcp_mem.config import settings
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.runtime import states
-from tests.support.checkpoints.jobs import agents, wait_until
+from tests.support.checkpoints.jobs import agents, committed_in, wait_until
 from tests.support.processes.forks import forked_ranks
 
 
@@ -28,14 +28,10 @@ def _saved(manager: CheckpointManager, steps: int) -> None:
         assert manager.save(step, {"n": step})
 
 
-def _stored(url: Path) -> list[str]:
-    return sorted(path.parent.name for path in url.glob("*/.metadata"))
-
-
 def test_close_persists_the_newest_checkpoint(memory_root: Path, url: Path) -> None:
     with _manager(memory_root, url) as manager:
         _saved(manager, 5)
-    assert _stored(url) == ["step-0", "step-4"]
+    assert committed_in(url) == {"step-0", "step-4"}
     state = {"n": 0}
     assert _manager(memory_root / "lost", url).restore(state) == 4 == state["n"]
 
@@ -46,13 +42,13 @@ def test_close_leaves_the_newest_checkpoint_in_memory_when_told_to(
     manager = _manager(memory_root, url)
     _saved(manager, 3)
     manager.close(persist_newest=False)
-    assert _stored(url) == ["step-0"]
+    assert committed_in(url) == {"step-0"}
 
 
 def test_persist_false_keeps_all_in_memory(memory_root: Path, url: Path) -> None:
     with _manager(memory_root, url, persist=False) as manager:
         _saved(manager, 3)
-    assert _stored(url) == []
+    assert committed_in(url) == set()
 
 
 def test_a_loop_that_ends_in_an_error_has_its_newest_checkpoint_flushed_behind_it(
@@ -61,7 +57,7 @@ def test_a_loop_that_ends_in_an_error_has_its_newest_checkpoint_flushed_behind_i
     manager = _manager(memory_root, url)
     _saved(manager, 3)
     manager.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
-    wait_until(lambda: _stored(url) == ["step-0", "step-2"], "the newest to be flushed")
+    wait_until(lambda: committed_in(url) == {"step-0", "step-2"}, "the newest to be flushed")
 
 
 def test_a_writer_that_has_saved_nothing_persists_nothing(memory_root: Path, url: Path) -> None:
@@ -73,7 +69,7 @@ def test_a_writer_that_has_saved_nothing_persists_nothing(memory_root: Path, url
     manager.close(persist_newest=False)
     with MemoryStorageWriter(url, memory_root=memory_root, job="job"):
         pass
-    assert _stored(url) == ["step-0"]
+    assert committed_in(url) == {"step-0"}
 
 
 def _saves_and_closes(root: str, url: str) -> None:
@@ -93,7 +89,7 @@ def _saves_and_closes(root: str, url: str) -> None:
 
 def test_the_newest_checkpoint_of_several_nodes_is_persisted(memory_root: Path, url: Path) -> None:
     forked_ranks(_saves_and_closes, 2, str(memory_root), str(url))
-    assert _stored(url) == ["step-0", "step-2"]
+    assert committed_in(url) == {"step-0", "step-2"}
 
 
 def test_a_newest_checkpoint_whose_other_part_never_comes_is_given_up(

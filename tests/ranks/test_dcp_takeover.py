@@ -366,20 +366,13 @@ def test_nothing_that_grows_with_the_tensors_travels_on_torchs_collectives(place
 # -- the metadata that a save returns --------------------------------------------------------------
 
 
-def _stored(places: Places, name: str) -> Metadata:
-    metadata = dcp.FileSystemReader(places.shown(name)).read_metadata()
-    assert metadata.storage_meta is not None
-    metadata.storage_meta.load_id = None  # the reader's
-    return metadata
-
-
 def _looks_at_what_a_save_returns(places: Places) -> bytes:
     """Return the pickled metadata."""
     with places.writer(keep_memory=1, persist=False) as writer:
         unseen = dcp.save(_state(1), checkpoint_id="unseen", storage_writer=writer)
         for step in range(2):
             returned = dcp.save(_state(step), checkpoint_id="a", storage_writer=writer)
-            stored = _stored(places, "a")
+            stored = places.metadata("a")
             dist.barrier()
             assert type(stored) is Metadata
             assert isinstance(returned, Metadata)
@@ -1039,8 +1032,8 @@ def _saves_on_both_roads(
     for name in roads:
         assert_same_content(returned[name], returned["torch"])
         assert set(returned[name].storage_data) == set(returned["torch"].storage_data)
-        assert_same_content(returned[name], _stored(places, name))
-        assert name == "torch" or returned[name] == _stored(places, name)
+        assert_same_content(returned[name], places.metadata(name))
+        assert name == "torch" or returned[name] == places.metadata(name)
         comes_back(places, name, state, blank=blank, roads=FROM_MEMORY)
     if dist.get_world_size() == 1:
         written = {name: _written(places, name, returned[name]) for name in roads}

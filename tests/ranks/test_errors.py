@@ -554,7 +554,7 @@ def _load_past_silence(job: Job) -> tuple[float, int, str, float]:
 def test_load_from_memory_doesnt_wait_for_storage_that_hangs(
     s3_root: StorageRoot, moto: S3Server, memory_root: Path
 ) -> None:
-    job = Job(f"{s3_root.url}/run", str(memory_root), s3_root.storage_options)
+    job = s3_root.job(memory_root)
     forked_ranks(_save_and_flush, 2, job)
     moto.pause()
     try:

@@ -595,7 +595,7 @@ def test_agent_that_meets_one_about_to_end_takes_its_place(
 
     monkeypatch.setattr(agent, "_send", end_without_an_answer)
     monkeypatch.setattr(agent, "_LINGER", 0.0)
-    agent.run(str(memory_root), Registration(place.job, str(place.path), overwrite=True))
+    agent.run(str(memory_root), Registration(job=place.job, url=str(place.path), overwrite=True))
     os.close(ending)
     check_storage(place, {name_of(1): 1})
 
@@ -621,7 +621,7 @@ def test_two_flushers_never_work_on_one_checkpoint(
     monkeypatch.setattr(PosixStorage, "upload", upload_slowly)
     first, second = FlushScheduler(str(memory_root)), FlushScheduler(str(memory_root))
     for flusher in (first, second):
-        flusher.register(Registration(place.job, str(place.path), overwrite=True))
+        flusher.register(Registration(job=place.job, url=str(place.path), overwrite=True))
     working = threading.Thread(target=first.flush_next)
     working.start()
     assert at_work.wait(30)

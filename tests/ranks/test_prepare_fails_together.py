@@ -127,8 +127,3 @@ def _failed_together(found: list[_Outcome], culprit: int, error: str, text: str)
     assert text in other.text
     assert max(outcome.seconds for outcome in found) < _SOON_SECONDS
     assert all(outcome.is_well_afterwards for outcome in found)
-
-
-@pytest.fixture
-def places(memory_root: Path, tmp_path: Path) -> Places:
-    return Places(str(memory_root), str(tmp_path / "storage"))

@@ -27,6 +27,7 @@ from dcp_mem.common import faults
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.admission import NodeMemory, admit, retire
 from dcp_mem.policy.facts import CheckpointFacts
+from tests.support.checkpoints.jobs import committed_in
 from tests.support.checkpoints.plans import SAVES
 from tests.support.checkpoints.roundtrip import is_shown
 from tests.support.processes.kill_targets import (
@@ -334,14 +335,10 @@ class Checkpoints(RuleBasedStateMachine):
             "what was saved to be shown",
         )
         assert {name: stock_load(self.memory / name) for name in shown} == shown
-        assert {path.parent.name for path in self.memory.glob("*/.metadata")} <= {
-            copy.name for copy in copies
-        }
+        assert committed_in(self.memory) <= {copy.name for copy in copies}
         stored = {copy.name: copy.step for copy in self.model.storage.values() if not copy.damaged}
         assert {name: stock_load(Path(self.place.path) / name) for name in stored} == stored
-        assert {
-            path.parent.name for path in Path(self.place.path).glob("*/.metadata")
-        } == self.model.storage.keys()
+        assert committed_in(Path(self.place.path)) == self.model.storage.keys()
 
     def _look_what_is_shown(self) -> None:
         """After a kill: what the process had come to.

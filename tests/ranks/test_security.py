@@ -113,7 +113,7 @@ def _knock_at_an_open_door(root: str) -> bytes:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
         connection.connect(f"/proc/self/fd/{directory}/socket")
-        message = pickle.dumps(Registration("job", f"{root}/elsewhere", overwrite=True))
+        message = pickle.dumps(Registration(job="job", url=f"{root}/elsewhere", overwrite=True))
         try:
             connection.sendall(struct.pack("!I", len(message)) + message)
             return connection.recv(1)
@@ -490,7 +490,7 @@ def test_a_connection_string_is_written_nowhere(
 ) -> None:
     given = str(abfs_root.storage_options["connection_string"])
     key = given.partition("AccountKey=")[2].partition(";")[0]
-    job = Job(f"{abfs_root.url}/run", str(memory_root), abfs_root.storage_options)
+    job = abfs_root.job(memory_root)
     writer, lost = (
         writing(job),
         writing(replace(job, url="abfs://no-such-container/run", name="astray")),
@@ -507,8 +507,8 @@ def test_a_connection_string_is_written_nowhere(
 
 def test_a_registration_shows_no_secrets() -> None:
     registration = Registration(
-        "job",
-        "s3://bucket/run",
+        job="job",
+        url="s3://bucket/run",
         overwrite=True,
         storage_options={"secret": SECRET},
         environment={"AWS_SECRET_ACCESS_KEY": SECRET},

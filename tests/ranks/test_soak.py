@@ -17,7 +17,15 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
-from tests.support.checkpoints.jobs import Job, agents, load, load_anew, save, wait_until
+from tests.support.checkpoints.jobs import (
+    Job,
+    agents,
+    committed_in,
+    load,
+    load_anew,
+    save,
+    wait_until,
+)
 from tests.support.processes.forks import forking
 from tests.support.seeds import seeded
 
@@ -108,9 +116,7 @@ def test_hundreds_of_saves_and_random_kills_never_lose_or_mix_a_checkpoint(
 
 def _storage_holds_whole_checkpoints(job: Job, root: Path) -> None:
     """Check that torch alone loads commits, and that the newest is loaded without memory too."""
-    committed = sorted(
-        int(path.parent.name.removeprefix("step-")) for path in root.glob("*/.metadata")
-    )
+    committed = sorted(int(name.removeprefix("step-")) for name in committed_in(root))
     assert committed
     for number in (committed[0], committed[len(committed) // 2], committed[-1]):
         assert load(FileSystemReader(root / f"step-{number}")) == number

@@ -43,8 +43,3 @@ def test_what_never_reaches_storage_is_not_waited_for(memory_root: Path) -> None
         pytest.raises(ConfigError, match="nothing becomes durable"),
     ):
         writer.wait()
-
-
-@pytest.fixture
-def places(memory_root: Path, tmp_path: Path) -> Places:
-    return Places(str(memory_root), str(tmp_path / "storage"))

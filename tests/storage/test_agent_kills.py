@@ -42,8 +42,8 @@ def serve(job: Job, armed: str = "", overwrite: bool = True) -> str:
         dcp_mem.flushing.agent.run(
             job.memory,
             Registration(
-                job.name or "",
-                job.url or "",
+                job=job.name or "",
+                url=job.url or "",
                 overwrite=overwrite,
                 storage_options=job.storage_options,
             ),

@@ -81,14 +81,10 @@ def _save_with_torch(url: str, options: Mapping[str, Any], number: int) -> None:
     )
 
 
-def _job(root: StorageRoot, memory_root: Path) -> Job:
-    return Job(f"{root.url}/run", str(memory_root), root.storage_options)
-
-
 def test_a_saved_checkpoint_outlives_the_memory_and_torch_reads_it_too(
     storage_root: StorageRoot, memory_root: Path
 ) -> None:
-    job = _job(storage_root, memory_root)
+    job = storage_root.job(memory_root)
     forked(_save_and_wait, job, 1, 2)
     shutil.rmtree(job.directory)
     loaded = forked(load_anew, job)
@@ -104,7 +100,7 @@ def test_a_saved_checkpoint_outlives_the_memory_and_torch_reads_it_too(
 def test_what_several_ranks_saved_outlives_the_memory(
     storage_root: StorageRoot, memory_root: Path
 ) -> None:
-    job = _job(storage_root, memory_root)
+    job = storage_root.job(memory_root)
     forked_ranks(_save_and_wait, 2, job, 1, 2)
     shutil.rmtree(job.directory)
     assert [loaded.number for loaded in forked_ranks(load_anew, 2, job)] == [2, 2]
@@ -115,7 +111,7 @@ def test_what_several_ranks_saved_outlives_the_memory(
 def test_what_torch_wrote_is_loaded_by_name_and_as_the_newest(
     storage_root: StorageRoot, memory_root: Path
 ) -> None:
-    job = _job(storage_root, memory_root)
+    job = storage_root.job(memory_root)
     for number in (1, 2):
         forked(_save_with_torch, f"{job.url}/step-{number}", job.storage_options, number)
     assert forked(load_anew, job).number == 2
@@ -136,7 +132,7 @@ def _save_twice(job: Job) -> None:
 def test_saving_a_name_again_replaces_it_everywhere(
     storage_root: StorageRoot, memory_root: Path
 ) -> None:
-    job = _job(storage_root, memory_root)
+    job = storage_root.job(memory_root)
     forked(_save_twice, job)
     assert forked(load_anew, job).report.source == "memory"
     shutil.rmtree(job.directory)
@@ -156,7 +152,7 @@ def _save_a_name_twice(job: Job) -> Exception | None:
 def test_without_overwrite_a_name_in_memory_is_refused_on_every_rank(
     local_root: StorageRoot, memory_root: Path, ranks: int
 ) -> None:
-    job = _job(local_root, memory_root)
+    job = local_root.job(memory_root)
     for error in forked_ranks(_save_a_name_twice, ranks, job):
         assert isinstance(error, CheckpointExists)
         assert isinstance(error, FileExistsError)
@@ -183,7 +179,7 @@ def _of_checkpoints(root: StorageRoot) -> list[str]:
 def test_without_overwrite_a_name_on_storage_is_reported_and_left_alone(
     storage_root: StorageRoot, memory_root: Path
 ) -> None:
-    job = _job(storage_root, memory_root)
+    job = storage_root.job(memory_root)
     forked(_save_and_wait, job, 1)
     there = _of_checkpoints(storage_root)
     shutil.rmtree(job.directory)
@@ -198,7 +194,7 @@ def test_without_overwrite_a_name_on_storage_is_reported_and_left_alone(
 
 
 def _registration(job: Job, run: str) -> Registration:
-    return Registration(job.name or "", job.url or "", overwrite=True, run=run)
+    return Registration(job=job.name or "", url=job.url or "", overwrite=True, run=run)
 
 
 def _flush_by_an_earlier_registration(job: Job) -> list[str]:
@@ -222,7 +218,7 @@ def _flush_by_an_earlier_registration(job: Job) -> list[str]:
 def test_a_flusher_waits_for_the_registration_of_a_run_that_lives(
     local_root: StorageRoot, memory_root: Path
 ) -> None:
-    job = _job(local_root, memory_root)
+    job = local_root.job(memory_root)
     forked(_save_and_wait, job, 1)
     for agent in agents(memory_root):  # it would flush what a dead run has left
         agent.kill()
@@ -246,7 +242,7 @@ def _save_without_flusher(job: Job) -> None:
 def test_another_runs_registration_flushes_what_a_dead_run_has_left(
     local_root: StorageRoot, memory_root: Path
 ) -> None:
-    job = _job(local_root, memory_root)
+    job = local_root.job(memory_root)
     forked(_save_without_flusher, job)
     flusher = dcp_mem.flushing.scheduler.FlushScheduler(job.memory)
     flusher.register(_registration(job, "later"))
@@ -280,7 +276,7 @@ def _attempts_at_two_that_fail(job: Job) -> list[int]:
 def test_a_flush_that_keeps_failing_takes_no_other_ones_turn(
     local_root: StorageRoot, memory_root: Path
 ) -> None:
-    assert forked(_attempts_at_two_that_fail, _job(local_root, memory_root)) == [2, 2]
+    assert forked(_attempts_at_two_that_fail, local_root.job(memory_root)) == [2, 2]
 
 
 def _order_of_first_saves(job: Job) -> list[str]:
@@ -307,7 +303,7 @@ def _order_of_first_saves(job: Job) -> list[str]:
 def test_a_run_registers_before_its_first_checkpoint_is_there(
     local_root: StorageRoot, memory_root: Path
 ) -> None:
-    order = forked(_order_of_first_saves, _job(local_root, memory_root))
+    order = forked(_order_of_first_saves, local_root.job(memory_root))
     assert order[:2] == ["registered", "published"]
     assert order[2:] == ["registered", "published", "registered"], "once is enough"
 
@@ -341,7 +337,7 @@ def test_the_policy_chooses_what_is_flushed(
     expected: list[int],
     ranks: int,
 ) -> None:
-    job = _job(local_root, memory_root)
+    job = local_root.job(memory_root)
     status = forked_ranks(_save_five, ranks, job, persist)[0]
     assert [one.name for one in status if one.state is State.DURABLE] == [
         f"step-{n}" for n in reversed(expected)
@@ -367,7 +363,7 @@ def _save_unflushed(job: Job) -> list[Exception | None]:
 def test_waiting_for_what_is_never_flushed_says_so(
     local_root: StorageRoot, memory_root: Path
 ) -> None:
-    newest, named = forked(_save_unflushed, _job(local_root, memory_root))
+    newest, named = forked(_save_unflushed, local_root.job(memory_root))
     assert isinstance(newest, ConfigError)
     assert "nothing becomes durable: the writer has no path, or persist=False" in str(newest)
     assert isinstance(named, FlushFailed)
@@ -658,7 +654,7 @@ def _state_of(writer: MemoryStorageWriter, name: str) -> State:
 def test_a_flush_that_failed_is_reported_and_done_when_the_server_is_back(
     restartable: _Moto, memory_root: Path, writing: Callable[..., MemoryStorageWriter]
 ) -> None:
-    job = _job(restartable.root, memory_root)
+    job = restartable.root.job(memory_root)
     writer = writing(job)
     restartable.start()
     save(writer, 1)
@@ -697,7 +693,7 @@ def test_a_flush_that_failed_is_reported_and_done_when_the_server_is_back(
 def test_waiting_for_what_storage_refuses_ends_and_renewed_options_help(
     abfs_root: StorageRoot, memory_root: Path, writing: Callable[..., MemoryStorageWriter]
 ) -> None:
-    right = _job(abfs_root, memory_root)
+    right = abfs_root.job(memory_root)
     options = {"connection_string": _with_wrong_key(abfs_root.storage_options["connection_string"])}
     wrong = replace(right, storage_options=options)
     writer = writing(wrong)
@@ -779,7 +775,7 @@ def test_failed_flushes_give_way_to_newer_saves(memory_root: Path) -> None:
 def test_a_stopped_agent_makes_a_wait_time_out_and_goes_on_later(
     local_root: StorageRoot, memory_root: Path, writing: Callable[..., MemoryStorageWriter]
 ) -> None:
-    writer = writing(_job(local_root, memory_root))
+    writer = writing(local_root.job(memory_root))
     save(writer, 1)
     writer.wait(timeout=60)
     (agent,) = agents(memory_root)
@@ -800,7 +796,7 @@ def test_a_stopped_agent_makes_a_wait_time_out_and_goes_on_later(
 def test_a_killed_agent_is_replaced_and_its_work_taken_up(
     local_root: StorageRoot, memory_root: Path, writing: Callable[..., MemoryStorageWriter]
 ) -> None:
-    writer = writing(_job(local_root, memory_root))
+    writer = writing(local_root.job(memory_root))
     save(writer, 1)
     writer.wait(timeout=60)
     (agent,) = agents(memory_root)
@@ -823,7 +819,7 @@ def _save_and_leave(job: Job, number: int) -> float:
 def test_the_agent_flushes_after_the_trainer_and_then_ends(
     local_root: StorageRoot, memory_root: Path
 ) -> None:
-    assert forked(_save_and_leave, _job(local_root, memory_root), 1) < 20
+    assert forked(_save_and_leave, local_root.job(memory_root), 1) < 20
     wait_until(lambda: "run/step-1/.metadata" in local_root.names(), "the agent flushes by itself")
     (agent,) = agents(memory_root)
     assert agent.nice() > 0
@@ -842,13 +838,15 @@ def _serve_impatiently(memory: str, job: Job) -> None:
     assert job.url is not None
     dcp_mem.flushing.agent._LINGER = dcp_mem.flushing.agent._LOOK = 0.1
     os.makedirs(f"{memory}/.agent", mode=0o700, exist_ok=True)
-    dcp_mem.flushing.agent.run(memory, Registration(job.name or "", job.url, overwrite=True))
+    dcp_mem.flushing.agent.run(
+        memory, Registration(job=job.name or "", url=job.url, overwrite=True)
+    )
 
 
 def test_an_agent_stays_as_long_as_a_trainer_lives(
     local_root: StorageRoot, memory_root: Path, writing: Callable[..., MemoryStorageWriter]
 ) -> None:
-    job = _job(local_root, memory_root)
+    job = local_root.job(memory_root)
     writer = writing(job, persist=every_n_saves(2))
     (memory_root / ".agent").mkdir(mode=0o700)
     with forking(_serve_impatiently, None, str(memory_root), job) as agent:
@@ -876,8 +874,8 @@ def _save_two_jobs(first: Job, second: Job) -> None:
 def test_two_jobs_share_an_agent(
     local_root: StorageRoot, s3_root: StorageRoot, memory_root: Path
 ) -> None:
-    first = replace(_job(local_root, memory_root), name="first")
-    second = replace(_job(s3_root, memory_root), name="second")
+    first = replace(local_root.job(memory_root), name="first")
+    second = replace(s3_root.job(memory_root), name="second")
     forked(_save_two_jobs, first, second)
     assert len(agents(memory_root)) == 1
     for job in (first, second):
@@ -896,7 +894,7 @@ def _save_and_list_agents(job: Job) -> list[str]:
 
 
 def test_the_ranks_of_a_node_share_an_agent(local_root: StorageRoot, memory_root: Path) -> None:
-    one, other = forked_ranks(_save_and_list_agents, 2, _job(local_root, memory_root))
+    one, other = forked_ranks(_save_and_list_agents, 2, local_root.job(memory_root))
     assert one == other
 
 
@@ -915,7 +913,7 @@ def _save_on_nodes(job: Job) -> list[tuple[str, State]]:
 def test_nodes_that_are_at_different_checkpoints_dont_wait_for_each_other(
     local_root: StorageRoot, memory_root: Path
 ) -> None:
-    job = _job(local_root, memory_root)
+    job = local_root.job(memory_root)
     for status in forked_ranks(_save_on_nodes, 2, job):
         assert status[0] == ("step-30", State.DURABLE)
     assert forked(load_anew, replace(job, memory=f"{memory_root}/other")).number == 30
@@ -942,7 +940,7 @@ def _save_and_drop_a_part(job: Job) -> list[tuple[str, State, str]]:
 def test_what_another_node_dropped_is_given_up_once_a_newer_one_is_durable(
     local_root: StorageRoot, memory_root: Path
 ) -> None:
-    kept, dropped = forked_ranks(_save_and_drop_a_part, 2, _job(local_root, memory_root))
+    kept, dropped = forked_ranks(_save_and_drop_a_part, 2, local_root.job(memory_root))
     assert kept[0] == dropped[0] == ("step-2", State.DURABLE, "")
     assert dropped[1] == ("step-1", State.SKIPPED, "no room")
     assert kept[1][:2] == ("step-1", State.SKIPPED)
@@ -985,7 +983,7 @@ def _save_busily(first: Job, second: Job) -> list[str]:
             second.writer(agent="thread", keep_memory=9),
         )
         for job in (first, second):
-            flusher.register(Registration(job.name or "", job.url or "", overwrite=True))
+            flusher.register(Registration(job=job.name or "", url=job.url or "", overwrite=True))
         save(patient, 100)
         for number in range(1, 5):
             save(busy, number)
@@ -1038,7 +1036,7 @@ def test_a_process_ends_after_the_flush_that_is_under_way(
 def test_a_line_of_the_history_that_was_damaged_does_no_harm(
     local_root: StorageRoot, memory_root: Path, writing: Callable[..., MemoryStorageWriter]
 ) -> None:
-    job = _job(local_root, memory_root)
+    job = local_root.job(memory_root)
     writer = writing(job, keep_memory=1)
     for number in (1, 2, 3):
         save(writer, number)

@@ -189,7 +189,7 @@ def test_a_flush_that_has_no_room_to_show_how_far_it_is_succeeds(job: Job) -> No
 def test_memory_and_storage_have_a_line_of_each_checkpoint(
     storage_root: StorageRoot, memory_root: Path
 ) -> None:
-    job = Job(f"{storage_root.url}/run", str(memory_root), storage_root.storage_options)
+    job = storage_root.job(memory_root)
     status = forked(_save_and_wait, job, 1, 2, 3, 4)
     lines = from_csv(storage_root.read(f"run/{_HISTORY}"))
     assert [line.name for line in lines] == ["step-1", "step-2", "step-3", "step-4"]
@@ -309,7 +309,9 @@ def _flush_by_one_flusher(slow: Job, quick: Job) -> list[CheckpointStatus]:
     flusher = FlushScheduler(slow.memory)
 
     def registration(job: Job, limit: int | None) -> Registration:
-        return Registration(job.name or "", job.url or "", overwrite=True, upload_limit=limit)
+        return Registration(
+            job=job.name or "", url=job.url or "", overwrite=True, upload_limit=limit
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)

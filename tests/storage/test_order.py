@@ -15,7 +15,15 @@ from dcp_mem.common.values import CheckpointStatus
 from dcp_mem.config import settings
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.operations.inventory import list_checkpoints
-from tests.support.checkpoints.jobs import Job, load, load_anew, make_state, save, wait_until
+from tests.support.checkpoints.jobs import (
+    Job,
+    committed_in,
+    load,
+    load_anew,
+    make_state,
+    save,
+    wait_until,
+)
 from tests.support.processes.forks import forked, forked_ranks
 
 HOUR = 3600.0
@@ -69,10 +77,6 @@ def _node(memory_root: Path, url: Path | str | None, number: int) -> Job:
     return Job(None if url is None else str(url), str(memory_root / f"node{number}"))
 
 
-def _stored(url: Path) -> set[str]:
-    return {path.name for path in url.glob("step-*") if (path / ".metadata").exists()}
-
-
 def _listed(job: Job) -> list[CheckpointStatus]:
     return list_checkpoints(settings(job.url, memory_root=job.memory, job=job.name))
 
@@ -87,7 +91,7 @@ def test_durable_steps_stay_where_the_lost_nodes_clock_was_wrong(
     url = tmp_path / "root"
     forked(act, _node(memory_root, url, 0), Run(fast, (1, 2, 3), loads=False))
     assert forked(act, _node(memory_root, url, 1), Run(0.0, (4, 5, 6))) == (3, ())
-    wait_until(lambda: _stored(url) == {"step-5", "step-6"}, "retention")
+    wait_until(lambda: committed_in(url) == {"step-5", "step-6"}, "retention")
     assert [one.name for one in _listed(_node(memory_root, url, 1))][:2] == ["step-6", "step-5"]
     assert forked(act, _node(memory_root, url, 2), Run(-HOUR, ())) == (6, ())
 

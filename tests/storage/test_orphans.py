@@ -209,7 +209,7 @@ def _refused(job: Job, name: str) -> Exception | None:
 def test_a_deleted_checkpoint_is_gone_and_the_others_are_not(
     storage_root: StorageRoot, memory_root: Path
 ) -> None:
-    job = Job(f"{storage_root.url}/run", str(memory_root), storage_root.storage_options)
+    job = storage_root.job(memory_root)
     forked(save_two, job, "process")
     assert forked(_delete, job, "step-2") > 2400
     assert not [

@@ -197,7 +197,7 @@ def test_the_loser_says_so_in_its_status_and_keeps_its_checkpoints(
     new.save(1)
     new.ownership().claim()
     flusher = FlushScheduler(old.job.memory)
-    flusher.register(Registration("job", old.job.url or "", overwrite=True))
+    flusher.register(Registration(job="job", url=old.job.url or "", overwrite=True))
     flusher.flush_next()
     (status,) = old.job.writer().status()
     assert status.state is State.FAILED
@@ -251,7 +251,9 @@ class Writers:
             patch.setattr(FlushQueue, "is_live", lambda *_: True)
             flusher = FlushScheduler(job.memory)
             flusher.register(
-                Registration("job", self.root.url, overwrite=True, keep_storage=keep_last(1))
+                Registration(
+                    job="job", url=self.root.url, overwrite=True, keep_storage=keep_last(1)
+                )
             )
             with suppress(_Killed):
                 while flusher.flush_next():  # what fails comes back later

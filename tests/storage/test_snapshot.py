@@ -45,7 +45,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
 @pytest.fixture(params=["s3_root", "abfs_root"])
 def job(request: pytest.FixtureRequest, memory_root: Path) -> Job:
     root: StorageRoot = request.getfixturevalue(request.param)
-    return Job(f"{root.url}/run", str(memory_root), root.storage_options)
+    return root.job(memory_root)
 
 
 def _settings(job: Job) -> Settings:

@@ -69,8 +69,8 @@ class Nodes:
 
     def registration(self, running: Collection[int] | None) -> Registration:
         return Registration(
-            "job",
-            str(self.url),
+            job="job",
+            url=str(self.url),
             overwrite=True,
             nodes=None if running is None else self.ids(running),
         )
@@ -346,8 +346,8 @@ def test_holders_get_along_on_every_kind_of_storage(
         options = storage_root.storage_options
         flusher.register(
             Registration(
-                "job",
-                f"{storage_root.url}/run",
+                job="job",
+                url=f"{storage_root.url}/run",
                 overwrite=True,
                 storage_options=options,
                 nodes=nodes.ids((1, 2)),
@@ -376,7 +376,12 @@ def test_an_owner_that_drops_its_part_leaves_what_others_have_put_for_it(nodes: 
     (nodes.stored / names.OWN / node_manifest).unlink()
     there = nodes.files(".distcp")
     drop_part(
-        FlushJob(nodes.held(1), nodes.memory(1).node, PosixStorage(str(nodes.url)), overwrite=True)
+        FlushJob(
+            checkpoint=nodes.held(1),
+            node=nodes.memory(1).node,
+            storage=PosixStorage(str(nodes.url)),
+            overwrite=True,
+        )
     )
     assert nodes.files(".distcp") == there
     assert any(name.startswith("__1_0-") for name in there)

@@ -10,7 +10,7 @@ import pytest
 
 from dcp_mem import FlushFailed, NoRecoverableCheckpoint, State, StorageRefused
 from dcp_mem.storage.routes import open_storage
-from tests.support.checkpoints.jobs import Job, agents, load_anew, save
+from tests.support.checkpoints.jobs import agents, load_anew, save
 from tests.support.processes.forks import raised_by
 from tests.support.storage import certificates
 from tests.support.storage.servers import (
@@ -61,15 +61,10 @@ def _trusting(root: StorageRoot, authority: str) -> dict[str, Any]:
     return {**options, "connection_verify": authority}
 
 
-def _job(root: StorageRoot, memory_root: Path, **changed: Any) -> Job:
-    job = Job(f"{root.url}/run", str(memory_root), root.storage_options)
-    return replace(job, **changed)
-
-
 def test_authority_in_storage_options_is_trusted_by_agent_and_trainer(
     root: StorageRoot, memory_root: Path, tls: certificates.Certificates
 ) -> None:
-    job = _job(root, memory_root, storage_options=_trusting(root, tls.authority))
+    job = replace(root.job(memory_root), storage_options=_trusting(root, tls.authority))
     with job.writer() as writer:
         save(writer, 1)
         writer.wait(timeout=60)
@@ -98,7 +93,7 @@ def test_agent_that_runs_takes_the_authority_that_a_trainer_has_come_to_trust(
     tls: certificates.Certificates,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = _job(root, memory_root)
+    job = root.job(memory_root)
     with contextlib.closing(job.writer()) as writer:
         save(writer, 1)
         with pytest.raises(FlushFailed, match=r"certificate isn't trusted here.*SSL_CERT_FILE"):
@@ -113,7 +108,7 @@ def test_agent_that_runs_takes_the_authority_that_a_trainer_has_come_to_trust(
 def test_unknown_authority_is_refused_by_the_trainer_with_what_to_do(
     root: StorageRoot, memory_root: Path
 ) -> None:
-    refused = raised_by(lambda: load_anew(_job(root, memory_root)))
+    refused = raised_by(lambda: load_anew(root.job(memory_root)))
     assert isinstance(refused, NoRecoverableCheckpoint)
     assert "refused: " in str(refused)
     assert "The server's certificate isn't trusted here" in str(refused)

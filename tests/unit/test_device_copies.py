@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,11 +57,6 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Played]:
         monkeypatch.setattr(module, "copy_stream", lambda device: played)
     yield played
     played.may_run.set()
-
-
-@pytest.fixture
-def places(memory_root: Path, tmp_path: Path) -> Places:
-    return Places(str(memory_root), str(tmp_path / "storage"))
 
 
 def _on_device(fill: float) -> torch.Tensor:

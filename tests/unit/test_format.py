@@ -326,7 +326,9 @@ def test_a_node_manifest_survives_being_written_down(columns: dict[str, list[int
             (file, np.array(numbers, dtype="<i8")) for file, numbers in columns.items()
         )
     }
-    found = NodeManifest.from_json(NodeManifest("abc", "node", tables).to_json())
+    found = NodeManifest.from_json(
+        NodeManifest(save_id="abc", node="node", tables=tables).to_json()
+    )
     assert (found.save_id, found.node, set(found.tables)) == ("abc", "node", set(tables))
     for file, table in tables.items():
         for name in ("offsets", "lengths", "payload_offsets", "payload_nbytes", "crc32c"):
@@ -342,7 +344,11 @@ _PARTS = StoredParts(
 
 def test_a_node_manifest_says_what_later_checkpoints_may_be_made_from() -> None:
     manifest = NodeManifest(
-        "abc", "node", {}, Transfer(sent_nbytes=7, reused_nbytes=5), {"__0_0-abc.distcp": _PARTS}
+        save_id="abc",
+        node="node",
+        tables={},
+        transfer=Transfer(sent_nbytes=7, reused_nbytes=5),
+        parts={"__0_0-abc.distcp": _PARTS},
     )
     found = NodeManifest.from_json(manifest.to_json())
     assert (found.parts, found.transfer) == (manifest.parts, manifest.transfer)
@@ -351,7 +357,13 @@ def test_a_node_manifest_says_what_later_checkpoints_may_be_made_from() -> None:
 
 
 def test_versions_that_know_nothing_of_reuse_find_the_fields_that_they_know() -> None:
-    manifest = NodeManifest("abc", "node", {}, Transfer(reused_nbytes=5), {"file": _PARTS})
+    manifest = NodeManifest(
+        save_id="abc",
+        node="node",
+        tables={},
+        transfer=Transfer(reused_nbytes=5),
+        parts={"file": _PARTS},
+    )
     body = json.loads(manifest.to_json())["body"]
     assert set(body["transfer"]) == {one.name for one in fields(Transfer)} - {"reused_nbytes"}
 

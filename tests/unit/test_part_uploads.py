@@ -35,9 +35,11 @@ def _outgoing(directory: Path, count: int) -> list[SegmentUpload]:
         )
         found.append(
             SegmentUpload(
-                Segment(rank=rank, node="node", file=file, nbytes=NBYTES, layout="", tail=()),
-                table,
-                f"step-1/{file}",
+                segment=Segment(
+                    rank=rank, node="node", file=file, nbytes=NBYTES, layout="", tail=()
+                ),
+                table=table,
+                key=f"step-1/{file}",
                 is_stored=False,
             )
         )

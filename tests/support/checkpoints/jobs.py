@@ -54,6 +54,11 @@ class Job:
         }
 
 
+def committed_in(root: Path) -> set[str]:
+    """The names of the checkpoints that torch finds in a directory."""
+    return {path.parent.name for path in root.glob("*/.metadata")}
+
+
 def make_state(number: int) -> State:
     """The state of that number: sharded over the ranks, replicated, and objects."""
     sharded: torch.Tensor = torch.arange(600.0).view(60, 10) + number

@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
@@ -68,6 +72,13 @@ class Places:
             lambda: is_shown(memory, name), f"{name} to be shown to torch's own readers", timeout=20
         )
         return self.directory("memory", name)
+
+    def metadata(self, name: str) -> Metadata:
+        """Return what torch's own reader finds in memory, without that reader's own mark."""
+        metadata = dcp.FileSystemReader(self.shown(name)).read_metadata()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = None
+        return metadata
 
     def directory(self, road: str, name: str) -> Path:
         """The checkpoint's directory on that road."""

@@ -16,6 +16,7 @@ Needs root and the programs in `TOOLS`.
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -32,6 +33,7 @@ import pytest
 from typing_extensions import TypeVarTuple, Unpack
 
 from tests.support import REPOSITORY
+from tests.support.checkpoints.jobs import Job
 from tests.support.nodes import torchrun
 from tests.support.nodes.inside import Program
 from tests.support.processes.launch import TETHER
@@ -51,7 +53,16 @@ ON_DEMAND = pytest.mark.skipif(
 )
 """For tests that a gate has no time for."""
 
+
+def job_on_nodes(storage: Path | None = None) -> Job:
+    """A job with its memory in every node's own tmpfs, and its storage in a shared directory."""
+    return Job(None if storage is None else str(storage), str(MEMORY / "dcp_mem"))
+
+
 _SWITCH_ADDRESS = "10.77.0.254"
+# Each job's rendezvous has a port of its own: that of a job which was killed may still be taken.
+# They lie below those that the kernel gives to connections.
+_FIRST_PORT = 29400
 _MOST_NODES = 250
 _FIRST_PLACE = 101  # Addresses are sorted as texts: each has to have three digits here.
 _POLL_SECONDS = 0.01
@@ -222,6 +233,7 @@ class Cluster:
             directory,
             target,
             *args,
+            port=_FIRST_PORT + self._jobs,
             ranks_per_node=ranks_per_node,
             nnodes=nnodes,
             max_restarts=max_restarts,
@@ -234,19 +246,21 @@ class Cluster:
         return job
 
     def serve_store(self) -> str:
-        """Serve a rendezvous store on the switch, needing no node; return its address."""
+        """Serve a rendezvous store on the switch, needing no node; return its "host:port"."""
         output = self._directory / "store"
         output.touch()
         store = Program(self._switch.pid, output, os.environ, torchrun.serve_store, _SWITCH_ADDRESS)
         self._stack.callback(store.wait)
         self._stack.callback(store.kill)
-        while not output.read_text().endswith("\n"):
+        while not (
+            said := re.search(rf"^{_SWITCH_ADDRESS}:\d+$\n", output.read_text(), re.MULTILINE)
+        ):
             if store.poll() is not None:
                 raise ServerUnavailable(
                     f"the rendezvous store does not start:\n{output.read_text()}"
                 )
             time.sleep(_POLL_SECONDS)
-        return _SWITCH_ADDRESS
+        return said[0].strip()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """A function run by torchrun on several nodes: one elastic agent on each, c10d rendezvous, gloo.
 
-    job = start_job(nodes, directory, train, url, ranks_per_node=2, nnodes="2:3") losses =
-    job.results()                              # what each rank returned [first, second] =
-    job.wait()                        # how each node's torchrun ended, whatever the end
+    job = start_job(nodes, directory, train, url, port=29401, ranks_per_node=2, nnodes="2:3")
+    losses = job.results()  # what each rank returned
+    [first, second] = job.wait()  # how each node's torchrun ended, whatever the end
 
 Functions and arguments are pickled, so functions are defined at module level. A rank joins the
 process group before its function is called; after a restart by torchrun the function is called
@@ -31,9 +31,6 @@ from tests.support.processes.forks import leave_group
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-PORT = 29400
-"""Where the rendezvous listens."""
 
 _RESULT_SECONDS = 120.0
 _KILL_SECONDS = 10.0
@@ -147,6 +144,7 @@ def start_job(
     directory: Path,
     target: Callable[[Unpack[Ts]], T],
     *args: Unpack[Ts],
+    port: int,
     ranks_per_node: int = 1,
     nnodes: str | None = None,
     max_restarts: int = 0,
@@ -157,13 +155,14 @@ def start_job(
 ) -> Job[T]:
     """Start `target(*args)` on every rank; ranks are numbered in the order of `nodes`.
 
-    directory: an empty one that all nodes share. nnodes: as torchrun's, by default all of `nodes`.
-    env_of: more variables, for the nodes of these names. store: address of a rendezvous store that
-    `serve_store` runs; by default the first node has it.
+    directory: an empty one that all nodes share. port: where the rendezvous listens on the first
+    node. nnodes: as torchrun's, by default all of `nodes`.
+    env_of: more variables, for the nodes of these names. store: "host:port" of a rendezvous store
+    that `serve_store` runs; by default the first node has it.
     patience: seconds that a collective waits for the others.
     """
     (directory / "job").write_bytes(pickle.dumps((target, args, patience)))
-    endpoint = store or nodes[0].take_place(0)
+    endpoint = store or f"{nodes[0].take_place(0)}:{port}"
 
     def start(node: Host, place: int) -> _Agent:
         settings = _RENDEZVOUS | {"is_host": int(store is None and place == 0)}
@@ -171,7 +170,7 @@ def start_job(
             f"--nnodes={nnodes or len(nodes)}",
             *(
                 "--rdzv-backend=c10d",
-                f"--rdzv-endpoint={endpoint}:{PORT}",
+                f"--rdzv-endpoint={endpoint}",
                 f"--rdzv-id={directory.name}",
             ),
             f"--rdzv-conf={','.join(f'{name}={value}' for name, value in settings.items())}",
@@ -238,8 +237,8 @@ def _environment(node: Host, home: Path) -> dict[str, str]:
 
 
 def serve_store(address: str) -> None:
-    """Serve a rendezvous store until killed, and print where."""
-    store = dist.TCPStore(address, PORT, is_master=True, wait_for_workers=False)
+    """Serve a rendezvous store on a free port until killed, and print its "host:port"."""
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
     print(f"{store.host}:{store.port}", flush=True)
     while True:
         time.sleep(3600)

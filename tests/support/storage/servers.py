@@ -24,6 +24,7 @@ import pytest
 from azure.storage.blob import BlobServiceClient
 
 from tests.support import REPOSITORY
+from tests.support.checkpoints.jobs import Job
 from tests.support.processes.launch import TETHER
 from tests.support.storage import ceph, shared_models  # noqa: F401 (importing it is what it is for)
 from tests.support.storage.certificates import Certificates
@@ -72,6 +73,10 @@ class StorageRoot:
 
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def job(self, memory: Path) -> Job:
+        """A job that has its storage below the root, and its memory there."""
+        return Job(f"{self.url}/run", str(memory), self.storage_options)
 
     def filesystem(self) -> tuple[Any, str]:
         """An fsspec file system that caches nothing, and the root's path in it."""

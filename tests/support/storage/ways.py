@@ -79,8 +79,7 @@ class Way:
 
     def job(self, memory: Path, root: StorageRoot | None = None) -> Job:
         """The job that goes this way, or to another of the roots, with its memory there."""
-        root = root or self.root
-        return Job(f"{root.url}/run", str(memory), root.storage_options)
+        return (root or self.root).job(memory)
 
     def asked(self, step: str) -> list[Exchange]:
         """The requests of one step so far."""

@@ -31,9 +31,9 @@ def upload(target: Target, segments: Sequence[Segment]) -> Iterator[Callable[[],
     storage = open_storage(target.url, target.storage_options)
     outgoing = [
         SegmentUpload(
-            Staged(rank=rank, node="", file=one.path.name, nbytes=one.nbytes),
-            _table(one.nbytes),
-            one.name,
+            segment=Staged(rank=rank, node="", file=one.path.name, nbytes=one.nbytes),
+            table=_table(one.nbytes),
+            key=one.name,
             is_stored=False,
             is_hashed=True,
         )
