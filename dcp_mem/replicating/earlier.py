@@ -131,7 +131,7 @@ def reduced(blocks: Blocks, cut: Cut, data: memoryview, has: Mask) -> Reduced:
         for first, last, start, stop in _stretches(blocks, cut, has):
             if has[first] and stop - start < _SHORT:
                 has[first:last] = False
-    pieces, digest = [], hasher()
+    pieces, digest = list[memoryview](), hasher()
     for first, _, start, stop in _stretches(blocks, cut, has):
         piece = data[start - cut.start : stop - cut.start]
         if has[first]:
@@ -179,9 +179,9 @@ class EarlierCopy:
             data: Its memory.
             note: As the sender made it.
         """
-        count, digest, pieces, is_right = cut.last - cut.first, hasher(), [], True
         bits = np.frombuffer(note, np.uint8, len(note) - HASH_NBYTES)
-        has = np.unpackbits(bits, count=count).astype(np.bool_)
+        has = np.unpackbits(bits, count=cut.last - cut.first).astype(np.bool_)
+        pieces, digest, is_right = list[memoryview](), hasher(), True
         for first, _, start, stop in _stretches(self._blocks, cut, has):
             piece = data[start - cut.start : stop - cut.start]
             if not has[first]:

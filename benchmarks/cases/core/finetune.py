@@ -2,7 +2,8 @@
 
 A small transformer with adapters of peft runs real steps on the CPU, and saves after each: with the
 frozen parameters declared (`frozen=`), and without. What it must not cost more than is a copy of
-what trains, tensor by tensor as it lies after a step. Two nodes copy to each other what has changed.
+what trains, tensor by tensor as it lies after a step. Two nodes copy what has changed to each
+other.
 """
 
 from __future__ import annotations
