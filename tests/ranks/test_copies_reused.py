@@ -201,7 +201,7 @@ def _saves_in_two_shapes(nodes: Nodes) -> list[int]:
         for step, name in ((1, "step-1"), (2, "step-2")):
             state = _state(_trained(0))
             if step == 2:  # all items lie elsewhere
-                state = {"0": torch.zeros(100), **state}
+                state = {f"rank{dist.get_rank()}.first": torch.zeros(100), **state}
             dcp_mem.save(state, checkpoint_id=name, storage_writer=writer)
             writer.wait(name, "replicated", timeout=60)
             found.append(_amounts(writer, name)[1])

@@ -39,7 +39,13 @@ def _table(blocks: Blocks, data: bytes) -> ItemTable:
     checksums = BlockChecksums(blocks)
     checksums.add(0, memoryview(data))
     nowhere = np.zeros(len(blocks.offsets), "<i8")
-    return ItemTable(blocks.offsets, blocks.lengths, nowhere, nowhere, checksums.result())
+    return ItemTable(
+        offsets=blocks.offsets,
+        lengths=blocks.lengths,
+        payload_offsets=nowhere,
+        payload_nbytes=nowhere,
+        crc32c=checksums.result(),
+    )
 
 
 @given(ITEMS)
