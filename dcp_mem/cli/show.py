@@ -79,6 +79,8 @@ def _facts(inside: Contents) -> dict[str, object]:
 
 
 def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: int) -> None:
+    transfer = checkpoint.transfer
+    sent, reused = checkpoint.replication_sent_nbytes, checkpoint.replication_reused_nbytes
     rows: list[list[str | Text]] = [
         ["name", Text(checkpoint.name, "bold")],
         ["save id", checkpoint.save_id or "none: written by torch"],
@@ -90,7 +92,8 @@ def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: 
         ["metrics", figures(checkpoint.metrics)],
         ["places", " + ".join(checkpoint.places)],
         ["size", f"{size(checkpoint.nbytes)} in {_count(len(inside.segments), 'segment')}"],
-        ["upload", _upload(checkpoint)],
+        ["copies", _moved(sent, reused, "")],
+        ["upload", _moved(transfer.sent_nbytes, transfer.reused_nbytes, " on storage")],
         ["saved by", _savers(checkpoint, inside)],
         ["catalog", inside.catalog],
     ]
@@ -101,12 +104,12 @@ def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: 
     _show_files(screen, inside, most)
 
 
-def _upload(checkpoint: CheckpointStatus) -> str:
-    """Return what this node has sent, and what storage copied instead; "" if that isn't known."""
-    sent, reused = checkpoint.transfer.sent_nbytes, checkpoint.transfer.reused_nbytes
-    if not sent and not reused:
+def _moved(sent_nbytes: int, reused_nbytes: int, where: str) -> str:
+    """Return what was sent, and what was copied from an earlier checkpoint instead; "" for none."""
+    if not sent_nbytes and not reused_nbytes:
         return ""
-    return f"{size(sent)} sent" + (f", {size(reused)} reused on storage" if reused else "")
+    reused = f", {size(reused_nbytes)} reused{where}" if reused_nbytes else ""
+    return f"{size(sent_nbytes)} sent{reused}"
 
 
 def _show_items(screen: Screen, inside: Contents, most: int) -> None:

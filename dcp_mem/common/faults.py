@@ -30,6 +30,7 @@ POINTS = (
     "checksums.made",  # of one segment; they don't lie beside it yet
     "replicate.started",
     "replicate.chunk",  # one chunk is on its way
+    "replicate.reused",  # this node has copied bytes of an earlier copy instead of receiving them
     "replicate.received",  # this node has a copy, and has verified it
     "replicate.sealed",  # the copy has its name, and its checksums lie beside it
     "replicate.recorded",  # this node has recorded REPLICATED

@@ -154,6 +154,9 @@ class CheckpointStatus:
         transfer: What this node has moved to storage.
         replicas: Copies of each segment in other nodes' memory.
         replication_seconds: How long replication took.
+        replication_sent_nbytes: Bytes that all ranks have sent for it to each other.
+        replication_reused_nbytes: Bytes of copies that weren't sent, as an earlier copy on the same
+            node had them.
         replication_error: Why there is neither copy nor parity, or less than wanted.
         parity: Over how many other nodes there is parity, in place of copies.
         step: The training step; None where it wasn't given.
@@ -189,6 +192,8 @@ class CheckpointStatus:
     transfer: Transfer = field(default_factory=Transfer)
     replicas: int = 0
     replication_seconds: float = 0.0
+    replication_sent_nbytes: int = 0
+    replication_reused_nbytes: int = 0
     replication_error: str = ""
     parity: int = 0
     step: int | None = None

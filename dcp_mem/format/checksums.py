@@ -41,6 +41,16 @@ class Blocks:
     lengths: Extents
     first: Extents
 
+    def between(self, first: int, last: int) -> Blocks:
+        """Return the blocks [first, last) alone, each as an item of its own.
+
+        Args:
+            first: Number of a block.
+            last: Number of a block, exclusive.
+        """
+        here = slice(first, last)
+        return Blocks(self.offsets[here], self.lengths[here], np.arange(last - first + 1))
+
 
 def blocks_of(offsets: Extents, lengths: Extents) -> Blocks:
     """Return the blocks of items.
@@ -170,6 +180,15 @@ class BlockChecksums:
         if hasher is not None:
             hasher.update(data[hashed - start :])
         return checksum(data[done - start :], whole)
+
+    def of(self, first: int, last: int) -> Crcs:
+        """Return the CRC32C of the blocks [first, last); each must have been added in one piece.
+
+        Args:
+            first: Number of a block.
+            last: Number of a block, exclusive.
+        """
+        return self._crcs[first:last]
 
     def result(self) -> Crcs:
         """Return the CRC32C of each block; all bytes must have been added."""

@@ -169,6 +169,8 @@ def frames_key(specs: Sequence[Spec]) -> str:
 def frame_pieces(layout: Layout, specs: Sequence[Spec]) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, bytes) of every head and tail: what a slot must hold besides payloads.
 
+    Zeros follow each tail up to the next item: so equal items make equal bytes, in any slot.
+
     Args:
         layout: Of the segment; only its offsets are used.
         specs: Dtype and shape of each item of the layout.
@@ -176,5 +178,7 @@ def frame_pieces(layout: Layout, specs: Sequence[Spec]) -> Iterator[tuple[int, b
     for offset, (dtype, shape) in zip(layout.offsets.tolist(), specs, strict=True):
         item = frame(dtype, tuple(shape))
         yield offset, item.head
-        if item.tail:
-            yield offset + len(item.head) + item.payload_nbytes, item.tail
+        start = offset + len(item.head) + item.payload_nbytes
+        rest = item.tail.ljust(align(start + len(item.tail)) - start, b"\0")
+        if rest:
+            yield start, rest

@@ -391,6 +391,8 @@ class ReplicationRecord:
             there are no copies.
         seconds: How long it took.
         error: Why there is neither, or less than wanted.
+        sent_nbytes: Bytes that all ranks have sent.
+        reused_nbytes: Bytes of copies that weren't sent: an earlier copy had them.
     """
 
     save_id: str
@@ -399,6 +401,8 @@ class ReplicationRecord:
     parity: int = 0
     seconds: float = 0.0
     error: str = ""
+    sent_nbytes: int = 0
+    reused_nbytes: int = 0
 
     def to_json(self) -> bytes:
         """Return the record as a file."""

@@ -7,6 +7,7 @@ modules in this order:
     repair_plan   the same after a loss of nodes
     task          one rank's part in the plans of a checkpoint
     worker        carries out a task, and agrees with all ranks on how it went
+    earlier       what of a copy its receiver has already, in an earlier one
     send          the files that a rank sends from, and their checksums
     receive       the files that a rank assembles from what it receives
     replicator    the background thread that runs tasks

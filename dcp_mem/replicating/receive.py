@@ -11,11 +11,20 @@ import numpy as np
 
 from dcp_mem.comm.transfer import IncomingChunk
 from dcp_mem.errors import DcpMemError
-from dcp_mem.format.checksums import BLOCK, BlockChecksums, Crcs, blocks_of, checksum
+from dcp_mem.format.checksums import (
+    BLOCK,
+    BlockChecksums,
+    Blocks,
+    Crcs,
+    block_count,
+    blocks_of,
+    checksum,
+)
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.slots import Slot
+from dcp_mem.replicating.earlier import EarlierCopy, FindEarlier, Told, cuts_of
 from dcp_mem.replicating.plan import FilePlan
-from dcp_mem.replicating.task import SegmentTables, chunk_nbytes
+from dcp_mem.replicating.task import SMALL_CHUNK, SegmentTables
 
 
 class IncomingFile:
@@ -30,6 +39,7 @@ class IncomingFile:
         slot: Slot | str,
         tables: SegmentTables,
         seal: Callable[[IncomingFile], None],
+        find_earlier: FindEarlier,
     ) -> None:
         """Describe the file.
 
@@ -38,6 +48,7 @@ class IncomingFile:
             slot: The slot that was claimed for it, or why there is none.
             tables: The items of the checkpoint's segments.
             seal: Puts the file into the checkpoint; called once all senders have ended.
+            find_earlier: Finds an earlier copy of a segment, by its blocks.
         """
         self.plan, self.slot = plan, slot
         self.is_sealed = False
@@ -49,6 +60,8 @@ class IncomingFile:
         self._guard = threading.Lock()
         self._memory: memoryview | None = None
         self._copied: BlockChecksums | None = None
+        self._find_earlier = find_earlier
+        self._earlier: EarlierCopy | None = None
 
     def begin(self) -> None:
         """Map the slot; where parts are added up, fill it with zeros.
@@ -74,16 +87,25 @@ class IncomingFile:
         assert slot.mapping is not None
         memory = memoryview(slot.mapping.buffer).cast("B")[: plan.nbytes]
         if plan.is_copy:
-            self._copied = self._blocks()
+            self._copied = BlockChecksums(self._blocks())
+            self._earlier = self._find_earlier(self._blocks())
         elif plan.nbytes:
             np.frombuffer(memory, np.uint8)[:] = 0
         return memory
 
-    def _blocks(self) -> BlockChecksums:
+    def _blocks(self) -> Blocks:
         table = self._tables[self.plan.file]
-        return BlockChecksums(blocks_of(table.offsets, table.lengths))
+        return blocks_of(table.offsets, table.lengths)
 
     # -- receiving ---------------------------------------------------------------------------------
+
+    def told(self) -> bytearray | None:
+        """Return what the sender of a copy is told first: what of it lies here; None otherwise."""
+        if not self.plan.is_copy:
+            return None
+        if self._earlier is not None:
+            return self._earlier.told.message
+        return Told(block_count(self._tables[self.plan.file].lengths)).message
 
     def chunks_from(self, sender: int) -> Iterator[IncomingChunk]:
         """Yield all that a rank sends for the plan, in the order of `OutgoingFiles.chunks`.
@@ -94,17 +116,16 @@ class IncomingFile:
         if self.plan.is_copy:
             yield from self._chunks_in_place()
             return
-        nbytes = chunk_nbytes(self.plan)
         buffers: list[bytearray] = []  # free ones, used again and again
         for part in self.plan.parts_from(sender):
-            for start in range(part.start, part.stop, nbytes):
-                buffer = buffers.pop() if buffers else bytearray(nbytes)
-                data = memoryview(buffer)[: min(nbytes, part.stop - start)]
+            for start in range(part.start, part.stop, SMALL_CHUNK):
+                buffer = buffers.pop() if buffers else bytearray(SMALL_CHUNK)
+                data = memoryview(buffer)[: min(SMALL_CHUNK, part.stop - start)]
                 place = part.place + start - part.start
                 accept = partial(self._add_and_free, place, data, buffer, buffers)
                 yield IncomingChunk(data, partial(checksum, data), accept)
         for file in self.plan.checksums_from(sender):
-            crcs = bytearray(4 * self._block_count(file))
+            crcs = bytearray(4 * block_count(self._tables[file].lengths))
             self.checksums[file] = np.frombuffer(crcs, "<u4")
             if crcs:
                 yield IncomingChunk(crcs, partial(checksum, memoryview(crcs)), _nothing)
@@ -112,14 +133,15 @@ class IncomingFile:
     def _chunks_in_place(self) -> Iterator[IncomingChunk]:
         assert self._memory is not None
         assert self._copied is not None
-        nbytes = chunk_nbytes(self.plan)
-        for start in range(0, self.plan.nbytes, nbytes):
-            data = self._memory[start : start + nbytes]
-            yield IncomingChunk(data, partial(self._copied.add, start, data), _nothing)
-
-    def _block_count(self, file: str) -> int:
-        table = self._tables[file]
-        return len(blocks_of(table.offsets, table.lengths).offsets)
+        earlier = self._earlier
+        for cut in cuts_of(self._blocks(), self.plan.nbytes):
+            data = self._memory[cut.start : cut.stop]
+            crc = partial(self._copied.add, cut.start, data)
+            if earlier is None or not earlier.told.is_any:
+                yield IncomingChunk(data, crc, _nothing)
+            else:
+                refill = partial(earlier.refill, cut, data)
+                yield IncomingChunk(data, crc, _nothing, cut.note_nbytes, refill)
 
     def _add_and_free(
         self, place: int, data: memoryview, buffer: bytearray, buffers: list[bytearray]
@@ -151,6 +173,12 @@ class IncomingFile:
         if is_last:
             self._seal(self)
 
+    def close(self) -> None:
+        """Let the earlier copy be recycled."""
+        if self._earlier is not None:
+            self._earlier.close()
+            self._earlier = None
+
     # -- the assembled file ------------------------------------------------------------------------
 
     def table(self) -> ItemTable:
@@ -163,9 +191,9 @@ class IncomingFile:
         if self._copied is not None:
             return replace(table, crc32c=self._copied.result())
         assert self._memory is not None
-        blocks = self._blocks()
-        blocks.add(0, self._memory)
-        crcs = blocks.result()
+        checksums = BlockChecksums(self._blocks())
+        checksums.add(0, self._memory)
+        crcs = checksums.result()
         known = self.checksums.get(self.plan.file)
         wrong = len(crcs) if known is None else int(np.count_nonzero(crcs != known))
         if wrong:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcp_mem.comm.agreement import Failures
+from dcp_mem.comm.transfer import Amount
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
@@ -105,8 +106,9 @@ class Replicator:
         name, started = replication.task.manifest.name, time.monotonic()
         is_replicated = False
         try:
-            failures = Worker(self._memory, self._slots, replication.task, cancelled).run()
-            self._record(replication, failures, time.monotonic() - started)
+            worker = Worker(self._memory, self._slots, replication.task, cancelled)
+            failures = worker.run()
+            self._record(replication, failures, time.monotonic() - started, worker.amount)
             is_replicated = not failures
             faults.point("replicate.recorded")
         except Exception:
@@ -120,7 +122,9 @@ class Replicator:
         except Exception:
             log.warning("what %s supersedes stays in memory for now", name, exc_info=True)
 
-    def _record(self, replication: Replication, failures: Failures, seconds: float) -> None:
+    def _record(
+        self, replication: Replication, failures: Failures, seconds: float, amount: Amount
+    ) -> None:
         manifest, redundancy = replication.task.manifest, replication.redundancy
         error = "; ".join(f"rank {rank}: {text}" for rank, text in failures)
         if failures:
@@ -139,5 +143,7 @@ class Replicator:
                     parity=redundancy.parity,
                     seconds=seconds,
                     error=replication.remark,
+                    sent_nbytes=amount.sent_nbytes,
+                    reused_nbytes=amount.reused_nbytes,
                 )
             self._memory.record_replication(manifest, record)

@@ -11,11 +11,11 @@ from functools import partial
 
 import numpy as np
 
-from dcp_mem.comm.transfer import OutgoingChunk
+from dcp_mem.comm.transfer import OutgoingChunk, Reduced
 from dcp_mem.common import faults
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
-from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of, checksum
+from dcp_mem.format.checksums import BlockChecksums, Crcs, block_count, blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.checkpoint import check_unchanged, checksums_of, has_checksums
 from dcp_mem.memory.job import JobMemory
@@ -23,10 +23,12 @@ from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.slots import Slot
 from dcp_mem.memory.views import lent
 from dcp_mem.policy.pieces import Extent
+from dcp_mem.replicating.earlier import Cut, Told, cuts_of, reduced
 from dcp_mem.replicating.plan import FilePlan
-from dcp_mem.replicating.task import ReplicationTask, SegmentTables, chunk_nbytes
+from dcp_mem.replicating.task import SMALL_CHUNK, ReplicationTask, SegmentTables
 
 Read = Callable[[int, int], memoryview]
+_NO_ITEMS = np.zeros(0, "<i8"), np.zeros(0, "<i8")
 
 
 class OutgoingFiles:
@@ -45,18 +47,33 @@ class OutgoingFiles:
         self._opening = threading.Lock()
         self._resources = ExitStack()
 
-    def chunks(self, plan: FilePlan) -> Iterator[OutgoingChunk]:
+    def told(self, plan: FilePlan) -> Told | None:
+        """Return what the receiver of a copy fills in with what it has; None for other files.
+
+        Args:
+            plan: The file that another rank makes.
+        """
+        if not plan.is_copy:
+            return None
+        return Told(block_count(self._tables[plan.file].lengths))
+
+    def chunks(self, plan: FilePlan, told: Told | None = None) -> Iterator[OutgoingChunk]:
         """Yield all that this rank sends for a plan: its parts, then checksums of segments.
 
         Args:
             plan: The file that another rank makes of the chunks.
+            told: What the receiver of a copy has.
         """
         rank = self._task.ranks.rank
         for part in plan.parts_from(rank):
             file = self.open(part.file, plan)
-            # Before a copy's last chunk: without that, nobody seals a copy of damaged bytes.
-            check = partial(self._check_unchanged, part.file, file) if plan.is_copy else _nothing
-            for chunk in file.chunks(part.start, part.stop, chunk_nbytes(plan), check):
+            if told is not None:
+                # Before the last chunk: without that, nobody seals a copy of damaged bytes.
+                check = partial(self._check_unchanged, part.file, file)
+                chunks = file.copied_chunks(told, check)
+            else:
+                chunks = file.chunks(part.start, part.stop, SMALL_CHUNK)
+            for chunk in chunks:
                 yield chunk
                 faults.point("replicate.chunk")
         for name in plan.checksums_from(rank):
@@ -160,31 +177,54 @@ class OutgoingFile:
             table: Its items; None for what is no segment, or isn't sent as a whole.
         """
         self.nbytes, self.read, self._table = nbytes, read, table
-        self._checksums = (
-            None if table is None else BlockChecksums(blocks_of(table.offsets, table.lengths))
-        )
+        self.blocks = blocks_of(*_NO_ITEMS if table is None else (table.offsets, table.lengths))
+        self._checksums = None if table is None else BlockChecksums(self.blocks)
         # Each extent is claimed by the first thread that sums it up; `_gaps` had no such thread.
         self._claimed: set[Extent] = set()
+        self._summed: set[Extent] = set()
         self._gaps: list[Extent] = []
         self._nbytes_left = nbytes
         self._progress = threading.Condition()
 
-    def chunks(
-        self, start: int, stop: int, nbytes: int, before_last: Callable[[], None]
-    ) -> Iterator[OutgoingChunk]:
+    def chunks(self, start: int, stop: int, nbytes: int) -> Iterator[OutgoingChunk]:
         """Yield bytes [start, stop) in chunks of `nbytes` each.
 
         Args:
             start: First byte.
             stop: End, exclusive.
             nbytes: Bytes of a chunk; the last one may have fewer.
-            before_last: Called before the last chunk.
         """
         for low in range(start, stop, nbytes):
-            if low + nbytes >= stop:
-                before_last()
             data = self.read(low, min(low + nbytes, stop))
             yield OutgoingChunk(data, partial(self._chunk_crc, low, data))
+
+    def copied_chunks(self, told: Told, before_last: Callable[[], None]) -> Iterator[OutgoingChunk]:
+        """Yield all of the file, for a copy.
+
+        Args:
+            told: What the receiver has.
+            before_last: Called before the last chunk.
+        """
+        for cut in cuts_of(self.blocks, self.nbytes):
+            if cut.stop == self.nbytes:
+                before_last()
+            data = self.read(cut.start, cut.stop)
+            is_noted = told.is_any and cut.note_nbytes
+            leave_out = partial(self._reduced, cut, data, told) if is_noted else None
+            yield OutgoingChunk(data, partial(self._chunk_crc, cut.start, data), leave_out)
+
+    def _reduced(self, cut: Cut, data: memoryview, told: Told) -> Reduced:
+        return reduced(self.blocks, cut, data, told.has(cut, self._crcs_of(cut, data)))
+
+    def _crcs_of(self, cut: Cut, data: memoryview) -> Crcs:
+        """Return the checksums of a chunk's blocks; another thread may be summing them up."""
+        assert self._checksums is not None
+        if (cut.start, cut.stop) in self._summed or self.is_summed:
+            return self._checksums.of(cut.first, cut.last)
+        blocks = self.blocks.between(cut.first, cut.last)
+        checksums = BlockChecksums(blocks)
+        checksums.add(cut.start, data)
+        return checksums.result()
 
     def _chunk_crc(self, start: int, data: memoryview) -> int:
         """Return a chunk's CRC32C; sum up its items as well, unless another thread does."""
@@ -203,6 +243,7 @@ class OutgoingFile:
         crc = self._checksums.add(start, data)
         with self._progress:
             self._nbytes_left -= len(data)
+            self._summed.add((start, start + len(data)))
             self._progress.notify_all()
         return crc
 
@@ -236,10 +277,6 @@ class OutgoingFile:
         wrong = int(np.count_nonzero(self.table().crc32c != known))
         if wrong:
             raise DcpMemError(f"{wrong} of {len(known)} blocks of the copy here are damaged")
-
-
-def _nothing() -> None:
-    return
 
 
 def _gaps(claimed: list[Extent], nbytes: int) -> list[Extent]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
-from dcp_mem.comm.transfer import CHUNK
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.manifest import ItemTable, Manifest, items_of
@@ -14,7 +13,8 @@ from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.slots import Slot
 from dcp_mem.replicating.plan import FilePlan
 
-_SMALL_CHUNK = 2 << 20
+SMALL_CHUNK = 2 << 20
+"""Bytes of a chunk that is added up from private memory, of which each sender takes a few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +62,3 @@ class SegmentTables:
             self._catalog = read_catalog(self._directory, self._manifest.catalog)
         segment = self._manifest.segments[names.rank_of(file)]
         return items_of(self._catalog.layout(segment.rank), segment.tail)
-
-
-def chunk_nbytes(plan: FilePlan) -> int:
-    """Return the bytes of a chunk of a file.
-
-    A copy is received in place. Other files are added up from chunks in private memory, of which
-    each sender takes a few: these are smaller.
-
-    Args:
-        plan: The file's.
-    """
-    return CHUNK if plan.is_copy else _SMALL_CHUNK

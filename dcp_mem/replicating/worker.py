@@ -7,22 +7,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 from dcp_mem.comm.agreement import Failures, joined
 from dcp_mem.comm.collectives import Channel
-from dcp_mem.comm.transfer import receive, refuse, send
+from dcp_mem.comm.transfer import Amount, receive, refuse, send
 from dcp_mem.common import faults
 from dcp_mem.common.parallel import daemon
 from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.format.manifest import StripeRecord
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import SlotPool
+from dcp_mem.replicating.earlier import earlier_copy
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.receive import IncomingFile
 from dcp_mem.replicating.send import OutgoingFiles
-from dcp_mem.replicating.task import ReplicationTask, SegmentTables, chunk_nbytes
+from dcp_mem.replicating.task import SMALL_CHUNK, ReplicationTask, SegmentTables
 
 _LONGEST_ROUND = 5.0
 
@@ -37,17 +38,23 @@ class _Progress(NamedTuple):
     is_done: bool
     is_cancelled: bool
     failures: Failures
+    amount: Amount
 
     def join(self, other: _Progress) -> _Progress:
         return _Progress(
             self.is_done and other.is_done,
             self.is_cancelled or other.is_cancelled,
             joined(self.failures, other.failures),
+            self.amount.plus(other.amount),
         )
 
 
 class Worker:
-    """Does one rank's part."""
+    """Does one rank's part.
+
+    Attributes:
+        amount: What all ranks have sent; known once `run` has returned, and nothing has failed.
+    """
 
     def __init__(
         self, memory: JobMemory, slots: SlotPool, task: ReplicationTask, cancelled: threading.Event
@@ -68,6 +75,8 @@ class Worker:
         self._incoming: list[IncomingFile] = []
         self._failures: list[tuple[int, str]] = []
         self._has_kept_checksums = False
+        self._amounts: list[Amount] = []
+        self.amount = Amount()
 
     def run(self) -> Failures:
         """Carry out this rank's part; return what failed on which rank, and raise nothing.
@@ -110,11 +119,7 @@ class Worker:
 
     def _start(self) -> list[threading.Thread]:
         own, plans = self._rank, self._task.plans
-        self._incoming = [
-            IncomingFile(plan, self._task.slots[plan.file], self._tables, self._seal)
-            for plan in plans
-            if plan.receiver == own
-        ]
+        self._incoming = [self._file(plan) for plan in plans if plan.receiver == own]
         by_receiver: dict[int, list[FilePlan]] = {}
         by_sender: dict[int, list[IncomingFile]] = {}
         for plan in plans:
@@ -132,10 +137,17 @@ class Worker:
             acts.append((f"receiving from rank {sender}", partial(act, files)))
         return [daemon(partial(self._guarded, what, act), "dcp_mem-copy") for what, act in acts]
 
+    def _file(self, plan: FilePlan) -> IncomingFile:
+        find = partial(earlier_copy, self._memory, self._manifest, plan.file)
+        return IncomingFile(plan, self._task.slots[plan.file], self._tables, self._seal, find)
+
     def _send(self, receiver: int, plans: Sequence[FilePlan]) -> None:
         with self._channel(self._rank, receiver) as channel:
             for plan in plans:
-                send(channel, self._outgoing.chunks(plan), self._go_on)
+                told = self._outgoing.told(plan)
+                chunks = self._outgoing.chunks(plan, told)
+                message = None if told is None else told.message
+                self._amounts.append(send(channel, chunks, self._go_on, message))
 
     def _receive(self, sender: int, files: Sequence[IncomingFile]) -> None:
         with self._channel(sender, self._rank) as channel:
@@ -145,7 +157,7 @@ class Worker:
                 except DcpMemError as error:
                     refuse(channel, str(error))
                     raise
-                receive(channel, file.chunks_from(sender), self._go_on)
+                receive(channel, file.chunks_from(sender), self._go_on, file.told())
                 file.end()
 
     def _add_own(self, files: Sequence[IncomingFile]) -> None:
@@ -154,10 +166,10 @@ class Worker:
             plan = file.plan
             file.begin()
             for part in plan.parts_from(self._rank):
-                source, nbytes = self._outgoing.open(part.file, plan), chunk_nbytes(plan)
-                for start in range(part.start, part.stop, nbytes):
+                source = self._outgoing.open(part.file, plan)
+                for start in range(part.start, part.stop, SMALL_CHUNK):
                     self._go_on()
-                    data = source.read(start, min(start + nbytes, part.stop))
+                    data = source.read(start, min(start + SMALL_CHUNK, part.stop))
                     file.add(part.place + start - part.start, data)
             for name in plan.checksums_from(self._rank):
                 file.checksums[name] = self._outgoing.checksums(name, plan)
@@ -207,11 +219,14 @@ class Worker:
             is_done = not any(thread.is_alive() for thread in threads)
             if is_done:
                 self._keep_checksums()
-            own = _Progress(is_done, self._cancelled.is_set(), joined(tuple(self._failures), ()))
+            amount = reduce(Amount.plus, list(self._amounts), Amount())
+            failures = joined(tuple(self._failures), ())
+            own = _Progress(is_done, self._cancelled.is_set(), failures, amount)
             progress = self._ranks.all_reduce(own, _Progress.join)
             if progress.is_cancelled:
                 self._cancelled.set()
             if progress.is_done:
+                self.amount = progress.amount
                 return progress.failures
 
     # -- 3. and 4. ending --------------------------------------------------------------------------
@@ -234,6 +249,8 @@ class Worker:
         for file, slot in self._task.slots.items():
             if not isinstance(slot, str):
                 (self._slots.share if file in sealed else self._slots.abandon)(slot)
+        for incoming in self._incoming:
+            incoming.close()
         self._outgoing.close()
 
 

@@ -401,6 +401,8 @@ def status_of(checkpoint: LocalCheckpoint) -> CheckpointStatus:
         transfer=flush.transfer,
         replicas=replication.copies,
         replication_seconds=replication.seconds,
+        replication_sent_nbytes=replication.sent_nbytes,
+        replication_reused_nbytes=replication.reused_nbytes,
         replication_error=replication.error,
         parity=replication.parity,
         step=manifest.step,

@@ -395,11 +395,13 @@ def _streams(items: Items, slow: Sequence[Any], objects: Sequence[Any]) -> Itera
 def _append(slot: Slot, offset: int, streams: Iterator[memoryview]) -> Iterator[tuple[int, int]]:
     """Write streams one behind the other from `offset` on; yield where each lies."""
     for data in streams:
-        slot.reserve(offset + len(data))
-        slot.write_at(offset, data)
-        yield offset, len(data)
         # An empty item has a place of its own, too: readers find it by that.
-        offset = align(offset + max(len(data), 1))
+        following = align(offset + max(len(data), 1))
+        slot.reserve(following)
+        slot.write_at(offset, data)
+        slot.write_at(offset + len(data), bytes(following - offset - len(data)))
+        yield offset, len(data)
+        offset = following
 
 
 def seal(

@@ -85,9 +85,11 @@ class Streams:
         end = _End(self._own_slot(), offset)
         with io.BufferedWriter(end, _BUFFER) as buffered:
             write(buffered)
+        nbytes = end.place - offset
+        end.write(bytes(align(offset + max(nbytes, 1)) - end.place))  # as between other items
         self._extents.pop(name, None)
-        self._extents[name] = (offset, end.place - offset)
-        return end.place - offset
+        self._extents[name] = (offset, nbytes)
+        return nbytes
 
     def add_copies(self, path: str, extents: Mapping[str, Extent]) -> None:
         """Append streams of a complete checkpoint, but for those whose names are here already.

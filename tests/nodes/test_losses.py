@@ -131,6 +131,7 @@ def _matrix() -> Iterator[Case]:
         point
         for point in faults.POINTS
         if point.startswith(("save", "stage", "complete", "replicate", "flush"))
+        and point != "replicate.reused"  # all of the state changes
     ]
     points += [f"load {point}" for point in _IN_LOAD]
     for number, (point, redundancy) in enumerate(itertools.product(points, REDUNDANCIES)):

@@ -2,7 +2,8 @@
 
 A small transformer with adapters of peft runs real steps on the CPU, and saves after each: with the
 frozen parameters declared (`frozen=`), and without. What it must not cost more than is a copy of
-what trains, tensor by tensor as it lies after a step.
+what trains, tensor by tensor as it lies after a step. Two nodes copy what has changed to each
+other.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from dcp_mem import MemoryStorageWriter, TrainState
 from dcp_mem.common.files import allocated_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from benchmarks.harness.floors import Copy, Mapping
@@ -48,11 +50,12 @@ TITLE = "Fine-tuning with a frozen base"
 HELD_UP = 1.20
 """How long a save may hold training up, in times of the copy of what trains."""
 SENT, SENT_MORE = 1.10, 1 << 20
-"""What storage may receive of a later checkpoint: times what trains, and bytes more."""
+"""What storage, or another node, may receive of a later checkpoint: times what trains, and more."""
 KEPT_BASE, KEPT_TRAINED = 1.02, 3.0
 """What memory may hold with `keep_memory=2`: times the base, and times what trains."""
 WIDTH, LAYERS, QUICK_LAYERS, RANK = 1024, 8, 2, 64
 STORED_SAVES = 4
+NODES = 2
 WARM_UPS = 3
 PATIENCE = 1200.0
 
@@ -104,6 +107,9 @@ def _part(settings: Settings, layers: int) -> Part:
     with scratch(settings.tmpfs) as memory, scratch(settings.disk) as disk:
         spec = Spec(memory=memory, disk=disk, layers=layers, repeats=settings.repeats)
         m = in_fresh_processes(_measure, spec, timeout=PATIENCE)[0]
+    with scratch(settings.tmpfs) as memory, scratch(settings.disk) as disk:
+        spec = Spec(memory=memory, disk=disk, layers=layers, repeats=settings.repeats)
+        copied_nbytes = in_fresh_processes(_replicated, spec, ranks=NODES, timeout=PATIENCE)[0]
     copy = fastest(m.copies.values())
     most_memory = KEPT_BASE * m.base_nbytes + KEPT_TRAINED * m.trained_nbytes
     rows = [
@@ -130,6 +136,12 @@ def _part(settings: Settings, layers: int) -> Part:
             unit=BYTES,
             words=AMOUNT,
         ),
+        within(
+            "sent to another node of a later checkpoint, with replicas=1",
+            copied_nbytes,
+            SENT * m.trained_nbytes + SENT_MORE,
+            BYTES,
+        ),
     ]
     notes = [
         f"base {size(m.base_nbytes)}",
@@ -137,16 +149,13 @@ def _part(settings: Settings, layers: int) -> Part:
         f"copies of what trains: {named(m.copies)}",
         "the state dict is made before the clock starts; each save comes after a real step",
         "storage is a directory on disk: what hasn't changed is linked there",
+        f"copies: {NODES} nodes save the same model together; what both send is counted",
     ]
     return Part(rows, notes)
 
 
 def _measure(rank: Rank, spec: Spec) -> Measured:
-    model, trained = _model(spec.layers)
-    optimizer = torch.optim.AdamW(trained, 1e-4)
-    app = TrainState(model, optimizer, rng=False)
-    step = partial(_step, model, optimizer)
-    step()
+    app, step = _training(spec)
     tensors = [one for one in tree_leaves(app.state_dict()) if isinstance(one, torch.Tensor)]
     hot = [one for one in tensors if not app.is_frozen("", one)]
     base_nbytes = sum(one.nbytes for one in tensors if app.is_frozen("", one))
@@ -189,6 +198,29 @@ def _copied(step: Any, mapping: Mapping, way: Copy) -> float:
     """Return the seconds that a copy of what trains takes after a step."""
     step()
     return seconds(partial(mapping.fill, way))
+
+
+def _replicated(rank: Rank, spec: Spec) -> Sample:
+    """Return the bytes that all ranks sent of each checkpoint but the first."""
+    app, step = _training(spec)
+    memory = spec.memory / f"node{rank.rank}"
+    found = []
+    with closing(_Saves(app, step, memory, replicas=1)) as saves:
+        for number in range(1, STORED_SAVES + 1):
+            saves.save()
+            saves.writer.wait(f"step-{number}", "replicated", timeout=PATIENCE)
+            (status,) = [one for one in saves.writer.status() if one.name == f"step-{number}"]
+            found.append(float(status.replication_sent_nbytes))
+    return Sample(tuple(found[1:]))
+
+
+def _training(spec: Spec) -> tuple[TrainState, Callable[[], None]]:
+    """Return what is saved of a run that has made a step, and what makes the next one."""
+    model, trained = _model(spec.layers)
+    optimizer = torch.optim.AdamW(trained, 1e-4)
+    step = partial(_step, model, optimizer)
+    step()
+    return TrainState(model, optimizer, rng=False), step
 
 
 class _Saves:
