@@ -62,6 +62,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.servers)
 
 
+_BEFORE = pytest.StashKey[set[str]]()
+_CACHES = {".hypothesis", ".pytest_cache", "__pycache__"}
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Note what lies in the directory where pytest runs."""
+    session.stash[_BEFORE] = set(os.listdir(session.config.invocation_params.dir))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run of the gate that has left something in its directory.
+
+    Elsewhere somebody may be working there.
+    """
+    if "CI" not in os.environ or hasattr(session.config, "workerinput"):
+        return
+    after = set(os.listdir(session.config.invocation_params.dir))
+    if left := after - session.stash[_BEFORE] - _CACHES:
+        print(f"\ntests have left in the directory where they ran: {', '.join(sorted(left))}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,

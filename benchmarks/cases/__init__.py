@@ -102,6 +102,7 @@ CASES = (
     Case("core.gpu", "copies from a CUDA device, beside cudaMemcpyAsync; none without a device"),
     Case("core.memory", "what saves cost in tmpfs, in the trainer and in the agent"),
     Case("storage.uploads", "what an upload costs, route by route, to a server that drops bodies"),
+    Case("storage.hashes", "what an upload costs that hashes its parts, and has nothing to reuse"),
     Case("storage.reads", "what reads into existing memory cost, route by route"),
     Case("storage.servers", "the same routes against Azurite, moto and radosgw"),
     Case("storage.replicated", "what a restore fetches when all ranks need the whole checkpoint"),

@@ -23,6 +23,7 @@ from dcp_mem.format.manifest import (
     ReplicationRecord,
     StripeRecord,
 )
+from dcp_mem.policy.facts import SharedBytes
 
 Record = TypeVar("Record", FlushRecord, ReplicationRecord)
 
@@ -92,6 +93,17 @@ class LocalCheckpoint:
         sizes = zip(segments.rank, segments.nbytes, strict=True)
         parity = (_size(self.segment_path(file)) for file in here if names.PARITY.fullmatch(file))
         return sum(nbytes for rank, nbytes in sizes if rank in ranks) + sum(parity)
+
+    def shared_bytes(self) -> tuple[SharedBytes, ...]:
+        """Return the segments here that other checkpoints share."""
+        sizes = dict(zip(self.manifest.segments.rank, self.manifest.segments.nbytes, strict=True))
+        found = []
+        for file in filter(names.SEGMENT.fullmatch, self.segment_files()):
+            facts = _facts(self.segment_path(file))
+            if facts is not None and facts.st_nlink > 1:
+                nbytes = sizes.get(names.rank_of(file), 0)
+                found.append(SharedBytes(facts.st_ino, nbytes, facts.st_nlink))
+        return tuple(found)
 
     def stripes(self) -> dict[str, StripeRecord]:
         """Return the parity that lies here, by file, without what is damaged."""
@@ -266,11 +278,16 @@ def files_in(directory: str) -> Sequence[str]:
         return ()
 
 
-def _is_shared(path: str) -> bool:
+def _facts(path: str) -> os.stat_result | None:
     try:
-        return os.stat(path).st_nlink > 1
+        return os.stat(path)
     except FileNotFoundError:
-        return False
+        return None
+
+
+def _is_shared(path: str) -> bool:
+    facts = _facts(path)
+    return facts is not None and facts.st_nlink > 1
 
 
 def _size(path: str) -> int:

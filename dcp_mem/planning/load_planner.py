@@ -25,7 +25,13 @@ from dcp_mem.planning.find_reads import find_reads
 from dcp_mem.planning.plan_columns import NotDescribable
 from dcp_mem.planning.reads import Reads
 from dcp_mem.planning.state_structure import DescribedState
-from dcp_mem.planning.tensor_choice import TensorChoice, TensorRule, chosen_names, tensor_rule
+from dcp_mem.planning.tensor_choice import (
+    TensorChoice,
+    TensorRule,
+    chosen_names,
+    repeatable,
+    tensor_rule,
+)
 
 
 class LocalLoadPlanner(DefaultLoadPlanner):
@@ -52,7 +58,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         super().__init__(allow_partial_load=allow_partial_load)
         self._weights_only = weights_only
         self._optional = optional
-        self._skip = skip
+        self._skip = repeatable(skip)
         self._lacking: list[Path] = []
         self._is_by_catalog = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem.errors import ConfigError
 
-TensorChoice = str | Sequence[str] | Callable[[str, torch.Tensor], bool]
+TensorChoice = str | Iterable[str] | Callable[[str, torch.Tensor], bool]
 """A name or pattern, several, or a function of name and tensor; names as DCP flattens them."""
 TensorRule = Callable[[str, torch.Tensor], bool]
 
@@ -29,12 +29,21 @@ def tensor_rule(argument: str, given: TensorChoice | None) -> TensorRule | None:
     if given is None or callable(given):
         return given
     several: Any = [given] if isinstance(given, str) else given
-    if not isinstance(several, Iterable) or not all(isinstance(one, str) for one in several):
+    patterns: list[Any] = list(several) if isinstance(several, Iterable) else [None]
+    if not all(isinstance(one, str) for one in patterns):
         raise ConfigError(f"{argument}={given!r}: give names, patterns, or a function")
-    patterns: list[str] = list(several)
     known = {one for one in patterns if not set(one) & set("*?[")}
     globs = [one for one in patterns if one not in known]
     return lambda name, _: name in known or any(fnmatchcase(name, one) for one in globs)
+
+
+def repeatable(given: TensorChoice | None) -> TensorChoice | None:
+    """Return the same choice for several calls of `tensor_rule`, which use an iterator up.
+
+    Args:
+        given: As a user gives it.
+    """
+    return list(given) if isinstance(given, Iterator) else given
 
 
 def chosen_names(

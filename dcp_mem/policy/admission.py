@@ -14,7 +14,8 @@ alike. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -164,8 +165,8 @@ def _make_room(
 ) -> Verdict | None:
     """Add to `evict` until the node has room; return a verdict if it never has."""
     staying = [one for one in node.kept if one.key not in evict]
-    freed = sum(one.nbytes for one in node.kept if one.key in evict)
     for candidate in [*(one for one in evictable if one.key not in evict), None]:
+        freed = _freed(node.kept, evict)
         lacking = _lacking(node, len(staying), allowance(staying, keep), freed)
         if not lacking:
             return None
@@ -178,8 +179,16 @@ def _make_room(
             )
         evict.add(candidate.key)
         staying.remove(candidate)
-        freed += candidate.nbytes
     return None
+
+
+def _freed(kept: Sequence[CheckpointFacts], evict: Set[str]) -> int:
+    """Return the bytes that leave with these checkpoints; shared ones only with the last sharer."""
+    leaving = [one for one in kept if one.key in evict]
+    shared = Counter(file for one in leaving for file in one.shared)
+    return sum(one.nbytes for one in leaving) + sum(
+        file.nbytes for file, count in shared.items() if count >= file.names
+    )
 
 
 def _lacking(node: NodeMemory, staying: int, keep: int, freed: int) -> str:

@@ -8,6 +8,21 @@ from dataclasses import dataclass, field
 from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber
 
 
+@dataclass(frozen=True, slots=True)
+class SharedBytes:
+    """A file on this node that several checkpoints have among their segments.
+
+    Attributes:
+        file: Number of the file.
+        nbytes: Bytes that it takes.
+        names: How many checkpoints have it. Its bytes go with the last of them.
+    """
+
+    file: int
+    nbytes: int
+    names: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
     """A checkpoint as retention and admission see it.
@@ -20,7 +35,8 @@ class CheckpointFacts:
         number: Of the save: its place in the order.
         step: Training step; None where it isn't known.
         metrics: Figures of the training loop, such as {"loss": 0.3}.
-        nbytes: Bytes that it takes on this node.
+        nbytes: Bytes that it takes on this node alone.
+        shared: Files that it shares with other checkpoints.
         persist: It is meant for storage.
         pending: It is meant for storage and isn't there yet.
         busy: It is being read, flushed or replicated at this moment, or has to wait for its flush.
@@ -35,6 +51,7 @@ class CheckpointFacts:
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     nbytes: int = 0
+    shared: tuple[SharedBytes, ...] = ()
     persist: bool = False
     pending: bool = False
     busy: bool = False

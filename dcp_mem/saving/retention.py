@@ -73,6 +73,7 @@ def kept_checkpoints(
                 created=manifest.created,
                 number=manifest.number,
                 nbytes=checkpoint.local_nbytes(),
+                shared=checkpoint.shared_bytes(),
                 persist=manifest.persist,
                 pending=checkpoint.pending,
                 busy=busy

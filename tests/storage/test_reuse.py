@@ -1,16 +1,19 @@
 """Bytes that haven't changed since an earlier checkpoint aren't sent again, on any storage."""
 
+import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
@@ -19,19 +22,29 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 import dcp_mem.flushing.reuse
 import dcp_mem.flushing.upload
 import dcp_mem.runtime.session
-from dcp_mem import CheckpointStatus, State
+import dcp_mem.storage.posix
+from dcp_mem import CheckpointStatus, FlushFailed, State
+from dcp_mem.cli.main import main
 from dcp_mem.common import faults
 from dcp_mem.common.values import HISTORIES
+from dcp_mem.config import settings as settings_of
 from dcp_mem.format.history import from_csv
 from dcp_mem.format.manifest import NodeManifest
+from dcp_mem.operations.inventory import on_storage
+from dcp_mem.operations.verify import Verified, verify
+from dcp_mem.storage import Source
+from dcp_mem.storage.azure import AzureUpload
 from dcp_mem.storage.listing import committed_under, mark_rejected
 from dcp_mem.storage.posix import PosixStorage
+from dcp_mem.storage.routes import open_storage
 from dcp_mem.storage.s3 import Multipart
 from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.roundtrip import assert_same, blank_of, through_fsspec
-from tests.support.processes.forks import forked
+from tests.support.processes.forks import forked, forking
 from tests.support.storage import ways
-from tests.support.storage.proxy import Exchange, s3_error
+from tests.support.storage.proxy import Exchange, azure_error, s3_error
+from tests.support.storage.servers import S3Server
+from tests.support.storage.soundness import is_taken
 from tests.support.storage.ways import PART, Way, without_memory
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("flush_quickly")]
@@ -287,13 +300,21 @@ def test_reuse_can_be_turned_off(directory_job: Job) -> None:
     assert NodeManifest.from_json(path.read_bytes()).parts == {}
 
 
-def test_histories_say_what_was_sent_and_what_was_reused(directory_job: Job) -> None:
+def test_histories_say_what_was_sent_and_what_was_reused(
+    directory_job: Job, tmp_path: Path
+) -> None:
     status = forked(_save, directory_job, *[(0,) * _ITEMS] * 2)
     rows = from_csv(Path(str(directory_job.url), HISTORIES).read_bytes())
     sent = [(row.sent_nbytes, row.reused_nbytes) for row in rows]
     assert sent == [(status[0].nbytes, 0), (0, status[0].nbytes)]
     (path,) = Path(str(directory_job.url), "step-2", ".dcp_mem").glob("node-*.json")
     assert NodeManifest.from_json(path.read_bytes()).transfer.reused_nbytes == status[0].nbytes
+    places = [str(directory_job.url), "--memory-root", directory_job.memory, "--job", "job"]
+    shown = CliRunner().invoke(main, ["show", places[0], "step-2", *places[1:]])
+    assert "reused on storage" in shown.stdout, shown.output
+    page = tmp_path / "report.html"
+    assert CliRunner().invoke(main, ["report", *places, "-o", str(page)]).exit_code == 0
+    assert " reused" in page.read_text()
 
 
 def _save_after_a_day(job: Job, versions: tuple[int, ...]) -> list[CheckpointStatus]:
@@ -498,3 +519,310 @@ def test_a_blob_with_a_change_is_sent(abfs_way: Way, memory_root: Path) -> None:
 def test_a_flush_killed_after_a_copied_blob_goes_on(abfs_way: Way, memory_root: Path) -> None:
     direct = abfs_way.job(memory_root, abfs_way.direct)
     _assert_that_a_killed_flush_goes_on(abfs_way.job(memory_root), "reuse.whole:kill:1", direct)
+
+
+# -- each by itself, on every kind of storage ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A job on one kind of storage, as tests reach it, and past the proxy."""
+
+    job: Job
+    direct: Job
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint as somebody's rm does."""
+        fs, path = self._storage()
+        fs.rm(f"{path}/{name}", recursive=True)
+
+    def _storage(self) -> tuple[Any, str]:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(
+            str(self.direct.url), **{**self.direct.storage_options, **_UNCACHED}
+        )
+        return found
+
+
+_UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}
+
+
+@pytest.fixture(
+    params=[
+        "directory",
+        "xfs",
+        pytest.param("s3", marks=pytest.mark.servers),
+        pytest.param("abfs", marks=pytest.mark.servers),
+    ]
+)
+def place(request: pytest.FixtureRequest, memory_root: Path) -> Place:
+    """A job on each kind of storage in turn."""
+    if request.param in ("directory", "xfs"):
+        job: Job = request.getfixturevalue(f"{request.param}_job")
+        return Place(job, job)
+    way: Way = request.getfixturevalue(f"{request.param}_way")
+    return Place(way.job(memory_root), way.job(memory_root, way.direct))
+
+
+class _Unobserved:
+    """Nobody watches."""
+
+    def expect(self, what: str, nbytes: int) -> None:
+        return
+
+    def add(self, nbytes: int) -> None:
+        return
+
+
+def _verified(job: Job, name: str) -> Verified:
+    """Read all bytes of a stored checkpoint, as `dcp-mem verify` does."""
+    chosen = settings_of(str(job.url), storage_options=job.storage_options)
+    storage = open_storage(str(job.url), job.storage_options)
+    (status,) = [one for one in on_storage(storage) if one.name == name]
+    (found,) = verify(chosen, storage, status, _Unobserved())
+    return found
+
+
+def _assert_whole_without(place: Place, others: Sequence[str], name: str, versions: Any) -> None:
+    for other in others:
+        place.delete(other)
+    found = _verified(place.direct, name)
+    assert (found.damages, found.unchecked_nbytes) == ((), 0)
+    assert found.checked_nbytes > 0
+    _assert_loads(place.direct, name, versions)
+
+
+_A, _B = (0,) * _ITEMS, (0, 0, 1, 0, 0, 0)
+
+
+@pytest.mark.parametrize("survivor", [2, 5])
+def test_each_checkpoint_is_whole_after_all_others_were_deleted(
+    place: Place, survivor: int
+) -> None:
+    saves = [_A, _B, _B, _B, _A]
+    status = forked(_save, place.job, *saves)
+    assert any(one.transfer.reused_nbytes for one in status)
+    others = [f"step-{number}" for number in range(1, 6) if number != survivor]
+    _assert_whole_without(place, others, f"step-{survivor}", saves[survivor - 1])
+
+
+def _save_frozen(job: Job, count: int) -> list[CheckpointStatus]:
+    state = _state((0,) * _ITEMS)
+    with pytest.MonkeyPatch.context() as patch:
+        ways.flush_quickly(patch)
+        with job.writer(agent="thread", frozen="item-[1-5]") as writer:
+            for number in range(1, count + 1):
+                state["item-0"].add_(number != 1)
+                dcp_mem.save(state, checkpoint_id=f"step-{number}", storage_writer=writer)
+                writer.wait(f"step-{number}", timeout=60)
+            return writer.status()
+
+
+def test_a_frozen_segment_is_sent_once_and_each_checkpoint_is_whole(place: Place) -> None:
+    status = {one.name: one.transfer for one in forked(_save_frozen, place.job, 3)}
+    for name in ("step-2", "step-3"):
+        assert status[name].reused_nbytes >= 5 * PART
+        assert status[name].sent_nbytes < 1.1 * PART + _FRAMES
+    _assert_whole_without(place, ["step-1", "step-3"], "step-2", (1, *_A[1:]))
+
+
+def _save_second_within(job: Job, versions: tuple[int, ...]) -> list[CheckpointStatus]:
+    return _save(job, versions, start=2, upload_limit=PART // 64)
+
+
+def test_what_is_copied_passes_an_upload_limit_by(place: Place) -> None:
+    forked(_save, place.job, _A)
+    status = forked(_save_second_within, place.job, _A)  # to be sent, it would take six minutes
+    assert status[0].transfer.reused_nbytes > 5 * PART
+    _assert_whole_without(place, ["step-1"], "step-2", _A)
+
+
+def test_a_kill_after_a_copied_object_of_one_part(s3_way: Way, memory_root: Path) -> None:
+    job, direct = s3_way.job(memory_root), s3_way.job(memory_root, s3_way.direct)
+    forked(_save, job, (0,))
+    with pytest.raises(AssertionError, match="exit code -9"):
+        forked(_save_armed, job, (0,), "reuse.part:kill:1")
+    assert {one.state for one in forked(_flush_rest, job)} == {State.DURABLE}
+    _assert_whole_without(Place(job, direct), ["step-1"], "step-2", (0,))
+
+
+# -- sources that vanish ---------------------------------------------------------------------------
+
+
+def _unlink(path: str) -> None:
+    os.unlink(path)
+
+
+def _truncate(path: str) -> None:
+    os.truncate(path, PART // 2)
+
+
+def _remove_all(path: str) -> None:
+    shutil.rmtree(os.path.dirname(path))
+
+
+def _save_while_a_file_goes(
+    job: Job, go: Callable[[str], None], versions: tuple[int, ...]
+) -> list[CheckpointStatus]:
+    """Save step-2; what it is copied from goes once the upload has begun."""
+    begin = PosixStorage.upload
+
+    def begun(storage: PosixStorage, key: str, nbytes: int, source: Source | None = None) -> Any:
+        upload = begin(storage, key, nbytes, source)
+        if source is not None:
+            go(f"{storage.url}/{source.key}")
+        return upload
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PosixStorage, "upload", begun)
+        return _save_as_second(job, versions)
+
+
+@pytest.mark.parametrize("go", [_unlink, _truncate, _remove_all])
+@pytest.mark.parametrize("kind", ["directory_job", "xfs_job"])
+def test_a_file_that_goes_while_it_is_copied_harms_nothing(
+    request: pytest.FixtureRequest, kind: str, go: Callable[[str], None]
+) -> None:
+    job: Job = request.getfixturevalue(kind)
+    forked(_save, job, _A)
+    (newest, *_) = forked(_save_while_a_file_goes, job, go, _A)
+    assert newest.state is State.DURABLE
+    found = _verified(job, "step-2")
+    assert (found.damages, found.unchecked_nbytes) == ((), 0)
+    _assert_loads(job, "step-2", _A)
+
+
+def _save_while_files_are_denied(
+    job: Job, number: int, versions: tuple[int, ...]
+) -> list[CheckpointStatus]:
+    def denied(path: str) -> int:
+        raise OSError(number, os.strerror(number), path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.storage.posix, "_open", denied)
+        return _save_as_second(job, versions)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO, errno.ENOENT])
+def test_a_file_that_may_not_be_read_is_sent_again(directory_job: Job, number: int) -> None:
+    forked(_save, directory_job, _A)
+    (newest, *_) = forked(_save_while_files_are_denied, directory_job, number, _A)
+    assert (newest.state, newest.transfer.reused_nbytes) == (State.DURABLE, 0)
+    _assert_loads(directory_job, "step-2", _A)
+
+
+def _save_while_a_blob_goes(job: Job, versions: tuple[int, ...]) -> list[CheckpointStatus]:
+    copy_whole = AzureUpload.copy_whole
+
+    def gone(upload: AzureUpload) -> bool:
+        assert upload._source is not None
+        upload._source[0].delete_blob()
+        return copy_whole(upload)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AzureUpload, "copy_whole", gone)
+        return _save_as_second(job, versions)
+
+
+@pytest.mark.servers
+def test_a_blob_that_vanishes_before_it_is_copied_is_sent(abfs_way: Way, memory_root: Path) -> None:
+    job = abfs_way.job(memory_root)
+    forked(_save, job, _A)
+    (newest, *_) = forked(_save_while_a_blob_goes, job, _A)
+    assert (newest.state, newest.transfer.reused_nbytes) == (State.DURABLE, 0)
+    _delete(abfs_way, "step-1")
+    _assert_loads(abfs_way.job(memory_root, abfs_way.direct), "step-2", _A)
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (401, "CannotVerifyCopySource"),
+        (403, "CannotVerifyCopySource"),
+        (403, "AuthenticationFailed"),
+        (404, "CannotVerifyCopySource"),
+        (409, "PendingCopyOperation"),
+        (412, "SourceConditionNotMet"),
+        (500, "InternalError"),
+        (501, "NotImplemented"),
+    ],
+)
+def test_an_account_that_does_not_copy_is_sent_everything(
+    abfs_way: Way, memory_root: Path, status: int, code: str
+) -> None:
+    job = abfs_way.job(memory_root)
+    forked(_save, job, _A)
+    abfs_way.proxy.fail(
+        lambda request: "x-ms-copy-source" in request.headers,
+        azure_error(status, code),
+        times=1000,
+    )
+    (newest, *_) = forked(_save_as_second, job, _A)
+    assert newest.state is State.DURABLE
+    assert (newest.transfer.sent_nbytes, newest.transfer.reused_nbytes) == (newest.nbytes, 0)
+    _assert_loads(abfs_way.job(memory_root, abfs_way.direct), "step-2", _A)
+
+
+# -- several runs ----------------------------------------------------------------------------------
+
+
+def _save_numbers(job: Job, numbers: Sequence[int], keep: int | None) -> str:
+    """Be a run that saves these; return why it had to stop, if it had to."""
+    with pytest.MonkeyPatch.context() as patch:
+        ways.flush_quickly(patch)
+        writer = job.writer(agent="thread", keep_storage=keep)
+        try:
+            for number in numbers:
+                versions = _A if number % 3 else _B
+                dcp.save(_state(versions), checkpoint_id=f"step-{number}", storage_writer=writer)
+                writer.wait(f"step-{number}", timeout=60)
+        except FlushFailed as error:
+            return str(error)
+        finally:
+            writer.close(flush=False)
+    return ""
+
+
+@pytest.mark.parametrize("keep", [1, None])
+def test_runs_that_share_a_root_copy_from_each_other_and_harm_nothing(
+    place: Place, tmp_path: Path, keep: int | None
+) -> None:
+    """One lives, saves and deletes beside the other; one of them has the root in the end."""
+    other = replace(place.job, memory=f"{place.job.memory}/other")
+    os.mkdir(other.memory, 0o700)
+    forked(_save_numbers, place.job, [1], None)
+    with (
+        forking(_save_numbers, None, place.job, [2, 4, 6, 8], keep) as first,
+        forking(_save_numbers, None, other, [3, 5, 7, 9], keep) as second,
+    ):
+        said = [*first.join(90), *second.join(90)]
+    assert "" in said
+    assert all(not one or is_taken(one) for one in said)
+    storage = open_storage(str(place.direct.url), place.direct.storage_options)
+    found = [one.name for one in on_storage(storage)]
+    assert found
+    for name in found:
+        number = int(name.removeprefix("step-"))
+        _assert_loads(place.direct, name, _A if number % 3 else _B)
+        assert not _verified(place.direct, name).damages
+
+
+@pytest.mark.servers
+@pytest.mark.timeout(400)
+@settings(max_examples=5)
+@given(saves=_SAVES)
+def test_any_changes_load_as_they_were_saved_on_s3(
+    moto: S3Server, tmp_path_factory: pytest.TempPathFactory, saves: list[tuple[int, ...]]
+) -> None:
+    memory = tmp_path_factory.mktemp("memory")
+    memory.chmod(0o700)
+    with moto.fresh_root() as root:
+        job = Job(f"{root.url}/run", str(memory), root.storage_options)
+        status = forked(_save, job, *saves)
+        for number, versions in enumerate(saves, 1):
+            _assert_loads(job, f"step-{number}", versions)
+    found = {one.name: one.transfer.reused_nbytes / one.nbytes for one in status}
+    _assert_that_what_stays_is_reused(
+        saves, [found[f"step-{number}"] for number in range(1, len(saves) + 1)]
+    )
+    shutil.rmtree(memory)

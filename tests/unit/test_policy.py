@@ -26,7 +26,7 @@ from dcp_mem.policy.election import (
     elect,
     in_common,
 )
-from dcp_mem.policy.facts import CheckpointFacts
+from dcp_mem.policy.facts import CheckpointFacts, SharedBytes
 from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.persistence import Since, persist_policy
 
@@ -89,12 +89,13 @@ def _nodes(draw: st.DrawFn) -> list[NodeMemory]:
             for each in checkpoints
             if whole or each.key not in missing
         ]
+        kept = _sharing(kept, [draw(st.integers(0, 2)) for _ in kept])
         free_slots = draw(st.integers(0, 200))
         needed = draw(st.integers(0, 200))
         nodes.append(
             NodeMemory(
                 kept=tuple(kept),
-                used=sum(each.nbytes for each in kept) + free_slots,
+                used=_occupied(kept) + free_slots,
                 spare=draw(st.integers(0, min(free_slots, needed))),
                 free=draw(st.integers(0, 400)),
                 limit=draw(st.none() | st.integers(0, 800)),
@@ -102,6 +103,22 @@ def _nodes(draw: st.DrawFn) -> list[NodeMemory]:
             )
         )
     return nodes
+
+
+def _sharing(kept: Sequence[CheckpointFacts], files: Sequence[int]) -> list[CheckpointFacts]:
+    """Have checkpoints share the file that is named for each; 0 is none."""
+    return [
+        replace(one, shared=(SharedBytes(file, 70 * file, files.count(file)),))
+        if file and files.count(file) > 1
+        else one
+        for one, file in zip(kept, files, strict=True)
+    ]
+
+
+def _occupied(kept: Sequence[CheckpointFacts]) -> int:
+    """What they take together."""
+    files = {file.file: file.nbytes for one in kept for file in one.shared}
+    return sum(one.nbytes for one in kept) + sum(files.values())
 
 
 def _everywhere(nodes: Sequence[NodeMemory]) -> list[CheckpointFacts]:
@@ -114,7 +131,7 @@ def _everywhere(nodes: Sequence[NodeMemory]) -> list[CheckpointFacts]:
 
 def _fits(node: NodeMemory, evicted: frozenset[str], keep: int) -> bool:
     staying = [each for each in node.kept if each.key not in evicted]
-    freed = sum(each.nbytes for each in node.kept) - sum(each.nbytes for each in staying)
+    freed = _occupied(node.kept) - _occupied(staying)
     occupied = max(node.used - freed - node.spare, 0) + node.needed
     return (
         len(staying) <= allowance(staying, keep)
@@ -300,6 +317,18 @@ def test_a_memory_limit_evicts_and_then_refuses_with_the_figures() -> None:
     )
     verdict = admit([_node(kept, limit=199)], 2)
     assert (verdict.action, verdict.needed, verdict.limit) == (Admission.FULL, 200, 199)
+
+
+def test_what_several_share_leaves_with_the_last_of_them() -> None:
+    kept = _sharing([_kept("a", 1), _kept("b", 2), _kept("c", 3)], [1, 1, 0])
+    node = _node(kept, used=370)
+    assert admit([replace(node, limit=370)], 3).evict == {"a"}
+    assert admit([replace(node, limit=360)], 3).evict == {"a", "b"}
+    assert admit([replace(node, limit=200)], 3).evict == {"a", "b"}
+    assert admit([replace(node, limit=199)], 3).action is Admission.FULL
+    others = [replace(one, shared=(replace(file, names=3),)) for one in kept for file in one.shared]
+    elsewhere = replace(node, kept=(*others, kept[2]), limit=269)  # a third one, which isn't here
+    assert admit([elsewhere], 3).action is Admission.FULL
 
 
 def test_free_slots_of_the_job_are_not_counted_twice() -> None:

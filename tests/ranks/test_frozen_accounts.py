@@ -1,0 +1,314 @@
+"""What checkpoints share in memory is counted once: by limits, leases, commands and retention."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+
+import dcp_mem
+from dcp_mem import CheckpointManager, MemoryBudgetExceeded, MemoryStorageWriter
+from dcp_mem.cli.main import main
+from dcp_mem.common import faults
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import end_lease, open_leased
+from dcp_mem.operations.housekeeping import reclaim
+from dcp_mem.operations.inventory import list_jobs
+from dcp_mem.runtime.session import open_session
+from dcp_mem.storage.posix import PosixStorage
+from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
+
+pytestmark = pytest.mark.timeout(120)
+
+State = dict[str, torch.Tensor]
+MIB = 1 << 20
+BASE, ADAPTER = 16 * MIB, MIB
+SLOT = 4 * MIB
+"""More than the slot of an adapter takes: slots are of 2 MiB, and have room for a tail."""
+
+
+def _state() -> State:
+    return {
+        "base.a": torch.arange(float(BASE // 8)),
+        "base.b": torch.arange(float(BASE // 8)) * 3,
+        "adapter": torch.zeros(ADAPTER // 4),
+    }
+
+
+def _save(writer: MemoryStorageWriter, state: State, step: int) -> None:
+    state["adapter"].fill_(step)
+    dcp_mem.save(dict(state), checkpoint_id=f"step-{step}", storage_writer=writer)
+
+
+def _assert_loads(job: Job, state: State, step: int) -> None:
+    out = {name: torch.full_like(tensor, -1) for name, tensor in state.items()}
+    dcp.load(out, checkpoint_id=str(job.directory / f"step-{step}"))
+    expected = {**state, "adapter": torch.full_like(state["adapter"], step)}
+    assert all(torch.equal(out[name], tensor) for name, tensor in expected.items())
+
+
+def _names(job: Job) -> list[str]:
+    return [one.name for one in JobMemory(job.memory, "job").checkpoints()]
+
+
+def _frozen_file(job: Job, step: int) -> Path:
+    (path,) = (job.directory / f"step-{step}").glob("__0_1-*.distcp")
+    return path
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def _save_within(job: Job, nbytes: int, keep: int, changes: tuple[int, ...]) -> list[int]:
+    """Save eight times within a limit; the base is written to before these saves."""
+    state, kept = _state(), []
+    options: dict[str, Any] = {"memory_limit": nbytes, "on_full": "raise", "keep_memory": keep}
+    with job.writer(frozen="base.*", agent="thread", **options) as writer:
+        for step in range(1, 9):
+            if step in changes:
+                state["base.a"].add_(1)
+            _save(writer, state, step)
+            _assert_loads(job, state, step)
+            kept.append(len(_names(job)))
+            session = open_session(writer.settings)
+            assert session is not None
+            session.prefaulting.stop()
+            assert session.memory.allocated_bytes() <= nbytes
+    return kept
+
+
+def test_a_memory_limit_counts_a_shared_base_once(memory_job: Job) -> None:
+    kept = forked(_save_within, memory_job, BASE + 6 * SLOT, 4, ())
+    assert kept[-4:] == [4, 4, 4, 4]
+
+
+def test_where_room_is_short_what_leaves_is_what_no_other_shares(memory_job: Job) -> None:
+    kept = forked(_save_within, memory_job, BASE + 4 * SLOT, 8, ())
+    assert 1 <= min(kept[1:]) <= max(kept) < 6
+
+
+def test_checkpoints_that_share_a_base_leave_together_for_another_one(memory_job: Job) -> None:
+    """Two old ones share a base: neither frees it alone, and both together do."""
+    forked(_save_within, memory_job, 2 * BASE + 5 * SLOT, 3, (3, 4))
+
+
+def _save_beyond(job: Job) -> str:
+    state = _state()
+    with job.writer(
+        frozen="base.*", agent="thread", memory_limit=BASE + 4 * SLOT, on_full="raise"
+    ) as writer:
+        _save(writer, state, 1)
+        state["base.a"].add_(1)
+        error = raised_by(lambda: _save(writer, state, 2))
+        state["base.a"].sub_(1)
+        _assert_loads(job, state, 1)
+        _save(writer, state, 3)
+        _assert_loads(job, state, 3)
+    return type(error).__name__
+
+
+def test_a_changed_base_that_finds_no_room_leaves_the_older_checkpoint(memory_job: Job) -> None:
+    assert forked(_save_beyond, memory_job) == MemoryBudgetExceeded.__name__
+
+
+# -- leases ----------------------------------------------------------------------------------------
+
+
+def test_who_reads_a_shared_segment_keeps_its_bytes_whatever_is_saved(memory_job: Job) -> None:
+    state = _state()
+    with memory_job.writer(frozen="base.*", agent="thread", keep_memory=1) as writer:
+        for step in (1, 2):
+            _save(writer, state, step)
+        path = _frozen_file(memory_job, 2)
+        before, descriptor = path.read_bytes(), open_leased(str(path))
+        try:
+            for step in range(3, 9):
+                state["base.a" if step % 2 else "base.b"].data.add_(step)
+                _save(writer, state, step)
+                _assert_loads(memory_job, state, step)
+            assert os.pread(descriptor, len(before) + 1, 0) == before
+        finally:
+            end_lease(descriptor)
+            os.close(descriptor)
+        for step in range(9, 12):
+            _save(writer, state, step)
+            _assert_loads(memory_job, state, step)
+
+
+def _read_slowly(job: Job, step: int) -> bool:
+    """Load a checkpoint that leaves memory meanwhile, with what other ones share."""
+    out = {name: torch.zeros_like(tensor) for name, tensor in _state().items()}
+    dcp_mem.load(out, checkpoint_id=f"step-{step}", storage_reader=job.reader())
+    return all(
+        torch.equal(out[name], tensor)
+        for name, tensor in _state().items()
+        if name.startswith("base")
+    )
+
+
+def test_a_checkpoint_is_loaded_while_others_that_share_its_base_come_and_go(
+    memory_job: Job,
+) -> None:
+    state = _state()
+    with memory_job.writer(frozen="base.*", agent="thread", keep_memory=2) as writer:
+        for step in (1, 2):
+            _save(writer, state, step)
+        with forking(_read_slowly, None, memory_job, 2) as reading:
+            for step in range(3, 13):
+                if "step-2" in _names(memory_job):
+                    _save(writer, state, step)
+                    _assert_loads(memory_job, state, step)
+            # It has loaded it, or it was gone before it began: never a mix.
+            error = raised_by(reading.join)
+            assert error is None or "step-2" in str(error)
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def _run(*arguments: str) -> Any:
+    result = CliRunner().invoke(main, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def _save_four(job: Job) -> None:
+    state = _state()
+    with job.writer(frozen="base.*", agent="thread", keep_memory=4, persist=False) as writer:
+        for step in (1, 2, 3, 4):
+            _save(writer, state, step)
+        session = open_session(writer.settings)
+        assert session is not None
+        session.prefaulting.stop()
+
+
+def test_commands_count_what_is_shared_once(memory_job: Job) -> None:
+    forked(_save_four, memory_job)
+    places = ["--memory-root", memory_job.memory]
+    most = BASE + 6 * SLOT
+    (job,) = list_jobs(memory_job.memory)
+    assert BASE < job.nbytes <= most
+    (listed,) = _run("ls", *places)["jobs"]
+    assert listed["bytes"] == job.nbytes
+    (would_be,) = _run("gc", *places)["memory"]
+    assert would_be["bytes"] == job.nbytes
+    freed = [
+        _run("rm", f"step-{step}", "--yes", "--force", "--job", "job", *places)["removed"][0]
+        for step in (2, 1, 4, 3)
+    ]
+    nbytes = [one["freed_bytes"] for one in freed]
+    assert max(nbytes[:3]) < 2 * ADAPTER
+    assert BASE < nbytes[3] < BASE + 2 * ADAPTER
+
+
+def test_reclaiming_a_dead_job_counts_what_is_shared_once(memory_job: Job) -> None:
+    forked(_save_four, memory_job)
+    (reclaimed,) = reclaim(memory_job.memory)
+    assert BASE < reclaimed.nbytes <= BASE + 6 * SLOT
+    assert not memory_job.directory.exists()
+
+
+# -- the comparison of all bytes -------------------------------------------------------------------
+
+
+def _save_with(job: Job, armed: str) -> None:
+    state = _state()
+    with job.writer(frozen="base.*", agent="thread", keep_memory=3) as writer:
+        session = None
+        for step in (1, 2, 3):
+            if step == 2:
+                faults.arm(armed)
+            _save(writer, state, step)
+            session = open_session(writer.settings)
+            assert session is not None
+            session.frozen.comparison.wait()
+        faults.arm("")
+        _save(writer, state, 4)
+        _assert_loads(job, state, 4)
+        assert not any(one.rejected for one in JobMemory(job.memory, "job").checkpoints())
+        assert _frozen_file(job, 4).stat().st_nlink == 3
+
+
+def test_a_comparison_that_fails_fails_no_save(job: Job) -> None:
+    forked(_save_with, job, "frozen.compared:raise:1")
+
+
+def test_a_kill_behind_a_comparison_loses_nothing(job: Job) -> None:
+    with forking(_save_with, None, job, "frozen.compared:kill:1") as processes:
+        process = processes._processes[0]
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+    assert _names(job)[0] == "step-2"
+    _assert_loads(job, _state(), 2)
+    forked(_save_with, Job(job.url, job.memory), "")
+
+
+# -- values that aren't finite ---------------------------------------------------------------------
+
+
+def test_each_checkpoint_that_shares_values_that_are_not_finite_is_rejected(
+    memory_job: Job,
+) -> None:
+    state = _state()
+    state["base.b"][5] = float("nan")
+    options: dict[str, Any] = {"on_nonfinite": "reject", "keep_memory": 3}
+    with memory_job.writer(frozen="base.*", agent="thread", **options) as writer:
+        for step in (1, 2, 3):
+            _save(writer, state, step)
+            wait_until(
+                lambda: JobMemory(memory_job.memory, "job").checkpoints()[0].rejected,
+                f"step-{step} to be rejected",
+            )
+        state["base.b"][5] = 0
+        _save(writer, state, 4)
+        _assert_loads(memory_job, state, 4)
+
+
+# -- recovery --------------------------------------------------------------------------------------
+
+
+def _save_to_storage(job: Job) -> None:
+    state = _state()
+    with CheckpointManager(
+        job.url, memory_root=job.memory, job="job", agent="thread", frozen="base.*"
+    ) as manager:
+        for step in (1, 2):
+            state["adapter"].fill_(step)
+            manager.save(step, dict(state))
+            manager.wait()
+
+
+def _load_and_count(job: Job, skip: str | None) -> int:
+    read_into, asked = PosixStorage.read_into, []
+
+    def counted(storage: PosixStorage, key: str, offset: int, buffers: Any) -> int:
+        asked.append(sum(map(len, buffers)) if key.endswith(".distcp") else 0)
+        return read_into(storage, key, offset, buffers)
+
+    out = {name: torch.zeros_like(tensor) for name, tensor in _state().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PosixStorage, "read_into", counted)
+        dcp_mem.load(out, storage_reader=job.reader(), skip=skip)
+        dist.barrier()
+    expected = _state()
+    for name in ("base.a", "base.b"):
+        assert torch.equal(out[name], expected[name] if skip is None else out[name] * 0)
+    assert bool((out["adapter"] == 2).all())
+    return sum(asked)
+
+
+@pytest.mark.parametrize(("skip", "nbytes"), [(None, BASE + ADAPTER), ("base.*", ADAPTER)])
+def test_a_node_that_recovers_reads_a_shared_segment_once_or_not_at_all(
+    job: Job, memory_root: Path, skip: str | None, nbytes: int
+) -> None:
+    forked(_save_to_storage, job)
+    empty = Job(job.url, str(memory_root / "empty"))
+    asked = forked_ranks(_load_and_count, 2, empty, skip)
+    assert 0.98 * nbytes < sum(asked) < nbytes + 3 * MIB
