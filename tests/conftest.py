@@ -62,13 +62,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.servers)
 
 
-_BEFORE = pytest.StashKey[set[str]]()
+_BEFORE = pytest.StashKey[frozenset[str]]()
 _CACHES = {".hypothesis", ".pytest_cache", "__pycache__"}
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Note what lies in the directory where pytest runs."""
-    session.stash[_BEFORE] = set(os.listdir(session.config.invocation_params.dir))
+    session.stash[_BEFORE] = frozenset(os.listdir(session.config.invocation_params.dir))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -78,8 +78,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """
     if "CI" not in os.environ or hasattr(session.config, "workerinput"):
         return
-    after = set(os.listdir(session.config.invocation_params.dir))
-    if left := after - session.stash[_BEFORE] - _CACHES:
+    after = frozenset(os.listdir(session.config.invocation_params.dir))
+    before = session.stash[_BEFORE]
+    if left := after - before - _CACHES:
         print(f"\ntests have left in the directory where they ran: {', '.join(sorted(left))}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

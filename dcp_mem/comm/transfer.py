@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -82,6 +82,7 @@ class IncomingChunk:
     data: Any
     crc: Callable[[], int]
     accept: Callable[[], None]
+    _: KW_ONLY
     note_nbytes: int = 0
     refill: Callable[[bytearray], Refilled] | None = None
 

@@ -102,7 +102,7 @@ class PeerTransfer:
             sender, receiver, lambda channel: receive(channel, incoming, self._raise_if_stopped)
         )
 
-    def _on_channel(self, sender: int, receiver: int, act: Callable[[Channel], None]) -> None:
+    def _on_channel(self, sender: int, receiver: int, act: Callable[[Channel], object]) -> None:
         """Use the channel to a peer; close it if that fails, so that the peer doesn't wait."""
         peer = receiver if sender == self._ranks.rank else sender
         channel: Channel | None = None

@@ -115,7 +115,8 @@ class Told:
             crcs: Of its blocks.
         """
         here = slice(cut.first, cut.last)
-        return self._has[here] & (self._crcs[here] == crcs)
+        is_had: Mask = self._has[here] & (self._crcs[here] == crcs)
+        return is_had
 
 
 def reduced(blocks: Blocks, cut: Cut, data: memoryview, has: Mask) -> Reduced:

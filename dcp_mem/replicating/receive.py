@@ -141,7 +141,7 @@ class IncomingFile:
                 yield IncomingChunk(data, crc, _nothing)
             else:
                 refill = partial(earlier.refill, cut, data)
-                yield IncomingChunk(data, crc, _nothing, cut.note_nbytes, refill)
+                yield IncomingChunk(data, crc, _nothing, note_nbytes=cut.note_nbytes, refill=refill)
 
     def _add_and_free(
         self, place: int, data: memoryview, buffer: bytearray, buffers: list[bytearray]

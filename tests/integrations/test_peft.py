@@ -60,7 +60,7 @@ def _train(
             losses.append(step(number))
             manager.save(number, {"app": state})
             manager.wait()
-        status = manager.writer.status()
+        status = list(manager.status())
     training = [one for one in model.parameters() if one.requires_grad]
     assert {one.dtype for one in training} == {torch.float32}
     return losses, status, 3 * sum(one.nbytes for one in training)

@@ -286,7 +286,7 @@ def _evict_halfway(nodes: Nodes, writer: MemoryStorageWriter) -> None:
                 slots.abandon(slot)
         return refill(self, *arguments)
 
-    EarlierCopy.refill = evicting  # type: ignore[method-assign]
+    EarlierCopy.refill = evicting  # type: ignore[assignment, method-assign]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def _receive_rests(count: int, wrong: list[int]) -> tuple[str, list[int]]:
     def chunks() -> Iterator[IncomingChunk]:
         for number, data in enumerate(came):
             crc, accept = partial(checksum, memoryview(data)), partial(accepted.append, number)
-            yield IncomingChunk(data, crc, accept, 1, partial(refill, number))
+            yield IncomingChunk(data, crc, accept, note_nbytes=1, refill=partial(refill, number))
 
     error = _with_channel(lambda channel: receive(channel, chunks(), tell=bytearray(b"has")))
     assert came == [_data(number) for number in range(count)]
