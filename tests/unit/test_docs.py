@@ -151,6 +151,16 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_prose_keeps_to_100_columns(page: Path) -> None:
+    """Tables and code may be wider, and so may a word that can't be broken, such as a link."""
+    if page.name == "api.md":
+        pytest.skip("it is written from the docstrings, signatures and all")
+    prose = re.sub(r"^(```|~~~).*?^\1", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in prose.splitlines() if not line.startswith(("|", "#", "![", "    "))]
+    assert not [line for line in lines if len(line) > 100 and " " in line.strip()]
+
+
 def test_pictures_are_those_that_are_drawn() -> None:
     drawn = runpy.run_path(str(REPOSITORY / "docs" / "pictures" / "draw.py"))["PICTURES"]
     there = {
