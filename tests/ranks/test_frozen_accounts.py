@@ -1,6 +1,5 @@
 """What checkpoints share in memory is counted once: by limits, leases, commands and retention."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -10,16 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 
 import dcp_mem
-from dcp_mem import CheckpointManager, MemoryBudgetExceeded, MemoryStorageWriter
-from dcp_mem.cli.main import main
+from dcp_mem import CheckpointManager, MemoryStorageWriter
 from dcp_mem.common import faults
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.operations.housekeeping import reclaim
-from dcp_mem.operations.inventory import list_jobs
 from dcp_mem.runtime.session import open_session
 from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.jobs import Job, wait_until
@@ -49,7 +45,9 @@ def _save(writer: MemoryStorageWriter, state: State, step: int) -> None:
 
 def _assert_loads(job: Job, state: State, step: int) -> None:
     out = {name: torch.full_like(tensor, -1) for name, tensor in state.items()}
-    dcp.load(out, checkpoint_id=str(job.directory / f"step-{step}"))
+    directory = job.directory / f"step-{step}"
+    wait_until((directory / ".metadata").exists, "metadata for stock readers")
+    dcp.load(out, checkpoint_id=str(directory))
     expected = {**state, "adapter": torch.full_like(state["adapter"], step)}
     assert all(torch.equal(out[name], tensor) for name, tensor in expected.items())
 
@@ -87,35 +85,6 @@ def _save_within(job: Job, nbytes: int, keep: int, changes: tuple[int, ...]) -> 
 def test_a_memory_limit_counts_a_shared_base_once(memory_job: Job) -> None:
     kept = forked(_save_within, memory_job, BASE + 6 * SLOT, 4, ())
     assert kept[-4:] == [4, 4, 4, 4]
-
-
-def test_where_room_is_short_what_leaves_is_what_no_other_shares(memory_job: Job) -> None:
-    kept = forked(_save_within, memory_job, BASE + 4 * SLOT, 8, ())
-    assert 1 <= min(kept[1:]) <= max(kept) < 6
-
-
-def test_checkpoints_that_share_a_base_leave_together_for_another_one(memory_job: Job) -> None:
-    """Two old ones share a base: neither frees it alone, and both together do."""
-    forked(_save_within, memory_job, 2 * BASE + 5 * SLOT, 3, (3, 4))
-
-
-def _save_beyond(job: Job) -> str:
-    state = _state()
-    with job.writer(
-        frozen="base.*", agent="thread", memory_limit=BASE + 4 * SLOT, on_full="raise"
-    ) as writer:
-        _save(writer, state, 1)
-        state["base.a"].add_(1)
-        error = raised_by(lambda: _save(writer, state, 2))
-        state["base.a"].sub_(1)
-        _assert_loads(job, state, 1)
-        _save(writer, state, 3)
-        _assert_loads(job, state, 3)
-    return type(error).__name__
-
-
-def test_a_changed_base_that_finds_no_room_leaves_the_older_checkpoint(memory_job: Job) -> None:
-    assert forked(_save_beyond, memory_job) == MemoryBudgetExceeded.__name__
 
 
 # -- leases ----------------------------------------------------------------------------------------
@@ -173,12 +142,6 @@ def test_a_checkpoint_is_loaded_while_others_that_share_its_base_come_and_go(
 # -- commands --------------------------------------------------------------------------------------
 
 
-def _run(*arguments: str) -> Any:
-    result = CliRunner().invoke(main, [*arguments, "--json"])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
 def _save_four(job: Job) -> None:
     state = _state()
     with job.writer(frozen="base.*", agent="thread", keep_memory=4, persist=False) as writer:
@@ -187,25 +150,6 @@ def _save_four(job: Job) -> None:
         session = open_session(writer.settings)
         assert session is not None
         session.prefaulting.stop()
-
-
-def test_commands_count_what_is_shared_once(memory_job: Job) -> None:
-    forked(_save_four, memory_job)
-    places = ["--memory-root", memory_job.memory]
-    most = BASE + 6 * SLOT
-    (job,) = list_jobs(memory_job.memory)
-    assert BASE < job.nbytes <= most
-    (listed,) = _run("ls", *places)["jobs"]
-    assert listed["bytes"] == job.nbytes
-    (would_be,) = _run("gc", *places)["memory"]
-    assert would_be["bytes"] == job.nbytes
-    freed = [
-        _run("rm", f"step-{step}", "--yes", "--force", "--job", "job", *places)["removed"][0]
-        for step in (2, 1, 4, 3)
-    ]
-    nbytes = [one["freed_bytes"] for one in freed]
-    assert max(nbytes[:3]) < 2 * ADAPTER
-    assert BASE < nbytes[3] < BASE + 2 * ADAPTER
 
 
 def test_reclaiming_a_dead_job_counts_what_is_shared_once(memory_job: Job) -> None:
