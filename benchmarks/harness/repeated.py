@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.harness.clock import READER_METHODS, WRITER_METHODS, Clock, Phases
+from benchmarks.harness.states import change
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Saves:
         path: Path | None = None,
         keep: int = 2,
         save: Callable[..., Metadata] = dcp.save,
+        changes: bool = False,
         **options: Any,
     ) -> None:
         """Open the writer.
@@ -44,10 +46,12 @@ class Saves:
             path: Directory to flush to; None: no flush.
             keep: Checkpoints that stay in memory.
             save: `dcp.save` or `dcp_mem.save`.
+            changes: Make all values other ones before each save, off the clock: copies of what
+                hasn't changed aren't sent.
             options: More arguments of the writer.
         """
         self.state = state
-        self._save = save
+        self._save, self._changes = save, changes
         url = None if path is None else str(path)
         self.writer = MemoryStorageWriter(
             url, memory_root=str(memory), job=JOB, keep_memory=keep, **options
@@ -63,6 +67,8 @@ class Saves:
     def save(self) -> float:
         """Save under the next checkpoint id, and return the seconds that blocked."""
         checkpoint_id = f"step-{len(self.history) + 1}"
+        if self._changes:
+            change(self.state)
         start = time.perf_counter()
         self._save(self.state.tree, checkpoint_id=checkpoint_id, storage_writer=self.writer)
         self.history.append(self._clock.phases(time.perf_counter() - start))

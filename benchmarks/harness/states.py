@@ -93,6 +93,12 @@ def check_trained(state: State) -> None:
         raise AssertionError(f"the byte item was not restored: {state.tree['step']!r}")
 
 
+def change(state: State) -> None:
+    """Make every value of `state` another one, as full fine-tuning does."""
+    for tensor in state.local:
+        tensor.neg_()
+
+
 def wipe(state: State) -> None:
     """Make `state` blank again."""
     for tensor in state.local:

@@ -144,6 +144,7 @@ def _saves(state: State, name: str, replicas: int = 0, policy: str = "wait") -> 
         memory=MEMORY / name,
         keep=KEEP,
         save=dcp_mem.save,
+        changes=True,
         replicas=replicas,
         on_replication=policy,
     )

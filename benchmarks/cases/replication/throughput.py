@@ -110,7 +110,9 @@ def _measure(rank: Rank, spec: Spec) -> Measured:
     ways = {**Exchange(touched(nbytes), touched(nbytes), other).ways(), **in_slots}
     cpu: dict[str, list[float]] = {}
     with closing(
-        Saves(state, memory=MEMORY / "dcp_mem", keep=KEEP, save=dcp_mem.save, replicas=1)
+        Saves(
+            state, memory=MEMORY / "dcp_mem", keep=KEEP, save=dcp_mem.save, changes=True, replicas=1
+        )
     ) as saves:
 
         def replicate() -> float:
