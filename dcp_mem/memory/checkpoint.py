@@ -87,23 +87,24 @@ class LocalCheckpoint:
 
         Segments that other checkpoints share don't count: their bytes stay when this one leaves.
         """
-        here = [file for file in self.segment_files() if not _is_shared(self.segment_path(file))]
-        ranks = {names.rank_of(file) for file in here if names.SEGMENT.fullmatch(file)}
-        segments = self.manifest.segments
-        sizes = zip(segments.rank, segments.nbytes, strict=True)
-        parity = (_size(self.segment_path(file)) for file in here if names.PARITY.fullmatch(file))
-        return sum(nbytes for rank, nbytes in sizes if rank in ranks) + sum(parity)
+        return self.own_and_shared_bytes()[0]
 
-    def shared_bytes(self) -> tuple[SharedBytes, ...]:
-        """Return the segments here that other checkpoints share."""
+    def own_and_shared_bytes(self) -> tuple[int, tuple[SharedBytes, ...]]:
+        """Return what `local_nbytes` does, and the segments here that other checkpoints share."""
         sizes = dict(zip(self.manifest.segments.rank, self.manifest.segments.nbytes, strict=True))
-        found = []
-        for file in filter(names.SEGMENT.fullmatch, self.segment_files()):
+        own, shared = 0, list[SharedBytes]()
+        for file in self.segment_files():
             facts = _facts(self.segment_path(file))
-            if facts is not None and facts.st_nlink > 1:
+            is_shared = facts is not None and facts.st_nlink > 1
+            if names.SEGMENT.fullmatch(file):
                 nbytes = sizes.get(names.rank_of(file), 0)
-                found.append(SharedBytes(facts.st_ino, nbytes, facts.st_nlink))
-        return tuple(found)
+                if facts is not None and is_shared:
+                    shared.append(SharedBytes(facts.st_ino, nbytes, facts.st_nlink))
+                else:
+                    own += nbytes
+            elif facts is not None and not is_shared and names.PARITY.fullmatch(file):
+                own += facts.st_size
+        return own, tuple(shared)
 
     def stripes(self) -> dict[str, StripeRecord]:
         """Return the parity that lies here, by file, without what is damaged."""
@@ -283,11 +284,6 @@ def _facts(path: str) -> os.stat_result | None:
         return os.stat(path)
     except FileNotFoundError:
         return None
-
-
-def _is_shared(path: str) -> bool:
-    facts = _facts(path)
-    return facts is not None and facts.st_nlink > 1
 
 
 def _size(path: str) -> int:

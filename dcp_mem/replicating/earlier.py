@@ -1,6 +1,6 @@
-"""What of a copy its receiver has already: the bytes that haven't changed since an earlier copy.
+"""Bytes of a copy that its receiver has already, from an earlier copy, and that aren't sent.
 
-They aren't sent (ADR 27); the receiver copies them from the earlier copy. Both ranks cut a segment
+The receiver copies them from the earlier copy (ADR 27). Both ranks cut a segment
 into the same chunks of whole blocks, and agree block by block:
 
     receiver -> sender   once: the blocks that an earlier copy has at the same places, and their
@@ -74,7 +74,7 @@ def cuts_of(blocks: Blocks, nbytes: int) -> list[Cut]:
 
 
 class Told:
-    """What a receiver tells its sender: the blocks that it has, and their CRC32C.
+    """The message in which a receiver lists the blocks that it has, and their CRC32C.
 
     Args:
         count: Blocks of the segment.
@@ -90,7 +90,7 @@ class Told:
 
     @property
     def is_any(self) -> bool:
-        """Whether there are any blocks."""
+        """Whether the receiver has any block."""
         return bool(self._has.any())
 
     def tell(self, blocks: Blocks, earlier: Blocks, crcs: Crcs) -> None:

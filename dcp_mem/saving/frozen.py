@@ -64,7 +64,7 @@ class FrozenItems:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Which of a plan's tensors are frozen, and the two segments that this makes.
+    """A plan's tensors, divided into frozen ones and others, each with a segment of their own.
 
     Attributes:
         whole: Layout of all tensors.

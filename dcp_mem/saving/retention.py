@@ -67,13 +67,14 @@ def kept_checkpoints(
             busy = is_leased(checkpoint.manifest_path)
         except FileNotFoundError:  # it has left memory meanwhile
             continue
+        nbytes, shared = checkpoint.own_and_shared_bytes()
         kept.append(
             CheckpointFacts(
                 key=manifest.save_id,
                 created=manifest.created,
                 number=manifest.number,
-                nbytes=checkpoint.local_nbytes(),
-                shared=checkpoint.shared_bytes(),
+                nbytes=nbytes,
+                shared=shared,
                 persist=manifest.persist,
                 pending=checkpoint.pending,
                 busy=busy

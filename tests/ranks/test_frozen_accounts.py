@@ -190,7 +190,10 @@ def test_a_kill_behind_a_comparison_loses_nothing(job: Job) -> None:
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
     assert _names(job)[0] == "step-2"
-    _assert_loads(job, _state(), 2)
+    out = {name: torch.full_like(tensor, -1) for name, tensor in _state().items()}
+    dcp_mem.load(out, storage_reader=job.reader())  # the kill may have come before .metadata
+    expected = {**_state(), "adapter": torch.full_like(out["adapter"], 2)}
+    assert all(torch.equal(out[name], tensor) for name, tensor in expected.items())
     forked(_save_with, Job(job.url, job.memory), "")
 
 
