@@ -28,6 +28,7 @@ from dcp_mem.errors import RankFailed
 
 T = TypeVar("T")
 R = TypeVar("R")
+E = TypeVar("E", bound=Exception)
 
 Failures = tuple[tuple[int, str], ...]
 """(rank, what went wrong there), sorted by rank; the first few of them."""
@@ -123,6 +124,18 @@ def is_shared(error: BaseException) -> bool:
         error: As this rank raises it.
     """
     return isinstance(error, RankFailed) or bool(getattr(error, _SHARED, False))
+
+
+def known_to_all(error: E) -> E:
+    """Return an error, marked as one that all ranks raise, each from the same facts.
+
+    Without the mark, each rank would leave the others, who may be in their next call already.
+
+    Args:
+        error: What every rank raises here, whatever its type on each.
+    """
+    _mark(error, is_shared=True)
+    return error
 
 
 def _mark(error: Exception, *, is_shared: bool) -> Exception:

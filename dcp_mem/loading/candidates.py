@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from dcp_mem.comm.agreement import known_to_all
 from dcp_mem.common.log import log
 from dcp_mem.errors import CheckpointNotFound, NoRecoverableCheckpoint
 from dcp_mem.format import names
@@ -58,7 +59,7 @@ def open_next(load: LoadAttempt) -> OpenCheckpoint:
             log.info("passed over %s", reason)
         _note_contradiction(load)
         return opened
-    raise _nothing_found(load)
+    raise known_to_all(_nothing_found(load))
 
 
 def open_without(load: LoadAttempt, damaged: Collection[DamagedSegment]) -> OpenCheckpoint:

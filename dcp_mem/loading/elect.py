@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dcp_mem.comm.agreement import Failures, attempt, on_rank_0, raise_together
+from dcp_mem.comm.agreement import Failures, attempt, known_to_all, on_rank_0, raise_together
 from dcp_mem.common import faults
 from dcp_mem.errors import ConfigError
 from dcp_mem.loading.load_attempt import LoadAttempt
@@ -75,7 +75,8 @@ def _survey_memory(load: LoadAttempt, search: Search) -> list[FoundCheckpoint]:
 def _check_same_wanted(surveys: Sequence[_Survey]) -> None:
     wanted = sorted({survey.wanted or "the newest" for survey in surveys})
     if len(wanted) > 1:
-        raise ConfigError(f"the ranks load different checkpoint ids: {', '.join(wanted)}")
+        text = f"the ranks load different checkpoint ids: {', '.join(wanted)}"
+        raise known_to_all(ConfigError(text))
 
 
 def _elect(

@@ -10,7 +10,7 @@ from itertools import chain
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_mem.comm import SingleRank
-from dcp_mem.comm.agreement import Failures, attempt, described
+from dcp_mem.comm.agreement import Failures, attempt, described, known_to_all
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.errors import NoRecoverableCheckpoint, RankFailed, SegmentCorrupt
@@ -112,7 +112,7 @@ class _ReadResult:
 
     def exception(self, name: str) -> Exception:
         """Return what this rank raises: its own error, else one that names the other ranks."""
-        return self.error or RankFailed(f"loading {name}", self.failures)
+        return known_to_all(self.error or RankFailed(f"loading {name}", self.failures))
 
 
 def _read_together(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from dcp_mem.comm.agreement import Attempted, attempt, described, raise_together
+from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all, raise_together
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
@@ -254,7 +254,7 @@ def _agree_at_length(
         if planned.error is not None:
             failed = [(rank, one.error) for rank, one in enumerate(reports) if one.error]
             cause = planned.error.__cause__ or RankFailed(f"preparing {context.name}", failed)
-            raise planned.error from cause
+            raise known_to_all(planned.error) from cause
         verdict = _verdict(context, topology, reports)
         if topology.is_leader:
             memory = context.session.memory
@@ -289,7 +289,8 @@ def _waits(context: SaveContext, verdict: Verdict) -> bool:
     """Decide whether to wait for room, or else to skip the save. Raises MemoryBudgetExceeded."""
     on_full = context.settings.on_full
     if on_full == "raise" or (on_full == "wait" and verdict.lasting):
-        raise MemoryBudgetExceeded(verdict.needed, verdict.limit, f"{context.name}: {verdict.why}")
+        why = f"{context.name}: {verdict.why}"
+        raise known_to_all(MemoryBudgetExceeded(verdict.needed, verdict.limit, why))
     if on_full == "skip":
         log.warning("%s is skipped: %s", context.name, verdict.why)
         return False
@@ -322,10 +323,11 @@ def _verdict(context: SaveContext, topology: Topology, reports: Sequence[RankRep
     raise_together(f"preparing {context.name}", tuple(failures))
     named = sorted({report.name for report in reports})
     if len(named) > 1:
-        raise ConfigError(f"the ranks save under different checkpoint ids: {', '.join(named)}")
+        text = f"the ranks save under different checkpoint ids: {', '.join(named)}"
+        raise known_to_all(ConfigError(text))
     _check_plans(reports)
     if any(report.exists for report in reports):
-        raise CheckpointExists(context.name, "memory")
+        raise known_to_all(CheckpointExists(context.name, "memory"))
     return admit(_node_memories(context, topology, reports), context.settings.keep)
 
 

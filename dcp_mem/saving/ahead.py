@@ -23,7 +23,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from dcp_mem.comm.agreement import Attempted
+from dcp_mem.comm.agreement import Attempted, known_to_all
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, DcpMemError
@@ -280,7 +280,7 @@ class AheadCopy:
         self._plans.forget(self._planned.plan_id)
         if not why_not:
             self._plans.refuse_to_plan(context, why)
-        raise DcpMemError(why)
+        raise known_to_all(DcpMemError(why))
 
     def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
         """Seal the slot, once all of it has been copied."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import pytest
@@ -376,6 +377,70 @@ def test_what_one_rank_alone_gets_wrong_is_a_warning_for_all(memory_root: Path) 
         assert found == [["complete", "failed", "complete"]] * 2
     found = forked_ranks(_metrics_are_wrong, 2, str(memory_root), (0, 1), env=_ENV)
     assert found == [["complete", "metrics", "complete"]] * 2
+
+
+# -- what all ranks raise --------------------------------------------------------------------------
+
+
+@contextmanager
+def _departures() -> Iterator[list[str]]:
+    """Yield why this rank has left others, which may be in their next call by then."""
+    found: list[str] = []
+    leave = GlooRanks.leave
+
+    def noted(self: GlooRanks, why: str) -> None:
+        found.append(why)
+        leave(self, why)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooRanks, "leave", noted)
+        yield found
+
+
+def _all_raise(root: str) -> list[tuple[str, str, list[str]]]:
+    rank = dist.get_rank()
+    found = []
+
+    def note(case: str, act: Callable[[], object]) -> None:
+        with _departures() as departures:
+            error = raised_by(act)
+        found.append((case, type(error).__name__, departures))
+        dist.barrier()
+
+    def save(writer: MemoryStorageWriter, name: str, **state: Any) -> None:
+        dcp_mem.save({**_state(), **state}, checkpoint_id=name, storage_writer=writer)
+
+    def load(name: str | None, state: dict[str, Any]) -> None:
+        dcp_mem.load(state, checkpoint_id=name, storage_reader=_reader(root))
+
+    note("no checkpoint", lambda: load(None, _state()))
+    with MemoryStorageWriter(None, memory_root=root, job="job", overwrite=False) as writer:
+        save(writer, "a")
+        note("the name is taken", lambda: save(writer, "a"))
+        note("other names", lambda: save(writer, f"b{rank}"))
+        note("one rank's value", lambda: save(writer, "c", lock=Lock() if rank else 1))
+        note("one rank's shape", lambda: save(writer, "c", y=torch.ones(2 + rank)))
+    note("no such checkpoint", lambda: load("z", _state()))
+    note("other names to load", lambda: load(f"a{rank}", _state()))
+    note("one rank's key", lambda: load("a", {**_state(), **({"more": 1} if rank else {})}))
+    limited = MemoryStorageWriter(
+        None, memory_root=root, job="limited", memory_limit="1MiB", on_full="raise"
+    )
+    with limited as writer:
+        note("no room", lambda: save(writer, "a", large=torch.ones(1 << 20)))
+    with CheckpointManager(memory_root=root, job="managed") as manager:
+        metrics = {"loss": "low" if rank else 1.0}
+        note("one rank's metrics", lambda: manager.save(1, _state(), metrics=metrics))
+    return found
+
+
+def test_a_rank_does_not_leave_ranks_that_raise_as_well(memory_root: Path) -> None:
+    """It would do so late, when they are in their next call, which would break."""
+    for found in forked_ranks(_all_raise, 2, str(memory_root), env=_ENV):
+        for case, error, departures in found:
+            assert departures == [], (case, error)
+            # The manager warns, and goes on.
+            assert (error == "NoneType") == (case == "one rank's metrics"), (case, error)
 
 
 # -- shapes ----------------------------------------------------------------------------------------
