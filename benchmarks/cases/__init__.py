@@ -112,6 +112,7 @@ CASES = (
     Case("replication.recovery", "how long a load takes after a node was lost"),
     Case("replication.memory", "how much tmpfs a node needs, by kind of redundancy"),
     Case("replication.deciding", "how long decisions of jobs of up to 16,384 ranks take"),
+    Case("replication.connections", "sockets, connecting and agreement of up to 128 processes"),
     Case("scaling.model", "the tables of docs/scaling.md"),
 )
 

@@ -10,11 +10,8 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from dcp_mem.comm import relay
 from dcp_mem.comm.collectives import Message
-from dcp_mem.comm.gloo import _GlooWire
 from dcp_mem.comm.relay import dumped
 from dcp_mem.comm.tree import Tree, tree_of
 from dcp_mem.common.values import Segment
@@ -26,13 +23,11 @@ from dcp_mem.saving.ballot import Ballot, RankReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
 
     from dcp_mem.comm.collectives import Channel, Share
 
 T = TypeVar("T")
 RANKS_PER_NODE = 8
-_NO_DEADLINE = 1e9  # in seconds of the monotonic clock
 
 
 def nodes_of(ranks: int, first: str = "node-0") -> list[str]:
@@ -47,35 +42,29 @@ def nodes_of(ranks: int, first: str = "node-0") -> list[str]:
     ]
 
 
-class Group:
-    """Replaces a gloo group: messages of other ranks are made beforehand, messages to them kept."""
+class PlayedWire:
+    """Replaces the network: messages of other ranks are made beforehand, messages to them kept."""
 
     def __init__(self) -> None:
-        self.ready: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)
-        self.sent: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self.ready: defaultdict[int, deque[Any]] = defaultdict(deque)
+        self.sent: defaultdict[int, list[Any]] = defaultdict(list)
 
     def arrive(self, rank: int, data: Any) -> None:
         """Let a rank send these bytes to this one."""
-        group = Group()
-        _GlooWire(group, _NO_DEADLINE).send([0], data)
-        self.ready[rank].extend(group.sent[0])
+        self.ready[rank].append(data)
 
     def sent_bytes(self) -> dict[int, int]:
         """Return the bytes sent so far, by receiver."""
-        return {rank: sum(part.nbytes for part in parts) for rank, parts in self.sent.items()}
+        return {rank: sum(len(data) for data in sent) for rank, sent in self.sent.items()}
 
-    # -- the methods of a gloo group that are used ------------------------------------------
+    # -- the methods of a wire ------------------------------------------------------------------
 
-    def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Group:
-        self.sent[rank].extend(tensors)
-        return self
+    def send(self, ranks: Sequence[int], data: Any) -> None:
+        for rank in ranks:
+            self.sent[rank].append(data)
 
-    def recv(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Group:
-        tensors[0].copy_(self.ready[rank].popleft())
-        return self
-
-    def wait(self, timeout: timedelta) -> None:
-        return
+    def receive(self, ranks: Sequence[int]) -> list[Any]:
+        return [self.ready[rank].popleft() for rank in ranks]
 
 
 class Place:
@@ -83,8 +72,7 @@ class Place:
 
     def __init__(self, nodes: Sequence[str], rank: int) -> None:
         self.tree: Tree = tree_of(nodes, rank)
-        self.group = Group()
-        self.wire = _GlooWire(self.group, _NO_DEADLINE)
+        self.wire = PlayedWire()
 
 
 @dataclass
@@ -131,8 +119,8 @@ class ManyRanks:
         start = time.thread_time()
         place = self._place
         for ranks in place.tree.below:
-            place.group.arrive(ranks[0], dumped(self._joined(value, ranks, join)))
-        place.group.sent.clear()
+            place.wire.arrive(ranks[0], dumped(self._joined(value, ranks, join)))
+        place.wire.sent.clear()
         self.played += time.thread_time() - start
         return relay.all_reduce(place.wire, place.tree, value, join)
 
@@ -147,6 +135,9 @@ class ManyRanks:
     def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
         assert not outgoing
         assert not incoming
+
+    def end_swaps(self) -> None:
+        return
 
     def tell_leaders(self, data: bytes) -> Any:
         self.calls["tell_leaders"] += 1

@@ -1,4 +1,4 @@
-"""Communication between the ranks of a save or load, over gloo groups and a store of dcp_mem's own.
+"""Communication between the ranks of a save or load, over connections of dcp_mem's own.
 
 It knows nothing of checkpoints: it imports `common`, `errors` and torch. Read its modules in this
 order:
@@ -6,8 +6,10 @@ order:
     collectives   what a set of ranks can do together: `Ranks`, `Channel`, and `SingleRank`
     agreement     collective attempts, whose errors reach all ranks
     tree, relay   the tree along which the ranks' values travel, and the collectives over it
-    gloo          `Ranks` over a gloo group; `ranks_of` finds or makes them
-    channels      a connection of two ranks
+    addresses     where other ranks reach this one
+    peers, wire   TCP connections to those ranks that this rank talks to, and messages over them
+    job_ranks     `Ranks` over these connections; `ranks_of` finds or makes them
+    channels      a connection of two ranks for many bytes, over gloo
     transfer      checked transfer of many bytes over a channel
     notices       messages to all ranks at any time, through the store
     timed_store   calls to the store that end in time
@@ -16,6 +18,6 @@ order:
 """
 
 from dcp_mem.comm.collectives import Ranks, SingleRank
-from dcp_mem.comm.gloo import known_ranks, ranks_of, run_token, world_size
+from dcp_mem.comm.job_ranks import known_ranks, ranks_of, run_token, world_size
 
 __all__ = ["Ranks", "SingleRank", "known_ranks", "ranks_of", "run_token", "world_size"]

@@ -146,6 +146,9 @@ class Ranks(Protocol):
             incoming: What this rank receives.
         """
 
+    def end_swaps(self) -> None:
+        """Close the connections that swaps have made; called on all ranks behind the same swap."""
+
     def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
         """Return the same ranks on connections of their own, for a thread that works beside saves.
 
@@ -208,6 +211,9 @@ class SingleRank:
         return data
 
     def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
+        return
+
+    def end_swaps(self) -> None:
         return
 
     def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:

@@ -1,6 +1,6 @@
 """Notices: texts that any rank adds at any time, and that all ranks read in the same order.
 
-Gloo's collectives need all ranks to make the same call. A notice is added by one rank alone, to the
+Collectives need all ranks to make the same call. A notice is added by one rank alone, to the
 store that the ranks met in; a thread of every rank reads it there.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from dcp_mem.comm.gloo import restart_count, run_token
+from dcp_mem.comm.job_ranks import restart_count, run_token
 from dcp_mem.comm.timed_store import TimedCalls, own_connection
 from dcp_mem.config import exchange_timeout
 from dcp_mem.errors import RankFailed

@@ -96,6 +96,16 @@ class TimedStore:
         """
         return self._calls.do(lambda: bytes(self._store.get(key)), seconds)
 
+    def set(self, key: str, value: str, seconds: float | None = None) -> None:
+        """Set a key's value.
+
+        Args:
+            key: The key.
+            value: The new value.
+            seconds: The most that this call may take; None: as any call.
+        """
+        self._calls.do(lambda: self._store.set(key, value), seconds)
+
     def compare_set(
         self, key: str, expected: str, wanted: str, seconds: float | None = None
     ) -> bytes:

@@ -1,7 +1,8 @@
 """The tree along which the ranks of a save or load relay their values, with nodes kept together.
 
 Each node's first rank is its leader and relays for the node's other ranks; the leaders form a tree
-of their own below rank 0. So a value crosses to a node once, and a rank has few children.
+of their own below rank 0, and so do the ranks of a node below their leader. So a value crosses to a
+node once, and a rank has at most 16 children, all of which have higher numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ class Tree:
     Attributes:
         parent: None at the root.
         leaders_below: For each child on another node, all ranks in its subtree, the child first.
-        neighbours_below: For each child on this node, the child alone.
+        neighbours_below: For each child on this node, all ranks in its subtree, the child first.
         is_leader: Whether this rank is the first one of its node.
+        depth: How many ranks a value passes from here to the root.
     """
 
     rank: int
@@ -28,6 +30,7 @@ class Tree:
     leaders_below: Sequence[Sequence[int]] = ()
     neighbours_below: Sequence[Sequence[int]] = ()
     is_leader: bool = True
+    depth: int = 0
 
     @property
     def below(self) -> Sequence[Sequence[int]]:
@@ -56,24 +59,45 @@ def tree_of(nodes: Sequence[str], rank: int) -> Tree:
     for member, node in enumerate(nodes):
         members.setdefault(node, []).append(member)
     leaders = [ranks[0] for ranks in members.values()]  # in the order of their ranks, rank 0 first
+    position = leaders.index(members[nodes[rank]][0])
     node_members = members[nodes[rank]]
-    if node_members[0] != rank:
-        return Tree(rank=rank, parent=node_members[0], is_leader=False)
-    position = leaders.index(rank)
-    leaders_below = [
-        [
-            member
-            for descendant in _subtree(child, len(leaders))
-            for member in members[nodes[leaders[descendant]]]
-        ]
-        for child in _children(position, len(leaders))
-    ]
+    place = node_members.index(rank)
+    neighbours_below = _ranks_below(place, [[member] for member in node_members])
+    depth = _depth(position) + _depth(place)
+    if place:
+        return Tree(
+            rank=rank,
+            parent=node_members[_parent(place)],
+            neighbours_below=neighbours_below,
+            is_leader=False,
+            depth=depth,
+        )
     return Tree(
         rank=rank,
-        parent=leaders[(position - 1) // _FAN_OUT] if position else None,
-        leaders_below=leaders_below,
-        neighbours_below=[[neighbour] for neighbour in node_members[1:]],
+        parent=leaders[_parent(position)] if position else None,
+        leaders_below=_ranks_below(position, list(members.values())),
+        neighbours_below=neighbours_below,
+        depth=depth,
     )
+
+
+def _ranks_below(position: int, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return, for each child of a position, the ranks of all groups in its subtree."""
+    return [
+        [rank for descendant in _subtree(child, len(groups)) for rank in groups[descendant]]
+        for child in _children(position, len(groups))
+    ]
+
+
+def _parent(position: int) -> int:
+    return (position - 1) // _FAN_OUT
+
+
+def _depth(position: int) -> int:
+    depth = 0
+    while position:
+        position, depth = _parent(position), depth + 1
+    return depth
 
 
 def _children(position: int, count: int) -> range:

@@ -195,6 +195,7 @@ def _take_part(
             with _window(share, group.memory_root, token, failure) as window:
                 if not failure.is_anywhere():
                     _Batches(fetcher, pending, group, share, window, failure).run()
+            group.ranks.end_swaps()
     with failure.kept():
         transfer.raise_own()
     # A channel that broke because the peer had failed is reported by the peer.

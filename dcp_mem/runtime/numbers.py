@@ -7,7 +7,7 @@ import threading
 import uuid
 from collections.abc import Iterable
 
-from dcp_mem.comm.gloo import run_token
+from dcp_mem.comm.job_ranks import run_token
 from dcp_mem.config import Settings
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.job import JobMemory

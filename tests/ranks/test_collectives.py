@@ -1,4 +1,4 @@
-"""How ranks talk: their tree, the messages along it, real gloo groups, lost ranks, and costs."""
+"""How ranks talk: their tree, the messages along it, real connections, lost ranks, and costs."""
 
 import os
 import queue
@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 import dcp_mem
 from dcp_mem import RankFailed
-from dcp_mem.comm import Ranks, gloo, ranks_of, relay
+from dcp_mem.comm import Ranks, job_ranks, ranks_of, relay
 from dcp_mem.comm.tree import _FAN_OUT, Tree, tree_of
+from dcp_mem.comm.wire import LENGTH_NBYTES, TcpWire
 from tests.support.checkpoints.jobs import Job, wait_until
 from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.forks import forked_ranks, raised_by
@@ -87,12 +88,13 @@ def test_what_is_below_a_rank_is_divided_among_its_children(nodes: Nodes) -> Non
 
 
 @given(layouts())
-def test_a_node_is_entered_once_and_its_ranks_hang_on_its_first(nodes: Nodes) -> None:
+def test_a_node_is_entered_once_by_its_first_rank(nodes: Nodes) -> None:
     for tree in _trees(nodes):
         first = nodes.index(nodes[tree.rank])
         assert tree.is_leader == (tree.rank == first)
         if not tree.is_leader:
-            assert (tree.parent, tree.children) == (first, [])
+            assert tree.parent is not None
+            assert {nodes[rank] for rank in (tree.parent, *tree.children)} == {nodes[tree.rank]}
         elif tree.parent is not None:
             assert nodes.index(nodes[tree.parent]) == tree.parent, (
                 "a leader hangs on no other leader"
@@ -102,19 +104,28 @@ def test_a_node_is_entered_once_and_its_ranks_hang_on_its_first(nodes: Nodes) ->
 
 
 @given(layouts())
-def test_no_rank_hears_from_more_than_its_neighbours_and_a_few_leaders(nodes: Nodes) -> None:
+def test_a_rank_has_few_children_with_higher_numbers_and_few_steps_to_the_root(
+    nodes: Nodes,
+) -> None:
     trees = _trees(nodes)
     for tree in trees:
         assert len(tree.leaders) <= _FAN_OUT
-        assert len(tree.children) - len(tree.leaders) <= nodes.count(nodes[tree.rank]) - 1
-    steps = 1  # from the root through the leaders, of which there are so many within so many steps
-    while sum(_FAN_OUT**step for step in range(steps)) < len(set(nodes)):
-        steps += 1
+        assert len(tree.children) - len(tree.leaders) <= _FAN_OUT
+        assert all(child > tree.rank for child in tree.children), "a rank connects to lower ones"
+    most = _steps(len(set(nodes))) + _steps(max(Counter(nodes).values()))
     for tree in trees:
         passed, parent = 0, tree.parent
         while parent is not None:
             passed, parent = passed + 1, trees[parent].parent
-        assert passed <= steps
+        assert passed == tree.depth <= most
+
+
+def _steps(count: int) -> int:
+    """Steps from a root within which there are so many."""
+    steps = 0
+    while sum(_FAN_OUT**step for step in range(steps + 1)) < count:
+        steps += 1
+    return steps
 
 
 # -- what goes along a tree ------------------------------------------------------------------------
@@ -267,10 +278,9 @@ def _share(values: Sequence[bytes]) -> list[bytes]:
     return [known.setdefault(value, value) for value in values]
 
 
-# -- real groups -----------------------------------------------------------------------------------
+# -- real connections ------------------------------------------------------------------------------
 
-LETTER = gloo._HEADER - gloo._LENGTH
-LENGTHS = [1, LETTER - 1, LETTER, LETTER + 1, 4087, 4088, 4089, 300_000]
+LENGTHS = [1, 8, 4096, 3_000_000]
 
 
 def _layouts_of(world: int) -> list[Nodes]:
@@ -409,32 +419,36 @@ SOON = 30.0
 """Seconds; the time-out of the ranks is 600."""
 
 
-class _Dying:
-    """A group in which this rank is killed, at its first send or receive or at a later one."""
+def _die_on_the_wire(*, within: bool) -> None:
+    """Let this process be killed in front of its next message, or within the next one it sends."""
+    receive = TcpWire.receive
 
-    def __init__(self, group: Any, calls: int) -> None:
-        self._group, self._left = group, calls
+    def send_half(wire: TcpWire, ranks: Sequence[int], data: Any) -> None:
+        if within:
+            half = len(data).to_bytes(LENGTH_NBYTES, "little") + bytes(data)[: len(data) // 2]
+            for connection in wire._peers.connected(ranks, time.monotonic() + SOON):
+                connection.send(half)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            if not self._left:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self._left -= 1
-            return getattr(self._group, name)(*args)
+    def receive_or_die(wire: TcpWire, ranks: Sequence[int]) -> list[Any]:
+        if not within:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return receive(wire, ranks)
 
-        return call
+    patch = pytest.MonkeyPatch()  # never undone: the process dies
+    patch.setattr(TcpWire, "send", send_half)
+    patch.setattr(TcpWire, "receive", receive_or_die)
 
 
-def _loses_a_rank(operation: str, victim: int, calls: int, store: str) -> tuple[str, float, int]:
+def _loses_a_rank(operation: str, victim: int, within: bool, store: str) -> tuple[str, float, int]:
     """Return which call failed ("at once" or "later"), the seconds, and the survivors' next sum."""
     world, rank = dist.get_world_size(), dist.get_rank()
     nodes = [str(other // 2) for other in range(world)]
     ranks = ranks_of(None, "dying")
     ranks.set_nodes(nodes)
     assert ranks.all_reduce(1, int.__add__) == world
-    assert isinstance(ranks, gloo.GlooRanks)
     if rank == victim:
-        ranks._group = _Dying(ranks._group, calls)  # type: ignore[assignment]
+        _die_on_the_wire(within=within)
     started = time.monotonic()
     failed = "at once" if _fails(OPERATIONS[operation], ranks) else ""
     failed = failed or ("later" if _fails(OPERATIONS["all_reduce"], ranks) else "")
@@ -453,24 +467,20 @@ def _fails(act: Callable[[Ranks], object], ranks: Ranks) -> bool:
     return False
 
 
-CALLS = {"exchange": (0, 1), "all_reduce": (0, 1)}
-"""After how many sends and receives a rank is killed; a letter and its rest are two."""
-
-
 @pytest.mark.parametrize(
-    ("operation", "victim", "calls"),
+    ("operation", "victim", "within"),
     [
-        (operation, victim, calls)
+        (operation, victim, within)
         for operation in OPERATIONS
         for victim in (0, 1, 2)  # the root, a rank beside it, and another node's leader
-        for calls in CALLS.get(operation, (0,))
+        for within in ((False, True) if operation in ("exchange", "all_reduce") else (False,))
         if (operation, victim) != ("tell_leaders", 1)  # which has no part in it
     ],
 )
 def test_a_rank_that_is_killed_fails_the_others_soon_and_they_talk_on_without_it(
-    operation: str, victim: int, calls: int, tmp_path: Path
+    operation: str, victim: int, within: bool, tmp_path: Path
 ) -> None:
-    killed = forked(_loses_a_rank, 4, operation, victim, calls, str(tmp_path / "store"))
+    killed = forked(_loses_a_rank, 4, operation, victim, within, str(tmp_path / "store"))
     outcomes = [
         one for rank, one in enumerate(killed.join(timeout=90, killed={victim})) if rank != victim
     ]
@@ -479,10 +489,7 @@ def test_a_rank_that_is_killed_fails_the_others_soon_and_they_talk_on_without_it
         assert seconds < SOON
         assert together == 3
     # No rank has a result that needs all ranks.
-    if operation == "exchange" or (operation, calls) == (
-        "all_reduce",
-        0,
-    ):
+    if operation in ("exchange", "all_reduce"):
         assert {failed for failed, _, _ in outcomes} == {"at once"}
 
 
@@ -490,23 +497,14 @@ def test_a_rank_that_is_killed_fails_the_others_soon_and_they_talk_on_without_it
 
 
 class _Counting:
-    """Counts the bytes that leave this rank through a gloo group."""
+    """Counts the bytes that leave this rank."""
 
-    sent = 0
+    def __init__(self) -> None:
+        self.sent, self._send = 0, TcpWire.send
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def send(self, tensors: list[torch.Tensor], *where: int) -> Any:
-        _Counting.sent += sum(tensor.nbytes for tensor in tensors)
-        return self._group.send(tensors, *where)
-
-    def recv(self, tensors: list[torch.Tensor], *where: int) -> Any:
-        return self._group.recv(tensors, *where)
-
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Any:
-        _Counting.sent += sum(tensor.nbytes for tensor in inputs) * (len(outputs[0]) - 1)
-        return self._group.allgather(outputs, inputs)
+    def send(self, wire: TcpWire, ranks: Sequence[int], data: Any) -> None:
+        self.sent += (len(data) + LENGTH_NBYTES) * len(ranks)
+        self._send(wire, ranks, data)
 
 
 def _settle() -> None:
@@ -521,17 +519,21 @@ def _settle() -> None:
 
 def _count_steady_saves(job: Job, tensors: int) -> list[int]:
     """Count the bytes that this rank sends in three equal saves, and in the first of all."""
-    build = gloo.GlooRanks._build
-    gloo.GlooRanks._build = lambda ranks: _Counting(build(ranks))  # type: ignore[method-assign, assignment, return-value]
+    counting = _Counting()
+
+    def counted(wire: TcpWire, ranks: Sequence[int], data: Any) -> None:
+        counting.send(wire, ranks, data)
+
+    pytest.MonkeyPatch().setattr(TcpWire, "send", counted)
     state = {f"layer.{number}": torch.full((4,), float(number)) for number in range(tensors)}
     counts = []
     with job.writer(keep_memory=1) as writer:
         for step in range(6):
-            before = _Counting.sent
+            before = counting.sent
             dcp_mem.save(
                 {**state, "step": step}, checkpoint_id=f"step-{step}", storage_writer=writer
             )
-            counts.append(_Counting.sent - before)
+            counts.append(counting.sent - before)
             _settle()
     return [*counts[3:], counts[0]]
 
@@ -561,13 +563,13 @@ def _exchanges(saves: Callable[[], object]) -> tuple[int, str]:
     """How often all ranks wrote to all others within, and what it raised."""
     with pytest.MonkeyPatch.context() as patch:
         counted: list[object] = []
-        exchange = gloo.GlooRanks.exchange
+        exchange = job_ranks.JobRanks.exchange
 
-        def counting(ranks: gloo.GlooRanks, value: T) -> list[T]:
+        def counting(ranks: job_ranks.JobRanks, value: T) -> list[T]:
             counted.append(value)
             return exchange(ranks, value)
 
-        patch.setattr(gloo.GlooRanks, "exchange", counting)
+        patch.setattr(job_ranks.JobRanks, "exchange", counting)
         error = raised_by(saves)
     _settle()
     return len(counted), "" if error is None else f"{type(error).__name__}: {error}"

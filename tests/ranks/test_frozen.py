@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageWriter, TrainState
-from dcp_mem.comm.gloo import GlooRanks, known_ranks
+from dcp_mem.comm.job_ranks import JobRanks, known_ranks
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.errors import ConfigError
@@ -478,7 +478,7 @@ def _fail_on_a_rank(job: Job) -> list[bool]:
             outcomes.append(failed is not None)
             if "sealed" in point:  # all ranks have been told, so none has left the others
                 ranks = known_ranks(None, f"save {job.name}")
-                assert isinstance(ranks, GlooRanks)
+                assert isinstance(ranks, JobRanks)
                 assert not ranks._is_broken()
             save(writer, state, 10 * number + 4)
             dist.barrier()

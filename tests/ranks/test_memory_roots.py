@@ -24,7 +24,7 @@ from dcp_mem import (
 )
 from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.collectives import Message
-from dcp_mem.comm.gloo import GlooRanks
+from dcp_mem.comm.job_ranks import JobRanks
 from dcp_mem.format import names
 from dcp_mem.loading.pending import PendingItems
 from dcp_mem.loading.sources.memory import MemorySource
@@ -113,17 +113,17 @@ def _load_where_a_read_fails(
 
 
 def _load_over_a_bad_line(memory_root: Path, nodes: Sequence[int]) -> list[str]:
-    swap = GlooRanks.swap
+    swap = JobRanks.swap
 
     def swap_badly(
-        self: GlooRanks, outgoing: Sequence[Message], incoming: Sequence[Message]
+        self: JobRanks, outgoing: Sequence[Message], incoming: Sequence[Message]
     ) -> None:
         swap(self, outgoing, incoming)
         if incoming:
             incoming[0][1][0] ^= 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GlooRanks, "swap", swap_badly)
+        patch.setattr(JobRanks, "swap", swap_badly)
         return _refusal(memory_root, nodes)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter
-from dcp_mem.comm.gloo import GlooRanks
+from dcp_mem.comm.job_ranks import JobRanks
 from tests.support.processes.forks import forked_ranks, raised_by
 
 _ENV = {"DCP_MEM_TIMEOUT": "60"}
@@ -228,9 +228,9 @@ def _interrupted_before(call: int, culprit: int) -> Iterator[list[int]]:
     count = [0]
 
     def interrupting(name: str) -> Callable[..., Any]:
-        original = getattr(GlooRanks, name)
+        original = getattr(JobRanks, name)
 
-        def counted(self: GlooRanks, *args: Any, **kwargs: Any) -> Any:
+        def counted(self: JobRanks, *args: Any, **kwargs: Any) -> Any:
             count[0] += 1
             if count[0] == call and dist.get_rank() == culprit:
                 raise _Interrupted("on its way")
@@ -240,7 +240,7 @@ def _interrupted_before(call: int, culprit: int) -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in _COLLECTIVES:
-            patch.setattr(GlooRanks, name, interrupting(name))
+            patch.setattr(JobRanks, name, interrupting(name))
         yield count
 
 
@@ -386,14 +386,14 @@ def test_what_one_rank_alone_gets_wrong_is_a_warning_for_all(memory_root: Path) 
 def _departures() -> Iterator[list[str]]:
     """Yield why this rank has left others, which may be in their next call by then."""
     found: list[str] = []
-    leave = GlooRanks.leave
+    leave = JobRanks.leave
 
-    def noted(self: GlooRanks, why: str) -> None:
+    def noted(self: JobRanks, why: str) -> None:
         found.append(why)
         leave(self, why)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GlooRanks, "leave", noted)
+        patch.setattr(JobRanks, "leave", noted)
         yield found
 
 

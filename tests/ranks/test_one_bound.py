@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from dcp_mem.comm import Ranks, ranks_of
-from dcp_mem.comm.gloo import GlooRanks
+from dcp_mem.comm.job_ranks import JobRanks
 from dcp_mem.errors import RankFailed
 from tests.support.processes.forks import forked_ranks
 
@@ -36,9 +36,11 @@ def _meets_a_rank_that_connects_late_and_is_silent_then() -> _Waits | None:
     store = dist.distributed_c10d._get_default_store()
     ranks = ranks_of(None, "one bound")
     if dist.get_rank() == 1:
-        assert isinstance(ranks, GlooRanks)
+        assert isinstance(ranks, JobRanks)
         time.sleep(0.7 * _SECONDS)
-        ranks._group = ranks._build()
+        ranks._wire(time.monotonic() + _SECONDS, swaps=False)._peers.connected(
+            [0], time.monotonic() + _SECONDS
+        )
         store.wait(["the other has given up"])
         return None
     waits = _Waits(_fails_after(ranks), _fails_after(ranks))
@@ -90,7 +92,7 @@ def _meets_again_after_a_silent_channel() -> int:
     ranks = ranks_of(None, "a silent channel")
     ranks.all_reduce(1, int.__add__)
     if dist.get_rank() == 0:
-        assert isinstance(ranks, GlooRanks)
+        assert isinstance(ranks, JobRanks)
         ranks._note_silence()
     # The other rank comes, if late: it was the channel that was bad.
     time.sleep(0.3 * _SECONDS * dist.get_rank())

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 import torch.distributed as dist
 
-from dcp_mem.comm.gloo import GlooRanks, run_token
+from dcp_mem.comm.job_ranks import JobRanks, run_token
 from dcp_mem.comm.timed_store import TimedStore, connected, own_connection
 from dcp_mem.errors import RankFailed
 from tests.support.checkpoints.jobs import wait_until
@@ -125,5 +125,5 @@ def test_ranks_whose_torchruns_count_restarts_differently_meet_where_the_store_i
     keys = set()
     for restarts in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-        keys.add(GlooRanks(0, (0, 1), "save", dist.HashStore(), 5).key)
+        keys.add(JobRanks(0, (0, 1), "save", dist.HashStore(), 5).key)
     assert len(keys) == (2 if served else 1)

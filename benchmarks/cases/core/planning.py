@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    import torch
     from torch.distributed.checkpoint.planner import SavePlan
 
     from benchmarks.harness.processes import Rank
@@ -244,11 +243,11 @@ def _measure(rank: Rank, spec: Spec) -> DcpMem:
     received = _send_up(place, model.local_plan, share_columns)
     with collector_paused():  # as in a save
         whole = _plan_together(place, model, steps)
-        planned = place.group.sent_bytes()
+        planned = place.wire.sent_bytes()
         written = model.written(whole)
         segments = model.segments(written, nodes)
         received += _tell_segments(place, segments, steps)
-        with_segments = place.group.sent_bytes()
+        with_segments = place.wire.sent_bytes()
         received += _send_up(place, written.__getitem__, share_written)
         data = _describe(place, whole, written[0], steps, spec.directory / "rank-0")
         peak = growth.peak
@@ -274,7 +273,7 @@ def _send_up(place: Place, value_of: Callable[[int], T], share: Share[T]) -> int
     nbytes = 0
     for ranks in place.tree.below:
         bundle = dumped(dict(zip(ranks, share([value_of(rank) for rank in ranks]), strict=True)))
-        place.group.arrive(ranks[0], bundle)
+        place.wire.arrive(ranks[0], bundle)
         nbytes += len(bundle)
     return nbytes
 
@@ -288,7 +287,7 @@ def _tell_segments(place: Place, segments: Sequence[Segment], steps: _Steps) -> 
     nbytes = 0
     for ranks in place.tree.below:
         found = dumped({rank: segments[rank] for rank in ranks})
-        place.group.arrive(ranks[0], found)
+        place.wire.arrive(ranks[0], found)
         nbytes += len(found)
     mine = {0: segments[0]}
     steps.take(
@@ -353,23 +352,21 @@ def _get(
         planned: Bytes sent to each rank until it knew who writes what.
         with_segments: Bytes sent to each rank until it knew all segments.
     """
-    sent = root.group.sent[rank]
+    sent = root.wire.sent[rank]
     parts = {
         "who writes what": planned[rank],
         "the segments of all ranks": with_segments[rank] - planned[rank],
-        "the catalog, or its name": root.group.sent_bytes()[rank] - with_segments[rank],
+        "the catalog, or its name": root.wire.sent_bytes()[rank] - with_segments[rank],
     }
     looks = [_take_in(nodes, rank, sent, directory / f"{rank}-{look}") for look in range(LOOKS)]
     return Got(parts, median(looks))
 
 
-def _take_in(
-    nodes: Sequence[str], rank: int, sent: Sequence[torch.Tensor], directory: Path
-) -> float:
+def _take_in(nodes: Sequence[str], rank: int, sent: Sequence[Any], directory: Path) -> float:
     place = Place(nodes, rank)
     directory.mkdir()
     catalogs = Catalogs(str(directory))
-    place.group.ready[0].extend(sent)
+    place.wire.ready[0].extend(sent)
 
     def work() -> None:
         relay.scatter(place.wire, place.tree, [])

@@ -1,8 +1,8 @@
 """What a save by a settled plan sends between ranks, and rank 0's CPU time in large jobs.
 
-Bytes are counted where gloo gets them, in real saves. For many ranks, rank 0 is real (writer,
+Bytes are counted where the wire gets them, in real saves. For many ranks, rank 0 is real (writer,
 memory, files). What the other ranks send it along the tree is made from rank 0's own messages; the
-time for that is left out. So is the work of gloo's threads, which don't run here.
+time for that is left out. So is the work of the network, which isn't there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.harness.states import State, Workload, trained
 from benchmarks.harness.tables import Figure, Part, Row, Section, attempt, duration, size, within
 from dcp_mem import writer as writer_module
 from dcp_mem.comm.dcp_call import DcpCall
-from dcp_mem.comm.gloo import GlooRanks
+from dcp_mem.comm.wire import LENGTH_NBYTES, TcpWire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ class SentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes that a rank sends, without what gloo and TCP add.
+    """Bytes that a rank sends, without what TCP adds.
 
     Attributes:
         first: In its first save.
@@ -93,35 +93,23 @@ class Sent:
     largest: int
 
 
-class _CountedGroup:
-    """A gloo group that counts what this rank sends through it.
+class _Counted:
+    """Counts what this rank sends to other ranks.
 
     Attributes:
-        nbytes: Sent to all other ranks together.
+        nbytes: Sent to all other ranks together, with the lengths of messages.
         largest: Largest message.
     """
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self.nbytes = self.largest = 0
+        self._send = TcpWire.send
 
-    def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Any:
-        self._count(tensors, 1)
-        return self._group.send(tensors, rank, tag)
-
-    def recv(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._group.recv(tensors, rank, tag)
-
-    def allgather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
-    ) -> Any:
-        self._count(inputs, len(outputs[0]) - 1)
-        return self._group.allgather(outputs, inputs)
-
-    def _count(self, tensors: Sequence[torch.Tensor], copies: int) -> None:
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        self.nbytes += nbytes * copies
+    def send(self, wire: TcpWire, ranks: Sequence[int], data: Any) -> None:
+        nbytes = len(memoryview(data)) + LENGTH_NBYTES
+        self.nbytes += nbytes * len(ranks)
         self.largest = max(self.largest, nbytes)
+        self._send(wire, ranks, data)
 
 
 def _sent_part(settings: Settings, ranks: int) -> Part:
@@ -154,27 +142,24 @@ def _sent_part(settings: Settings, ranks: int) -> Part:
 
 
 def _measure_sent(rank: Rank, spec: SentSpec) -> Sent:
-    groups: list[_CountedGroup] = []
-    build = GlooRanks._build
+    counted = _Counted()
 
-    def counted(ranks: GlooRanks) -> _CountedGroup:
-        groups.append(_CountedGroup(build(ranks)))
-        return groups[-1]
+    def send(wire: TcpWire, ranks: Sequence[int], data: Any) -> None:
+        counted.send(wire, ranks, data)
 
     state = trained(spec.workload, rank)
     with (
-        patch.object(GlooRanks, "_build", counted),
+        patch.object(TcpWire, "send", send),
         closing(Saves(state, memory=spec.memory, save=dcp_mem.save)) as saves,
     ):
         saves.save()
-        (group,) = groups
-        first, later = group.nbytes, []
+        first, later = counted.nbytes, []
         for number in range(WARM_UPS + spec.repeats):
-            before, group.largest = group.nbytes, 0 if number == WARM_UPS else group.largest
+            before, counted.largest = counted.nbytes, 0 if number == WARM_UPS else counted.largest
             saves.save()
-            later.append(group.nbytes - before)
+            later.append(counted.nbytes - before)
         rank.barrier()
-    return Sent(first, later[WARM_UPS:], group.largest)
+    return Sent(first, later[WARM_UPS:], counted.largest)
 
 
 # -- rank 0 of many ----------------------------------------------------------------------------

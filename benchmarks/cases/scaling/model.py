@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.harness.tables import Part, Section, Table
+from dcp_mem.comm.tree import tree_of
 
 if TYPE_CHECKING:
     from benchmarks.harness.settings import Settings
@@ -46,17 +47,17 @@ PLANNING_PER_RANK = 5.75 / 4096
 """Rank 0, a first plan of 1,000 items a rank; measured up to 4,096 ranks."""
 SAVING_PER_RANK = 2e-6
 """Rank 0, a save by a settled plan; measured at 1,024 ranks."""
-CONNECTING = 0.000076
-"""A gloo group of 64 ranks, by connection and end."""
 
 # Assumed.
 HOP = 100e-6
 """A small message from one node to another, Python at both ends."""
-MESSAGE = 4096
-"""Bytes of each rank in an all-gather."""
+SURVEY = 4096
+"""Bytes that a node's memory is described by: its checkpoints."""
+UNPICKLING = 100e6
+"""Bytes per second that rank 0 unpickles of surveys."""
 FAN_OUT = 8
-GROUPS = 3
-"""Groups of gloo that a rank is in: saves, loads, copies."""
+SETS = 3
+"""Sets of connections that a rank has: saves, loads, copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +187,17 @@ def resharding(cluster: Cluster) -> Estimate:
     )
 
 
-def all_gather(cluster: Cluster) -> float:
-    """Along a ring, a step for each other rank: one message in and one out per node and step."""
-    return (cluster.gpus - 1) * (HOP + MESSAGE / CARD)
+def sockets(cluster: Cluster) -> int:
+    """Of a leader that has most of them: to its parent and its children, and one that listens."""
+    nodes = [str(rank // RANKS_PER_NODE) for rank in range(cluster.gpus)]
+    leaders = range(0, min(cluster.gpus, 4 * RANKS_PER_NODE), RANKS_PER_NODE)
+    trees = (tree_of(nodes, rank) for rank in leaders)
+    return SETS * (1 + max(len(tree.children) + (tree.parent is not None) for tree in trees))
+
+
+def survey(cluster: Cluster) -> float:
+    """What each node has, up the tree to rank 0."""
+    return cluster.levels * HOP + cluster.nodes * SURVEY * (1 / UNPICKLING + 1 / CARD)
 
 
 def agreement(cluster: Cluster) -> float:
@@ -256,12 +265,8 @@ def tables() -> list[Table]:
     decisions = Table(
         ("decisions: seconds", *names),
         [
-            line("connections of a rank", *(f"{GROUPS * (c.gpus - 1):,}" for c in CLUSTERS)),
-            line(
-                "making those of one group, CPU of a rank",
-                *(_duration(CONNECTING * c.gpus) for c in CLUSTERS),
-            ),
-            line("all-gather: survey, opening", *(_duration(all_gather(c)) for c in CLUSTERS)),
+            line("sockets of a rank, at most", *(f"{sockets(c)}" for c in CLUSTERS)),
+            line("survey, up the tree", *(_duration(survey(c)) for c in CLUSTERS)),
             line("all-reduce along the tree", *(_duration(agreement(c)) for c in CLUSTERS)),
             line("placing copies, once", *(_duration(PLACING[c.gpus]) for c in CLUSTERS)),
             line(

@@ -286,6 +286,9 @@ def _act(job: bytes, directory: Path, rank: int, world_size: int | None) -> obje
     if world_size is None:
         return target(*args)
     torch.set_num_threads(1)
+    if os.environ.get("FORK_BACKEND") == "none":
+        _join_without_backend(directory, rank, world_size)
+        return target(*args)
     store = dist.FileStore(str(directory / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     # one that ended sooner, with little to do, would break off the others' connecting
@@ -293,3 +296,34 @@ def _act(job: bytes, directory: Path, rank: int, world_size: int | None) -> obje
     result = target(*args)
     leave_group()
     return result
+
+
+def _join_without_backend(directory: Path, rank: int, world_size: int) -> None:
+    """Join a group whose collectives do nothing, for ranks that are too many for gloo's sockets.
+
+    Its store is real.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
+
+    port = directory / "port"
+    if rank == 0 and not os.fork():
+        _serve_store(port)
+    while not port.exists():
+        time.sleep(_POLL_SECONDS)
+    store = dist.TCPStore(
+        "127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False
+    )
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+
+
+def _serve_store(port: Path) -> NoReturn:
+    """Serve a store in a process of its own, as torchrun's agent does, until its parent ends."""
+    import torch.distributed as dist
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.with_suffix(".part").write_text(str(served.port))
+    port.with_suffix(".part").rename(port)
+    while True:
+        signal.pause()

@@ -1,12 +1,11 @@
-"""Ranks over a gloo group of dcp_mem's own.
+"""Ranks of a process group, over connections of dcp_mem's own.
 
 DCP's group is never used: its next collective belongs to DCP, and the training loop may be using it
-at the same time. Our group is built directly on the default store and isn't registered with
-torch.distributed. So building it in a background thread (`dcp.async_save`) can't disturb the order
-in which the training script makes its groups.
+at the same time. Our ranks meet in the default store and aren't registered with torch.distributed.
+So connecting them in a background thread (`dcp.async_save`) can't disturb the order in which the
+training script makes its groups.
 
-A message is a header of fixed size, with the message's length and its first bytes, and then the
-bytes that don't fit into the header.
+A rank connects to its parent and children in the tree, and to those with which it swaps bytes.
 """
 
 from __future__ import annotations
@@ -24,36 +23,37 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from dcp_mem.comm import relay
+from dcp_mem.comm.addresses import check_open_files
 from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.collectives import Channel, Message, Ranks, Share, SingleRank
-from dcp_mem.comm.timed_store import TimedStore, connected, own_connection
+from dcp_mem.comm.peers import PeerLost, Peers
+from dcp_mem.comm.timed_store import TimedStore, own_connection
 from dcp_mem.comm.tree import Tree, tree_of
+from dcp_mem.comm.wire import TcpWire
 from dcp_mem.config import exchange_timeout
 from dcp_mem.errors import DcpMemError, RankFailed
 
 T = TypeVar("T")
-_LENGTH = 8
-"""Bytes of a header that say how long the message is; the others are the message's first bytes."""
-_HEADER = 128
-"""Bytes of a message's header; most messages fit into it."""
-_TAG = 0x64637
 _STORE_SECONDS = 30.0
 """The longest that a call to the store may take."""
 _LAST_SECONDS = 5.0
 """The longest that a call to the store may take where an exchange has failed in the last moment."""
+_MARGIN_SHARE, _MOST_MARGIN = 0.04, 5.0
+"""By which part of the time-out a rank waits longer than its parent does; the most in seconds."""
+_NO_CALL = -1
+"""Stands for the number of the call that a rank left, where it has left no call."""
 
 
-class GlooRanks:
-    """Ranks of a process group, over a gloo group with the same members.
+class JobRanks:
+    """Ranks of a process group, over connections of their own.
 
-    Once the group breaks, or a rank leaves it, every further exchange of the call fails at once:
-    a call waits for a lost rank no more than once. Where a channel has waited for one already, the
-    exchange behind it waits half as long: a call takes at most one and a half time-outs. The next
-    call, which begins with `refresh`, uses a new group, of the next generation.
+    Once a rank is lost, or leaves, every further exchange of the call fails at once: a call waits
+    for a lost rank no more than once. Where a channel has waited for one already, the exchange
+    behind it waits half as long: a call takes at most one and a half time-outs. The next call,
+    which begins with `refresh`, uses new connections, of the next generation.
     """
 
     def __init__(
@@ -91,13 +91,21 @@ class GlooRanks:
         self._timed_store = TimedStore(store, min(seconds, _STORE_SECONDS))
         self._generation = 0
         self._calls = 0
-        self._group: dist.ProcessGroupGloo | None = None
+        self._has_met = False
+        self._nodes: tuple[str, ...] | None = None
+        self._layouts = self._swaps = 0  # how many trees, and times of swaps, there were
+        self._in_tree: Peers | None = None
+        self._swapping: Peers | None = None
         self._failed: tuple[str, Sequence[tuple[int, str]]] | None = None  # in the call under way
         self._was_silent = False  # a rank, on a channel of the call under way
         self._tree = self._flat_tree()
 
     def set_nodes(self, nodes: Sequence[str]) -> None:
-        self._tree = tree_of(nodes, self.rank)
+        if tuple(nodes) == self._nodes:
+            return
+        self._nodes, self._tree = tuple(nodes), tree_of(nodes, self.rank)
+        self._layouts += 1
+        self._leave_tree()
 
     def exchange(self, value: T) -> list[T]:
         return self._guarded("exchange", lambda wire: relay.exchange(wire, self._tree, value))
@@ -120,7 +128,16 @@ class GlooRanks:
         return self._guarded("broadcast", lambda wire: relay.tell_leaders(wire, self._tree, data))
 
     def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        self._guarded("swap", lambda wire: wire.swap(outgoing, incoming))
+        self._guarded(
+            "swap",
+            lambda wire: wire.swap(outgoing, incoming, self._timeout.total_seconds()),
+            swaps=True,
+        )
+
+    def end_swaps(self) -> None:
+        if self._swapping is not None:
+            self._swapping.close()
+            self._swapping = None
 
     def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
         default = dist.distributed_c10d._get_default_store()
@@ -131,7 +148,7 @@ class GlooRanks:
             purpose = f"{purpose} {run_token()}"
             with _meeting(self.rank):
                 store = own_connection(default, min(seconds, _STORE_SECONDS))
-            ranks = _ranks[key] = GlooRanks(
+            ranks = _ranks[key] = JobRanks(
                 self.rank, self._members, purpose, store, seconds, variable
             )
         ranks.refresh()
@@ -154,9 +171,9 @@ class GlooRanks:
         self._was_silent = True
 
     def refresh(self) -> None:
-        """Replace a group that broke in an earlier call. Called as a save or load begins.
+        """Replace connections that broke in an earlier call. Called as a save or load begins.
 
-        A rank that saw the group break noted it in the store before it raised, and DCP's own
+        A rank that saw one break noted it in the store before it raised, and DCP's own
         collective at the end of that call came later: so now every rank reads the same. Calls
         without such a collective are told apart by their number, which a rank that leaves notes.
 
@@ -170,27 +187,34 @@ class GlooRanks:
             self._generation += 1
             self.close()
             self.cache.clear()
-            self._tree = self._flat_tree()
+            self._nodes, self._tree = None, self._flat_tree()
             # A quick rank may have left the very call that begins here.
             if left is not None and left[2] == self._calls:
                 raise RankFailed("the call", [left[:2]])
 
     @property
     def is_connected(self) -> bool:
-        return self._group is not None
+        return self._has_met
 
     def leave(self, why: str) -> None:
-        self._say_broken(self._timed_store.seconds, json.dumps([self.rank, why, self._calls]))
+        self._say_broken(self._timed_store.seconds, [self.rank, why, self._calls])
         self._failed = ("the call", [(self.rank, why)])
         self.close()
 
     def close(self) -> None:
-        """Close the group and its channels.
+        """Close all connections, and the channels.
 
         Gloo's threads must end while the interpreter still runs, or they may abort the process.
         """
-        self._group = None
+        self._has_met = False
+        self.end_swaps()
+        self._leave_tree()
         self._channels.clear()
+
+    def _leave_tree(self) -> None:
+        if self._in_tree is not None:
+            self._in_tree.close()
+            self._in_tree = None
 
     def _flat_tree(self) -> Tree:
         return tree_of(list(map(str, range(self.size))), self.rank)
@@ -207,7 +231,7 @@ class GlooRanks:
     def _broken_key(self) -> str:
         return f"{self._name}/{self._generation}/broken"
 
-    def _guarded(self, what: str, act: Callable[[_GlooWire], T]) -> T:
+    def _guarded(self, what: str, act: Callable[[TcpWire], T], *, swaps: bool = False) -> T:
         if self._failed is not None:
             raise RankFailed(*self._failed)
         # Not at once: other ranks may be busy for a while, and the silent one behind a bad cable.
@@ -216,31 +240,61 @@ class GlooRanks:
         try:
             if self._was_silent and self._others_gave_up():
                 raise RuntimeError("other ranks have given up meanwhile")
-            if self._group is None:
-                self._group = self._build()
-            return act(_GlooWire(self._group, deadline))
+            found = act(self._wire(deadline, swaps=swaps))
         except DcpMemError:
             raise
         except Exception as error:
-            # The store's host may be the one that is lost.
-            seconds = min(max(deadline - time.monotonic(), _LAST_SECONDS), _STORE_SECONDS)
-            left = self._who_left(seconds)
-            self._say_broken(seconds)
-            # Ranks that wait for this one learn of it when the group ends. The error's frames would
-            # keep the group for as long as someone keeps the error, as DCP does.
+            # The error's frames would keep buffers for as long as someone keeps the error.
             traceback.clear_frames(error.__traceback__)
-            self.close()
-            text = str(error).split("\n")[0][:300]
-            if left is None:
-                what = (
-                    f"{what} between {self.size} ranks (a rank died or fell behind by "
-                    f"{self._timeout.total_seconds():.0f} s; {self._variable} sets this)"
-                )
-            self._failed = what, [left[:2] if left is not None else (self.rank, text)]
+            self._failed = self._lost(what, error, deadline)
             raise RankFailed(*self._failed) from None
+        except BaseException as error:
+            # A message may have been read in part: no later one would be understood.
+            self.leave(type(error).__name__)
+            raise
+        self._has_met = True
+        return found
+
+    def _lost(
+        self, what: str, error: Exception, deadline: float
+    ) -> tuple[str, Sequence[tuple[int, str]]]:
+        """Note for all ranks who is lost, and close the connections, so that all learn of it.
+
+        Returns:
+            What RankFailed says of it.
+        """
+        # The store's host may be the one that is lost.
+        seconds = min(max(deadline - time.monotonic(), _LAST_SECONDS), _STORE_SECONDS)
+        text = str(error).split("\n")[0][:300]
+        rank, text = (error.rank, error.text) if isinstance(error, PeerLost) else (self.rank, text)
+        left = self._who_left(seconds)
+        self._say_broken(seconds, [rank, text, _NO_CALL])
+        self.close()
+        if left is None or left[2] == _NO_CALL:
+            what = (
+                f"{what} between {self.size} ranks (a rank died or fell behind by "
+                f"{self._timeout.total_seconds():.0f} s; {self._variable} sets this)"
+            )
+        return what, [left[:2] if left is not None else (rank, text)]
+
+    def _wire(self, deadline: float, *, swaps: bool) -> TcpWire:
+        margin = min(_MARGIN_SHARE * self._timeout.total_seconds(), _MOST_MARGIN)
+        if swaps:
+            if self._swapping is None:
+                self._swaps += 1
+                self._swapping = self._peers(f"swaps {self._swaps}")
+            return TcpWire(self._swapping, self.rank, deadline)
+        if self._in_tree is None:
+            self._in_tree = self._peers(f"layout {self._layouts}")
+        return TcpWire(self._in_tree, self.rank, deadline, margin * self._tree.depth)
+
+    def _peers(self, purpose: str) -> Peers:
+        check_open_files()
+        name = f"{self._name}/{self._generation}/{purpose}"
+        return Peers(name, self.rank, self._timed_store, self._others_gave_up)
 
     def _who_left(self, seconds: float) -> tuple[int, str, int] | None:
-        """Return the rank that left the group, why it did, and in which call; None for no rank."""
+        """Return a rank that left or is lost, why, and the call that it left; None for no rank."""
         store = self._timed_store
         try:
             if store.check(self._broken_key(), seconds):
@@ -250,16 +304,12 @@ class GlooRanks:
             return None
         return None
 
-    def _say_broken(self, seconds: float, why: str = "null") -> None:
+    def _say_broken(self, seconds: float, why: Sequence[object]) -> None:
         try:
             # The first entry stays: later ones only follow from it.
-            self._timed_store.compare_set(self._broken_key(), "", why, seconds)
+            self._timed_store.compare_set(self._broken_key(), "", json.dumps(why), seconds)
         except Exception as error:
             print(f"dcp_mem: the store is gone too: {error}", file=sys.stderr)
-
-    def _build(self) -> dist.ProcessGroupGloo:
-        prefix = dist.PrefixStore(f"{self._name}/{self._generation}", self._store)
-        return connected(prefix, self.rank, self.size, self._timeout.total_seconds())
 
 
 @contextmanager
@@ -271,86 +321,6 @@ def _meeting(rank: int) -> Iterator[None]:
         raise RankFailed(
             "meeting the other ranks", [(rank, str(error).split("\n")[0][:300])]
         ) from None
-
-
-class _GlooWire:
-    """Point-to-point messages: a header of fixed size, and the bytes that don't fit into it.
-
-    Args:
-        group: Of the ranks.
-        deadline: Until when its messages are waited for, in seconds of the monotonic clock.
-    """
-
-    def __init__(self, group: Any, deadline: float) -> None:
-        self._group = group  # Any: torch declares no methods for a gloo group that isn't registered
-        self._deadline = deadline
-
-    def send(self, ranks: Sequence[int], data: Any) -> None:
-        if not ranks:
-            return
-        view = memoryview(data)
-        parts = [torch.frombuffer(_header(view, _HEADER), dtype=torch.uint8)]
-        if len(view) > _HEADER - _LENGTH:
-            rest = view[_HEADER - _LENGTH :]
-            parts.append(
-                torch.frombuffer(bytearray(rest) if rest.readonly else rest, dtype=torch.uint8)
-            )
-        self._wait([self._group.send([part], rank, _TAG) for part in parts for rank in ranks])
-
-    def receive(self, ranks: Sequence[int]) -> list[Any]:
-        headers = [bytearray(_HEADER) for _ in ranks]
-        works = [
-            self._group.recv([torch.frombuffer(header, dtype=torch.uint8)], rank, _TAG)
-            for header, rank in zip(headers, ranks, strict=True)
-        ]
-        self._wait(works)
-        return [self._message(header, rank) for header, rank in zip(headers, ranks, strict=True)]
-
-    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> None:
-        """Send and receive bytes straight from and into memory; see `Ranks.swap`.
-
-        No deadline but the group's own, for each message: they may be many gigabytes.
-        """
-        works = [
-            self._group.recv([torch.frombuffer(view, dtype=torch.uint8)], rank, _TAG)
-            for rank, view in incoming
-        ]
-        works += [
-            self._group.send([torch.frombuffer(view, dtype=torch.uint8)], rank, _TAG)
-            for rank, view in outgoing
-        ]
-        for work in works:
-            work.wait()
-
-    def _wait(self, works: Sequence[Any]) -> None:
-        for work in works:
-            # Zero would stand for the group's own time-out.
-            seconds = max(self._deadline - time.monotonic(), 0.001)
-            work.wait(timedelta(seconds=seconds))
-
-    def _message(self, header: bytearray, rank: int) -> Any:
-        """Return the message of a header; receive what didn't fit into the header."""
-        nbytes, inline_nbytes = _message_nbytes(header), _HEADER - _LENGTH
-        if nbytes <= inline_nbytes:
-            return memoryview(header)[_LENGTH : _LENGTH + nbytes]
-        message = bytearray(nbytes)
-        message[:inline_nbytes] = header[_LENGTH:]
-        rest = torch.frombuffer(message, dtype=torch.uint8, offset=inline_nbytes)
-        self._wait([self._group.recv([rest], rank, _TAG)])
-        return memoryview(message)
-
-
-def _header(message: memoryview, nbytes: int) -> bytearray:
-    """Return a message's header of `nbytes` bytes: its length, and its first bytes."""
-    header = bytearray(nbytes)
-    inline = message[: nbytes - _LENGTH]
-    header[:_LENGTH] = len(message).to_bytes(_LENGTH, "little")
-    header[_LENGTH : _LENGTH + len(inline)] = inline
-    return header
-
-
-def _message_nbytes(header: bytearray) -> int:
-    return int.from_bytes(header[:_LENGTH], "little")
 
 
 def restart_count() -> str:
@@ -382,16 +352,16 @@ def run_token() -> str:
         return store.compare_set("dcp_mem/run", "", uuid.uuid4().hex).decode()
 
 
-_ranks: dict[tuple[object, ...], GlooRanks] = {}
+_ranks: dict[tuple[object, ...], JobRanks] = {}
 
 
 def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
-    """Return the ranks of a process group, on a gloo group that this process keeps and reuses.
+    """Return the ranks of a process group, on connections that this process keeps and reuses.
 
     Args:
         group: None for the default group.
         purpose: Who uses the ranks. Saves and loads, and different jobs, may run at the same time
-            and must not share a gloo group, so each purpose has its own.
+            and must not share connections, so each purpose has its own.
 
     Raises:
         RankFailed: A rank has left the call that begins here, or the store is gone or silent.
@@ -405,7 +375,7 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
     ranks = _ranks.get(key)
     if ranks is None:
         store = dist.distributed_c10d._get_default_store()
-        ranks = _ranks[key] = GlooRanks(
+        ranks = _ranks[key] = JobRanks(
             dist.get_rank(group), members, purpose, store, exchange_timeout()
         )
     ranks.refresh()

@@ -1,0 +1,226 @@
+"""What connecting and agreeing cost, in jobs of as many ranks as this machine carries.
+
+Every rank is a process of its own, forked from one that has imported torch. The peers are torch's
+gloo groups, which connect every rank with every other one: at once, and where they're lazy (torch
+2.8) with the first message.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.processes import MeasurementFailed
+from benchmarks.harness.tables import Part, Row, Section, attempt
+from dcp_mem.comm.job_ranks import JobRanks
+from dcp_mem.comm.timed_store import own_connection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+    from benchmarks.harness.settings import Settings
+
+TITLE = "Connections and agreement of many ranks"
+WORLDS, QUICK_WORLDS = (16, 64, 128), (16,)
+MOST_RANKS_OF_GLOO = 64
+"""A group of more of them takes minutes and tens of thousands of sockets on one machine."""
+MOST_SOCKETS = 64
+SECONDS = 120.0
+AGREEMENTS = 20
+RANKS_PER_NODE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one rank measured.
+
+    Attributes:
+        connecting: Seconds from the start of the first agreement to its end.
+        connecting_cpu: CPU seconds of this rank in it.
+        agreement: Median seconds of a later agreement.
+        agreement_cpu: CPU seconds of this rank in a later agreement.
+        sockets: Opened by connecting.
+        threads: Begun by connecting.
+    """
+
+    connecting: float
+    connecting_cpu: float
+    agreement: float
+    agreement_cpu: float
+    sockets: int
+    threads: int
+
+
+def run(settings: Settings) -> Section:
+    worlds = QUICK_WORLDS if settings.quick else WORLDS
+    parts = [attempt("connections", f"{world} ranks", partial(_part, world)) for world in worlds]
+    return Section(TITLE, parts)
+
+
+def _part(world: int) -> Part:
+    ways = ["dcp_mem", *(["gloo", "lazy gloo"] if world <= MOST_RANKS_OF_GLOO else [])]
+    found = {way: _measured(way, world) for way in ways}
+    own = found["dcp_mem"]
+    gloo = found.get("gloo", [])
+    most = max(one.sockets for one in own)
+    rows = [
+        Row(
+            "sockets of a rank, at most",
+            dcp_mem=f"{most}",
+            target=f"≤ {MOST_SOCKETS}",
+            met=most <= MOST_SOCKETS,
+            peer=f"{max(one.sockets for one in gloo)} (gloo)" if gloo else "",
+        ),
+        Row(
+            "connecting, and the first agreement",
+            dcp_mem=_text(max(one.connecting for one in own)),
+            peer=f"{_text(max(one.connecting for one in gloo))} (gloo)" if gloo else "",
+        ),
+        Row(
+            "the same, CPU of all ranks",
+            dcp_mem=_text(sum(one.connecting_cpu for one in own)),
+            peer=f"{_text(sum(one.connecting_cpu for one in gloo))} (gloo)" if gloo else "",
+        ),
+        Row(
+            "a later agreement",
+            dcp_mem=_text(median(one.agreement for one in own)),
+            peer=f"{_text(median(one.agreement for one in gloo))} (gloo)" if gloo else "",
+        ),
+        Row(
+            "the same, CPU of rank 0",
+            dcp_mem=_text(own[0].agreement_cpu),
+            peer=f"{_text(gloo[0].agreement_cpu)} (gloo)" if gloo else "",
+        ),
+    ]
+    notes = [f"{way}: {_in_words(ranks)}" for way, ranks in found.items()]
+    return Part(rows, notes)
+
+
+def _in_words(ranks: list[Found]) -> str:
+    return (
+        f"at most {max(one.sockets for one in ranks)} sockets and "
+        f"{max(one.threads for one in ranks)} threads more; connecting took "
+        f"{_text(max(one.connecting for one in ranks))}, an agreement "
+        f"{_text(median(one.agreement for one in ranks))}"
+    )
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"
+
+
+# -- the ranks -----------------------------------------------------------------------------------
+
+
+def _measured(way: str, world: int) -> list[Found]:
+    """Return what the ranks of a fresh job found, by rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        context.Process(target=_live, args=(way, rank, world, store.port, answer))
+        for rank, (_, answer) in enumerate(pipes)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        found = []
+        for rank, (answers, _) in enumerate(pipes):
+            if not answers.poll(SECONDS):
+                raise MeasurementFailed(f"{way}: rank {rank} of {world} says nothing")
+            found.append(answers.recv())
+        return found
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _live(way: str, rank: int, world: int, port: int, answer: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    agree, keep = _agreement(way, rank, world, store)
+    _meet(store, "ready", world)
+    before = _descriptors(), _threads()
+    started, cpu = time.perf_counter(), time.process_time()
+    agree()
+    connecting, connecting_cpu = time.perf_counter() - started, time.process_time() - cpu
+    sockets, threads = _descriptors() - before[0], _threads() - before[1]
+    _meet(store, "connected", world)
+    cpu, seconds = time.process_time(), []
+    for _ in range(AGREEMENTS):
+        started = time.perf_counter()
+        agree()
+        seconds.append(time.perf_counter() - started)
+    agreement_cpu = (time.process_time() - cpu) / AGREEMENTS
+    answer.send(
+        Found(
+            connecting=connecting,
+            connecting_cpu=connecting_cpu,
+            agreement=median(seconds),
+            agreement_cpu=agreement_cpu,
+            sockets=sockets,
+            threads=threads,
+        )
+    )
+    _meet(store, "done", world)
+    del keep
+
+
+def _agreement(
+    way: str, rank: int, world: int, store: dist.Store
+) -> tuple[Callable[[], object], list[Any]]:
+    """Return what makes all ranks agree, which connects them first, and what has to stay alive."""
+    if way == "dcp_mem":
+        ranks = JobRanks(rank, range(world), "many", own_connection(store, SECONDS), SECONDS)
+        ranks.set_nodes([str(other // RANKS_PER_NODE) for other in range(world)])
+        return lambda: ranks.all_reduce(1, int.__add__), [ranks]
+    groups: list[Any] = []
+    number = torch.ones(1)
+
+    def agree() -> None:
+        if not groups:
+            groups.append(_group(way, rank, world, dist.PrefixStore(way, store)))
+        groups[0].allreduce([number]).wait()
+
+    return agree, groups
+
+
+def _group(way: str, rank: int, world: int, store: dist.Store) -> Any:
+    if way == "gloo":
+        return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=SECONDS))
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(interface="lo", lazy_init=True)]
+    options._timeout = timedelta(seconds=SECONDS)
+    return gloo(store, rank, world, options)
+
+
+def _meet(store: dist.Store, what: str, world: int) -> None:
+    store.add(what, 1)
+    while store.add(what, 0) < world:
+        time.sleep(0.01)
+
+
+def _descriptors() -> int:
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        count += os.path.islink(path) and os.readlink(path).startswith("socket:")
+    return count
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))

@@ -1,0 +1,240 @@
+"""Connections of one rank to other ranks, each made when the rank first needs it.
+
+Of two ranks, the one with the lower number listens. It puts its address into the store once; the
+other one looks the address up and connects. So a rank that talks to its parent and children in a
+tree has as many connections, whatever the number of ranks, and the store has one key per rank that
+listens.
+
+A connection opens with a greeting: a token, which only ranks of the set can know, and the number of
+the rank that connects. Gloo's groups connect every rank with every other one, at once; gloo's lazy
+groups, from torch 2.8 on, still look up every rank's address.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from weakref import WeakSet
+
+from dcp_mem.comm.addresses import is_out_of_files, listening_socket
+from dcp_mem.comm.timed_store import TimedStore
+
+_TOKEN_NBYTES = 16
+_RANK_NBYTES = 4
+_GREETING_NBYTES = _TOKEN_NBYTES + _RANK_NBYTES
+_MOST_GREETINGS = 64
+"""Connections whose greeting is awaited; a rank has fewer children."""
+_LOOK_SECONDS = 1.0
+"""How often a rank that waits for a connection looks whether the others have given up."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5
+"""Seconds between two looks at the store for an address; each pause is twice the one before."""
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 60,
+    socket.TCP_KEEPINTVL: 15,
+    socket.TCP_KEEPCNT: 8,
+}
+"""A peer's machine that is gone without a word is noticed within three minutes."""
+
+
+class PeerLost(RuntimeError):
+    """Another rank is gone, or silent.
+
+    Args:
+        rank: The other rank.
+        text: What is known of it.
+    """
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank}: {text}")
+        self.rank, self.text = rank, text
+
+
+class Peers:
+    """One rank's connections to other ranks of a set."""
+
+    def __init__(
+        self, name: str, rank: int, store: TimedStore, have_given_up: Callable[[], bool]
+    ) -> None:
+        """Describe the connections; none is made yet.
+
+        Args:
+            name: The same on all ranks of the set, and of no other connections before.
+            rank: This rank's number in the set.
+            store: Where the ranks meet.
+            have_given_up: Returns whether a rank has noted that the set is broken.
+        """
+        self._name, self._rank, self._store = name, rank, store
+        self._have_given_up = have_given_up
+        self._sockets: dict[int, socket.socket] = {}
+        self._greetings: dict[socket.socket, bytearray] = {}  # of connections just accepted
+        self._listener: socket.socket | None = None
+        self._token = b""
+        _all_peers.add(self)
+
+    def connected(self, ranks: Sequence[int], deadline: float) -> list[socket.socket]:
+        """Return the connections to these ranks, in this order; make those that there aren't.
+
+        Each of the ranks calls this with this rank among its own.
+
+        Args:
+            ranks: The other ranks.
+            deadline: Until when to wait, in seconds of the monotonic clock.
+
+        Raises:
+            PeerLost: A rank can't be reached, or doesn't connect in time.
+            RuntimeError: The store is gone or silent, the ranks have given up, or this process has
+                too many open files.
+        """
+        missing = [rank for rank in ranks if rank not in self._sockets]
+        if missing:
+            try:
+                self._connect(missing, deadline)
+            except OSError as error:
+                if is_out_of_files(error):
+                    raise RuntimeError(f"connecting to rank {missing[0]}: {error}") from None
+                raise
+        return [self._sockets[rank] for rank in ranks]
+
+    def close(self) -> None:
+        """Close all connections; what has been sent still arrives."""
+        for connection in [*self._sockets.values(), *self._greetings]:
+            connection.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = None
+        self._sockets.clear()
+        self._greetings.clear()
+
+    def _connect(self, ranks: Sequence[int], deadline: float) -> None:
+        higher = [rank for rank in ranks if rank > self._rank]
+        # Listening first: two ranks that wait for each other's address would wait for ever.
+        if higher and self._listener is None:
+            self._listen()
+        for rank in ranks:
+            if rank < self._rank:
+                self._sockets[rank] = self._dialled(rank, deadline)
+        self._accept(higher, deadline)
+
+    def _listen(self) -> None:
+        self._listener = listening_socket()
+        self._listener.setblocking(False)
+        self._token = secrets.token_bytes(_TOKEN_NBYTES)
+        host, port = self._listener.getsockname()[:2]
+        self._store.set(self._key(self._rank), json.dumps([host, port, self._token.hex()]))
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/address/{rank}"
+
+    def _dialled(self, rank: int, deadline: float) -> socket.socket:
+        host, port, token = json.loads(self._address_of(rank, deadline))
+        try:
+            connection = socket.create_connection((host, port), max(deadline - _now(), 0.001))
+        except OSError as error:
+            if is_out_of_files(error):
+                raise
+            raise PeerLost(rank, f"can't be reached at {host}, port {port}: {error}") from None
+        try:
+            connection.sendall(bytes.fromhex(token) + self._rank.to_bytes(_RANK_NBYTES, "little"))
+        except OSError as error:
+            connection.close()
+            raise PeerLost(rank, f"its connection has closed: {error}") from None
+        return _tuned(connection)
+
+    def _address_of(self, rank: int, deadline: float) -> bytes:
+        """Return what a rank has put into the store; wait for it."""
+        # It asks time and again: a call that waits for a key blocks whoever shares the connection.
+        key, pause, looked = self._key(rank), _FIRST_PAUSE, _now()
+        while not self._store.check(key):
+            if _now() >= deadline:
+                raise PeerLost(rank, "it has not come to this call in time")
+            if _now() - looked >= _LOOK_SECONDS:
+                self._check_that_none_has_given_up()
+                looked = _now()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return self._store.get(key)
+
+    def _accept(self, ranks: Sequence[int], deadline: float) -> None:
+        """Accept connections until all of these ranks have one."""
+        while missing := [rank for rank in ranks if rank not in self._sockets]:
+            left = deadline - _now()
+            if left <= 0:
+                raise PeerLost(missing[0], "it has not come to this call in time")
+            if not self._accept_some(min(left, _LOOK_SECONDS)):
+                self._check_that_none_has_given_up()
+
+    def _accept_some(self, seconds: float) -> bool:
+        """Go on with connections that begin; return whether there was one in time."""
+        assert self._listener is not None
+        with selectors.PollSelector() as selector:
+            for waiting in (self._listener, *self._greetings):
+                selector.register(waiting, selectors.EVENT_READ)
+            ready = [key.fileobj for key, _ in selector.select(seconds)]
+        for connection in ready:
+            if connection is self._listener:
+                self._accept_one(self._listener)
+            elif isinstance(connection, socket.socket):
+                self._hear(connection)
+        return bool(ready)
+
+    def _accept_one(self, listener: socket.socket) -> None:
+        with suppress(BlockingIOError, ConnectionError):
+            self._greetings[listener.accept()[0]] = bytearray()
+        if len(self._greetings) > _MOST_GREETINGS:  # strangers that say nothing
+            oldest = next(iter(self._greetings))
+            del self._greetings[oldest]
+            oldest.close()
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Read of a greeting what there is; a stranger's connection is closed."""
+        greeting = self._greetings[connection]
+        try:
+            data = connection.recv(_GREETING_NBYTES - len(greeting), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        greeting += data
+        if data and len(greeting) < _GREETING_NBYTES:
+            return
+        del self._greetings[connection]
+        if not secrets.compare_digest(bytes(greeting[:_TOKEN_NBYTES]), self._token):
+            connection.close()
+            return
+        self._sockets[int.from_bytes(greeting[_TOKEN_NBYTES:], "little")] = _tuned(connection)
+
+    def _check_that_none_has_given_up(self) -> None:
+        if self._have_given_up():
+            raise RuntimeError("other ranks have given up meanwhile")
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+def _tuned(connection: socket.socket) -> socket.socket:
+    """Return a connection that sends small messages at once and notices a machine that is gone."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
+
+
+_all_peers = WeakSet[Peers]()
+
+
+def _close_inherited() -> None:
+    """Close a forked child's copies: they would keep a dead rank's connections open."""
+    for peers in list(_all_peers):
+        peers.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

@@ -1,0 +1,224 @@
+"""Messages between a rank and its peers, over TCP connections.
+
+A message is its length, in eight bytes, and its bytes. `swap` sends bytes alone, since both ranks
+know their lengths.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from dcp_mem.comm.collectives import Message
+from dcp_mem.comm.peers import PeerLost, Peers
+
+LENGTH_NBYTES = 8
+"""Bytes in front of a message, which say how long it is."""
+_MOST_VIEWS = 64
+"""Buffers that one call sends."""
+
+
+class TcpWire:
+    """Carries bytes between this rank and its peers; see `relay.Wire`.
+
+    Where a rank is silent, all ranks time out; the first one to do so names the silent rank for
+    all. So a rank waits a little less for higher ranks, its children, than for its parent: the
+    silent rank's own neighbour is the first.
+    """
+
+    def __init__(self, peers: Peers, rank: int, deadline: float, margin: float = 0.0) -> None:
+        """Describe the wire.
+
+        Args:
+            peers: The connections.
+            rank: This rank's number.
+            deadline: Until when its messages are waited for, in seconds of the monotonic clock.
+            margin: Seconds by which a rank waits less for higher ranks, and longer for lower ones.
+        """
+        self._peers, self._rank = peers, rank
+        self._deadline, self._margin = deadline, margin
+        self._began = time.monotonic()
+
+    def send(self, ranks: Sequence[int], data: Any) -> None:
+        view = memoryview(data).cast("B")
+        length = memoryview(len(view).to_bytes(LENGTH_NBYTES, "little"))
+        deadline = self._deadline_for(ranks)
+        self._move(
+            [
+                _Outgoing(rank, connection, [length, view])
+                for rank, connection in self._connections(ranks, deadline)
+            ],
+            deadline,
+        )
+
+    def receive(self, ranks: Sequence[int]) -> list[Any]:
+        deadline = self._deadline_for(ranks)
+        messages = [
+            _Incoming(rank, connection) for rank, connection in self._connections(ranks, deadline)
+        ]
+        self._move(messages, deadline)
+        return [message.body for message in messages]
+
+    def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message], stall: float) -> None:
+        """Send and receive bytes straight from and into memory; see `Ranks.swap`.
+
+        Args:
+            outgoing: What this rank sends.
+            incoming: What this rank receives.
+            stall: The seconds that may pass without a byte; the whole may take as long as it takes.
+        """
+        sent, received = _by_rank(outgoing), _by_rank(incoming)
+        ranks = sorted(sent.keys() | received.keys())
+        connections = dict(self._connections(ranks, time.monotonic() + stall))
+        flows: list[_Flow] = [
+            _Incoming(rank, connections[rank], views) for rank, views in received.items()
+        ]
+        flows += [_Outgoing(rank, connections[rank], views) for rank, views in sent.items()]
+        self._move(flows, time.monotonic() + stall, stall)
+
+    def _deadline_for(self, ranks: Sequence[int]) -> float:
+        is_parent = bool(ranks) and ranks[0] < self._rank
+        return self._deadline + (self._margin if is_parent else -self._margin)
+
+    def _connections(
+        self, ranks: Sequence[int], deadline: float
+    ) -> list[tuple[int, socket.socket]]:
+        return list(zip(ranks, self._peers.connected(ranks, deadline), strict=True))
+
+    def _move(self, flows: Sequence[_Flow], deadline: float, stall: float = 0.0) -> None:
+        """Move all bytes; each time that some have moved, the deadline is `stall` seconds away."""
+        waiting: defaultdict[int, list[_Flow]] = defaultdict(list)
+        for flow in flows:
+            if not flow.advance():
+                waiting[flow.connection.fileno()].append(flow)
+        poller = select.poll()
+        for descriptor, of_one in waiting.items():
+            poller.register(descriptor, _events(of_one))
+        while waiting:
+            seconds = deadline - time.monotonic()
+            ready = poller.poll(math.ceil(max(seconds, 0.0) * 1000))
+            if not ready and seconds <= 0:
+                raise self._silent(next(iter(waiting.values()))[0].rank)
+            for descriptor, _ in ready:
+                of_one = [flow for flow in waiting[descriptor] if not flow.advance()]
+                if of_one:
+                    waiting[descriptor] = of_one
+                    poller.modify(descriptor, _events(of_one))
+                else:
+                    del waiting[descriptor]
+                    poller.unregister(descriptor)
+            if ready and stall:
+                deadline = time.monotonic() + stall
+
+    def _silent(self, rank: int) -> PeerLost:
+        seconds = time.monotonic() - self._began
+        return PeerLost(rank, f"it was silent for {seconds:.0f} s")
+
+
+class _Flow:
+    """Bytes that move in one direction of a connection."""
+
+    events = 0
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.connection = rank, connection
+
+    def advance(self) -> bool:
+        """Move what can be moved at once; return whether all has been moved."""
+        try:
+            return self._moved()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._closed(str(error)) from None
+
+    def _moved(self) -> bool:
+        raise NotImplementedError
+
+    def _closed(self, why: str) -> PeerLost:
+        return PeerLost(self.rank, f"its connection has closed: {why}")
+
+
+class _Outgoing(_Flow):
+    """Buffers to send, one behind the other."""
+
+    events = select.POLLOUT
+
+    def __init__(self, rank: int, connection: socket.socket, views: Sequence[memoryview]) -> None:
+        super().__init__(rank, connection)
+        self._views = [view for view in views if len(view)]
+
+    def _moved(self) -> bool:
+        while self._views:
+            self._drop(self.connection.sendmsg(self._views[:_MOST_VIEWS]))
+        return True
+
+    def _drop(self, nbytes: int) -> None:
+        """Drop the bytes that have been sent."""
+        count = 0
+        while nbytes and nbytes >= len(self._views[count]):
+            nbytes -= len(self._views[count])
+            count += 1
+        del self._views[:count]
+        if nbytes:
+            self._views[0] = self._views[0][nbytes:]
+
+
+class _Incoming(_Flow):
+    """Bytes to receive: into buffers, one behind the other, or a message that says its length.
+
+    Attributes:
+        body: The message's bytes.
+    """
+
+    events = select.POLLIN
+
+    def __init__(
+        self, rank: int, connection: socket.socket, views: Sequence[memoryview] | None = None
+    ) -> None:
+        super().__init__(rank, connection)
+        self.body = bytearray()
+        self._length = None if views is not None else bytearray(LENGTH_NBYTES)
+        self._views = (
+            [memoryview(self._length)]
+            if self._length is not None
+            else [view for view in views or () if len(view)]
+        )
+
+    def _moved(self) -> bool:
+        while self._views:
+            view = self._views[0]
+            nbytes = self.connection.recv_into(view)
+            if not nbytes:
+                raise self._closed("the process has ended, or has left the call")
+            if nbytes < len(view):
+                self._views[0] = view[nbytes:]
+                continue
+            del self._views[0]
+            if self._length is not None and not self._views:
+                self._expect_body(self._length)
+        return True
+
+    def _expect_body(self, length: bytearray) -> None:
+        self.body, self._length = bytearray(int.from_bytes(length, "little")), None
+        if self.body:
+            self._views.append(memoryview(self.body))
+
+
+def _events(flows: Sequence[_Flow]) -> int:
+    events = 0
+    for flow in flows:
+        events |= flow.events
+    return events
+
+
+def _by_rank(messages: Sequence[Message]) -> dict[int, list[memoryview]]:
+    found: defaultdict[int, list[memoryview]] = defaultdict(list)
+    for rank, view in messages:
+        found[rank].append(view.cast("B"))
+    return found

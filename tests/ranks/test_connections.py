@@ -1,0 +1,396 @@
+"""Connections between ranks: few of them, made when needed, and errors that name who is lost."""
+
+import os
+import random
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp_mem
+from dcp_mem import RankFailed
+from dcp_mem.comm import ranks_of
+from dcp_mem.comm.addresses import SOCKETS_OF_A_RANK, check_open_files, listening_socket
+from dcp_mem.comm.job_ranks import JobRanks
+from dcp_mem.comm.peers import _MOST_GREETINGS, PeerLost, Peers
+from dcp_mem.comm.timed_store import TimedStore
+from dcp_mem.comm.wire import TcpWire
+from tests.support.checkpoints.jobs import Job
+from tests.support.processes.forks import forked_ranks
+from tests.support.processes.kill_targets import forked, wait_for
+
+MANY = 48
+SOON = 30.0
+"""Seconds; the time-out of the ranks is 600 where a test says nothing."""
+
+
+def _sockets() -> int:
+    links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    # One of them was the listing's own, and is gone.
+    return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())
+
+
+# -- many ranks ------------------------------------------------------------------------------------
+
+
+def _saves_and_loads_among_many(job: Job) -> tuple[int, int]:
+    """Return the sockets that this has opened, and those that the ranks' first call has."""
+    rank, before = dist.get_rank(), _sockets()
+    ranks_of(None, "many").exchange(rank)
+    first = _sockets() - before
+    state = {"w": torch.full((8,), float(rank)), "step": 3, f"own.{rank}": rank}
+    with job.writer(agent="thread", persist=False) as writer:
+        for step in range(3):
+            dcp_mem.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
+    loaded = {"step": 0, f"own.{rank}": -1}
+    dcp_mem.load(loaded, storage_reader=job.reader())
+    assert loaded == {"step": 3, f"own.{rank}": rank}
+    return _sockets() - before, first
+
+
+def test_many_ranks_save_and_load_over_few_connections(memory_job: Job) -> None:
+    found = forked_ranks(
+        _saves_and_loads_among_many, MANY, memory_job, env={"FORK_BACKEND": "none"}, timeout=240
+    )
+    assert max(sockets for sockets, _ in found) <= SOCKETS_OF_A_RANK
+    # A parent, eight children, a listener; and a thread's own connection to the store.
+    assert max(first for _, first in found) <= 1 + 8 + 1 + 1
+
+
+# -- lost ranks have names -------------------------------------------------------------------------
+
+
+class _Lost(NamedTuple):
+    failures: Sequence[tuple[int, str]]
+    seconds: float
+
+
+def _loses(victim: int, how: int) -> _Lost:
+    """Agree once; then the victim gets a signal, and the others agree in vain."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ranks = ranks_of(None, "lost")
+    ranks.set_nodes([str(other // 2) for other in range(world)])
+    assert ranks.all_reduce(1, int.__add__) == world
+    if rank == victim:
+        os.kill(os.getpid(), how)
+    started = time.monotonic()
+    try:
+        ranks.all_reduce(1, int.__add__)
+    except RankFailed as error:
+        return _Lost(error.failures, time.monotonic() - started)
+    raise AssertionError("the ranks have agreed without one of them")
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 5])
+def test_all_ranks_name_the_rank_that_was_killed(victim: int) -> None:
+    killed = forked(_loses, 6, victim, signal.SIGKILL)
+    for rank, lost in enumerate(killed.join(timeout=90, killed={victim})):
+        if rank != victim:
+            assert [failed for failed, _ in lost.failures] == [victim]
+            assert "its connection has closed" in lost.failures[0][1]
+            assert lost.seconds < SOON
+
+
+@pytest.mark.parametrize("victim", [0, 5])
+def test_all_ranks_name_the_rank_that_is_silent(victim: int) -> None:
+    seconds = 10.0
+    stopped = forked(_loses, 6, victim, signal.SIGSTOP, env={"DCP_MEM_TIMEOUT": str(seconds)})
+    stopped.wait_until_stopped(victim)
+    others = [rank for rank in range(6) if rank != victim]
+    wait_for(lambda: all(stopped.has_ended(rank) for rank in others), "the others to end", 60)
+    stopped.send(victim, signal.SIGKILL)
+    outcomes = stopped.join(timeout=30, killed={victim})
+    for rank in others:
+        (failure,) = outcomes[rank].failures
+        assert failure[0] == victim
+        assert "it was silent for" in failure[1]
+        assert outcomes[rank].seconds < 1.5 * seconds
+
+
+# -- greetings -------------------------------------------------------------------------------------
+
+
+def _peers_of_two(store: dist.Store) -> tuple[Peers, Peers]:
+    timed = [TimedStore(store, 10.0) for _ in range(2)]
+    return (
+        Peers("two", 0, timed[0], lambda: False),
+        Peers("two", 1, timed[1], lambda: False),
+    )
+
+
+def _meet(first: Peers, second: Peers) -> list[list[bytes]]:
+    """Let both ranks send and receive, each in a thread; return what came."""
+    came: list[list[bytes]] = [[], []]
+
+    def talk(rank: int, peers: Peers) -> None:
+        wire = TcpWire(peers, rank, time.monotonic() + 10)
+        wire.send([1 - rank], b"from %d" % rank)
+        came[rank] = [bytes(data) for data in wire.receive([1 - rank])]
+
+    threads = [threading.Thread(target=talk, args=one) for one in ((0, first), (1, second))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return came
+
+
+def test_a_strangers_connection_is_closed_and_disturbs_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    first, second = _peers_of_two(dist.HashStore())
+    first._listen()
+    assert first._listener is not None
+    address = first._listener.getsockname()
+    strangers = [socket.create_connection(address) for _ in range(3)]
+    strangers[0].sendall(b"x" * 20)  # a greeting with another token
+    strangers[1].sendall(b"GET /")  # shorter than a greeting
+    strangers[2].close()
+    assert _meet(first, second) == [[b"from 1"], [b"from 0"]]
+    strangers[0].settimeout(SOON)
+    assert strangers[0].recv(1) == b""
+    for peers in (first, second):
+        peers.close()
+    strangers[1].settimeout(SOON)
+    with suppress(ConnectionResetError):  # it had sent what nobody read
+        assert strangers[1].recv(1) == b""
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_silent_strangers_do_not_use_up_this_process_s_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    first, second = _peers_of_two(dist.HashStore())
+    first._listen()
+    assert first._listener is not None
+    address = first._listener.getsockname()
+    strangers = [socket.create_connection(address) for _ in range(2 * _MOST_GREETINGS)]
+    assert _meet(first, second) == [[b"from 1"], [b"from 0"]]
+    assert len(first._greetings) <= _MOST_GREETINGS
+    for stranger in [*strangers, first, second]:
+        stranger.close()
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    first, second = _peers_of_two(dist.HashStore())
+    for peers, other in ((first, 1), (second, 0)):
+        with pytest.raises(PeerLost) as caught:
+            peers.connected([other], time.monotonic() + 0.3)
+        assert caught.value.rank == other
+        peers.close()
+
+
+def test_a_rank_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address is still in the store."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    first, second = _peers_of_two(dist.HashStore())
+    first._listen()
+    first.close()
+    with pytest.raises(PeerLost, match=r"rank 0: can't be reached at 127\.0\.0\.1"):
+        second.connected([0], time.monotonic() + SOON)
+
+
+def test_waiting_ends_when_the_others_have_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for rank in (0, 1):
+        peers = Peers("two", rank, TimedStore(dist.HashStore(), 10.0), lambda: True)
+        with pytest.raises(RuntimeError, match="other ranks have given up"):
+            peers.connected([1 - rank], time.monotonic() + 600)
+        peers.close()
+
+
+# -- interruptions ---------------------------------------------------------------------------------
+
+
+def _is_interrupted(patience: float) -> tuple[str, float, int]:
+    """A signal's handler raises while rank 1 waits; then both agree again."""
+    ranks = ranks_of(None, "interrupted")
+    ranks.all_reduce(1, int.__add__)
+    if dist.get_rank() == 0:
+        time.sleep(patience)
+    else:
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, patience / 4)
+    started, found = time.monotonic(), ""
+    try:
+        ranks.all_reduce(1, int.__add__)
+    except (KeyboardInterrupt, RankFailed) as error:
+        found = str(error) or type(error).__name__
+    seconds = time.monotonic() - started
+    dist.barrier()
+    return found, seconds, ranks_of(None, "interrupted").all_reduce(1, int.__add__)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_who_is_interrupted_in_the_middle_leaves_and_the_next_call_is_well() -> None:
+    first, second = forked_ranks(_is_interrupted, 2, 2.0)
+    # Rank 1 had sent its number, so rank 0 may be done before it learns of the rest.
+    assert not first[0] or "rank 1: KeyboardInterrupt" in first[0]
+    assert second[0] == "KeyboardInterrupt"
+    assert first[1] < SOON
+    assert [first[2], second[2]] == [2, 2]
+
+
+# -- descriptors -----------------------------------------------------------------------------------
+
+
+def _leaves_a_child_behind(told: str) -> float:
+    """Rank 1 forks a child, as data loaders do, and is killed; how long did rank 0 wait?"""
+    ranks = ranks_of(None, "forking")
+    assert ranks.all_reduce(1, int.__add__) == 2
+    if dist.get_rank() == 1:
+        child = os.fork()
+        if not child:
+            Path(told).write_text(str(os.getpid()))
+            time.sleep(SOON * 2)
+            os._exit(0)
+        while not Path(told).exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RankFailed):
+        ranks.all_reduce(1, int.__add__)
+    return time.monotonic() - started
+
+
+def test_a_forked_child_does_not_hold_its_dead_parents_connections(tmp_path: Path) -> None:
+    told = tmp_path / "child"
+    killed = forked(_leaves_a_child_behind, 2, str(told))
+    try:
+        seconds, *_ = killed.join(timeout=90, killed={1})
+        assert seconds < SOON
+        os.kill(int(told.read_text()), 0)  # the child lives
+    finally:
+        os.kill(int(told.read_text()), signal.SIGKILL)
+
+
+def _has_few_descriptors() -> str:
+    ranks = ranks_of(None, "few")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if dist.get_rank() == 1:
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, hard))
+    started = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        ranks.all_reduce(1, int.__add__)
+    assert time.monotonic() - started < SOON
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return str(caught.value)
+
+
+def test_too_few_open_files_are_an_error_at_the_start_that_says_what_to_do() -> None:
+    for text in forked_ranks(_has_few_descriptors, 2):
+        assert "rank 1: this process has" in text
+        assert "ulimit -n" in text
+
+
+def test_an_unlimited_process_may_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (unlimited, unlimited))
+    check_open_files()
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+
+def test_the_interface_that_is_named_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0,lo")
+    with listening_socket() as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_an_interface_that_does_not_exist_is_an_error_that_names_those_that_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(RuntimeError, match=r"'nosuch0'.*there are .*lo"):
+        listening_socket()
+
+
+@pytest.mark.parametrize("name", ["no-such-machine.invalid", "192.0.2.1", "localhost"])
+def test_a_machine_whose_name_is_no_address_of_its_own_takes_loopback(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    with listening_socket() as listener:
+        assert listener.getsockname()[0] in ("127.0.0.1", "::1")
+
+
+# -- swaps -----------------------------------------------------------------------------------------
+
+
+def _swaps(seed: int) -> int:
+    """Swap messages of any length with any ranks, in several goes; return the sockets opened."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ranks = ranks_of(None, "swaps")
+    ranks.all_reduce(1, int.__add__)
+    before, most = _sockets(), 0
+    draw = random.Random(seed)  # the same on all ranks
+    for _ in range(4):
+        for _ in range(3):
+            messages = [
+                (draw.randrange(world), draw.randrange(world), draw.choice([0, 1, 9, 3_000_000]))
+                for _ in range(8)
+            ]
+            messages = [one for one in messages if one[0] != one[1]]
+            outgoing = [
+                (to, memoryview(bytes([number]) * nbytes))
+                for number, (sender, to, nbytes) in enumerate(messages)
+                if sender == rank
+            ]
+            incoming = [
+                (sender, memoryview(bytearray(nbytes)))
+                for sender, to, nbytes in messages
+                if to == rank
+            ]
+            ranks.swap(outgoing, incoming)
+            numbers = [number for number, one in enumerate(messages) if one[1] == rank]
+            for number, (_, view) in zip(numbers, incoming, strict=True):
+                assert bytes(view) == bytes([number]) * len(view)
+            ranks.all_reduce(1, int.__add__)
+        most = max(most, _sockets() - before)
+        ranks.end_swaps()
+    assert _sockets() == before
+    return most
+
+
+def test_any_ranks_swap_and_keep_no_connection_of_it() -> None:
+    assert any(forked_ranks(_swaps, 4, 7))
+
+
+def _is_killed_in_a_swap() -> tuple[int, int]:
+    ranks = ranks_of(None, "swaps")
+    assert isinstance(ranks, JobRanks)
+    rank, other = ranks.rank, (ranks.rank + 1) % ranks.size
+    before = (ranks.rank - 1) % ranks.size
+    data = memoryview(bytearray(30_000_000))
+    if rank == 1:
+        ranks.swap([(other, data[:8])], [(before, memoryview(bytearray(8)))])
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankFailed) as caught:
+        ranks.swap([(other, data)], [(before, memoryview(bytearray(30_000_000)))])
+    (failure,) = caught.value.failures
+    return failure[0], len(caught.value.failures)
+
+
+def test_a_rank_that_is_killed_in_a_swap_is_named() -> None:
+    killed = forked(_is_killed_in_a_swap, 3)
+    outcomes = killed.join(timeout=90, killed={1})
+    assert [outcomes[0][0], outcomes[2][0]] == [1, 1]
