@@ -242,7 +242,7 @@ def from_all_ranks(
     with leaving(ranks):
         own = attempt(act)
     try:
-        gathered = ranks.gather((own._values, own.failures(ranks.rank)))
+        gathered = ranks.gather((own._values, own.failures(ranks.rank)), _with_equal_ones_once)
         decision = _on_rank_0(ranks, lambda: decide(_values_of_all(what, gathered)))
         return _broadcast(ranks, what, decision)
     except RankFailed:
@@ -250,6 +250,21 @@ def from_all_ranks(
         if own_error is None:
             raise
     raise _mark(own_error, is_shared=True)
+
+
+def _with_equal_ones_once(values: Sequence[T]) -> Sequence[T]:
+    """Return values with each that equals its predecessor as the same object: it is sent once."""
+    found: list[T] = []
+    for value in values:
+        found.append(found[-1] if found and _are_equal(found[-1], value) else value)
+    return found
+
+
+def _are_equal(first: object, second: object) -> bool:
+    try:
+        return bool(first == second)
+    except Exception:  # tensors and arrays compare by element
+        return False
 
 
 def _on_rank_0(ranks: Ranks, act: Callable[[], T]) -> Attempted[T] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dcp_mem.comm.agreement import Failures, attempt, known_to_all, on_rank_0, raise_together
+from dcp_mem.comm.agreement import from_all_ranks, known_to_all
 from dcp_mem.common import faults
 from dcp_mem.errors import ConfigError
 from dcp_mem.loading.load_attempt import LoadAttempt
@@ -23,19 +23,31 @@ class _Survey:
     Attributes:
         wanted: Name of the checkpoint that this rank was asked for; None for the newest.
         findings: What its node's memory has.
-        failures: Why it can't take part.
     """
 
     wanted: str | None
     findings: Sequence[FoundCheckpoint]
-    failures: Failures
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What rank 0 has made of all surveys.
+
+    Attributes:
+        wanted: The names that ranks were asked for, where they differ.
+        plan: What can be loaded; None where it isn't rank 0 alone that elects.
+    """
+
+    wanted: Sequence[str] = ()
+    plan: RecoveryPlan | None = None
 
 
 def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
     """Return what can be loaded, newest first, and why the rest can't; the same on all ranks.
 
-    1. Every rank surveys its node's memory; one exchange.
-    2. One rank surveys storage for all, and elects; one broadcast. Where ranks saved alone, each
+    1. Every rank surveys its node's memory. Surveys go up the tree to rank 0; equal ones, as of
+       the ranks of a node, are sent once.
+    2. Rank 0 surveys storage for all, and elects; one broadcast. Where ranks saved alone, each
        does so for itself; one exchange.
     3. Every rank remembers the greatest number of all checkpoints: its next saves are newer.
 
@@ -48,35 +60,38 @@ def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
         Exception: Why this rank can't take part.
         RankFailed: Another rank can't.
     """
-    ranks = load.ranks
-    found = attempt(lambda: _survey_memory(load, search))
-    findings = found.value if found.error is None else []
-    surveys = ranks.exchange(_Survey(search.wanted, findings, found.failures(ranks.rank)))
+    decision = from_all_ranks(
+        load.ranks,
+        _LOOKING,
+        lambda: _Survey(search.wanted, _survey_memory(load, search)),
+        lambda surveys: _decide(load, search, surveys),
+    )
     faults.point("recover.surveyed")
-    failures = tuple(failure for survey in surveys for failure in survey.failures)
-    raise_together(_LOOKING, failures, found.error)
-    _check_same_wanted(surveys)
-    if search.is_collective:
-        inventories = [survey.findings for survey in surveys]
-        plan = on_rank_0(ranks, _LOOKING, lambda: _elect(load, search, inventories))
-    else:
+    if decision.wanted:
+        text = f"the ranks load different checkpoint ids: {', '.join(decision.wanted)}"
+        raise known_to_all(ConfigError(text))
+    plan = decision.plan
+    if plan is None:
         # Nothing raises in front of this exchange: a silent storage is a reason, not an error.
-        plan = in_common(ranks.exchange(_elect(load, search, [findings])))
+        findings = _survey_memory(load, search)
+        plan = in_common(load.ranks.exchange(_elect(load, search, [findings])))
     note_seen(load.request.settings, plan.newest)
     return plan
+
+
+def _decide(load: LoadAttempt, search: Search, surveys: Sequence[_Survey]) -> _Decision:
+    wanted = sorted({survey.wanted or "the newest" for survey in surveys})
+    if len(wanted) > 1:
+        return _Decision(wanted)
+    if not search.is_collective:
+        return _Decision()
+    return _Decision(plan=_elect(load, search, [survey.findings for survey in surveys]))
 
 
 def _survey_memory(load: LoadAttempt, search: Search) -> list[FoundCheckpoint]:
     if load.request.refusal is not None:
         raise load.request.refusal
     return survey_memory(load.memory, search, load.damaged_ranks)
-
-
-def _check_same_wanted(surveys: Sequence[_Survey]) -> None:
-    wanted = sorted({survey.wanted or "the newest" for survey in surveys})
-    if len(wanted) > 1:
-        text = f"the ranks load different checkpoint ids: {', '.join(wanted)}"
-        raise known_to_all(ConfigError(text))
 
 
 def _elect(

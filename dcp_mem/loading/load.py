@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
@@ -85,6 +84,7 @@ def load_opened(
 # -- reading ---------------------------------------------------------------------------------------
 
 _DAMAGE = "damaged: "
+_MOST_FAILURES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +135,52 @@ def _read_together(
             )
         )
     text, damaged = _failure_text(read.error), _damaged_in_memory(load, opened, read.error)
-    results = load.ranks.exchange((text, damaged, troubles))
+    rank = load.ranks.rank
+    own = _Troubles(
+        failures=((rank, text),) if text else (),
+        damaged=frozenset() if damaged is None else frozenset({damaged}),
+        texts={text: (rank, number) for number, text in enumerate(troubles)},
+    )
+    joined = load.ranks.all_reduce(own, _Troubles.join)
     return _ReadResult(
         used=read.value if read.error is None else Counter(),
         error=read.error,
-        failures=tuple((rank, text) for rank, (text, _, _) in enumerate(results) if text),
-        damaged=frozenset(damaged for _, damaged, _ in results if damaged is not None),
-        troubles=list(dict.fromkeys(chain.from_iterable(troubles for _, _, troubles in results))),
+        failures=joined.failures,
+        damaged=joined.damaged,
+        troubles=sorted(joined.texts, key=joined.texts.__getitem__),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Troubles:
+    """What went wrong as some ranks read.
+
+    Attributes:
+        failures: (rank, text); first of all those that aren't damage, of which one is final. The
+            first few of them.
+        damaged: Segments in memory that turned out to be damaged.
+        texts: What was wrong with sources; with the rank that says so, and the place among what
+            that rank says.
+    """
+
+    failures: Failures
+    damaged: frozenset[DamagedSegment]
+    texts: Mapping[str, tuple[int, int]]
+
+    def join(self, other: _Troubles) -> _Troubles:
+        """Join what went wrong on two sets of ranks.
+
+        Args:
+            other: Of the other ranks.
+        """
+        failures = sorted(
+            self.failures + other.failures,
+            key=lambda one: (one[1].startswith(_DAMAGE), one[0]),
+        )
+        texts = {**self.texts, **other.texts}
+        for text in self.texts.keys() & other.texts.keys():
+            texts[text] = min(self.texts[text], other.texts[text])
+        return _Troubles(tuple(failures[:_MOST_FAILURES]), self.damaged | other.damaged, texts)
 
 
 def _failure_text(error: Exception | None) -> str:

@@ -78,12 +78,17 @@ def open_together(load: LoadAttempt, choice: ElectedCheckpoint) -> OpenCheckpoin
     memory = located.value.memory if located.error is None else None
     files = share_description_files(load, choice, memory)
     opened = attempt(lambda: _open(load, choice, located.value, files))
-    troubles = [text for text in load.ranks.exchange(_trouble(opened)) if text]
-    if not troubles:
+    trouble = load.ranks.all_reduce((load.ranks.rank, _trouble(opened)), _first_trouble)[1]
+    if not trouble:
         return opened.value
     if opened.error is None:
         opened.value.close()
-    raise CannotOpen(troubles[0])
+    raise CannotOpen(trouble)
+
+
+def _first_trouble(first: tuple[int, str], second: tuple[int, str]) -> tuple[int, str]:
+    """Join two ranks' troubles: the one of the lower rank that has any."""
+    return min(first, second, key=lambda one: (not one[1], one[0]))
 
 
 def _trouble(opened: Attempted[OpenCheckpoint]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dcp_mem.loading.load_attempt import LoadAttempt
@@ -49,7 +49,7 @@ class RecoveryReport:
 def report_together(
     load: LoadAttempt, opened: OpenCheckpoint, used: Counter[str]
 ) -> tuple[RecoveryReport, int]:
-    """Return the report, and the rank that leaves a record of it; one exchange.
+    """Return the report, and the rank that leaves a record of it; one all-reduce.
 
     The recorder is a rank whose node has memory of the job, where there is one.
 
@@ -58,8 +58,9 @@ def report_together(
         opened: The checkpoint that was read; it may be closed by now.
         used: Bytes that this rank took, by the label of the source.
     """
-    results = load.ranks.exchange((used, load.memory is not None))
-    sources = _by_kind(used for used, _ in results)
+    recorder = load.ranks.rank if load.memory is not None else load.ranks.size
+    added, recorder = load.ranks.all_reduce((used, recorder), _joined)
+    sources = _by_kind(added)
     choice = opened.choice
     report = RecoveryReport(
         checkpoint_id=choice.name,
@@ -70,14 +71,19 @@ def report_together(
         step=opened.description.step,
         sources=sources,
     )
-    recorders = (rank for rank, (_, has_memory) in enumerate(results) if has_memory)
-    return report, next(recorders, 0)
+    return report, recorder if recorder < load.ranks.size else 0
 
 
-def _by_kind(used: Iterable[Counter[str]]) -> dict[str, int]:
-    """Return all ranks' bytes by kind; a label other than memory's and peers' is a storage's."""
+def _joined(
+    first: tuple[Counter[str], int], second: tuple[Counter[str], int]
+) -> tuple[Counter[str], int]:
+    """Join two ranks' bytes by source, and the ranks that could leave a record."""
+    return first[0] + second[0], min(first[1], second[1])
+
+
+def _by_kind(used: Counter[str]) -> dict[str, int]:
+    """Return bytes by kind; a label other than memory's and peers' is a storage's."""
     added: Counter[str] = Counter()
-    for of_rank in used:
-        for label, nbytes in of_rank.items():
-            added[label if label in _KINDS else _STORAGE] += nbytes
+    for label, nbytes in used.items():
+        added[label if label in _KINDS else _STORAGE] += nbytes
     return {kind: added[kind] for kind in _KINDS if kind in added}
