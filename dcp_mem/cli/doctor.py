@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import asdict
 
+import click
 from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions, subcommand
 from dcp_mem.cli.screen import shown
 from dcp_mem.config import memory_root_path, root_url
 from dcp_mem.operations.doctor import Check, Severity, examine
+from dcp_mem.operations.network import judge_network, measure_network
 
 _HELP = """Check this machine and, with ROOT, its storage for what training needs; say what to do
 about problems.
@@ -17,30 +21,52 @@ about problems.
 On storage it writes one kilobyte under a name of its own (.dcp_mem-doctor-…), reads it, tries to
 replace it, and deletes it. Exit code 1 if a check fails; a warning is no failure.
 
+With --peers it measures the network between nodes instead: start one process on each node, by
+torchrun or srun; the first one prints the outcome.
+
 Examples:
   dcp-mem doctor
   dcp-mem doctor s3://ckpts/run-42
   dcp-mem doctor abfs://ckpts/run-42 --storage-option account_name=mine
+  torchrun --no-python --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 \\
+      dcp-mem doctor --peers
 """
 _COLORS = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold red"}
 
 
 @subcommand("doctor", _HELP, needs_root=False)
-def command(common: CommonOptions) -> int:
+@click.option(
+    "--peers", "is_of_peers", is_flag=True, help="Measure the network between nodes instead."
+)
+def command(common: CommonOptions, is_of_peers: bool) -> int:
     """Print each check; return 1 if one fails.
 
     Args:
         common: The options that all commands have.
+        is_of_peers: Whether to measure the network between nodes.
     """
     checks = []
-    for check in examine(
-        memory_root_path(common.memory_root), root_url(common.root), common.storage_options
-    ):
+    for check in _checks_of_peers() if is_of_peers else _checks_of_machine(common):
         checks.append(check)
         _show(common, check)
+    if is_of_peers and not checks:
+        return 0
     is_failed = any(check.verdict == Severity.FAIL for check in checks)
     common.screen.answer(is_failed=is_failed, checks=[asdict(check) for check in checks])
     return 1 if is_failed else 0
+
+
+def _checks_of_machine(common: CommonOptions) -> Iterator[Check]:
+    return examine(
+        memory_root_path(common.memory_root), root_url(common.root), common.storage_options
+    )
+
+
+def _checks_of_peers() -> Iterator[Check]:
+    """Measure together with the other processes; yield the checks in the first one alone."""
+    nodes = measure_network()
+    if os.environ.get("RANK", "0") == "0":
+        yield from judge_network(nodes)
 
 
 def _show(common: CommonOptions, check: Check) -> None:
