@@ -266,6 +266,10 @@ def tables() -> list[Table]:
         ("decisions: seconds", *names),
         [
             line("sockets of a rank, at most", *(f"{sockets(c)}" for c in CLUSTERS)),
+            line(
+                "keys that a set puts into the job's store, and look-ups",
+                *(f"{c.nodes:,} and {c.gpus - 1:,}" for c in CLUSTERS),
+            ),
             line("survey, up the tree", *(_duration(survey(c)) for c in CLUSTERS)),
             line("all-reduce along the tree", *(_duration(agreement(c)) for c in CLUSTERS)),
             line("placing copies, once", *(_duration(PLACING[c.gpus]) for c in CLUSTERS)),
