@@ -375,6 +375,7 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
     ranks = _ranks.get(key)
     if ranks is None:
         store = dist.distributed_c10d._get_default_store()
+        _forget_earlier_groups(store)
         ranks = _ranks[key] = JobRanks(
             dist.get_rank(group), members, purpose, store, exchange_timeout()
         )
@@ -395,6 +396,16 @@ def known_ranks(group: dist.ProcessGroup | None, purpose: str) -> Ranks | None:
     if len(members) == 1:
         return SingleRank()
     return _ranks.get(_key_of(members, purpose))
+
+
+def _forget_earlier_groups(default: dist.Store) -> None:
+    """Close what belongs to a default group that is no more: the process has been restarted within.
+
+    Args:
+        default: The store of the present default group.
+    """
+    for key in [key for key in _ranks if key[1] != id(default)]:
+        _ranks.pop(key).close()
 
 
 def _key_of(members: tuple[int, ...], purpose: str) -> tuple[Any, ...]:
