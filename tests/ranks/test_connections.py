@@ -179,8 +179,10 @@ def test_silent_strangers_do_not_use_up_this_process_s_descriptors(
     strangers = [socket.create_connection(address) for _ in range(2 * _MOST_GREETINGS)]
     assert _meet(first, second) == [[b"from 1"], [b"from 0"]]
     assert len(first._greetings) <= _MOST_GREETINGS
-    for stranger in [*strangers, first, second]:
+    for stranger in strangers:
         stranger.close()
+    for peers in (first, second):
+        peers.close()
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

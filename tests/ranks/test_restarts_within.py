@@ -4,7 +4,7 @@ import gc
 import os
 import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -60,12 +60,12 @@ def _restarts(job: Job, stores: str, is_closed: bool) -> list[_Held]:
 def _trains(job: Job, number: int, is_closed: bool) -> None:
     writer = job.writer(keep_memory=2)
     manager = CheckpointManager(memory_root=job.memory, job="managed", keep_memory=2)
-    state = {"w": torch.full((1000,), float(number)), "step": number}
+    state: dict[str, Any] = {"w": torch.full((1000,), float(number)), "step": number}
     dcp.save(state, checkpoint_id=f"{number}-dcp", storage_writer=writer)
     dcp_mem.save(state, checkpoint_id=f"{number}", storage_writer=writer)
     future = dcp_mem.async_save(state, checkpoint_id=f"{number}-async", storage_writer=writer)
     getattr(future, "upload_completion", future).result()
-    loaded = {"w": torch.zeros(1000), "step": -1}
+    loaded: dict[str, Any] = {"w": torch.zeros(1000), "step": -1}
     dcp_mem.load(loaded, storage_reader=job.reader())
     assert loaded["step"] == number
     assert torch.equal(loaded["w"], state["w"])
