@@ -18,8 +18,11 @@ from tests.support.processes.forks import forked_ranks
 
 ROUNDS, SETTLED = 12, 3
 """Restarts, and those after which nothing may be added."""
-MOST_MAPPINGS = 12
-"""Mappings that allocators may add."""
+MOST_DESCRIPTORS, MOST_MAPPINGS = 4, 12
+"""What may come and go: a thread may be about to close a file, an allocator may have mapped more.
+
+Less than one for each restart.
+"""
 
 
 class _Held(NamedTuple):
@@ -82,6 +85,6 @@ def test_a_restart_within_the_process_leaves_nothing_behind(
     found = forked_ranks(_restarts, 2, memory_job, str(tmp_path / "store"), is_closed, timeout=200)
     for held in found:
         settled, last = held[SETTLED], held[-1]
-        assert last.descriptors <= settled.descriptors, held
+        assert last.descriptors <= settled.descriptors + MOST_DESCRIPTORS, held
         assert last.threads <= settled.threads, held
         assert last.mappings <= settled.mappings + MOST_MAPPINGS, held
