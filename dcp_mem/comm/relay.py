@@ -1,6 +1,8 @@
 """Collectives along a tree: the ranks join, exchange, gather, broadcast and scatter values.
 
-They work over any wire that carries bytes between a rank and its neighbours in the tree.
+They work over any wire that carries bytes between a rank and its neighbours in the tree. Nothing
+comes down the tree before all ranks below have come to the call, be it with an empty message: a
+value that was sent to a rank which never comes would be taken for received.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def all_reduce(wire: Wire, tree: Tree, value: T, join: Callable[[T, T], T]) -> T
         value = join(value, pickle.loads(received))
     if tree.parent is not None:
         wire.send([tree.parent], dumped(value))
-    return broadcast(wire, tree, value)
+    return _sent_down(wire, tree, value)
 
 
 def exchange(wire: Wire, tree: Tree, value: T) -> list[T]:
@@ -61,7 +63,7 @@ def exchange(wire: Wire, tree: Tree, value: T) -> list[T]:
         tree: This rank's position.
         value: This rank's value.
     """
-    return broadcast(wire, tree, gather(wire, tree, value, list))
+    return _sent_down(wire, tree, gather(wire, tree, value, list))
 
 
 def broadcast(wire: Wire, tree: Tree, value: T) -> T:
@@ -72,6 +74,19 @@ def broadcast(wire: Wire, tree: Tree, value: T) -> T:
         tree: This rank's position.
         value: The root's value; ignored on the other ranks.
     """
+    _await(wire, tree.parent, tree.children)
+    return _sent_down(wire, tree, value)
+
+
+def _await(wire: Wire, parent: int | None, children: Sequence[int]) -> None:
+    """Return when all ranks below have come to the call; tell the parent so."""
+    wire.receive(children)
+    if parent is not None:
+        wire.send([parent], b"")
+
+
+def _sent_down(wire: Wire, tree: Tree, value: T) -> T:
+    """Send the root's value down the tree; return it on every rank."""
     if tree.parent is None:
         wire.send(tree.children, dumped(value))
         return value
@@ -91,6 +106,7 @@ def tell_leaders(wire: Wire, tree: Tree, data: bytes) -> Any:
     """
     if not tree.is_leader:
         return None
+    _await(wire, tree.parent, tree.leaders)
     if tree.parent is None:
         if tree.leaders:
             wire.send(tree.leaders, zlib.compress(data, _FAST_COMPRESSION))
@@ -128,6 +144,7 @@ def scatter(wire: Wire, tree: Tree, values: Sequence[T]) -> T:
         tree: This rank's position.
         values: By rank; only the root's count.
     """
+    _await(wire, tree.parent, tree.children)
     by_rank: Mapping[int, T] = dict(enumerate(values))
     if tree.parent is not None:
         (received,) = wire.receive([tree.parent])
