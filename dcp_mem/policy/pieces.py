@@ -60,16 +60,17 @@ def with_large_apart(extents: Iterable[Extent]) -> list[Extent]:
     return found
 
 
-def cut(extent: Extent, edges: Sequence[int] | None) -> Iterator[Extent]:
-    """Yield the range in pieces of about `PIECE` bytes.
+def cut(extent: Extent, edges: Sequence[int] | None, nbytes: int = 0) -> Iterator[Extent]:
+    """Yield the range in pieces of about equal size.
 
     Args:
         extent: The range.
         edges: Where it may be cut, ascending; None for anywhere.
+        nbytes: The bytes of a piece; 0 for `PIECE`.
     """
-    start, stop = extent
-    while stop - start > PIECE:
-        middle = start + PIECE
+    (start, stop), nbytes = extent, nbytes or PIECE
+    while stop - start > nbytes:
+        middle = start + nbytes
         if edges is not None:
             before = edges[bisect_right(edges, middle) - 1] if edges else start
             after = bisect_left(edges, middle)

@@ -15,12 +15,14 @@ for a window: memory that its ranks share, through which bytes pass batch by bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from dcp_mem.policy.pieces import PIECE, Extent, cut, merged
 
+_MOST_PIECES = 1 << 15
+"""Pieces, about, into which all that goes to single ranks is cut."""
 Extents = Mapping[str, Sequence[Extent]]
 """Bytes of segments, by file; what one rank needs is merged."""
 
@@ -152,7 +154,7 @@ def share_out(
     for file, extent, ranks in _spans(needs):
         holding = holders(file)
         if holding:
-            shares.send_later(file, cut(extent, edges(file)), ranks, holding)
+            shares.send_later(file, extent, ranks, holding)
         else:
             for group in shares.groups(ranks, across_nodes):
                 if len(group) == 1:
@@ -160,22 +162,40 @@ def share_out(
                 else:
                     for start, stop in cut(extent, edges(file)):
                         shares.share(file, start, stop, group)
-    shares.send()
+    shares.send(edges)
     return shares.result()
 
 
 def _spans(needs: Sequence[Need]) -> Iterator[tuple[str, Extent, tuple[int, ...]]]:
     """Yield the needed bytes of each segment, cut where the ranks that need them change."""
-    events: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
+    needed: dict[str, list[tuple[int, Sequence[Extent]]]] = {}
     for rank, need in enumerate(needs):
         for file, extents in need.extents.items():
-            of_file = events.setdefault(file, {})
-            for start, stop in extents:
-                of_file.setdefault(start, ([], []))[0].append(rank)
-                of_file.setdefault(stop, ([], []))[1].append(rank)
-    for file in sorted(events):
-        for extent, ranks in _spans_of(events[file]):
+            needed.setdefault(file, []).append((rank, extents))
+    for file, of_file in sorted(needed.items()):
+        if len(of_file) == 1:
+            rank, extents = of_file[0]
+            for extent in extents:
+                yield file, extent, (rank,)
+            continue
+        for extent, ranks in _spans_of(_events(of_file)):
             yield file, extent, ranks
+
+
+def _events(
+    needed: Sequence[tuple[int, Sequence[Extent]]],
+) -> Mapping[int, tuple[list[int], list[int]]]:
+    """Return, for each place in a segment, the ranks whose needs begin there and end there.
+
+    Args:
+        needed: Ranks, and the bytes that each of them needs.
+    """
+    events: dict[int, tuple[list[int], list[int]]] = {}
+    for rank, extents in needed:
+        for start, stop in extents:
+            events.setdefault(start, ([], []))[0].append(rank)
+            events.setdefault(stop, ([], []))[1].append(rank)
+    return events
 
 
 def _spans_of(
@@ -184,7 +204,7 @@ def _spans_of(
     """Yield the needed ranges of one segment, with the ranks that need them.
 
     Args:
-        events: At each place, the ranks whose needs begin there and end there.
+        events: As `_events` returns them.
     """
     active: set[int] = set()
     for place, following in pairwise(sorted(events)):
@@ -210,6 +230,10 @@ class _Sending:
     extent: Extent
     group: Sequence[int]
     holding: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.extent[1] - self.extent[0]
 
 
 class _Shares:
@@ -295,19 +319,21 @@ class _Shares:
             )
 
     def send_later(
-        self, file: str, pieces: Iterable[Extent], group: Sequence[int], holding: Sequence[int]
+        self, file: str, extent: Extent, group: Sequence[int], holding: Sequence[int]
     ) -> None:
-        """Note bytes that a rank whose node has them sends to all nodes of the group."""
+        """Note bytes that ranks whose node has them send to all nodes of the group."""
         turn = self._numbers[self._nodes[group[0]]]
-        self._to_send += [
-            _Sending(turn=turn, file=file, extent=piece, group=group, holding=holding)
-            for piece in pieces
-        ]
+        self._to_send.append(
+            _Sending(turn=turn, file=file, extent=extent, group=group, holding=holding)
+        )
 
-    def send(self) -> None:
+    def send(self, edges: Callable[[str], Sequence[int] | None]) -> None:
         """Give out what is to be sent.
 
         Each node begins with another segment, so that they don't all ask the same node first.
+
+        Args:
+            edges: As for `share_out`.
         """
         files = {
             file: number
@@ -316,20 +342,42 @@ class _Shares:
         self._to_send.sort(
             key=lambda one: ((files[one.file] - one.turn) % len(files), one.file, one.extent)
         )
-        for sending in self._to_send:
-            by_node: dict[str, list[int]] = {}
-            for rank in sending.group:
-                by_node.setdefault(self._nodes[rank], []).append(rank)
-            for ranks in by_node.values():
-                if len(ranks) == 1:
-                    self._send_to_one(sending, ranks[0])
-            nodes = [node for node, ranks in by_node.items() if len(ranks) > 1]
-            if nodes:
-                self._send_to_windows(sending, nodes)
+        alone = sum(
+            one.nbytes * len(one.group) for one in self._to_send if self._goes_to_single_ranks(one)
+        )
+        for whole in self._to_send:
+            # Windows have room for pieces. Single ranks get bytes from several others at once, if
+            # there are pieces enough; too many of them would take rank 0 of a large job seconds.
+            most = PIECE
+            if self._goes_to_single_ranks(whole):
+                most = max(PIECE, alone // _MOST_PIECES)
+            if whole.nbytes <= most:
+                self._send(whole, whole.extent)
+                continue
+            for extent in cut(whole.extent, edges(whole.file), most):
+                self._send(whole, extent)
 
-    def _send_to_windows(self, sending: _Sending, nodes: Sequence[str]) -> None:
+    def _goes_to_single_ranks(self, sending: _Sending) -> bool:
+        group = sending.group
+        return len(group) == 1 or len({self._nodes[rank] for rank in group}) == len(group)
+
+    def _send(self, sending: _Sending, extent: Extent) -> None:
+        if len(sending.group) == 1:  # as a rule, and for thousands of ranks
+            self._send_to_one(sending, extent, sending.group[0])
+            return
+        by_node: dict[str, list[int]] = {}
+        for rank in sending.group:
+            by_node.setdefault(self._nodes[rank], []).append(rank)
+        for ranks in by_node.values():
+            if len(ranks) == 1:
+                self._send_to_one(sending, extent, ranks[0])
+        nodes = [node for node, ranks in by_node.items() if len(ranks) > 1]
+        if nodes:
+            self._send_to_windows(sending, extent, nodes)
+
+    def _send_to_windows(self, sending: _Sending, extent: Extent, nodes: Sequence[str]) -> None:
         """Have these bytes sent to the windows of nodes of which several ranks need them."""
-        file, (start, stop) = sending.file, sending.extent
+        file, (start, stop) = sending.file, extent
         nbytes = stop - start
         windows = {node: self._windows[node] for node in nodes}
         for node, window in windows.items():
@@ -369,16 +417,16 @@ class _Shares:
                 ),
             )
 
-    def _send_to_one(self, sending: _Sending, rank: int) -> None:
+    def _send_to_one(self, sending: _Sending, extent: Extent, rank: int) -> None:
         """Have these bytes sent to the only rank of its node that needs them."""
-        file, (start, stop) = sending.file, sending.extent
+        file, (start, stop) = sending.file, extent
         sender = self._sender(sending.holding, stop - start)
         self._sends[sender].append(PeerPiece(rank, file, start, stop))
         self._receives[rank].append(PeerPiece(sender, file, start, stop))
 
     def _sender(self, holding: Sequence[int], nbytes: int) -> int:
         """Return the rank, of those that have the bytes, that has sent least by now."""
-        sender = min(holding, key=lambda rank: (self._sent[rank], rank))
+        _, sender = min(zip(map(self._sent.__getitem__, holding), holding, strict=True))
         self._sent[sender] += nbytes
         return sender
 
