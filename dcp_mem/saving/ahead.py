@@ -171,24 +171,26 @@ def _copied_value(value: Any, is_shared: bool) -> Any:
     the training.
     """
     if isinstance(value, dict):
-        return {key: _copied_value(inner, is_shared) for key, inner in value.items()}
+        result = copy.copy(value)  # of its own kind: the next state is recognised by that
+        result.update({key: _copied_value(inner, is_shared) for key, inner in value.items()})
+        return result
     if type(value) in (list, tuple):
         return type(value)(_copied_value(inner, is_shared) for inner in value)
     if isinstance(value, ShardedTensor):
-        result = object.__new__(type(value))
-        result.__dict__.update(value.__dict__)
-        result.__dict__.pop("_sharded_tensor_id", None)  # it would be given back twice
-        result._local_shards = [
+        sharded = object.__new__(type(value))
+        sharded.__dict__.update(value.__dict__)
+        sharded.__dict__.pop("_sharded_tensor_id", None)  # it would be given back twice
+        sharded._local_shards = [
             Shard(_copied_value(shard.tensor, is_shared), shard.metadata)
             for shard in value.local_shards()
         ]
-        return result
+        return sharded
     if type(value) is DTensor:
         local = _copied_value(value._local_tensor, is_shared)
-        return DTensor(local, value._spec, requires_grad=False)
+        return DTensor(local, value._spec, requires_grad=value.requires_grad)
     if isinstance(value, torch.Tensor):
         tensor = value.detach().to("cpu", copy=True)
-        return tensor.share_memory_() if is_shared else tensor
+        return _of_its_kind(tensor.share_memory_() if is_shared else tensor, value)
     return copy.deepcopy(value)
 
 
@@ -199,14 +201,24 @@ class _Stager(StateDictStager or object):  # type: ignore[misc]
         if type(x) is DTensor:
             # torch takes the address of a part behind another one for that of a real storage.
             local = self.deepcopy_with_tensor_offload(x._local_tensor, memo)
-            copied = DTensor(local, x._spec, requires_grad=False)
+            copied = DTensor(local, x._spec, requires_grad=x.requires_grad)
         elif x.layout is not torch.strided or x.is_quantized or x.is_conj() or x.is_neg():
             # torch would fail, or lose what isn't in the storage.
-            copied = x.detach().clone().cpu()
+            copied = _of_its_kind(x.detach().clone().cpu(), x)
         else:
-            return super()._offload_tensor(x, memo, non_blocking=non_blocking)
+            copied = _of_its_kind(super()._offload_tensor(x, memo, non_blocking=non_blocking), x)
         memo[id(x)] = copied
         return copied
+
+
+def _of_its_kind(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy as a parameter, or requiring gradients, where the tensor does.
+
+    The ranks plan by the copy, and recognise the next state by its tensors' kinds.
+    """
+    if type(tensor) is torch.nn.Parameter:
+        return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _warn_once(session: Session, text: str) -> None:

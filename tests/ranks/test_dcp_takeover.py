@@ -7,13 +7,14 @@ import copy
 import dataclasses
 import gc
 import inspect
+import os
 import pickle
 import re
 import subprocess
 import sys
 import textwrap
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -28,7 +29,12 @@ from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -38,8 +44,11 @@ from dcp_mem import MemoryStorageWriter
 from dcp_mem.common import faults
 from dcp_mem.errors import CheckpointNotFound
 from dcp_mem.format.metadata import read_metadata
+from dcp_mem.memory import copying
+from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from tests.support.checkpoints import sharding
+from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.plans import (
     TorchLoadPlanner,
     TorchPlanner,
@@ -326,9 +335,9 @@ def test_plan_caching_follows_structures_that_change(places: Places, one_planner
 # -- what travels ----------------------------------------------------------------------------------
 
 
-def _counts_what_travels(places: Places) -> list[tuple[str, int]]:
+def _counts_what_travels(places: Places, tensors: int) -> list[tuple[str, int]]:
     """Bytes of each object that a warm save and load send on torch's collectives."""
-    state = {"model": {f"layer.{number}": _rows(number) for number in range(500)}, "step": 1}
+    state = {"model": {f"layer.{number}": _rows(number) for number in range(tensors)}, "step": 1}
     sent: list[tuple[str, int]] = []
     what = ""
     pickled: Callable[..., Any] = distributed_c10d._object_to_tensor
@@ -350,17 +359,36 @@ def _counts_what_travels(places: Places) -> list[tuple[str, int]]:
         assert_same(state, into)
         what = "save by torch"
         save_by_torch(state, checkpoint_id="torch", storage_writer=writer)
-    assert len(returned.state_dict_metadata) == 501
+    assert len(returned.state_dict_metadata) == tensors + 1
     return sent
 
 
 def test_nothing_that_grows_with_the_tensors_travels_on_torchs_collectives(places: Places) -> None:
-    for sent in forked_ranks(_counts_what_travels, 2, places):
+    for sent in forked_ranks(_counts_what_travels, 2, places, 500):
         for what in ("save", "load"):
             sizes = [size for one, size in sent if one == what]
             assert sizes, f"nothing was counted of the {what}"
             assert max(sizes) < 4096, (what, sizes)
         assert max(size for one, size in sent if one == "save by torch") > 40_000
+
+
+def _what_travels_with(places: Places, ranks: int) -> dict[str, tuple[int, set[int]]]:
+    """By call: the largest object, and how many bytes each rank but the first sends."""
+    mine = dataclasses.replace(places, job=f"job-{ranks}")
+    sent = forked_ranks(_counts_what_travels, ranks, mine, 12)
+    sizes = {
+        what: [[size for one, size in of_rank if one == what] for of_rank in sent]
+        for what in ("save", "load")
+    }
+    return {
+        what: (max(map(max, by_rank)), set(map(sum, by_rank[1:])))
+        for what, by_rank in sizes.items()
+    }
+
+
+def test_no_object_on_torchs_collectives_grows_with_the_ranks(places: Places) -> None:
+    """The first rank sends each other rank one object, as DCP has it."""
+    assert _what_travels_with(places, 2) == _what_travels_with(places, 4)
 
 
 # -- the metadata that a save returns --------------------------------------------------------------
@@ -708,7 +736,120 @@ def test_a_rank_that_fails_anywhere_fails_the_save_on_all_by_its_name_and_nothin
     forked_ranks(_fails_in_every_step, 2, places, env={"DCP_MEM_TIMEOUT": "30"}, timeout=200)
 
 
+# -- the order of DCP's contract -------------------------------------------------------------------
+
+
+def _looks_before_anything_is_written(places: Places) -> list[str]:
+    """The saves on whose entry into `write_data` everything was as before the save."""
+    seen: list[str] = []
+    name = ""
+    write_data: Callable[..., Any] = MemoryStorageWriter.write_data
+
+    def looking(self: MemoryStorageWriter, *args: Any) -> Any:
+        memory = JobMemory(places.memory, places.job)
+        assert not memory.find(name), name
+        assert name not in [one.name for one in self.status()]
+        own = places.directory("memory", name)
+        assert not [*own.rglob("manifest*"), *own.rglob(".metadata")], name
+        seen.append(name)
+        return write_data(self, *args)
+
+    def save_behind(state: State, **options: Any) -> None:
+        begun: Any = dcp.async_save(state, **options)
+        getattr(begun, "upload_completion", begun).result(60)
+
+    with (
+        places.writer(keep_memory=20, persist=False) as writer,
+        pytest.MonkeyPatch.context() as changed,
+    ):
+        changed.setattr(MemoryStorageWriter, "write_data", looking)
+        for road, save in (("ours", dcp.save), ("torch", save_by_torch), ("async", save_behind)):
+            for step in range(3):
+                name = f"{road}-{step}"
+                save(_state(step), checkpoint_id=name, storage_writer=writer)
+                assert JobMemory(places.memory, places.job).find(name)
+                dist.barrier()
+    return seen
+
+
+@RANKS
+def test_nothing_is_complete_before_dcp_has_called_write_data(places: Places, ranks: int) -> None:
+    for seen in forked_ranks(_looks_before_anything_is_written, ranks, places):
+        assert seen == [
+            f"{road}-{step}" for road in ("ours", "torch", "async") for step in range(3)
+        ]
+
+
 # -- loads -----------------------------------------------------------------------------------------
+
+
+class _MetadataMade(Exception):
+    """DCP's metadata of an entry was made, or unpickled."""
+
+
+@contextlib.contextmanager
+def _no_metadata_is_made() -> Iterator[None]:
+    """Refuse entries of DCP's metadata, whoever makes or unpickles them."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise _MetadataMade
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (Metadata, TensorStorageMetadata, ChunkStorageMetadata):
+            patch.setattr(kind, "__init__", refuse)
+            patch.setattr(kind, "__setstate__", refuse, raising=False)
+        yield
+
+
+@contextlib.contextmanager
+def _counted_reads() -> Iterator[list[int]]:
+    """Count the system calls that read segments."""
+    calls: list[int] = []
+
+    def counting(read: Callable[..., int]) -> Callable[..., int]:
+        def counted(*args: Any) -> int:
+            calls.append(1)
+            return read(*args)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counting(os.preadv))
+        patch.setattr(copying, "_preadv", counting(copying._preadv))
+        patch.setattr(copying, "_pread", counting(copying._pread))
+        yield calls
+
+
+def _loads_many_small_tensors(places: Places) -> list[int]:
+    """The calls that read 2,000 small tensors: verified, and not."""
+    state = {"model": {f"layer.{number}": torch.full((70,), number) for number in range(2000)}}
+    with places.writer(persist=False) as writer:
+        dcp.save(state, checkpoint_id="a", storage_writer=writer)
+        own = places.directory("memory", "a") / ".dcp_mem"
+        wait_until(
+            lambda: len([*own.glob("checksums-*")]) == dist.get_world_size(), "checksums to be made"
+        )
+        dist.barrier()
+    counts = []
+    for verify in (True, False):
+        into, reader = blank_of(state), places.reader("memory", "a", verify=verify)
+        with _counted_reads() as calls, _no_metadata_is_made(), _torch_plans_loads() as by_torch:
+            dcp.load(into, checkpoint_id="a", storage_reader=reader)
+        assert not by_torch
+        assert_same(state, into)
+        counts.append(len(calls))
+    with _no_metadata_is_made():
+        reader = places.reader("memory", "a")
+        assert _failures_of(lambda: load_by_torch(into, checkpoint_id="a", storage_reader=reader))
+    return counts
+
+
+@RANKS
+def test_many_small_tensors_load_with_few_reads_and_without_dcps_metadata(
+    places: Places, ranks: int
+) -> None:
+    for counts in forked_ranks(_loads_many_small_tensors, ranks, places):
+        assert 0 < min(counts) <= max(counts) < 60, counts  # of 2,000 payloads
 
 
 def _loads_what_does_not_fit(places: Places) -> None:
@@ -1005,41 +1146,103 @@ def test_a_torch_that_drives_its_readers_in_another_way_loads_well(
 
 # -- both roads, at random -------------------------------------------------------------------------
 
+PLANNERS: dict[str, dict[str, bool]] = {
+    "torch's default": {},
+    "saving to the lowest rank": {"dedup_save_to_lowest_rank": True},
+    # With one of the two, torch's planner loses byte items: it loads into a copy of the dict.
+    "not flattening": {"flatten_state_dict": False, "flatten_sharded_tensors": False},
+    "keeping sharded tensors": {"flatten_sharded_tensors": False},
+}
+"""Options of torch's default planner, of saves and of loads."""
+
+if CACHING:
+    PLANNERS["caching"] = {"enable_plan_caching": True}
+
 
 def _saves_at_random_on_both_roads(places: Places, seed: int) -> None:
     random = Random(seed)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     parts, mesh_of = sharding.draw(random, world), sharding.meshes()
+    kinds = random.sample(sorted(PLANNERS), 2)
     with places.writer(keep_memory=3, persist=False) as writer:
         for step in range(5):
             if step not in (0, 3):
                 parts = sharding.changed(random, parts, world)
-            state = sharding.build(parts, rank, mesh_of, step)
-            blank = partial(sharding.build, parts, rank, mesh_of, 99)
-            _saves_on_both_roads(places, writer, state, blank)
+            kind = random.choice(kinds)
+            print(f"step {step}: a planner that is {kind}")
+            make = partial(_built, parts, mesh_of, PLANNERS[kind])
+            _saves_on_both_roads(places, writer, make(step), partial(make, 99), PLANNERS[kind])
+
+
+def _built(
+    parts: Sequence[sharding.Part], mesh_of: sharding.Meshes, options: dict[str, bool], seed: int
+) -> State:
+    state = sharding.build(parts, dist.get_rank(), mesh_of, seed)
+    return state if options.get("flatten_state_dict", True) else _flat(state)
+
+
+def _flat(state: State) -> State:
+    """The same, with nothing nested: as a planner needs it that doesn't flatten."""
+    nested = {key: value for key, value in state.items() if isinstance(value, dict)}
+    inner = {f"{key}/{name}": value for key, of in nested.items() for name, value in of.items()}
+    return {**{key: value for key, value in state.items() if key not in nested}, **inner}
 
 
 def _saves_on_both_roads(
-    places: Places, writer: MemoryStorageWriter, state: State, blank: Callable[[], State]
+    places: Places,
+    writer: MemoryStorageWriter,
+    state: State,
+    blank: Callable[[], State],
+    options: dict[str, bool],
 ) -> None:
     """Save by dcp_mem's plan, by torch's, and by dcp_mem's again."""
-    roads = {"ours": dcp.save, "torch": save_by_torch, "again": dcp.save}
+    flattens = {key: value for key, value in options.items() if key.startswith("flatten")}
+    # Torch's cached plans don't notice a tensor of another dtype, or with gradients now.
+    uncached = {key: value for key, value in options.items() if key != "enable_plan_caching"}
+    roads = {"ours": DefaultSavePlanner, "torch": TorchPlanner, "again": DefaultSavePlanner}
     returned = {}
     with _torch_plans() as by_torch:
-        for name, save in roads.items():
-            returned[name] = save(state, checkpoint_id=name, storage_writer=writer)
-    assert by_torch == [TorchPlanner.__name__]
-    for name in roads:
+        for name, kind in roads.items():
+            planner = kind(**(uncached if kind is TorchPlanner else options))
+            returned[name] = dcp.save(
+                state, checkpoint_id=name, storage_writer=writer, planner=planner
+            )
+    left_to_torch = [kind.__name__ for kind in roads.values() if flattens or kind is TorchPlanner]
+    assert by_torch == left_to_torch
+    for name, kind in roads.items():
         assert_same_content(returned[name], returned["torch"])
         assert set(returned[name].storage_data) == set(returned["torch"].storage_data)
-        assert_same_content(returned[name], places.metadata(name))
-        assert name == "torch" or returned[name] == places.metadata(name)
-        comes_back(places, name, state, blank=blank, roads=FROM_MEMORY)
+        stored = places.metadata(name)
+        assert_same_content(returned[name], stored)
+        assert kind.__name__ in left_to_torch or returned[name] == stored
+        comes_back(
+            places,
+            name,
+            state,
+            blank=blank,
+            roads=FROM_MEMORY,
+            load_planner=lambda: DefaultLoadPlanner(**flattens),
+        )
+    items = {name: _items(places, name, returned[name]) for name in roads}
+    assert items["ours"] == items["torch"]
+    assert items["again"] == items["torch"]
+    if "dedup_save_to_lowest_rank" in options:
+        assert _writers(returned["ours"]) == _writers(returned["torch"])
     if dist.get_world_size() == 1:
         written = {name: _written(places, name, returned[name]) for name in roads}
         assert written["ours"] == written["torch"]
         assert written["again"] == written["torch"]
     dist.barrier()
+
+
+def _items(places: Places, name: str, metadata: Metadata) -> dict[MetadataIndex, bytes]:
+    """The bytes of each item, whichever rank wrote it: torch balances the writers otherwise."""
+    files = {info.relative_path for info in metadata.storage_data.values()}
+    data = {file: places.directory("memory", name).joinpath(file).read_bytes() for file in files}
+    return {
+        index: data[info.relative_path][info.offset : info.offset + info.length]
+        for index, info in metadata.storage_data.items()
+    }
 
 
 def _written(places: Places, name: str, metadata: Metadata) -> dict[int, bytes]:

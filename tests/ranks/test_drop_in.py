@@ -1,7 +1,10 @@
 """`dcp_mem.save` and `dcp_mem.load` under code that was written for DCP's: errors, and dicts."""
 
+import importlib
+import inspect
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 import dcp_mem
 from dcp_mem import CheckpointNotFound, ConfigError, NoRecoverableCheckpoint, RankFailed
@@ -212,6 +216,64 @@ def test_the_manager_raises_errors_as_they_are(memory_job: Job) -> None:
         assert not isinstance(failure.value, DcpMemError)
         with pytest.raises(CheckpointNotFound):
             manager.restore({"a": torch.ones(1)}, step=1)
+
+
+# -- signatures, and what is returned --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["save", "async_save", "load"])
+def test_a_function_takes_all_that_dcps_takes_in_the_same_way(name: str) -> None:
+    theirs, ours = (inspect.signature(getattr(of, name)).parameters for of in (dcp, dcp_mem))
+    assert theirs.keys() <= ours.keys()
+    assert [each.name for each in ours.values() if each.kind is each.POSITIONAL_OR_KEYWORD] == [
+        each.name for each in theirs.values() if each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+    for each in theirs.values():
+        other = ours[each.name]
+        assert other.kind is each.kind, each
+        # Older torch has no type of executor to name as the default.
+        is_own = each.name == "async_checkpointer_type"
+        assert other.default == (None if is_own else each.default), each
+    added = ours.keys() - theirs.keys()
+    assert all(ours[each].default is not inspect.Parameter.empty for each in added)
+
+
+def _stagers() -> dict[str, Callable[[], Any]]:
+    """By name, what makes an argument `async_stager`; None for none."""
+    made: dict[str, Callable[[], Any]] = {"the writer": lambda: None}
+    staging = importlib.import_module("torch.distributed.checkpoint.staging")
+    if hasattr(staging, "DefaultStager"):  # newer than torch 2.6
+        for name, behind in (("one that blocks", False), ("one that returns a future", True)):
+            options = staging.StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=False,
+                use_async_staging=behind,
+                use_non_blocking_copy=False,
+            )
+            made[name] = partial(staging.DefaultStager, options)
+    return made
+
+
+@pytest.mark.parametrize("stager", _stagers())
+def test_an_asynchronous_save_returns_what_dcps_returns(memory_job: Job, stager: str) -> None:
+    kinds = []
+    with memory_job.writer(agent="thread", keep_memory=3) as writer:
+        for step, save in enumerate((dcp.async_save, dcp_mem.async_save)):
+            made = _stagers()[stager]()
+            options = {} if made is None else {"async_stager": made}
+            begun: Any = save(
+                make_state(step), checkpoint_id=f"{step}", storage_writer=writer, **options
+            )
+            futures = [begun] if isinstance(begun, Future) else list(vars(begun).values())
+            results = [each.result(60) for each in futures]
+            kinds.append((type(begun), [isinstance(each, Metadata) for each in results]))
+            if made is not None:
+                made.close()
+            state = make_state(-1)
+            dcp_mem.load(state, checkpoint_id=f"{step}", storage_reader=memory_job.reader())
+            assert number_of(state) == step
+    assert kinds[0] == kinds[1]
+    assert any(kinds[0][1])
 
 
 # -- dicts with methods of their own ---------------------------------------------------------------

@@ -293,16 +293,33 @@ def test_kill_on_one_of_two_nodes_leaves_both_with_the_same_whole_checkpoint(
     point: str, rank: int, memory_root: Path
 ) -> None:
     """Each rank has its own memory root, and keeps one checkpoint there: the tightest case."""
+    kill_on_one_of_two_nodes(memory_root, point, rank, on(tuple(SAVES), point, shift=rank))
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        ("overlap.begun", 0),
+        ("overlap.copied", 1),
+        ("stage.sealed", 1),
+        ("complete.receipts", 1),
+        ("complete.catalog", 0),
+        ("complete.catalog", 1),
+        ("complete.manifest", 0),
+    ],
+)
+def test_kill_on_one_of_two_nodes_in_an_asynchronous_save(
+    point: str, rank: int, memory_root: Path
+) -> None:
+    kill_on_one_of_two_nodes(memory_root, point, rank, {OVERLAPPED: "1"})
+
+
+def kill_on_one_of_two_nodes(
+    memory_root: Path, point: str, rank: int, env: Mapping[str, str]
+) -> None:
+    """Kill a rank in save 3: both nodes have the same checkpoint then, and later ones follow."""
     place = two_nodes(memory_root, keep=1)
-    forked(
-        save_armed,
-        2,
-        place,
-        [1, 2],
-        3,
-        {rank: f"{point}:kill:1"},
-        env=on(tuple(SAVES), point, shift=rank),
-    ).join(killed={rank})
+    forked(save_armed, 2, place, [1, 2], 3, {rank: f"{point}:kill:1"}, env=env).join(killed={rank})
     on_first, on_second = (held_on(root, place.job) for root in place.roots)
     assert on_first & on_second, (on_first, on_second)
     forked(save_all, 2, place, [4, 5, 6]).join()

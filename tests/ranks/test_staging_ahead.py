@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import importlib
 import itertools
@@ -10,10 +11,13 @@ import os
 import pickle
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +36,7 @@ from dcp_mem.common import faults
 from dcp_mem.memory import copying
 from dcp_mem.runtime.session import open_session
 from dcp_mem.saving import ahead
+from dcp_mem.saving import overlap as overlap_module
 from dcp_mem.saving import saver as saver_module
 from dcp_mem.saving import stage as stage_module
 from dcp_mem.saving.overlap import Overlap, wait_for_copies
@@ -137,9 +142,9 @@ class _Subclass(torch.Tensor):
     pass
 
 
-def _odd_states(step: int) -> dict[str, dict[str, Any]]:
+def _odd_states(step: int, rows: int = 4) -> dict[str, dict[str, Any]]:
     """States by what is special about them."""
-    base = torch.arange(24.0).view(4, 6) + step
+    base = torch.arange(rows * 6.0).view(rows, 6) + step
     tied = base.clone()
     return {
         "bytes": {"log": ["a"] * step, "nested": {"n": step, "text": "x" * step}, "w": base},
@@ -153,6 +158,8 @@ def _odd_states(step: int) -> dict[str, dict[str, Any]]:
         "tied": {"one": tied, "other": tied, "view": tied.view(-1)},
         "subclass": {"w": base.clone().as_subclass(_Subclass)},
         "parameter": {"w": torch.nn.Parameter(base.clone()), "m": torch.tensor(step)},
+        "learning": {"w": base.clone().requires_grad_(), "m": torch.tensor(step)},
+        "ordered": {"model": OrderedDict(w=base.clone(), b=base[0].clone())},
         "empty": {},
         "hollow": {"w": torch.empty(0, 3), "scalar": torch.tensor(step)},
     }
@@ -194,29 +201,73 @@ def _assert_odd(expected: Any, found: Any, where: str) -> None:
         assert expected == found, where
 
 
-def _save_odd(job: Job, options: dict[str, Any]) -> None:
+@contextmanager
+def _counted_messages() -> Iterator[list[int]]:
+    """Count the bytes of each message that this process sends to another."""
+    sent: list[int] = []
+    send_bytes: Callable[..., Any] = Connection._send_bytes  # type: ignore[attr-defined]
+
+    def counting(self: Connection, data: Any) -> None:
+        sent.append(len(data))
+        send_bytes(self, data)
+
+    with patch.object(Connection, "_send_bytes", counting):
+        yield sent
+
+
+def _save_odd(job: Job, options: dict[str, Any], rows: int) -> dict[str, int]:
+    """Save what is odd, and load it; return the bytes that were sent for each last save."""
     torch.serialization.add_safe_globals([_Subclass])
+    crossed = {}
     with job.writer(agent="thread" if not options else "process", keep_memory=2) as writer:
         # torch sends no quantised tensors to other processes.
         for kind in set(_odd_states(0)) - ({"quantised"} if options else set()):
             for step in range(1 if options else 3):
-                state = _odd_states(step)[kind]
-                future = _async_save(writer, state, f"{kind}-{step}", **options)
-                _spoil_odd(state)
-                future.result(_SECONDS)
-                expected = _odd_states(step)[kind]
+                state = _odd_states(step, rows)[kind]
+                with _counted_messages() as sent:
+                    future = _async_save(writer, state, f"{kind}-{step}", **options)
+                    _spoil_odd(state)
+                    future.result(_SECONDS)
+                expected = _odd_states(step, rows)[kind]
                 found = _load(job, f"{kind}-{step}", _blank_odd(expected))
                 _assert_odd(expected, found, f"{kind} {step}")
+                crossed[kind] = sum(sent)
+    return crossed
 
 
 @needs_stager
 def test_a_state_of_any_kind_may_change_as_soon_as_the_call_has_returned(memory_job: Job) -> None:
-    forked(_save_odd, memory_job, {}, timeout=90)
+    forked(_save_odd, memory_job, {}, 4, timeout=90)
 
 
 @needs_stager
-def test_a_state_of_any_kind_goes_to_another_process(memory_job: Job) -> None:
-    forked_ranks(_save_odd, 1, memory_job, PROCESS, timeout=200)
+def test_a_state_of_any_kind_goes_to_another_process_and_its_bytes_are_not_sent(
+    memory_job: Job,
+) -> None:
+    """They lie in shared memory: what is sent names the file, the offset and the shape."""
+    [crossed] = forked_ranks(_save_odd, 1, memory_job, PROCESS, 1 << 14, timeout=200)
+    for kind, nbytes in crossed.items():
+        assert 0 < nbytes < 64 << 10, (kind, nbytes)  # of 384 KiB and more
+
+
+def _kill_the_process_that_saves(job: Job) -> None:
+    """Kill it in its third save, and go on saving in this process."""
+    with job.writer(agent="thread", keep_memory=2, persist=False) as writer:
+        os.environ["DCP_MEM_FAULTS"] = "stage.sealed:kill:3"
+        for step in (1, 2):
+            _async_save(writer, make_state(step), f"step-{step}", **PROCESS).result(_SECONDS)
+        with pytest.raises(RuntimeError, match="process is dead"):
+            _async_save(writer, make_state(3), "step-3", **PROCESS).result(_SECONDS)
+        assert number_of(_load(job, None)) == 2
+        for step in range(4, 8):
+            dcp.save(make_state(step), checkpoint_id=f"step-{step}", storage_writer=writer)
+            assert number_of(_load(job, None)) == step
+        assert _slots(job) <= 3
+
+
+@needs_stager
+def test_a_kill_of_the_process_that_saves_leaves_the_checkpoint_before(memory_job: Job) -> None:
+    forked_ranks(_kill_the_process_that_saves, 1, memory_job, timeout=200)
 
 
 # -- the only copy ---------------------------------------------------------------------------------
@@ -239,7 +290,7 @@ def _counted_copies() -> Iterator[list[tuple[str, int]]]:
     seen: list[tuple[str, int]] = []
     real_copy, real_copied = copying.copy, ahead.copied
 
-    def copy(moves: Any) -> None:
+    def counted(moves: Any) -> None:
         nbytes = sum(move[2] for move in moves)
         if nbytes:
             seen.append((threading.current_thread().name, nbytes))
@@ -249,7 +300,7 @@ def _counted_copies() -> Iterator[list[tuple[str, int]]]:
         seen.append(("torch", 0))
         return real_copied(*args, **options)
 
-    with patch.object(stage_module, "copy", copy), patch.object(saver_module, "copied", copied):
+    with patch.object(stage_module, "copy", counted), patch.object(saver_module, "copied", copied):
         yield seen
 
 
@@ -272,6 +323,34 @@ def _copy_once(job: Job) -> None:
 def test_a_warm_save_copies_once_in_the_callers_thread(memory_job: Job) -> None:
     forked(_copy_once, memory_job)
     forked_ranks(_copy_once, 2, memory_job)
+
+
+def _copy_odd_once(job: Job, has_stager: bool) -> set[str]:
+    """The kinds of states that are copied elsewhere though the ranks have saved them before."""
+    torch.serialization.add_safe_globals([_Subclass])
+    elsewhere = set()
+    stager = ahead.StateDictStager if has_stager else None
+    with (
+        job.writer(agent="thread", keep_memory=2, persist=False) as writer,
+        patch.object(ahead, "StateDictStager", stager),
+    ):
+        for kind, state in _odd_states(1).items():
+            for step in range(2):
+                with _counted_copies() as seen:
+                    _async_save(writer, state, f"{kind}-{step}").result(_SECONDS)
+            if ("torch", 0) in seen:
+                elsewhere.add(kind)
+            _assert_odd(state, _load(job, f"{kind}-1", _blank_odd(state)), kind)
+    return elsewhere
+
+
+@pytest.mark.parametrize("has_stager", [True, False], ids=["by torch", "as with torch 2.6"])
+def test_a_first_save_makes_a_plan_by_which_the_next_one_copies_once(
+    memory_job: Job, has_stager: bool
+) -> None:
+    """The first state is planned by a copy of it, which has to be of the same kinds."""
+    # Only torch can plan a tensor of a subclass.
+    assert forked(_copy_odd_once, memory_job, has_stager) == {"subclass"}
 
 
 class _OwnPlanner(dcp.DefaultSavePlanner):
@@ -887,14 +966,114 @@ def test_each_of_several_optimizers_waits_and_one_that_was_not_named_does_not(
             _assert_loads(memory_job, f"step-{step}", expected)
 
 
+def _have_hooks_on_gradients(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+
+
+def _step_in_backward(model: torch.nn.Module) -> None:
+    optim = importlib.import_module("torch.distributed.optim")
+    optim._apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")  # torch's own import
+@pytest.mark.parametrize(
+    ("arrange", "why"),
+    [
+        (_have_hooks_on_gradients, "hooks on gradients may run an optimizer"),
+        (_step_in_backward, "an optimizer runs in the backward pass"),
+    ],
+)
 def test_an_optimizer_in_the_backward_pass_has_everything_copied_at_once(
-    memory_job: Job, caplog: pytest.LogCaptureFixture
+    memory_job: Job,
+    caplog: pytest.LogCaptureFixture,
+    arrange: Callable[[torch.nn.Module], None],
+    why: str,
 ) -> None:
     with memory_job.writer(agent="thread", keep_memory=2) as writer:
         model, optimizer = _trained(0)
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _: None)
+        arrange(model)
         for step in range(4):
+            state = _all_of(model, optimizer, step=step)
+            expected = _clone(state)
+            with _held_copies():  # nothing is copied behind the loop
+                future = _overlapped(writer, state, f"step-{step}", optimizer)
+                _forward_and_backward(model)
+                _set(model, -5)
+                future.result(_SECONDS)
+            _assert_loads(memory_job, f"step-{step}", expected)
+    said = [record.message for record in caplog.records if "no effect" in record.message]
+    assert len(said) == 1
+    assert why in said[0]
+
+
+def _replace_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer another state; the tensors that it had are in nobody's hands then."""
+    blank = _clone(optimizer.state_dict())
+    for of_parameter in blank["state"].values():
+        _zero(of_parameter)
+    optimizer.load_state_dict(blank)
+
+
+def test_optimizer_state_that_is_replaced_is_kept_until_it_has_been_copied(
+    memory_job: Job,
+) -> None:
+    with memory_job.writer(agent="thread", keep_memory=2) as writer:
+        for step in range(3):
+            model, optimizer = _trained(step)
+            state = _all_of(model, optimizer, step=step)
+            expected = _clone(state)
+            with _held_copies() as may_go_on:
+                future = _overlapped(writer, state, f"step-{step}", optimizer)
+                del state
+                _replace_state(optimizer)
+                gc.collect()
+                # These lie where the old ones did, if those are gone.
+                overwriting = [torch.full((32, 32), -9.0) for _ in range(500)]
+                overwriting += [torch.full((32,), -9.0) for _ in range(500)]
+                assert step == 0 or not future.done()  # a first save copies at once
+                may_go_on.set()
+                future.result(_SECONDS)
+            _assert_loads(memory_job, f"step-{step}", expected)
+
+
+def test_whatever_no_optimizer_changes_is_saved_as_it_was_at_the_call(memory_job: Job) -> None:
+    amax, log = torch.zeros(16, 4), ["begun"]
+    with memory_job.writer(agent="thread", keep_memory=2) as writer:
+        model, optimizer = _trained(0)
+        for step in range(3):
+            state = _all_of(model, optimizer, step=step) | {"scaling": {"amax": amax}, "log": log}
+            expected = copy.deepcopy(_clone(state))
+            with _held_copies() as may_go_on:
+                future = _overlapped(writer, state, f"step-{step}", optimizer)
+                amax.copy_(amax.roll(1, 0))
+                amax[0] = step + 1.0
+                log.append("later")
+                assert step == 0 or not future.done()
+                may_go_on.set()
+                future.result(_SECONDS)
+            found = _load(memory_job, f"step-{step}", _blank_odd(expected))
+            _assert_odd(expected, found, f"step-{step}")
+
+
+class _TorchWithCuda:
+    """torch, as it looks where CUDA is in use."""
+
+    cuda = SimpleNamespace(is_initialized=lambda: True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def test_parameters_that_are_offloaded_to_the_cpu_are_copied_at_once(
+    memory_job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        memory_job.writer(agent="thread", keep_memory=2) as writer,
+        patch.object(overlap_module, "torch", _TorchWithCuda()),
+    ):
+        model, optimizer = _trained(0)
+        for step in range(3):
             state = _all_of(model, optimizer, step=step)
             expected = _clone(state)
             with _held_copies():  # nothing is copied behind the loop
@@ -904,7 +1083,7 @@ def test_an_optimizer_in_the_backward_pass_has_everything_copied_at_once(
             _assert_loads(memory_job, f"step-{step}", expected)
     said = [record.message for record in caplog.records if "no effect" in record.message]
     assert len(said) == 1
-    assert "backward" in said[0]
+    assert "offloaded to the CPU" in said[0]
 
 
 @pytest.mark.parametrize("by", ["in place", "data", "set", "when copied"])

@@ -1,6 +1,8 @@
 """Copies from devices, with a device that is played: what CUDA does but for its own calls."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,11 +35,14 @@ class _PlayedCopies:
         self, stream: _Played, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> None:
         self._log = stream.log
+        # A device knows addresses: it keeps nothing alive.
+        sources_then = list(map(weakref.ref, sources))
 
         def run() -> None:
             assert stream.may_run.wait(60)
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
+            for target, source_then in zip(targets, sources_then, strict=True):
+                source = source_then()
+                target.copy_(torch.full_like(target, -1) if source is None else source)
 
         self._thread = threading.Thread(target=run)
         self._thread.start()
@@ -102,6 +107,29 @@ def test_overlapped_copies_hold_the_device_and_never_the_host(
         stream.may_run.set()
         future.result(60)
         assert torch.equal(_loaded(places, "1", state)["parameter"], parameter)
+
+
+def test_what_a_device_is_still_to_copy_is_kept_though_nobody_else_holds_it(
+    places: Places, stream: _Played
+) -> None:
+    parameter = torch.nn.Parameter(_on_device(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    state: dict[str, Any] = {"parameter": parameter.detach(), "temporary": _on_device(2)}
+    expected = {key: value.clone() for key, value in state.items()}
+    with places.writer(persist=False) as writer:
+        stream.may_run.set()
+        dcp.save(state, checkpoint_id="0", storage_writer=writer)
+        stream.may_run.clear()
+        future = dcp_mem.async_save(
+            state, checkpoint_id="1", storage_writer=writer, overlap=optimizer
+        )
+        state.clear()
+        gc.collect()
+        stream.may_run.set()
+        future.result(60)
+    loaded = _loaded(places, "1", expected)
+    for key, value in expected.items():
+        assert torch.equal(loaded[key], value), key
 
 
 def _loaded(places: Places, name: str, state: dict[str, Any]) -> dict[str, Any]:
