@@ -201,7 +201,7 @@ class _Stager(StateDictStager or object):  # type: ignore[misc]
         if type(x) is DTensor:
             # torch takes the address of a part behind another one for that of a real storage.
             local = self.deepcopy_with_tensor_offload(x._local_tensor, memo)
-            copied = DTensor(local, x._spec, requires_grad=x.requires_grad)
+            copied: torch.Tensor = DTensor(local, x._spec, requires_grad=x.requires_grad)
         elif x.layout is not torch.strided or x.is_quantized or x.is_conj() or x.is_neg():
             # torch would fail, or lose what isn't in the storage.
             copied = _of_its_kind(x.detach().clone().cpu(), x)

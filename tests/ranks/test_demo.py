@@ -71,7 +71,7 @@ def test_the_demo_saves_through_plain_dcp_save_and_records_how_long_it_took(
     record: Any = SimpleNamespace(record=events.append)
     with (
         memory_job.writer(agent="thread") as writer,
-        patch.object(train.dcp, "save", wraps=dcp.save) as saved,
+        patch.object(dcp, "save", wraps=dcp.save) as saved,
     ):
         seconds = train.save(training, writer, record)
     name = checkpoint_id(7)

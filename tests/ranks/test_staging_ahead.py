@@ -329,7 +329,7 @@ def _copy_odd_once(job: Job, has_stager: bool) -> set[str]:
     """The kinds of states that are copied elsewhere though the ranks have saved them before."""
     torch.serialization.add_safe_globals([_Subclass])
     elsewhere = set()
-    stager = ahead.StateDictStager if has_stager else None
+    stager = getattr(ahead, "StateDictStager") if has_stager else None  # noqa: B009  # torch's
     with (
         job.writer(agent="thread", keep_memory=2, persist=False) as writer,
         patch.object(ahead, "StateDictStager", stager),
