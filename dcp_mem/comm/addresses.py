@@ -16,6 +16,8 @@ _SIOCGIFADDR = 0x8915
 _GLOBAL_SCOPE, _HOST_SCOPE = "00", "10"
 SOCKETS_OF_A_RANK = 64
 """The most sockets that a rank has open, in a job of any size."""
+_SETS, _SOCKETS_OF_STORE = 3, 16
+"""Sets of connections (saves, loads, copies); what they, and channels, have to the job's store."""
 
 
 def listening_socket() -> socket.socket:
@@ -41,20 +43,24 @@ def listening_socket() -> socket.socket:
     )
 
 
-def check_open_files() -> None:
+def check_open_files(ranks: int) -> None:
     """Check that this process may open the sockets that a rank needs.
+
+    Args:
+        ranks: The number of ranks.
 
     Raises:
         RuntimeError: The limit of open files leaves too few.
     """
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
-    if limit != resource.RLIM_INFINITY and used + SOCKETS_OF_A_RANK > limit:
-        needed = used + SOCKETS_OF_A_RANK
+    needed = min(SOCKETS_OF_A_RANK, _SOCKETS_OF_STORE + _SETS * ranks)
+    if limit != resource.RLIM_INFINITY and used + needed > limit:
         raise RuntimeError(
-            f"this process has {used} open files, and dcp_mem needs up to {SOCKETS_OF_A_RANK} more "
-            f"for connections to other ranks, but the limit is {limit}: raise it in the shell that "
-            f"starts the ranks, by `ulimit -n {max(4096, needed)}` (the hard limit is {highest})"
+            f"this process has {used} open files, and dcp_mem needs up to {needed} more for "
+            f"connections to other ranks, but the limit is {limit}: raise it in the shell that "
+            f"starts the ranks, by `ulimit -n {max(4096, used + needed)}` (the hard limit is "
+            f"{highest})"
         )
 
 

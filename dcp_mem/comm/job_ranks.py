@@ -188,6 +188,7 @@ class JobRanks:
             self.close()
             self.cache.clear()
             self._nodes, self._tree = None, self._flat_tree()
+            self._layouts = self._swaps = 0  # some ranks may have failed before they counted
             # A quick rank may have left the very call that begins here.
             if left is not None and left[2] == self._calls:
                 raise RankFailed("the call", [left[:2]])
@@ -289,7 +290,7 @@ class JobRanks:
         return TcpWire(self._in_tree, self.rank, deadline, margin * self._tree.depth)
 
     def _peers(self, purpose: str) -> Peers:
-        check_open_files()
+        check_open_files(self.size)
         name = f"{self._name}/{self._generation}/{purpose}"
         return Peers(name, self.rank, self._timed_store, self._others_gave_up)
 

@@ -116,6 +116,26 @@ def test_all_ranks_name_the_rank_that_is_silent(victim: int) -> None:
         assert outcomes[rank].seconds < 1.5 * seconds
 
 
+def _fails_before_it_knows_the_nodes() -> int:
+    ranks = ranks_of(None, "out of step")
+    assert ranks.all_reduce(1, int.__add__) == 2
+    if dist.get_rank() == 0:
+        ranks.set_nodes(["a", "b"])
+    else:
+        ranks.leave("it has had enough")
+    with pytest.raises(RankFailed, match="it has had enough"):
+        ranks.all_reduce(1, int.__add__)
+    dist.barrier()
+    ranks = ranks_of(None, "out of step")
+    ranks.set_nodes(["a", "b"])
+    return ranks.all_reduce(1, int.__add__)
+
+
+def test_ranks_meet_again_where_one_had_failed_before_it_knew_the_nodes() -> None:
+    env = {"DCP_MEM_TIMEOUT": "20"}
+    assert forked_ranks(_fails_before_it_knows_the_nodes, 2, env=env) == [2, 2]
+
+
 # -- greetings -------------------------------------------------------------------------------------
 
 
@@ -305,7 +325,7 @@ def test_too_few_open_files_are_an_error_at_the_start_that_says_what_to_do() -> 
 def test_an_unlimited_process_may_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     unlimited = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda what: (unlimited, unlimited))
-    check_open_files()
+    check_open_files(1 << 14)
 
 
 # -- addresses -------------------------------------------------------------------------------------
