@@ -34,6 +34,8 @@ _LOOK_SECONDS = 1.0
 """How often a rank that waits for a connection looks whether the others have given up."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5
 """Seconds between two looks at the store for an address; each pause is twice the one before."""
+_GRACE_SECONDS = 5.0
+"""How long an address where nobody answers may be one of before a restart, in the same store."""
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: 60,
     socket.TCP_KEEPINTVL: 15,
@@ -132,7 +134,26 @@ class Peers:
         return f"{self._name}/address/{rank}"
 
     def _dialled(self, rank: int, deadline: float) -> socket.socket:
-        host, port, token = json.loads(self._address_of(rank, deadline))
+        address = self._address_of(rank, deadline)
+        until = min(deadline, _now() + _GRACE_SECONDS)
+        try:
+            return self._dial(rank, address, deadline)
+        except PeerLost:
+            newer = self._newer_address(rank, address, until)
+            if newer is None:
+                raise
+        return self._dial(rank, newer, deadline)
+
+    def _newer_address(self, rank: int, address: bytes, until: float) -> bytes | None:
+        """Return another address that the rank puts into the store by then; None for none."""
+        while (found := self._store.get(self._key(rank))) == address:
+            if _now() >= until:
+                return None
+            time.sleep(_LONGEST_PAUSE / 5)
+        return found
+
+    def _dial(self, rank: int, address: bytes, deadline: float) -> socket.socket:
+        host, port, token = json.loads(address)
         try:
             connection = socket.create_connection((host, port), max(deadline - _now(), 0.001))
         except OSError as error:

@@ -225,6 +225,24 @@ def test_a_rank_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         second.connected([0], time.monotonic() + SOON)
 
 
+def test_an_address_of_before_a_restart_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store outlives the ranks, as torchrun's does."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.HashStore()
+    before, second = _peers_of_two(store)
+    before._listen()
+    before.close()
+    first, _ = _peers_of_two(store)
+    late = threading.Timer(1.0, first._listen)
+    late.start()
+    connection = second.connected([0], time.monotonic() + SOON)[0]
+    late.join()
+    assert first._listener is not None
+    assert connection.getpeername() == first._listener.getsockname()
+    for peers in (first, second):
+        peers.close()
+
+
 def test_waiting_ends_when_the_others_have_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for rank in (0, 1):
