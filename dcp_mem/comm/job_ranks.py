@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -43,8 +43,22 @@ _LAST_SECONDS = 5.0
 """The longest that a call to the store may take where an exchange has failed in the last moment."""
 _MARGIN_SHARE, _MOST_MARGIN = 0.04, 5.0
 """By which part of the time-out a rank waits longer than its parent does; the most in seconds."""
-_NO_CALL = -1
-"""Stands for the number of the call that a rank left, where it has left no call."""
+
+
+class _Departure(NamedTuple):
+    """Why a set of ranks is broken, as the first rank notes it that knows.
+
+    Attributes:
+        rank: The rank that has left, or is lost.
+        why: What is known of it, for people.
+        call: The number of the call that is in vain.
+        is_lost: Whether the rank is lost; else it has left by itself.
+    """
+
+    rank: int
+    why: str
+    call: int
+    is_lost: bool
 
 
 class JobRanks:
@@ -190,7 +204,7 @@ class JobRanks:
             self._nodes, self._tree = None, self._flat_tree()
             self._layouts = self._swaps = 0  # some ranks may have failed before they counted
             # A quick rank may have left the very call that begins here.
-            if left is not None and left[2] == self._calls:
+            if left is not None and left.call == self._calls:
                 raise RankFailed("the call", [left[:2]])
 
     @property
@@ -198,7 +212,9 @@ class JobRanks:
         return self._has_met
 
     def leave(self, why: str) -> None:
-        self._say_broken(self._timed_store.seconds, [self.rank, why, self._calls])
+        self._say_broken(
+            self._timed_store.seconds, _Departure(self.rank, why, self._calls, is_lost=False)
+        )
         self._failed = ("the call", [(self.rank, why)])
         self.close()
 
@@ -268,15 +284,15 @@ class JobRanks:
         seconds = min(max(deadline - time.monotonic(), _LAST_SECONDS), _STORE_SECONDS)
         text = str(error).split("\n")[0][:300]
         rank, text = (error.rank, error.text) if isinstance(error, PeerLost) else (self.rank, text)
-        left = self._who_left(seconds)
-        self._say_broken(seconds, [rank, text, _NO_CALL])
+        left = self._who_left(seconds) or _Departure(rank, text, self._calls, is_lost=True)
+        self._say_broken(seconds, left)
         self.close()
-        if left is None or left[2] == _NO_CALL:
+        if left.is_lost:
             what = (
                 f"{what} between {self.size} ranks (a rank died or fell behind by "
                 f"{self._timeout.total_seconds():.0f} s; {self._variable} sets this)"
             )
-        return what, [left[:2] if left is not None else (rank, text)]
+        return what, [left[:2]]
 
     def _wire(self, deadline: float, *, swaps: bool) -> TcpWire:
         margin = min(_MARGIN_SHARE * self._timeout.total_seconds(), _MOST_MARGIN)
@@ -294,21 +310,21 @@ class JobRanks:
         name = f"{self._name}/{self._generation}/{purpose}"
         return Peers(name, self.rank, self._timed_store, self._others_gave_up)
 
-    def _who_left(self, seconds: float) -> tuple[int, str, int] | None:
-        """Return a rank that left or is lost, why, and the call that it left; None for no rank."""
+    def _who_left(self, seconds: float) -> _Departure | None:
+        """Return which rank has left, or is lost, as the first rank noted it; None for no rank."""
         store = self._timed_store
         try:
             if store.check(self._broken_key(), seconds):
-                rank, why, call = json.loads(store.get(self._broken_key(), seconds))
-                return int(rank), str(why), int(call)
-        except (RuntimeError, ValueError, TypeError):  # the store is gone too, or no rank left
+                rank, why, call, is_lost = json.loads(store.get(self._broken_key(), seconds))
+                return _Departure(int(rank), str(why), int(call), bool(is_lost))
+        except (RuntimeError, ValueError, TypeError):  # the store is gone too
             return None
         return None
 
-    def _say_broken(self, seconds: float, why: Sequence[object]) -> None:
+    def _say_broken(self, seconds: float, departure: _Departure) -> None:
         try:
             # The first entry stays: later ones only follow from it.
-            self._timed_store.compare_set(self._broken_key(), "", json.dumps(why), seconds)
+            self._timed_store.compare_set(self._broken_key(), "", json.dumps(departure), seconds)
         except Exception as error:
             print(f"dcp_mem: the store is gone too: {error}", file=sys.stderr)
 

@@ -116,6 +116,25 @@ def test_all_ranks_name_the_rank_that_is_silent(victim: int) -> None:
         assert outcomes[rank].seconds < 1.5 * seconds
 
 
+def _begins_late() -> _Lost:
+    """A rank is gone; the others begin their next call one after the other."""
+    ranks_of(None, "late").all_reduce(1, int.__add__)
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(3.0 * dist.get_rank())
+    started = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        ranks_of(None, "late").all_reduce(1, int.__add__)
+    return _Lost(caught.value.failures, time.monotonic() - started)
+
+
+def test_a_rank_that_begins_a_call_when_others_have_given_it_up_fails_at_once() -> None:
+    first, second, _ = forked(_begins_late, 3).join(timeout=90, killed={2})
+    for lost in (first, second):
+        assert [rank for rank, _ in lost.failures] == [2]
+        assert lost.seconds < SOON
+
+
 def _fails_before_it_knows_the_nodes() -> int:
     ranks = ranks_of(None, "out of step")
     assert ranks.all_reduce(1, int.__add__) == 2
