@@ -250,26 +250,6 @@ def test_a_state_of_any_kind_goes_to_another_process_and_its_bytes_are_not_sent(
         assert 0 < nbytes < 64 << 10, (kind, nbytes)  # of 384 KiB and more
 
 
-def _kill_the_process_that_saves(job: Job) -> None:
-    """Kill it in its third save, and go on saving in this process."""
-    with job.writer(agent="thread", keep_memory=2, persist=False) as writer:
-        os.environ["DCP_MEM_FAULTS"] = "stage.sealed:kill:3"
-        for step in (1, 2):
-            _async_save(writer, make_state(step), f"step-{step}", **PROCESS).result(_SECONDS)
-        with pytest.raises(RuntimeError, match="process is dead"):
-            _async_save(writer, make_state(3), "step-3", **PROCESS).result(_SECONDS)
-        assert number_of(_load(job, None)) == 2
-        for step in range(4, 8):
-            dcp.save(make_state(step), checkpoint_id=f"step-{step}", storage_writer=writer)
-            assert number_of(_load(job, None)) == step
-        assert _slots(job) <= 3
-
-
-@needs_stager
-def test_a_kill_of_the_process_that_saves_leaves_the_checkpoint_before(memory_job: Job) -> None:
-    forked_ranks(_kill_the_process_that_saves, 1, memory_job, timeout=200)
-
-
 # -- the only copy ---------------------------------------------------------------------------------
 
 
@@ -1005,36 +985,6 @@ def test_an_optimizer_in_the_backward_pass_has_everything_copied_at_once(
     said = [record.message for record in caplog.records if "no effect" in record.message]
     assert len(said) == 1
     assert why in said[0]
-
-
-def _replace_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer another state; the tensors that it had are in nobody's hands then."""
-    blank = _clone(optimizer.state_dict())
-    for of_parameter in blank["state"].values():
-        _zero(of_parameter)
-    optimizer.load_state_dict(blank)
-
-
-def test_optimizer_state_that_is_replaced_is_kept_until_it_has_been_copied(
-    memory_job: Job,
-) -> None:
-    with memory_job.writer(agent="thread", keep_memory=2) as writer:
-        for step in range(3):
-            model, optimizer = _trained(step)
-            state = _all_of(model, optimizer, step=step)
-            expected = _clone(state)
-            with _held_copies() as may_go_on:
-                future = _overlapped(writer, state, f"step-{step}", optimizer)
-                del state
-                _replace_state(optimizer)
-                gc.collect()
-                # These lie where the old ones did, if those are gone.
-                overwriting = [torch.full((32, 32), -9.0) for _ in range(500)]
-                overwriting += [torch.full((32,), -9.0) for _ in range(500)]
-                assert step == 0 or not future.done()  # a first save copies at once
-                may_go_on.set()
-                future.result(_SECONDS)
-            _assert_loads(memory_job, f"step-{step}", expected)
 
 
 def test_whatever_no_optimizer_changes_is_saved_as_it_was_at_the_call(memory_job: Job) -> None:
