@@ -263,6 +263,7 @@ def export_torch(
         ConfigError: The file is there already.
         UntrustedObject: A byte item would run code, and `trust` is False.
     """
+    os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
     with _reading(settings, checkpoint) as reading, _new_file(target) as path:
         items: dict[str, Any] = {
             name: None for name, entry in reading.entries if not _is_tensor(entry)

@@ -768,21 +768,36 @@ def test_export_makes_a_directory_that_torch_and_we_load(
     assert "already" in shell.json("export", name, str(tmp_path / "out" / "kept"), code=2)["error"]
 
 
-@pytest.mark.parametrize("name", ["step-2", "step-3"])  # from storage, and from memory
+def _exportable(job: Job, kind: str) -> None:
+    """Save what can be exported in that form: step-1 is on storage, step-3 in memory only."""
+    if kind == "files":
+        forked_ranks(_save_files, 2, job)
+    else:
+        save_in_two_places(job)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("dcp", "step-1"), ("dcp", "step-3"), ("torch", "step-1"), ("torch", "step-3")),
+        *(("safetensors", "step-1"), ("safetensors", "step-3"), ("files", "step-1")),
+    ],
+)
 def test_export_gives_files_the_modes_that_the_umask_asks_for(
-    shell: Shell, tmp_path: Path, name: str
+    job: Job, tmp_path: Path, kind: str, name: str
 ) -> None:
-    target = tmp_path / "new" / "kept" / name
+    _exportable(job, kind)
+    target = tmp_path / "new" / "kept" / ("model.pt" if kind == "torch" else name)
     before = os.umask(0o027)
     try:
-        assert shell.run("export", name, str(target)).exit_code == 0
+        result = Shell(job).run("export", name, str(target), "--format", kind)
+        assert result.exit_code == 0, result.output
     finally:
         os.umask(before)
-    files = [path for path in target.rglob("*") if path.is_file()]
-    directories = [path for path in (tmp_path / "new").rglob("*") if path.is_dir()]
-    assert files
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
-    assert {path.stat().st_mode & 0o777 for path in [tmp_path / "new", *directories]} == {0o750}
+    found = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+    modes = {path: path.stat().st_mode & 0o777 for path in found}
+    assert any(path.is_file() for path in found)
+    assert {path: 0o640 if path.is_file() else 0o750 for path in found} == modes
 
 
 def test_export_to_a_relative_path_of_what_torch_wrote(
