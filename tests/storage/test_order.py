@@ -11,9 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_mem import keep_last
-from dcp_mem.common.values import CheckpointStatus
+from dcp_mem.common.values import HISTORIES, CheckpointStatus
 from dcp_mem.config import settings
+from dcp_mem.format.history import from_csv
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.operations.history import read_history
 from dcp_mem.operations.inventory import list_checkpoints
 from tests.support.checkpoints.jobs import (
     Job,
@@ -94,6 +96,25 @@ def test_durable_steps_stay_where_the_lost_nodes_clock_was_wrong(
     wait_until(lambda: committed_in(url) == {"step-5", "step-6"}, "retention")
     assert [one.name for one in _listed(_node(memory_root, url, 1))][:2] == ["step-6", "step-5"]
     assert forked(act, _node(memory_root, url, 2), Run(-HOUR, ())) == (6, ())
+
+
+@pytest.mark.parametrize("fast", [HOUR, -HOUR, None], ids=["fast", "slow", "frozen"])
+def test_the_history_follows_the_order_of_saves_where_a_clock_was_wrong(
+    memory_root: Path, tmp_path: Path, fast: float | None
+) -> None:
+    url, names = tmp_path / "root", [f"step-{step}" for step in range(1, 8)]
+    forked(act, _node(memory_root, url, 0), Run(fast, (1, 2, 3), loads=False))
+    forked(act, _node(memory_root, url, 1), Run(0.0, (4, 5, 6), kept=(7,)))
+    wait_until(lambda: committed_in(url) == {"step-5", "step-6"}, "retention")
+    rows = from_csv((url / HISTORIES).read_bytes())
+    assert [row.name for row in rows] == names[:6]
+    numbers = [(generation, count) for generation in (1, 2) for count in (1, 2, 3)]
+    assert [(row.generation, row.count) for row in rows] == numbers
+    if fast == HOUR:
+        assert rows[2].created > rows[3].created
+    job = _node(memory_root, url, 1)
+    history = read_history(settings(job.url, memory_root=job.memory, job=job.name))
+    assert [row.name for row in history.checkpoints] == names
 
 
 def test_the_newest_in_memory_is_loaded_before_it_is_durable(

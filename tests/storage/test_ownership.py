@@ -1,5 +1,6 @@
 """Two runs at one root: one of them has it, and what a commit refers to is never deleted."""
 
+import logging
 import os
 import shutil
 import signal
@@ -7,9 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,7 +31,7 @@ from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import checkpoint_names, committed_under
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
-from tests.support.processes.forks import forked, forking
+from tests.support.processes.forks import forked, forking, raised_by
 from tests.support.storage.servers import StorageRoot
 from tests.support.storage.soundness import FLUSHER_POINTS, is_taken
 
@@ -205,6 +207,58 @@ def test_the_loser_says_so_in_its_status_and_keeps_its_checkpoints(
     assert load_anew(old.job).number == 1
 
 
+class _Said(NamedTuple):
+    """What an older run says, once a newer one has the storage."""
+
+    waited: str
+    closed: str
+    states: dict[str, tuple[State, str]]
+    logged: str
+
+
+def _is_overtaken(job: Job, agent: str, saved: Path, taken: Path) -> _Said:
+    """Save step-1; save step-2 once a newer run has taken the storage."""
+    log = StringIO()
+    logging.getLogger("dcp_mem").addHandler(logging.StreamHandler(log))
+    writer = job.writer(agent=agent, keep_memory=2)
+    save(writer, 1)
+    writer.wait("step-1", timeout=60)
+    saved.touch()
+    wait_until(taken.exists)
+    save(writer, 2)
+    waited = raised_by(lambda: writer.wait("step-2", timeout=60))
+    assert isinstance(waited, FlushFailed), waited
+    states = {one.name: (one.state, one.error) for one in writer.status()}
+    closed = raised_by(writer.close)
+    assert isinstance(closed, FlushFailed), closed
+    assert load_anew(job, "step-2").number == 2, "it stays in memory"
+    if agent == "process":
+        (path,) = Path(job.memory).rglob("agent.log")
+        log.write(path.read_text())
+    return _Said(str(waited), str(closed), states, log.getvalue())
+
+
+@pytest.mark.parametrize("agent", ["thread", "process"])
+def test_the_loser_says_so_wherever_it_is_asked(
+    memory_root: Path, tmp_path: Path, storage_root: StorageRoot, agent: str
+) -> None:
+    saved, taken = tmp_path / "saved", tmp_path / "taken"
+    old = _node(storage_root, memory_root, 0)
+    with forking(_is_overtaken, None, old, agent, saved, taken) as older:
+        wait_until(saved.exists)
+        newer = forked(run, _node(storage_root, memory_root, 1), (11, 12))
+        assert newer == "step-11 step-12"
+        taken.touch()
+        (said,) = older.join(timeout=100)
+    text = "a newer run has taken it (generation 2: process "
+    state, error = said.states["step-2"]
+    assert state is State.FAILED
+    for told in (said.waited, said.closed, error, said.logged):
+        assert text in told, said
+    assert said.states["step-1"] == (State.DURABLE, "")
+    assert {"step-1", "step-11", "step-12"} == _assert_whole(storage_root, memory_root)
+
+
 # -- one in the middle of another ------------------------------------------------------------------
 
 
@@ -282,9 +336,9 @@ class Writers:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three memories whose runs know nothing of each other."""
+    """Memories whose runs know nothing of each other."""
     directory = tmp_path_factory.mktemp("saved")
-    for number in range(3):
+    for number in range(MOST_WRITERS):
         forked(_save_unflushed, _node(StorageRoot("/nowhere", {}), directory, number))
     return directory
 
@@ -293,17 +347,22 @@ def _save_unflushed(job: Job) -> None:
     Node(job).save(1, 2)
 
 
+MOST_WRITERS = 4
 INTERRUPTS = st.tuples(st.integers(1, 45), st.booleans())
+"""The request at which the next run goes on, and whether this one is killed then."""
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(interrupts=st.lists(INTERRUPTS, min_size=1, max_size=2), again=st.permutations(range(3)))
+@given(
+    interrupts=st.lists(INTERRUPTS, min_size=1, max_size=MOST_WRITERS - 1),
+    again=st.permutations(range(MOST_WRITERS)),
+)
 def test_runs_that_meet_in_any_request_leave_whole_checkpoints_only(
     memory_root: Path, saved: Path, interrupts: list[tuple[int, bool]], again: list[int]
 ) -> None:
     """The first stops at a request, the second goes on until it stops, and so on; some are killed.
 
-    Then all try again, in any order.
+    Then those that took part try again, in any order: two to four of them.
     """
     with TemporaryDirectory(dir=memory_root) as example:
         memory = Path(example, "memory")
@@ -324,11 +383,13 @@ def test_runs_that_meet_in_any_request_leave_whole_checkpoints_only(
             if is_kill:
                 raise _Killed
 
+        count = len(interrupts) + 1
         go(0)
-        writers.assert_sound(3)
+        writers.assert_sound(count)
         for number in again:
-            writers.flush(number, {})
-            writers.assert_sound(3)
+            if number < count:
+                writers.flush(number, {})
+                writers.assert_sound(count)
 
 
 # -- without conditions ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Writers: two or three runs at one root, each with a memory of its own, killed and stopped.
+"""Writers: two to four runs at one root, each with a memory of its own, killed and stopped.
 
 They save the same names. Asserted: every `.metadata` is whole, and is loaded whole; what a run has
 called durable is there, unless a newer save has taken its name; the run with the newest generation,
@@ -117,7 +117,7 @@ class _Meeting:
 
     def __init__(self, storm: Storm, root: StorageRoot, memory: Path, chance: Random) -> None:
         self._tally, self._root, self._memory, self._chance = storm.tally, root, memory, chance
-        count = chance.choice([2, 2, 2, 3])
+        count = chance.choice([2, 2, 3, 4])
         agent = chance.choice(["thread", "thread", "process"])
         self.runs = [
             Run(
