@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import dcp_mem
 from dcp_mem import ConfigError
 from dcp_mem.config import checkpoint_name
+from tests.support.checkpoints.jobs import Job, load, make_state, number_of
 from tests.support.checkpoints.plans import SAVES
 from tests.support.checkpoints.roundtrip import Places
+from tests.support.processes.forks import forked, forked_ranks
 
 
 def test_a_name_is_a_name_wherever_the_process_runs(
@@ -28,6 +32,40 @@ def test_a_name_is_a_name_wherever_the_process_runs(
         for wrong in ("run/step-1", "./step-1", f"{below}/step-1", "s3://other/run/step-1"):
             with pytest.raises(ConfigError, match="is no name under"):
                 checkpoint_name(str(root), wrong)
+
+
+def _save_and_load_from(directory: Path, job: Job, road: str) -> tuple[int, int]:
+    """Save, load in both ways, and look for the name on storage: all by a plain name."""
+    os.chdir(directory)
+    with job.writer(agent="thread") as writer:
+        SAVES[road](make_state(1), checkpoint_id="step-1", storage_writer=writer)
+        writer.wait("step-1", timeout=60)
+    with job.reader() as reader:
+        through_dcp = load(reader, "step-1")
+    state = make_state(0)
+    with job.reader() as reader:
+        dcp_mem.load(state, checkpoint_id="step-1", storage_reader=reader)
+    return through_dcp, number_of(state)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("road", list(SAVES))
+def test_a_plain_name_is_saved_loaded_and_deleted_from_below_the_root(
+    job: Job, road: str, ranks: int
+) -> None:
+    root = Path(str(job.url))
+    below = root / "code"
+    below.mkdir(parents=True)
+    assert forked_ranks(_save_and_load_from, ranks, below, job, road) == [(1, 1)] * ranks
+    assert (root / "step-1" / ".metadata").exists()
+    assert list(below.iterdir()) == []
+    forked(_delete_from, below, job)
+    assert not (root / "step-1" / ".metadata").exists()
+
+
+def _delete_from(directory: Path, job: Job) -> None:
+    os.chdir(directory)
+    dcp_mem.delete(str(job.url), "step-1")
 
 
 @pytest.mark.parametrize("road", list(SAVES))

@@ -1,15 +1,20 @@
 """Checkpoints that are whole and not to be resumed from: rejected, not finite, crash loops."""
 
+import logging
+import os
+import pickle
 import shutil
+import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dcp_mem import CheckpointManager, CheckpointNotFound, ConfigError
 from tests.support.checkpoints.jobs import wait_until
-from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.forks import forked, forked_ranks, forking
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -155,6 +160,118 @@ def test_a_job_that_gets_far_enough_is_in_no_crash_loop(memory_root: Path) -> No
         forked(_start, memory_root, None, last, "fall_back") for last in (4, 4, 9, 4, 4, 9, 4)
     ]
     assert starts == [2] * 7
+
+
+class _Life(NamedTuple):
+    """One start of a job: what it resumed from, what was logged, what the report says."""
+
+    resumed: int | None
+    said: list[str]
+    passed_over: tuple[str, ...]
+
+
+class _Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _die_after(root: Path, url: Path | None, last: int, action: str, notes: Path) -> None:
+    """Resume, train up to a step, and be killed; what was said is written down."""
+    said = _Said()
+    logging.getLogger("dcp_mem").addHandler(said)
+    manager = _manager(root, url, on_crash_loop=action, crash_loop_steps=5, save_interval_steps=100)
+    resumed = manager.restore(_state(0))
+    for step in range((resumed or 0) + 1, last + 1):
+        manager.save(step, _state(step))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    life = _Life(resumed, said.texts, manager.report().passed_over)
+    notes.with_suffix(f".{rank}").write_bytes(pickle.dumps(life))
+    if dist.is_initialized():
+        dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed_after(
+    ranks: int | None, root: Path, url: Path | None, last: int, action: str, notes: Path
+) -> list[_Life]:
+    """The life of each rank of a job that resumes, trains up to a step, and is killed."""
+    with (
+        pytest.raises(AssertionError, match="exit code -9"),
+        forking(_die_after, ranks, root, url, last, action, notes) as running,
+    ):
+        running.join()
+    found = [notes.with_suffix(f".{rank}") for rank in range(ranks or 1)]
+    lives = [pickle.loads(path.read_bytes()) for path in found]
+    for path in found:
+        path.unlink()
+    return lives
+
+
+_TEXT = "step-2: the job has resumed from it 3 times in a row, and soon died"
+
+
+@pytest.mark.parametrize(("is_stored", "ranks"), [(True, None), (False, None), (False, 2)])
+def test_a_job_that_falls_back_from_a_crash_loop_says_so(
+    memory_root: Path, tmp_path: Path, is_stored: bool, ranks: int | None
+) -> None:
+    url = tmp_path / "storage" if is_stored else None
+    forked_ranks(_save_two, ranks or 1, memory_root, url)
+    for _ in range(3):
+        for life in _killed_after(ranks, memory_root, url, 4, "fall_back", tmp_path / "notes"):
+            assert life == _Life(2, [], ())
+    for life in _killed_after(ranks, memory_root, url, 4, "fall_back", tmp_path / "notes"):
+        assert life.resumed == 1
+        assert life.said.count(f"{_TEXT}; falling back to step-1") == 1, life
+        (why,) = (text for text in life.passed_over if "step-2" in text)
+        assert "3 times in a row" in why
+    for life in _killed_after(ranks, memory_root, url, 4, "fall_back", tmp_path / "notes"):
+        assert life.resumed == 1
+        assert not any("falling back" in text for text in life.said)
+
+
+def test_a_crash_loop_that_is_not_to_be_left_is_said_aloud(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    forked(_save_two, memory_root, None)
+    lives = [
+        life
+        for _ in range(5)
+        for life in _killed_after(None, memory_root, None, 4, "warn", tmp_path / "notes")
+    ]
+    assert [life.resumed for life in lives] == [2] * 5
+    assert [life.said for life in lives[:4]] == [[], [], [], [_TEXT]]
+    assert lives[4].said == [_TEXT.replace("3 times", "4 times")]
+    assert {life.passed_over for life in lives} == {()}
+
+
+def test_a_crash_loop_from_the_only_checkpoint_says_that_there_is_no_other(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    forked(_save_one, memory_root)
+    for action in ("fall_back", "fall_back", "fall_back", "fall_back", "warn"):
+        (life,) = _killed_after(None, memory_root, None, 4, action, tmp_path / "notes")
+    assert life.resumed == 1
+    (said,) = life.said
+    assert said.endswith("and soon died, and there is no other")
+
+
+def test_saves_that_get_far_enough_end_a_crash_loop(memory_root: Path, tmp_path: Path) -> None:
+    """`save` is called at each step, due or not; step 7 is crash_loop_steps beyond step-2."""
+    forked(_save_two, memory_root, None)
+    for last in (6, 6, 7, 6, 6, 7, 6):
+        (life,) = _killed_after(None, memory_root, None, last, "fall_back", tmp_path / "notes")
+        assert life == _Life(2, [], ())
+
+
+def _save_one(root: Path) -> None:
+    with _manager(root, None) as manager:
+        _save(manager, 1)
 
 
 @pytest.mark.parametrize("action", ["warn", "ignore"])

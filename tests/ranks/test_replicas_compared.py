@@ -1,5 +1,6 @@
 """Replicas that should be equal are compared; a difference names tensor and ranks."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_mem import CheckpointManager, ConfigError
+from dcp_mem.format.checksums import checksum
+from dcp_mem.manager import replica_check
 from dcp_mem.manager.replica_check import TURNS
 from tests.support.processes.forks import forked_ranks
 
@@ -56,6 +59,42 @@ def test_a_replica_that_differs_is_named_with_its_rank(
         assert f": {damaged} differs between replicas: " in text
         assert "rank 1" in text
         assert others in text
+
+
+def _save_while_sums_are_held(root: Path, is_async: bool) -> tuple[str, ...]:
+    """Save while checksums of replicas can't be made; return what a later save says."""
+    begun, go_on, made = threading.Event(), threading.Event(), threading.Event()
+
+    def held(data: Any) -> int:
+        begun.set()
+        go_on.wait(30)
+        made.set()
+        return checksum(data)
+
+    rank = dist.get_rank()
+    state = {f"w{number}": torch.full((5,), float(rank)) for number in range(8 * TURNS)}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        CheckpointManager(
+            memory_root=root, job="job", compare_replicas=1, async_save=is_async
+        ) as manager,
+    ):
+        patch.setattr(replica_check, "checksum", held)
+        saved = manager.save(1, state)
+        assert begun.wait(30)
+        assert not made.is_set(), "the save has waited for the checksums"
+        assert saved.troubles == ()
+        if not is_async:
+            assert manager.latest() == 1, "the checkpoint is complete without them"
+        go_on.set()
+        return tuple(manager.save(2, state).troubles)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_replicas_are_summed_up_behind_training(memory_root: Path, is_async: bool) -> None:
+    for troubles in forked_ranks(_save_while_sums_are_held, 2, memory_root, is_async):
+        assert troubles
+        assert all("differs between replicas" in text or "more" in text for text in troubles)
 
 
 def test_replicas_that_are_equal_are_no_trouble(memory_root: Path) -> None:
