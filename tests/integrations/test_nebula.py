@@ -438,16 +438,19 @@ def test_damage_in_memory_is_passed_over_where_storage_has_the_file(
         dcp_mem.integrations.nebula.get_checkpoint("step-1").load("model")
 
 
+@pytest.mark.parametrize(
+    ("buffer", "limit"), [("4GiB", 2 << 30), ("200000000", 100_000_000)], ids=["GiB", "bytes"]
+)
 def test_the_environment_says_what_arguments_do_not(
-    memory_root: Path, url: Path, monkeypatch: pytest.MonkeyPatch
+    memory_root: Path, url: Path, monkeypatch: pytest.MonkeyPatch, buffer: str, limit: int
 ) -> None:
     monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root))
     monkeypatch.setenv("NEBULA_PERSISTENT_STORAGE_PATH", str(url))
     monkeypatch.setenv("NEBULA_PERSISTENT_TIME_INTERVAL", "7")
-    monkeypatch.setenv("NEBULA_MEMORY_BUFFER_SIZE", "4GiB")
+    monkeypatch.setenv("NEBULA_MEMORY_BUFFER_SIZE", buffer)
     dcp_mem.integrations.nebula.Checkpoint("step-1").save("model", 1)
     chosen = run.current().settings
-    assert (chosen.url, chosen.persist.seconds, chosen.memory_limit) == (str(url), 7.0, 2 << 30)
+    assert (chosen.url, chosen.persist.seconds, chosen.memory_limit) == (str(url), 7.0, limit)
 
 
 def test_without_init_nor_environment_one_is_told_what_to_do() -> None:

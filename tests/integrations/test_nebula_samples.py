@@ -168,7 +168,11 @@ def _with_callback(package: str, place: str) -> None:
     assert Path(place, "storage", f"step={_STEPS}.ckpt", ".metadata").exists()
 
     again = _trainer(
-        pl, 2 * _STEPS, default_root_dir=place, plugins=[nm.NebulaCheckpointIO()], callbacks=[]
+        pl,
+        2 * _STEPS,
+        default_root_dir=place,
+        plugins=[nm.NebulaCheckpointIO()],
+        callbacks=[nebula_checkpoint_callback],
     )
     again.fit(_module_class(pl)(), _data(), ckpt_path=f"{place}/names/step=2.ckpt")
     assert again.fit_loop.epoch_loop.batch_progress.total.completed == 2 * _STEPS

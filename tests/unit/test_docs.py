@@ -172,3 +172,19 @@ def test_pictures_are_those_that_are_drawn() -> None:
 def test_the_api_reference_is_what_the_docstrings_say() -> None:
     made = runpy.run_path(str(REPOSITORY / "docs" / "reference.py"))["page"]()
     assert (REPOSITORY / "docs" / "api.md").read_text() == made, "run `python docs/reference.py`"
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    """`tests/…/test_x.py::test_y`, as a page of what is tested where has them."""
+    named = {
+        (file, test)
+        for page in PAGES
+        for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())
+    }
+    assert named
+    missing = [
+        f"{file}::{test}"
+        for file, test in sorted(named)
+        if f"def {test}(" not in (REPOSITORY / file).read_text()
+    ]
+    assert missing == []
