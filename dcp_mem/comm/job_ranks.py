@@ -33,6 +33,7 @@ from dcp_mem.comm.peers import PeerLost, Peers
 from dcp_mem.comm.timed_store import TimedStore, own_connection
 from dcp_mem.comm.tree import Tree, tree_of
 from dcp_mem.comm.wire import TcpWire
+from dcp_mem.common.log import log
 from dcp_mem.config import exchange_timeout
 from dcp_mem.errors import DcpMemError, RankFailed
 
@@ -292,6 +293,8 @@ class JobRanks:
                 f"{what} between {self.size} ranks (a rank died or fell behind by "
                 f"{self._timeout.total_seconds():.0f} s; {self._variable} sets this)"
             )
+            # DCP may go on to exchanges of its own, which take as long as the user's group allows.
+            log.warning("%s", RankFailed(what, [left[:2]]))
         return what, [left[:2]]
 
     def _wire(self, deadline: float, *, swaps: bool) -> TcpWire:
