@@ -122,7 +122,7 @@ def staging_call(storage: Any) -> StagingCall | None:
     Returns:
         None for any other caller, or where this torch saves in a way that isn't known.
     """
-    if not _plans_as_known():
+    if not can_save_staged():
         return None
     for frame in _calling_frames():
         code = frame.f_code
@@ -140,7 +140,7 @@ def staging_call(storage: Any) -> StagingCall | None:
     return None
 
 
-def _plans_as_known() -> bool:
+def can_save_staged() -> bool:
     """Return whether the save that follows `stage` will have a `PlanningCall`."""
     steps = [
         constant

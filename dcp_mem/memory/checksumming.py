@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from dcp_mem.common import faults
+from dcp_mem.common.background import let_caller_return
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import DcpMemError, ManifestInvalid
@@ -97,6 +98,7 @@ class ChecksumThread:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while not self._is_stopping:
             self._woken.wait(self._look_seconds)
+            let_caller_return()
             self._is_at_work = True
             self._woken.clear()
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from queue import SimpleQueue
 
+from dcp_mem.common.background import let_caller_return
 from dcp_mem.common.log import log
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.metadata_template import MetadataTemplate, template_of
@@ -45,6 +46,7 @@ class StockMetadataThread:
 
     def _work(self) -> None:
         while (manifest := self._queue.get()) is not None:
+            let_caller_return()
             self._put(manifest)
 
     def _put(self, manifest: Manifest) -> None:

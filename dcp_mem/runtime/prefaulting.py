@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dcp_mem.common.background import let_caller_return
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings
 from dcp_mem.memory import pinning
@@ -50,7 +51,7 @@ class Prefaulting:
     def __init__(self, memory: JobMemory, slots: SlotPool, heap: GrownHeap) -> None:
         self._memory, self._slots, self._heap = memory, slots, heap
         self._thread: threading.Thread | None = None
-        self._wanted = threading.Event()  # of that thread; each has its own
+        self._unwanted = threading.Event()  # of that thread; each has its own
         self._guard = threading.Lock()  # the thread never takes it, so it is held while that ends
 
     def start(self, sizes: SlotSizes, checkpoints: int) -> threading.Thread:
@@ -65,16 +66,15 @@ class Prefaulting:
     def _start(self, sizes: SlotSizes, checkpoints: Callable[[], int]) -> threading.Thread:
         with self._guard:
             self._end()
-            wanted = threading.Event()
-            wanted.set()
+            unwanted = threading.Event()
             thread = threading.Thread(
                 target=self._work,
-                args=(sizes, checkpoints, wanted.is_set),
+                args=(sizes, checkpoints, unwanted),
                 name="dcp_mem-prefault",
                 daemon=True,
             )
             thread.start()
-            self._thread, self._wanted = thread, wanted
+            self._thread, self._unwanted = thread, unwanted
             return thread
 
     def stop(self) -> None:
@@ -83,7 +83,7 @@ class Prefaulting:
             self._end()
 
     def _end(self) -> None:
-        self._wanted.clear()
+        self._unwanted.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -131,15 +131,17 @@ class Prefaulting:
         return min(room, left // per_checkpoint)
 
     def _work(
-        self, sizes: SlotSizes, checkpoints: Callable[[], int], wanted: Callable[[], bool]
+        self, sizes: SlotSizes, checkpoints: Callable[[], int], unwanted: threading.Event
     ) -> None:
+        if not let_caller_return(unwanted):
+            return
         try:
             count = checkpoints()
             if not count:
                 return
             pinning.touch_pages_near_device()
             for number in range(1, count * sizes.count + 1):  # one checkpoint after the other
-                self._make_ready(sizes, number, wanted)
+                self._make_ready(sizes, number, lambda: not unwanted.is_set())
         except Exception:
             log.warning(
                 "prefaulting failed; saves will fault their pages in themselves", exc_info=True

@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import dcp_mem
 from dcp_mem import MemoryStorageWriter
+from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.roundtrip import (
     ROADS,
     Places,
@@ -31,6 +33,7 @@ from tests.support.processes.launch import run_fresh, run_ranks
 _TYPES: Any = getattr(dcp.state_dict_saver, "AsyncCheckpointerType", None)
 EXECUTORS = {each.value: each for each in _TYPES} if _TYPES is not None else {"thread": None}
 """By name; torch 2.6 has threads only."""
+OWN = "dcp_mem.async_save"
 
 needs_processes = pytest.mark.skipif(
     "process" not in EXECUTORS, reason=f"torch {torch.__version__} has threads only"
@@ -55,16 +58,18 @@ def _state(step: int) -> State:
 def _start(
     writer: MemoryStorageWriter, state: State, name: str, executor: str, **options: Any
 ) -> "Future[Any]":
-    if EXECUTORS[executor] is not None:
+    """Begin a save with one of DCP's executors, or as `OWN` does."""
+    begin: Any = dcp_mem.async_save if executor == OWN else dcp.async_save
+    if EXECUTORS.get(executor) is not None:
         options["async_checkpointer_type"] = EXECUTORS[executor]
-    started: Any = dcp.async_save(state, checkpoint_id=name, storage_writer=writer, **options)
+    started = begin(state, checkpoint_id=name, storage_writer=writer, **options)
     future: Future[Any] = getattr(started, "upload_completion", started)
     return future
 
 
-def _spoil(state: State, future: "Future[Any]") -> None:
+def _spoil(state: State, future: "Future[Any]", executor: str) -> None:
     """Go on training: what is being saved must not notice."""
-    if "async_stager" not in inspect.signature(dcp.async_save).parameters:
+    if "async_stager" not in inspect.signature(dcp.async_save).parameters and executor != OWN:
         future.result(timeout=60)  # torch 2.6 copies nothing that is on the CPU already
     for value in state.values():
         if isinstance(value, torch.Tensor):
@@ -79,7 +84,7 @@ def _saves_asynchronously(places: Places, executors: list[str]) -> None:
         for step, executor in enumerate(executors):
             state = _state(step)
             future = _start(writer, state, f"step-{step}", executor)
-            _spoil(state, future)
+            _spoil(state, future, executor)
             future.result(timeout=60)
             _is_there(places, writer, f"step-{step}", _state(step))
             if step == 2:
@@ -102,6 +107,13 @@ def _is_there(places: Places, writer: MemoryStorageWriter, name: str, state: Sta
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_saves_in_threads_and_plain_ones_follow_each_other(places: Places, ranks: int) -> None:
     run_ranks(_saves_asynchronously, ranks, places, ["thread"] * 4, timeout=100)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saves_by_dcp_mem_and_by_dcp_follow_each_other(places: Places, ranks: int) -> None:
+    run_ranks(
+        _saves_asynchronously, ranks, places, [OWN, "thread", OWN, OWN, "thread"], timeout=100
+    )
 
 
 @needs_processes
@@ -144,13 +156,78 @@ def _fails_asynchronously(places: Places, executor: str) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", [*EXECUTORS, OWN])
 def test_an_asynchronous_save_that_fails_on_one_rank_fails_on_all_and_harms_nothing(
     places: Places, executor: str
 ) -> None:
     for errors in run_ranks(_fails_asynchronously, 2, places, executor, timeout=100):
         assert len(errors) == 2
         assert all("LookupError: no data" in error for error in errors), errors
+
+
+def _fails_on_one_rank_to_make_its_state(places: Places) -> list[str]:
+    class Refuses:
+        def state_dict(self) -> State:
+            raise LookupError("no state")
+
+        def load_state_dict(self, state: State) -> None: ...
+
+    errors = []
+    with places.writer(persist=False) as writer:
+        for step in range(2):
+            _start(writer, _state(step), f"good-{step}", OWN).result(timeout=60)
+            bad = {"w": Refuses() if dist.get_rank() else torch.ones(3)}
+            try:
+                _start(writer, bad, "bad", OWN).result(timeout=60)
+            except BaseException as error:  # torch's CheckpointException is no Exception
+                errors.append(str(error))
+            dist.barrier()
+            comes_back(places, f"good-{step}", _state(step), roads=("memory",))
+            dist.barrier()
+    return errors
+
+
+def test_a_state_that_one_rank_cannot_make_fails_the_asynchronous_save_on_all(
+    places: Places,
+) -> None:
+    for errors in run_ranks(_fails_on_one_rank_to_make_its_state, 2, places, timeout=100):
+        assert len(errors) == 2
+        assert all("no state" in error for error in errors), errors
+
+
+def _uses_of_dcps_own_call(places: Places) -> dict[str, int]:
+    """How often dcp_mem.async_save leaves a save to dcp.async_save, by how it was called."""
+    used: dict[str, int] = {}
+
+    def begin(state: State, **options: Any) -> Any:
+        used[how] += 1
+        return async_save(state, **options)
+
+    async_save: Any = dcp.async_save
+    with pytest.MonkeyPatch.context() as patch, places.writer(persist=False) as writer:
+        patch.setattr(dcp, "async_save", begin)
+        for how, options in _HOW_CALLED.items():
+            used[how], name = 0, how.replace(" ", "-")
+            with pytest.MonkeyPatch.context() as inner:
+                if how == "a torch that saves in another way":
+                    inner.setattr(dcp_mem.functional, "can_save_staged", lambda: False)
+                _start(writer, _state(1), name, OWN, **options).result(timeout=60)
+            comes_back(places, name, _state(1), roads=("memory",))
+    wait_until(lambda: not [one for one in threading.enumerate() if "async-save" in one.name])
+    return used
+
+
+_HOW_CALLED: dict[str, dict[str, Any]] = {
+    "plainly": {},
+    "alone": {"no_dist": True},
+    "with a planner": {"planner": dcp.DefaultSavePlanner()},
+    "a torch that saves in another way": {},
+}
+
+
+def test_dcps_own_call_is_used_only_where_dcp_mem_cannot_stand_in_for_it(places: Places) -> None:
+    used = run_fresh(_uses_of_dcps_own_call, places)
+    assert used == {how: int(how.startswith("a torch")) for how in _HOW_CALLED}
 
 
 def _trains_while_it_saves(places: Places) -> None:
