@@ -341,10 +341,10 @@ def test_the_callback_says_that_it_needs_the_plugin(tmp_path: Path) -> None:
 # -- several nodes ---------------------------------------------------------------------------------
 
 
-def _one_saves_and_all_load() -> tuple[int, str]:
+def _one_saves_and_all_load(directory: str) -> tuple[int, str]:
     plugin = MemoryCheckpointIO(None, job="job")
     if dist.get_rank() == 0:
-        plugin.save_checkpoint(_checkpoint(5), "some.ckpt")
+        plugin.save_checkpoint(_checkpoint(5), f"{directory}/some.ckpt")
     dist.barrier()
     step = plugin.load_checkpoint(NEWEST)["global_step"]
     dist.barrier()
@@ -353,8 +353,10 @@ def _one_saves_and_all_load() -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.nodes(2)
-def test_what_rank_0_saves_alone_reaches_nodes_that_have_nothing_of_it(cluster: Cluster) -> None:
-    job = cluster.launch(_one_saves_and_all_load)
+def test_what_rank_0_saves_alone_reaches_nodes_that_have_nothing_of_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    job = cluster.launch(_one_saves_and_all_load, str(tmp_path))
     assert job.results() == [(5, "memory and peers")] * 2
 
 
