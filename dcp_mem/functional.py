@@ -6,7 +6,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from dcp_mem.comm.agreement import Attempted, attempt
 from dcp_mem.comm.dcp_call import StagingCall, can_save_staged
 from dcp_mem.comm.dcp_errors import raised_as_by_dcp
+from dcp_mem.common.background import KeptThreads
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError
 from dcp_mem.planning.load_planner import LocalLoadPlanner
@@ -257,38 +258,51 @@ def _begin_own(state_dict: dict[str, Any], **arguments: Any) -> Future[Metadata]
     """Begin a save as dcp.async_save does with a writer that stages, in half of its time.
 
     1. Stage: the writer copies the state dict, in this thread.
-    2. Save: dcp.save takes what is staged, in a thread of its own.
+    2. Save: dcp.save takes what is staged, in another thread.
     """
-    writer, no_dist = arguments["storage_writer"], arguments["no_dist"]
+    save, may_begin = _staged_save(state_dict, **arguments), threading.Event()
+    try:
+        return _saving.submit(_save_later, may_begin, save)
+    finally:
+        may_begin.set()  # not before: the two would compete for the interpreter's lock
+
+
+_MOST_SAVES = 64
+_saving = KeptThreads(_MOST_SAVES, "dcp_mem-async-save")
+
+
+def _save_later(may_begin: threading.Event, save: Callable[[], Metadata]) -> Metadata:
+    may_begin.wait()
+    return save()
+
+
+def _staged_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: MemoryStorageWriter,
+    planner: SavePlanner | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    **_: object,
+) -> Callable[[], Metadata]:
+    """Stage a state dict; return the call that saves it."""
     call = StagingCall(
-        planner=arguments["planner"],
-        process_group=arguments["process_group"],
+        planner=planner,
+        process_group=process_group,
         is_alone=no_dist,
         uses_collectives=True,
         is_in_process=False,
     )
-    save = partial(
+    return partial(
         dcp.save,
-        writer._saver.stage(call, state_dict),
-        checkpoint_id=arguments["checkpoint_id"],
-        storage_writer=writer,
-        planner=arguments["planner"],
-        process_group=arguments["process_group"],
+        storage_writer._saver.stage(call, state_dict),
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
         **_accepted(dcp.save, no_dist=(no_dist, False)),
     )
-    # The save waits until this thread has done: else they would compete for the interpreter's lock.
-    may_begin = threading.Event()
-    pool = ThreadPoolExecutor(1, thread_name_prefix="dcp_mem-async-save")
-    try:
-        return pool.submit(_save_once, may_begin, save)
-    finally:
-        pool.shutdown(wait=False)
-        may_begin.set()
-
-
-def _save_once(may_begin: threading.Event, save: Callable[[], Metadata]) -> Metadata:
-    may_begin.wait()
-    return save()
 
 
 def load(

@@ -1,9 +1,16 @@
-"""How background threads begin."""
+"""Threads behind training: how they begin, and those that are kept."""
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TypeVar
 
+R = TypeVar("R")
 _SECONDS = 0.005
 
 
@@ -20,3 +27,87 @@ def let_caller_return(unwanted: threading.Event | None = None) -> bool:
         Whether the thread may begin; False once it is unwanted.
     """
     return not (unwanted or threading.Event()).wait(_SECONDS)
+
+
+class KeptThreads:
+    """Threads that wait for the next work once theirs is done; made when there are too few.
+
+    A thread that starts makes its caller wait: for milliseconds where all cores are busy. A forked
+    child has threads of its own. The process doesn't end before their work is done.
+
+    Args:
+        most: Threads; more work waits for one.
+        name: Prefix of their names.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._pool: ThreadPoolExecutor | None = None
+        self._home = 0
+
+    def submit(self, act: Callable[..., R], *arguments: object) -> Future[R]:
+        """Have one of the threads call `act`.
+
+        Args:
+            act: What it returns, or raises, is in the future.
+            *arguments: Of `act`.
+        """
+        pool = self._pool
+        if pool is None or self._home != os.getpid():
+            pool = self._pool = ThreadPoolExecutor(self._most, thread_name_prefix=self._name)
+            self._home = os.getpid()
+        return pool.submit(act, *arguments)
+
+
+_Work = tuple["Future[None]", Callable[[], object]]
+
+
+class KeptThread:
+    """One thread that does work after work, made with the first; for the reason of `KeptThreads`.
+
+    It keeps no process from ending, and ends with this object.
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[_Work | None] | None = None
+        self._home = 0
+
+    def submit(self, act: Callable[[], object]) -> Future[None]:
+        """Have the thread call `act`, after all that it was given before.
+
+        Not to be called by several threads at once.
+
+        Args:
+            act: What it raises is in the future.
+        """
+        if self._queue is None or self._home != os.getpid():
+            self._queue, self._home = SimpleQueue(), os.getpid()
+            weakref.finalize(self, self._queue.put, None).atexit = False
+            threading.Thread(
+                target=_serve, args=(self._queue,), name=self._name, daemon=True
+            ).start()
+        done: Future[None] = Future()
+        self._queue.put((done, act))
+        return done
+
+    def close(self) -> None:
+        """End the thread once its work is done; further work makes another one."""
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.put(None)
+
+
+def _serve(queue: SimpleQueue[_Work | None]) -> None:
+    while (work := queue.get()) is not None:
+        done, act = work
+        try:
+            act()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        del work, done, act  # nothing is held while the thread waits

@@ -13,7 +13,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -21,6 +21,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from dcp_mem.common.background import KeptThreads
 
 T = TypeVar("T")
 Columns = npt.NDArray[np.int64]
@@ -218,5 +220,5 @@ def _between(moves: Sequence[Move], ends: Sequence[int], start: int, stop: int) 
 
 
 @lru_cache(maxsize=4)
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="dcp_mem-copy")
+def _pool(threads: int) -> KeptThreads:
+    return KeptThreads(threads, "dcp_mem-copy")

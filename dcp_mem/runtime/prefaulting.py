@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from dcp_mem.common.background import let_caller_return
+from dcp_mem.common.background import KeptThread, let_caller_return
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings
 from dcp_mem.memory import pinning
@@ -37,7 +38,7 @@ class SlotSizes:
 
 
 class Prefaulting:
-    """The thread that makes a rank's free slots ready; at most one at a time.
+    """The thread that makes a rank's free slots ready, for one save at a time.
 
     Any thread may start and stop it. On return from `stop` nothing is made ready any more, until
     somebody starts it again.
@@ -50,43 +51,52 @@ class Prefaulting:
 
     def __init__(self, memory: JobMemory, slots: SlotPool, heap: GrownHeap) -> None:
         self._memory, self._slots, self._heap = memory, slots, heap
-        self._thread: threading.Thread | None = None
-        self._unwanted = threading.Event()  # of that thread; each has its own
+        self._thread = KeptThread("dcp_mem-prefault")
+        self._under_way: Future[None] | None = None
+        self._unwanted = threading.Event()  # of what is under way
         self._guard = threading.Lock()  # the thread never takes it, so it is held while that ends
 
-    def start(self, sizes: SlotSizes, checkpoints: int) -> threading.Thread:
-        """Make free slots for so many checkpoints ready in the background; return the thread.
+    def start(self, sizes: SlotSizes, checkpoints: int) -> Future[None]:
+        """Make free slots for so many checkpoints ready in the background.
 
         Args:
             sizes: What one checkpoint takes.
             checkpoints: For how many checkpoints there are to be free slots.
+
+        Returns:
+            What tells when that has ended.
         """
         return self._start(sizes, lambda: checkpoints)
 
-    def _start(self, sizes: SlotSizes, checkpoints: Callable[[], int]) -> threading.Thread:
+    def _start(self, sizes: SlotSizes, checkpoints: Callable[[], int]) -> Future[None]:
         with self._guard:
             self._end()
-            unwanted = threading.Event()
-            thread = threading.Thread(
-                target=self._work,
-                args=(sizes, checkpoints, unwanted),
-                name="dcp_mem-prefault",
-                daemon=True,
-            )
-            thread.start()
-            self._thread, self._unwanted = thread, unwanted
-            return thread
+            self._unwanted = unwanted = threading.Event()
+            self._under_way = self._thread.submit(lambda: self._work(sizes, checkpoints, unwanted))
+            return self._under_way
 
     def stop(self) -> None:
         """End the background work where it is; what it has done by then isn't lost."""
         with self._guard:
             self._end()
 
+    def close(self) -> None:
+        """Stop, and end the thread."""
+        with self._guard:
+            self._end()
+            self._thread.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether slots are being made ready."""
+        under_way = self._under_way
+        return under_way is not None and not under_way.done()
+
     def _end(self) -> None:
         self._unwanted.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._under_way is not None:
+            wait([self._under_way])
+            self._under_way = None
 
     def fill_up(
         self,

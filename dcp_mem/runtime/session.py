@@ -191,7 +191,7 @@ class Session:
         Args:
             drop_free: Give back the memory of free slots as well.
         """
-        self.prefaulting.stop()
+        self.prefaulting.close()
         self.frozen.comparison.wait()
         self.replicator.wait()
         self.publisher.close()

@@ -18,6 +18,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_mem.common import faults
+from dcp_mem.common.background import KeptThreads
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.memory.copying import Move, copy, copy_here
 from dcp_mem.memory.device_copies import Enqueued, copy_stream
@@ -37,6 +39,7 @@ _SAMPLES = 256
 _pending: set[OverlappedCopies] = set()
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _guard = threading.Lock()
+_copiers = KeptThreads(16, "dcp_mem-overlap")
 
 
 class Overlap:
@@ -110,7 +113,8 @@ class OverlappedCopies:
         self._kept: list[torch.Tensor] = []
         self._enqueued: list[Enqueued] = []
         self._is_awaited = self._is_cancelled = False
-        self._thread: threading.Thread | None = None
+        self._copying: Future[None] | None = None
+        self._copier: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def take(self, moves: Sequence[Move]) -> Sequence[Move]:
@@ -174,8 +178,7 @@ class OverlappedCopies:
         with _guard:
             _pending.add(self)
         if self._moves:
-            self._thread = threading.Thread(target=self._work, name="dcp_mem-copy", daemon=True)
-            self._thread.start()
+            self._copying = _copiers.submit(self._work)
 
     def wait(self) -> None:
         """Return once what is copied may change. What has gone wrong is raised by `finish`."""
@@ -212,10 +215,11 @@ class OverlappedCopies:
 
     def _join(self) -> None:
         self._is_awaited = True
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._copying is not None and self._copier is not threading.current_thread():
+            self._copying.result()  # what goes wrong is in `_error`
 
     def _work(self) -> None:
+        self._copier = threading.current_thread()
         try:
             faults.point("overlap.begun")
             while self._moves and not self._is_cancelled:
@@ -231,6 +235,7 @@ class OverlappedCopies:
             self._error = error
         finally:
             self._checks.clear()
+            self._copier = None
 
     def _validate(self) -> None:
         changed = [check for check in self._checks if not check.holds()]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from dcp_mem.saving.values import SaveContext
 class Preparation:
     """Slots that are being made ready."""
 
-    thread: threading.Thread
+    done: futures.Future[None]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the slots are ready.
@@ -38,8 +38,7 @@ class Preparation:
         Returns:
             False if the time ran out first.
         """
-        self.thread.join(timeout)
-        return not self.thread.is_alive()
+        return not futures.wait([self.done], timeout).not_done
 
 
 def prepare(

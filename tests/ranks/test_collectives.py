@@ -22,7 +22,7 @@ from dcp_mem import RankFailed
 from dcp_mem.comm import Ranks, job_ranks, ranks_of, relay
 from dcp_mem.comm.tree import _FAN_OUT, Tree, tree_of
 from dcp_mem.comm.wire import LENGTH_NBYTES, TcpWire
-from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.checkpoints.jobs import Job, wait_for_spare_slots
 from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.forks import forked_ranks, raised_by
 from tests.support.processes.kill_targets import forked
@@ -510,9 +510,7 @@ class _Counting:
 def _settle() -> None:
     """Wait until all slots are prepared, those that the leader freed and the background ones."""
     dist.barrier()
-    wait_until(
-        lambda: not any(thread.name == "dcp_mem-prefault" for thread in threading.enumerate())
-    )
+    wait_for_spare_slots()
     time.sleep(0.1)
     dist.barrier()
 

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_mem
 from dcp_mem import CheckpointManager
-from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.checkpoints.jobs import Job, wait_for_spare_slots
 from tests.support.processes.forks import forked_ranks
 
 ROUNDS, SETTLED = 12, 3
@@ -52,10 +51,7 @@ def _restarts(job: Job, stores: str, is_closed: bool) -> list[_Held]:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         dist.barrier()
         _trains(job, restart, is_closed)
-        # Slots are made ready behind the last save.
-        wait_until(
-            lambda: not [one for one in threading.enumerate() if one.name == "dcp_mem-prefault"]
-        )
+        wait_for_spare_slots()
         held.append(_held())
     return held
 

@@ -83,6 +83,10 @@ PEER_WARM_UPS = 1
 PATIENCE = 2400.0
 JOB, CHECKPOINT = "bench", "step-1"
 COPY, AS_ONE = "a copy", "one large copy"
+_WHY_NOT_AS_ONE = (
+    "the best of the former is the copy above. The C library copies what is larger than about "
+    "a processor's cache past that cache, so one large copy may take half of the time"
+)
 OWN_LOAD, DCP_LOAD, TORCH_LOAD, PREADV = "dcp_mem.load", "dcp.load", "FileSystemReader", "preadv"
 HELD_COLUMNS = (
     "call",
@@ -149,8 +153,13 @@ class Saved:
 
     @property
     def copy(self) -> Sample:
-        """The copy that limits are counted in: of all bytes at once, in the best way."""
-        return fastest([*self.floors.values(), *self.floors_as_one.values()])
+        """The copy that limits are counted in: of the tensors as they lie, in the best way."""
+        return fastest(self.floors.values())
+
+    @property
+    def copy_as_one(self) -> Sample:
+        """The same bytes as one tensor, in the best way."""
+        return fastest(self.floors_as_one.values())
 
 
 def run(settings: Settings) -> Section:
@@ -340,6 +349,7 @@ def _rows(saved: Saved, workload: Workload, ranks: int) -> list[Row]:
             of[OWN_SAVE],
             at_most=OWN_SAVE_LIMITS[ranks] if few else None,
         ),
+        beside_floor(f"{OWN_SAVE}; floor: {AS_ONE}", saved.copy_as_one, of[OWN_SAVE]),
         beside_floor(f"{DCP_ASYNC}; floor: {COPY}", copy, of[DCP_ASYNC], at_most=DCP_ASYNC_LIMIT),
     ]
     if OWN_ASYNC in of:
@@ -383,7 +393,8 @@ def _overlapped_rows(saved: Saved, *, few: bool) -> list[Row]:
 def _notes(saved: Saved) -> list[str]:
     return [
         f"copies of the tensors as they are: {named(saved.floors)}",
-        f"{AS_ONE}: {named(saved.floors_as_one)}; the best of all these is the copy above",
+        f"{AS_ONE}: {named(saved.floors_as_one)}",
+        _WHY_NOT_AS_ONE,
         "the next save begins when the one before is complete; that wait isn't counted",
         "what every call saved last was loaded, and was the state before the step that followed",
         *REMARKS,

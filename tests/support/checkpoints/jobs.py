@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
 from dcp_mem.reader import RecoveryReport
+from dcp_mem.runtime import session
 
 State = dict[str, Any]
 
@@ -177,6 +178,11 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout:.0f} s: {what or condition}"
         time.sleep(_PAUSE_SECONDS)
+
+
+def wait_for_spare_slots() -> None:
+    """Wait until this process has the slots ready that it makes behind its last save."""
+    wait_until(lambda: not any(one.prefaulting.is_busy for one in list(session._sessions.values())))
 
 
 def agents(memory: str | Path) -> list[psutil.Process]:
