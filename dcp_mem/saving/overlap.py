@@ -34,7 +34,8 @@ from dcp_mem.memory.copying import Move, copy, copy_here
 from dcp_mem.memory.device_copies import Enqueued, copy_stream
 from dcp_mem.saving.values import Planned
 
-_BATCH = 16 << 20
+_BATCH, _AWAITED_BATCH = 16 << 20, 1 << 30
+"""Bytes that are copied at a time; once somebody waits, more: each time wakes other threads."""
 _SAMPLES = 256
 _pending: set[OverlappedCopies] = set()
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -223,12 +224,11 @@ class OverlappedCopies:
         try:
             faults.point("overlap.begun")
             while self._moves and not self._is_cancelled:
-                batch, nbytes = [], 0
-                while self._moves and nbytes < _BATCH:
-                    batch.append(self._moves.popleft())
-                    nbytes += batch[-1][2]
                 # Somebody who waits is served by all threads, the training loop isn't disturbed.
-                (copy if self._is_awaited else copy_here)(batch)
+                if self._is_awaited:
+                    copy(self._taken(_AWAITED_BATCH))
+                else:
+                    copy_here(self._taken(_BATCH))
             faults.point("overlap.copied")
             self._validate()
         except BaseException as error:
@@ -236,6 +236,14 @@ class OverlappedCopies:
         finally:
             self._checks.clear()
             self._copier = None
+
+    def _taken(self, most: int) -> list[Move]:
+        """Take so many bytes of copies, or a little more, from those that are left."""
+        batch, nbytes = [], 0
+        while self._moves and nbytes < most:
+            batch.append(self._moves.popleft())
+            nbytes += batch[-1][2]
+        return batch
 
     def _validate(self) -> None:
         changed = [check for check in self._checks if not check.holds()]
