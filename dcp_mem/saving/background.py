@@ -72,9 +72,10 @@ def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_s
     sizes = SlotSizes(
         staged.segment.nbytes + TAIL_ROOM, staged.layout, incoming[context.ranks.rank]
     )
+    is_unlimited = settings.memory_limit is None
     needs = NodeNeeds(
         checkpoint=node_nbytes,
-        records=records_nbytes(session.memory.find(manifest.name)),
+        records=0 if is_unlimited else records_nbytes(session.memory.find(manifest.name)),
         pending=copies_nbytes if takes_slots else 0,
     )
     session.prefaulting.fill_up(settings, sizes, needs, rank=context.rank)

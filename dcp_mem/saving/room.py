@@ -56,7 +56,7 @@ def node_memory(
         free=memory.free_bytes(),
         limit=settings.memory_limit,
         needed=0,
-        records=records_nbytes(checkpoints),
+        records=0 if settings.memory_limit is None else records_nbytes(checkpoints),
     )
 
 
