@@ -6,7 +6,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -349,8 +349,9 @@ class MemoryStorageWriter(StorageWriter):
     ) -> Preparation:
         """Lay out and prefault slots in the background, so that no page faults slow the first save.
 
-        Call it on all ranks. It returns once all ranks have planned, and raises on all where one of
-        them can't.
+        Slots are made for `keep` + 1 checkpoints, or as many as `memory_limit` has room for; what
+        `frozen=` declares gets one for all of them. Call it on all ranks. It returns once all ranks
+        have planned, and raises on all where one of them can't.
 
         Args:
             state_dict: As dcp.save will get it.
@@ -360,6 +361,7 @@ class MemoryStorageWriter(StorageWriter):
             What `.wait()` can be called on, until the slots are ready.
 
         Raises:
+            MemoryBudgetExceeded: `memory_limit` has no room for a checkpoint of this state.
             RankFailed: Another rank could not plan, or open its memory.
         """
         call = dcp_call(self._saver.process_group, self._saver.purpose)
@@ -370,6 +372,7 @@ class MemoryStorageWriter(StorageWriter):
                 self._saver.open_session,
                 state_dict,
                 planner or DefaultSavePlanner(),
+                self._saver.frozen if type(planner) in (NoneType, DefaultSavePlanner) else None,
             )
 
     def wait(

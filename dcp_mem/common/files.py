@@ -137,18 +137,21 @@ def free_bytes(path: str) -> int:
 
 
 def allocated_bytes(path: str) -> int:
-    """Return the bytes that the files under `path` occupy; what has several names counts once.
+    """Return the bytes that the files under `path` occupy, or have set aside by their size.
+
+    What has several names counts once. Hidden directories come last: what is renamed into one
+    meanwhile, as segments become free slots, is not overlooked.
 
     Args:
         path: A directory; nothing is counted where it is gone.
     """
     total, seen = 0, set[int]()
-    for directory, _, names in os.walk(path):
+    for directory, below, names in os.walk(path):
+        below.sort(key=lambda name: name.startswith("."))
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
                 facts = os.lstat(os.path.join(directory, name))
-                if facts.st_nlink > 1 and facts.st_ino in seen:
-                    continue
-                seen.add(facts.st_ino)
-                total += facts.st_blocks * 512
+                if facts.st_ino not in seen:
+                    seen.add(facts.st_ino)
+                    total += max(facts.st_blocks * 512, facts.st_size)
     return total

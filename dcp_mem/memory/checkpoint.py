@@ -26,6 +26,7 @@ from dcp_mem.format.manifest import (
 from dcp_mem.policy.facts import SharedBytes
 
 Record = TypeVar("Record", FlushRecord, ReplicationRecord)
+_FileFacts = tuple[str, os.stat_result]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,24 +88,41 @@ class LocalCheckpoint:
 
         Segments that other checkpoints share don't count: their bytes stay when this one leaves.
         """
-        return self.own_and_shared_bytes()[0]
-
-    def own_and_shared_bytes(self) -> tuple[int, tuple[SharedBytes, ...]]:
-        """Return what `local_nbytes` does, and the segments here that other checkpoints share."""
         sizes = dict(zip(self.manifest.segments.rank, self.manifest.segments.nbytes, strict=True))
-        own, shared = 0, list[SharedBytes]()
-        for file in self.segment_files():
-            facts = _facts(self.segment_path(file))
-            is_shared = facts is not None and facts.st_nlink > 1
-            if names.SEGMENT.fullmatch(file):
-                nbytes = sizes.get(names.rank_of(file), 0)
-                if facts is not None and is_shared:
-                    shared.append(SharedBytes(facts.st_ino, nbytes, facts.st_nlink))
-                else:
-                    own += nbytes
-            elif facts is not None and not is_shared and names.PARITY.fullmatch(file):
-                own += facts.st_size
-        return own, tuple(shared)
+        total = 0
+        for file, facts in self._unshared_and_shared()[0]:
+            is_segment = names.SEGMENT.fullmatch(file)
+            total += sizes.get(names.rank_of(file), 0) if is_segment else facts.st_size
+        return total
+
+    def slot_bytes(self) -> tuple[int, tuple[SharedBytes, ...]]:
+        """Return the memory of the slots that nobody shares, and of each that others share.
+
+        A slot may be much larger than the segment that lies in it.
+        """
+        unshared, shared = self._unshared_and_shared()
+        return sum(_occupied(facts) for _, facts in unshared), tuple(
+            SharedBytes(facts.st_ino, _occupied(facts), facts.st_nlink) for _, facts in shared
+        )
+
+    def _unshared_and_shared(self) -> tuple[list[_FileFacts], list[_FileFacts]]:
+        found = [(file, _facts(self.segment_path(file))) for file in self.segment_files()]
+        here = [(file, facts) for file, facts in found if facts is not None]
+        return (
+            [one for one in here if one[1].st_nlink <= 1],
+            [one for one in here if one[1].st_nlink > 1],
+        )
+
+    def records_nbytes(self) -> int:
+        """Return the memory of all files here but segments and parity."""
+        paths = [
+            *(os.path.join(self.directory, names.OWN, file) for file in self._own_files()),
+            os.path.join(self.directory, names.metadata_file(self.manifest.scope)),
+        ]
+        return sum(_occupied(facts) for facts in map(_facts, paths) if facts is not None)
+
+    def _own_files(self) -> Sequence[str]:
+        return files_in(os.path.join(self.directory, names.OWN))
 
     def stripes(self) -> dict[str, StripeRecord]:
         """Return the parity that lies here, by file, without what is damaged."""
@@ -284,6 +302,10 @@ def _facts(path: str) -> os.stat_result | None:
         return os.stat(path)
     except FileNotFoundError:
         return None
+
+
+def _occupied(facts: os.stat_result) -> int:
+    return max(facts.st_blocks * 512, facts.st_size)
 
 
 def _size(path: str) -> int:

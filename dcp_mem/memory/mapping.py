@@ -16,7 +16,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from dcp_mem.memory.copying import work_off
-from dcp_mem.memory.views import HUGE, kept_while_seen, map_aligned
+from dcp_mem.memory.views import kept_while_seen, map_aligned
+from dcp_mem.policy.slots import HUGE
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1

@@ -25,19 +25,10 @@ from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory.locks import end_lease, in_turn, share, try_lease
 from dcp_mem.memory.mapping import Mapping
 from dcp_mem.memory.recycling import retire
-from dcp_mem.memory.views import HUGE
+from dcp_mem.policy.slots import FreeSlot, SlotNeed, capacity_for, is_too_large, preferred
 
 _SUFFIX = ".slot"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def capacity_for(nbytes: int) -> int:
-    """Return the memory that a slot for so many bytes takes.
-
-    Args:
-        nbytes: Length of the segment.
-    """
-    return -(-nbytes // HUGE) * HUGE
 
 
 @dataclass(eq=False, kw_only=True)
@@ -170,11 +161,30 @@ class Slot:
         Args:
             nbytes: Length of the segment to come.
         """
-        if self.capacity > 2 * nbytes + (64 << 20):
+        if is_too_large(self.capacity, nbytes):
+            self.cut(nbytes)
+
+    def cut(self, nbytes: int) -> None:
+        """Give back all memory that a segment of so many bytes doesn't take.
+
+        Args:
+            nbytes: Length of the segment to come.
+        """
+        wanted = capacity_for(nbytes)
+        if os.fstat(self.descriptor).st_size > wanted:
             self.unmap()
             self.frames = ""
-            self.capacity = capacity_for(nbytes)
-            os.ftruncate(self.descriptor, self.capacity)
+            self.capacity = min(self.capacity, wanted)
+            os.ftruncate(self.descriptor, wanted)
+
+    def set_aside(self, nbytes: int) -> None:
+        """Have the file's size tell others that memory for `nbytes` will be taken.
+
+        Args:
+            nbytes: What will be mapped.
+        """
+        if os.fstat(self.descriptor).st_size < nbytes:
+            os.ftruncate(self.descriptor, capacity_for(nbytes))
 
     def see_truncation(self) -> None:
         """Forget pages that were cut off meanwhile: a store into them would be SIGBUS."""
@@ -267,10 +277,39 @@ class SlotPool:
         with self._guard, in_turn(self._directory):
             return self._claim_free(nbytes, frames) or self._create()
 
+    def free(self) -> list[FreeSlot]:
+        """Return the free slots that could be claimed here, the largest first."""
+        with self._guard, in_turn(self._directory):
+            return sorted(self._free(), key=lambda one: one.present, reverse=True)
+
     def spare_sizes(self) -> list[int]:
         """Return the bytes present in each free slot that could be claimed here, largest first."""
+        return [one.present for one in self.free()]
+
+    def keep_only(self, needs: Sequence[SlotNeed]) -> None:
+        """Keep the free slots that claims in this order will take; give back all other memory.
+
+        The slots that stay are cut to what the claims need. Slots that no process holds count.
+
+        Args:
+            needs: What this process is about to claim.
+        """
         with self._guard, in_turn(self._directory):
-            return sorted((size for _, _, size in self._free()), reverse=True)
+            for one in self._free():
+                if not one.is_held:
+                    self._adopt(one.name, is_claimed=False)
+            left = [one for one in self._free() if one.is_held]
+            for need in needs:
+                kept = next((one for one in preferred(need, left) if self._is_alone(one)), None)
+                if kept is not None:
+                    left.remove(kept)
+                    slot = self._open[kept.inode]
+                    slot.see_truncation()
+                    slot.cut(need.nbytes)
+                    self.share(slot)
+            for one in filter(self._is_alone, left):
+                files.remove(os.path.join(self._directory, one.name))
+                self._forget(self._open[one.inode])
 
     def free_count(self) -> int:
         """Return how many free slots this process could claim, by their leases alone."""
@@ -397,7 +436,12 @@ class SlotPool:
                 self.unlink(slot, path)
 
     def prefault(
-        self, count: int, nbytes: int, prepare: Callable[[Slot], None], wanted: Callable[[], bool]
+        self,
+        count: int,
+        nbytes: int,
+        prepare: Callable[[Slot], None],
+        wanted: Callable[[], bool],
+        has_room: Callable[[int], bool] = lambda nbytes: True,
     ) -> None:
         """Make free slots, ready to be copied into, until there are `count`.
 
@@ -408,10 +452,15 @@ class SlotPool:
             nbytes: Mapped in each new slot.
             prepare: Called with each new slot once it is mapped.
             wanted: Asked now and then whether to go on.
+            has_room: Tells whether so many bytes more may be taken. No other process is asked, or
+                sets memory aside, meanwhile.
         """
         while wanted() and self.free_count() < count:
-            with self._guard:
+            with self._guard, in_turn(self._directory):
+                if not has_room(capacity_for(nbytes)):
+                    return
                 slot = self._create()
+                slot.set_aside(nbytes)
             try:
                 slot.map(nbytes, nbytes, wanted)
                 if slot.mapping is not None:
@@ -429,15 +478,10 @@ class SlotPool:
             nbytes: Slots with more bytes present go.
         """
         with self._guard, in_turn(self._directory):
-            for name, inode, present in self._free():
-                slot = self._open.get(inode)
-                if (
-                    slot is not None
-                    and present > nbytes
-                    and try_lease(slot.descriptor, exclusive=True)
-                ):
-                    files.remove(os.path.join(self._directory, name))
-                    self._forget(slot)
+            for one in self._free():
+                if one.present > nbytes and self._is_alone(one):
+                    files.remove(os.path.join(self._directory, one.name))
+                    self._forget(self._open[one.inode])
 
     def close(self, *, keep_free: bool = False) -> None:
         """Unmap everything; delete this process's free slots unless they are to be kept.
@@ -453,17 +497,11 @@ class SlotPool:
                 self._forget(slot)
 
     def _claim_free(self, nbytes: int, frames: str) -> Slot | None:
-        def preference(entry: tuple[str, int, int]) -> tuple[bool, bool, bool, int]:
-            _, inode, size = entry
-            slot = self._open.get(inode)
-            framed = slot is not None and slot.frames == frames
-            return (not framed, slot is None, size < nbytes, abs(size - nbytes))
-
-        for name, inode, _ in sorted(self._free(), key=preference):
-            slot = self._open.get(inode) or self._adopt(name)
+        for one in preferred(SlotNeed(nbytes, frames), self._free()):
+            slot = self._open.get(one.inode) or self._adopt(one.name)
             if slot is None:
                 continue
-            path = os.path.join(self._directory, name)
+            path = os.path.join(self._directory, one.name)
             # A lease that can't be converted is lost: another process may write to the slot. A
             # process that has ended since the slot was listed may have made a segment of it.
             if not try_lease(slot.descriptor, exclusive=True) or not _lies_at(slot, path):
@@ -479,7 +517,12 @@ class SlotPool:
             return slot
         return None
 
-    def _adopt(self, name: str) -> Slot | None:
+    def _is_alone(self, one: FreeSlot) -> bool:
+        """Take the exclusive lease of a slot that this process has open, if nobody else has one."""
+        slot = self._open.get(one.inode)
+        return slot is not None and try_lease(slot.descriptor, exclusive=True)
+
+    def _adopt(self, name: str, *, is_claimed: bool = True) -> Slot | None:
         path = os.path.join(self._directory, name)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -490,7 +533,11 @@ class SlotPool:
             return None
         facts = os.fstat(descriptor)
         slot = self._open[facts.st_ino] = Slot(
-            path=path, descriptor=descriptor, capacity=facts.st_size, inode=facts.st_ino
+            path=path,
+            descriptor=descriptor,
+            capacity=facts.st_size,
+            inode=facts.st_ino,
+            busy=is_claimed,
         )
         return slot
 
@@ -507,8 +554,8 @@ class SlotPool:
         self._open[slot.inode] = slot
         return slot
 
-    def _free(self) -> Sequence[tuple[str, int, int]]:
-        """Return (name, inode, bytes present) of free slots that this process could claim.
+    def _free(self) -> list[FreeSlot]:
+        """Return the free slots that this process could claim.
 
         These are its own, and those that no process holds.
         """
@@ -527,7 +574,14 @@ class SlotPool:
                 own = self._open.get(facts.st_ino)
                 if _is_idle(own) if own is not None else _is_unleased(entry.path):
                     found.append(
-                        (entry.name, facts.st_ino, min(facts.st_size, facts.st_blocks * 512))
+                        FreeSlot(
+                            name=entry.name,
+                            inode=facts.st_ino,
+                            capacity=facts.st_size,
+                            present=min(facts.st_size, facts.st_blocks * 512),
+                            is_held=own is not None,
+                            frames="" if own is None else own.frames,
+                        )
                     )
         return found
 

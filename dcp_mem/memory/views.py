@@ -8,7 +8,8 @@ import os
 import weakref
 from collections.abc import Sequence
 
-HUGE = 2 << 20
+from dcp_mem.policy.slots import HUGE
+
 _PROT_NONE, _MAP_FIXED, _MAP_FAILED = 0, 0x10, ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)

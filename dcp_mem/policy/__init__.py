@@ -7,6 +7,7 @@ May import: `common` and `errors`. In the order in which to read:
 - `persistence`: which saves go to storage.
 - `retention`: which checkpoints stay.
 - `admission`: what leaves memory for a new checkpoint, and whether there is room for it.
+- `slots`: which free slots it takes, and by how much they grow.
 - `frequency`: how often to save.
 - `redundancy`, `placement`, `parity`: which nodes get copies or parity of which segments.
 - `election`: which checkpoint a load takes.

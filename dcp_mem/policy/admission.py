@@ -10,6 +10,8 @@ alike. The rules:
    retention policy doesn't keep; then what isn't pending; among equals the oldest.
 4. Only as many leave as it takes. Where all that may leave isn't enough, the save isn't staged, and
    nothing leaves.
+5. What leaves becomes free slots. Where there is no room for these beside what the save needs, the
+   ranks give back the memory of all slots that this save won't claim.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ class NodeMemory:
     Attributes:
         kept: The complete checkpoints in it.
         used: What the job occupies, free slots included.
-        spare: What of `used` this save can use again as it is.
+        spare: What of `used` is in slots that this save may claim, or may give back.
         free: What the file system still has.
         limit: The memory budget; None for none.
-        needed: What this save needs on the node.
+        needed: What the slots that this save claims take in all, on the node.
+        records: What files beside the segments will take.
     """
 
     kept: tuple[CheckpointFacts, ...]
@@ -42,6 +45,13 @@ class NodeMemory:
     free: int
     limit: int | None
     needed: int
+    records: int = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that the job may occupy."""
+        most = self.used + self.free
+        return most if self.limit is None else min(most, self.limit)
 
 
 class Admission(str, Enum):
@@ -58,6 +68,7 @@ class Verdict:
     Attributes:
         action: Whether the new checkpoint is staged.
         evict: Save ids of the checkpoints that leave.
+        gives_back: Whether free slots that the save won't claim are given back to the system.
         needed: If FULL: bytes that the node which lacks room would need.
         limit: If FULL: bytes that this node may use.
         why: If FULL: what that node lacks, for people.
@@ -66,6 +77,7 @@ class Verdict:
 
     action: Admission
     evict: frozenset[str] = frozenset()
+    gives_back: bool = False
     needed: int = 0
     limit: int = 0
     why: str = ""
@@ -92,7 +104,29 @@ def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
         full = _make_room(node, keep, evict, _evictable(node.kept, staying, whole))
         if full is not None:
             return replace(full, lasting=not _will_have_room(nodes, keep))
-    return Verdict(action=Admission.STAGE, evict=frozenset(evict))
+    gives_back = any(node.used + node.needed + node.records > node.room for node in nodes)
+    return Verdict(action=Admission.STAGE, evict=frozenset(evict), gives_back=gives_back)
+
+
+def still_full(nodes: Sequence[NodeMemory]) -> Verdict | None:
+    """Return why a save that was admitted isn't staged, once all has left that was to leave.
+
+    Something may have stayed: a reader that came just then keeps its checkpoint, or its slot.
+
+    Args:
+        nodes: Every node's memory as it is now. `needed` is what slots have yet to grow by.
+    """
+    for node in nodes:
+        needed = node.used + node.needed + node.records
+        if needed > node.room:
+            return Verdict(
+                action=Admission.FULL,
+                needed=needed,
+                limit=node.room,
+                why="memory that was to be given back for it is still in use",
+                lasting=not any(one.busy or one.pending for one in node.kept),
+            )
+    return None
 
 
 def retire(kept: Sequence[CheckpointFacts], keep: int) -> frozenset[str]:
@@ -173,8 +207,8 @@ def _make_room(
         if candidate is None:
             return Verdict(
                 action=Admission.FULL,
-                needed=node.used - freed - node.spare + node.needed,
-                limit=node.limit if node.limit is not None else node.used + node.free,
+                needed=_needed_in_all(node, freed),
+                limit=node.limit if node.limit is not None else node.room,
                 why=lacking,
             )
         evict.add(candidate.key)
@@ -193,14 +227,19 @@ def _freed(kept: Sequence[CheckpointFacts], evict: Set[str]) -> int:
 
 def _lacking(node: NodeMemory, staying: int, keep: int, freed: int) -> str:
     """Return what the node lacks for the save once `freed` bytes are free; "" if nothing."""
-    growth = max(0, node.needed - node.spare - freed)
+    needed = _needed_in_all(node, freed)
     if staying > keep:
         return f"{staying} checkpoints are in memory, which may keep {keep} while another is staged"
-    if node.limit is not None and max(node.used - freed - node.spare, 0) + node.needed > node.limit:
+    if node.limit is not None and needed > node.limit:
         return "the memory limit leaves no room for another checkpoint"
-    if growth > node.free:
+    if needed > node.used + node.free:
         return "the file system of the memory root leaves no room for another checkpoint"
     return ""
+
+
+def _needed_in_all(node: NodeMemory, freed: int) -> int:
+    """Return what the node's job occupies with the save, once `freed` bytes are given back."""
+    return max(node.used - freed - node.spare, 0) + node.needed + node.records
 
 
 def _evictable(

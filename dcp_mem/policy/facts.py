@@ -35,7 +35,7 @@ class CheckpointFacts:
         number: Of the save: its place in the order.
         step: Training step; None where it isn't known.
         metrics: Figures of the training loop, such as {"loss": 0.3}.
-        nbytes: Bytes that it takes on this node alone.
+        nbytes: Bytes that its slots take on this node, which no other checkpoint shares.
         shared: Files that it shares with other checkpoints.
         persist: It is meant for storage.
         pending: It is meant for storage and isn't there yet.

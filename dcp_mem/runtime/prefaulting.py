@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -12,7 +13,7 @@ from dcp_mem.common.log import log
 from dcp_mem.config import Settings
 from dcp_mem.memory import pinning
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.slots import SlotPool
+from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.runtime.heap import GrownHeap
 from dcp_mem.runtime.layouts import PlanLayout, put_frames
 
@@ -25,16 +26,38 @@ class SlotSizes:
         own: Bytes of the slot of the rank's own segment.
         layout: What that slot is made ready for.
         copies: Bytes of each slot for a segment, or parity, that comes from another rank.
+        base: Layout of a further slot, which all checkpoints share; None where none is needed.
     """
 
     own: int
     layout: PlanLayout
     copies: Sequence[int] = ()
+    base: PlanLayout | None = None
 
     @property
     def count(self) -> int:
-        """The number of these slots."""
+        """The number of these slots, but for what all checkpoints share."""
         return 1 + len(self.copies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeNeeds:
+    """What checkpoints to come take on this node, in bytes.
+
+    Attributes:
+        checkpoint: The slots of one, copies included.
+        base: What all of them share, and isn't there yet.
+        records: All files of one but its slots.
+        pending: What is about to be taken for copies, and is set aside already.
+        room: For how many more checkpoints the ranks have found memory together; None where each
+            rank looks by itself, and may count what others are making just then.
+    """
+
+    checkpoint: int
+    base: int = 0
+    records: int = 0
+    pending: int = 0
+    room: int | None = None
 
 
 class Prefaulting:
@@ -66,13 +89,20 @@ class Prefaulting:
         Returns:
             What tells when that has ended.
         """
-        return self._start(sizes, lambda: checkpoints)
+        return self._start(sizes, lambda: checkpoints, lambda nbytes: True)
 
-    def _start(self, sizes: SlotSizes, checkpoints: Callable[[], int]) -> Future[None]:
+    def _start(
+        self,
+        sizes: SlotSizes,
+        checkpoints: Callable[[], int],
+        has_room: Callable[[int], bool],
+    ) -> Future[None]:
         with self._guard:
             self._end()
             self._unwanted = unwanted = threading.Event()
-            self._under_way = self._thread.submit(lambda: self._work(sizes, checkpoints, unwanted))
+            self._under_way = self._thread.submit(
+                lambda: self._work(sizes, checkpoints, unwanted, has_room)
+            )
             return self._under_way
 
     def stop(self) -> None:
@@ -99,14 +129,8 @@ class Prefaulting:
             self._under_way = None
 
     def fill_up(
-        self,
-        settings: Settings,
-        sizes: SlotSizes,
-        *,
-        rank: int,
-        node_nbytes: int,
-        pending_nbytes: int = 0,
-    ) -> None:
+        self, settings: Settings, sizes: SlotSizes, needs: NodeNeeds, *, rank: int
+    ) -> Future[None] | None:
         """Bring the rank's slots up to what `keep` + 1 checkpoints take, within the memory budget.
 
         In the background, as `start` does it.
@@ -114,56 +138,95 @@ class Prefaulting:
         Args:
             settings: Of the job: how many checkpoints stay, and the memory limit.
             sizes: What one checkpoint takes of this rank's slots.
+            needs: What checkpoints take on this node.
             rank: Names this rank's segments.
-            node_nbytes: Bytes that one checkpoint takes on this node, copies included.
-            pending_nbytes: Bytes that are about to be taken on this node for copies.
+
+        Returns:
+            The thread; None where nothing is missing.
         """
 
         def missing() -> int:
             # In this order: a segment that retires in between is counted twice, never overlooked.
             in_use = self._memory.count_segments(rank)
             free = self._slots.free_count() // sizes.count
-            room = self._room(settings, max(node_nbytes, 1), pending_nbytes)
+            room = self._room(settings, needs)
             wanted = min(settings.keep + 1 - in_use, free + max(room, 0))
             return wanted if wanted > free else 0
 
-        if not pending_nbytes:
-            self._start(sizes, missing)
-        elif count := missing():  # counted before the copies take what is pending
-            self.start(sizes, count)
+        def has_room(nbytes: int) -> bool:
+            return nbytes <= self._left(settings, needs)
 
-    def _room(self, settings: Settings, per_checkpoint: int, pending_nbytes: int) -> int:
+        if not needs.pending:
+            return self._start(sizes, missing, has_room)
+        if count := missing():  # counted before the copies take what is pending
+            return self._start(sizes, lambda: count, has_room)
+        return None
+
+    def _room(self, settings: Settings, needs: NodeNeeds) -> int:
         """Return for how many more checkpoints there is memory."""
-        room = (self._memory.free_bytes() - pending_nbytes) // per_checkpoint - 1
+        if needs.room is not None:
+            return needs.room
+        per_checkpoint = max(needs.checkpoint, 1)
+        room = (self._memory.free_bytes() - needs.base - needs.pending) // per_checkpoint - 1
+        left = self._left(settings, needs) - needs.base
+        return int(min(room, left // per_checkpoint))
+
+    def _left(self, settings: Settings, needs: NodeNeeds) -> float:
+        """Return the bytes that the memory limit leaves for slots."""
         if settings.memory_limit is None:
-            return room
-        left = settings.memory_limit - self._memory.allocated_bytes() - pending_nbytes
-        return min(room, left // per_checkpoint)
+            return math.inf
+        # The newest checkpoint's other files may still come, and so do those of the next one.
+        return settings.memory_limit - self._memory.allocated_bytes() - 2 * needs.records
 
     def _work(
-        self, sizes: SlotSizes, checkpoints: Callable[[], int], unwanted: threading.Event
+        self,
+        sizes: SlotSizes,
+        checkpoints: Callable[[], int],
+        unwanted: threading.Event,
+        has_room: Callable[[int], bool],
     ) -> None:
         if not let_caller_return(unwanted):
             return
+
+        def wanted() -> bool:
+            return not unwanted.is_set()
+
         try:
             count = checkpoints()
             if not count:
                 return
             pinning.touch_pages_near_device()
-            for number in range(1, count * sizes.count + 1):  # one checkpoint after the other
-                self._make_ready(sizes, number, lambda: not unwanted.is_set())
+            shared = 0
+            if sizes.base is not None:
+                shared = 1
+                self._make(1, sizes.base.layout.nbytes, sizes.base, wanted, has_room)
+            for number in range(count * sizes.count):  # one checkpoint after the other
+                kind = number % sizes.count
+                self._make(
+                    shared + number + 1,
+                    sizes.copies[kind - 1] if kind else sizes.own,
+                    None if kind else sizes.layout,
+                    wanted,
+                    has_room,
+                )
         except Exception:
             log.warning(
                 "prefaulting failed; saves will fault their pages in themselves", exc_info=True
             )
         self._heap.trim()
 
-    def _make_ready(self, sizes: SlotSizes, count: int, wanted: Callable[[], bool]) -> None:
-        """Have so many free slots, the last of them of the size that is next in turn."""
-        kind = (count - 1) % sizes.count
-        if kind:
-            self._slots.prefault(count, sizes.copies[kind - 1], lambda slot: None, wanted)
-        else:
-            self._slots.prefault(
-                count, sizes.own, lambda slot: put_frames(slot, sizes.layout), wanted
-            )
+    def _make(
+        self,
+        count: int,
+        nbytes: int,
+        layout: PlanLayout | None,
+        wanted: Callable[[], bool],
+        has_room: Callable[[int], bool],
+    ) -> None:
+        """Have so many free slots, the last of them of this size, with the layout's frames."""
+
+        def prepare(slot: Slot) -> None:
+            if layout is not None:
+                put_frames(slot, layout)
+
+        self._slots.prefault(count, nbytes, prepare, wanted, has_room)

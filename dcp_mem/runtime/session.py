@@ -123,7 +123,9 @@ class Session:
         self.publisher.publish(manifest)
 
     def slots_for(self, plans: Iterable[FilePlan]) -> dict[str, Slot | str]:
-        """Claim a slot for each file that other ranks will send; populate none of them.
+        """Claim a slot for each file that other ranks will send, and set its memory aside.
+
+        No page of it is populated yet.
 
         Args:
             plans: Of the files that this rank receives.
@@ -135,7 +137,9 @@ class Session:
 
     def _slot_for(self, plan: FilePlan) -> Slot | str:
         try:
-            return self.slots.take(plan.slot_nbytes, "")
+            slot = self.slots.take(plan.slot_nbytes, "")
+            slot.set_aside(plan.slot_nbytes)
+            return slot
         except (DcpMemError, OSError) as error:
             return f"{type(error).__name__}: {error}"
 

@@ -13,10 +13,9 @@ from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import CheckpointExists, ConfigError, MemoryBudgetExceeded, RankFailed
 from dcp_mem.format import names
 from dcp_mem.memory.checkpoint import LocalCheckpoint
-from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import NodeMemory, Verdict, admit, allowance
 from dcp_mem.policy.order import SaveNumber
-from dcp_mem.replicating.plan import incoming
+from dcp_mem.policy.slots import SlotNeed, capacity_for, growth
 from dcp_mem.runtime.topology import Topology
 from dcp_mem.saving.ballot import (
     Ballot,
@@ -27,7 +26,8 @@ from dcp_mem.saving.ballot import (
     unpacked_run,
 )
 from dcp_mem.saving.plan import TAIL_ROOM
-from dcp_mem.saving.retention import evict, kept_checkpoints
+from dcp_mem.saving.retention import evict
+from dcp_mem.saving.room import give_back, node_memories, node_memory, own_claims, with_used
 from dcp_mem.saving.values import Agreed, NoCommonPlan, Planned, SaveContext, Unplanned
 
 _COMPLAIN_EVERY = 10.0
@@ -63,7 +63,7 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
     started = time.monotonic()
     topology = context.session.topology(context.ranks, context.settings.failure_domain)
     report = _report(context, topology, planned)
-    ballot = context.ranks.all_reduce(_ballot(context, topology, report), Ballot.join)
+    ballot = context.ranks.all_reduce(_ballot(context, topology, planned, report), Ballot.join)
     proposal, newest = ballot.proposal, SaveNumber.unpacked(ballot.newest)
     if ballot.is_usual and not ballot.plan_id:
         raise _no_common_plan(ballot.why_not, ballot.other_plan_ids)
@@ -129,17 +129,14 @@ def _tidied_report(
 
 
 def _needs_of_rank(context: SaveContext, planned: Planned) -> RankReport:
-    needed = capacity_for(planned.nbytes + TAIL_ROOM)
-    slots = context.session.slots.spare_sizes()[:_MOST_SLOTS]
-    frozen = capacity_for(planned.copied_frozen_nbytes)
-    if planned.is_written:  # it needs no other slots than its own
-        slots = sorted([needed, *([frozen] * bool(frozen)), *slots], reverse=True)
+    slots = context.session.slots.free()[:_MOST_SLOTS]
     return RankReport(
         name=context.name,
         newest=context.session.numbers.newest(),
-        needed=needed,
-        frozen=frozen,
+        needed=capacity_for(planned.nbytes + TAIL_ROOM),
+        frozen=capacity_for(planned.copied_frozen_nbytes),
         slots=tuple(slots),
+        is_written=planned.is_written,
         plan_id=planned.plan_id,
         other_plan_ids=planned.other_plan_ids,
     )
@@ -152,26 +149,12 @@ def _with_node(
     checkpoints: Sequence[LocalCheckpoint],
 ) -> RankReport:
     """Add what concerns this rank's node."""
-    memory, settings = context.session.memory, context.settings
-    kept = kept_checkpoints(
-        checkpoints,
-        context.scope,
-        settings.keep_memory,
-        gets_copies=bool(context.redundancy_on(topology)),
-        persists_all=settings.persists_all,
-    )
-    node = NodeMemory(
-        kept=kept,
-        used=0 if settings.memory_limit is None else memory.allocated_bytes(),
-        spare=0,
-        free=memory.free_bytes(),
-        limit=settings.memory_limit,
-        needed=0,
-    )
-    exists = not settings.overwrite and any(
+    memory = context.session.memory
+    exists = not context.settings.overwrite and any(
         checkpoint.manifest.scope == context.scope for checkpoint in memory.find(context.name)
     )
     newest = max(report.newest, memory.newest_number(one.manifest for one in checkpoints))
+    node = node_memory(context, topology, checkpoints)
     return replace(report, node=node, exists=exists, newest=newest)
 
 
@@ -187,8 +170,15 @@ def _proposal(context: SaveContext, checkpoints: Sequence[LocalCheckpoint]) -> P
 # -- the ballot ------------------------------------------------------------------------------------
 
 
-def _ballot(context: SaveContext, topology: Topology, report: RankReport) -> Ballot:
-    has_room = _has_slots(context, topology, report) and _keeps_within(context, report.node)
+def _ballot(
+    context: SaveContext,
+    topology: Topology,
+    planned: Attempted[Planned | Unplanned],
+    report: RankReport,
+) -> Ballot:
+    has_room = _has_slots(context, topology, planned, report) and _keeps_within(
+        context, report.node
+    )
     is_replicating = context.session.replicator.is_busy
     return ballot_of(context.ranks.rank, report, has_room=has_room, is_replicating=is_replicating)
 
@@ -199,24 +189,26 @@ def _keeps_within(context: SaveContext, node: NodeMemory | None) -> bool:
         return True
     limit = context.settings.memory_limit
     return len(node.kept) <= allowance(node.kept, context.settings.keep) and (
-        limit is None or node.used <= limit
+        limit is None or node.used + node.records <= limit
     )
 
 
-def _has_slots(context: SaveContext, topology: Topology, report: RankReport) -> bool:
+def _has_slots(
+    context: SaveContext,
+    topology: Topology,
+    planned: Attempted[Planned | Unplanned],
+    report: RankReport,
+) -> bool:
     """Tell whether this rank has free slots for its segment and the copies that will come to it."""
     copies: tuple[int, ...] | None = ()
     if context.redundancy_on(topology):
         copies = context.session.last_saves.expected_copies.get(context.group)
     if copies is None:
         return False
-    needs = [report.needed, report.frozen, *copies]
-    return _reusable(needs, report.slots) == sum(needs)
-
-
-def _reusable(needs: Sequence[int], slots: Sequence[int]) -> int:
-    """Return how many of these bytes find room in slots that are there."""
-    return sum(map(min, sorted(needs, reverse=True), slots))
+    slots = report.slots
+    if context.settings.memory_limit is not None:  # what nobody holds, other ranks may take
+        slots = tuple(one for one in slots if one.is_held)
+    return not growth([*own_claims(planned), *map(SlotNeed, copies)], slots)
 
 
 def _settle_replication(context: SaveContext) -> bool:
@@ -245,12 +237,12 @@ def _agree_at_length(
 ) -> Sequence[RankReport] | None:
     """Look at all ranks' reports until they allow the save, or forbid it; None where it is skipped.
 
-    Each round: exchange reports; decide, alike on every rank; evict what is in the way; stage,
-    raise, skip, or wait and report again.
+    Each round: exchange reports; decide, alike on every rank; evict what is in the way, and see
+    whether it has left; stage, raise, skip, or wait and report again.
     """
     waiting = _RoomWait(context)
     while True:
-        reports = context.ranks.exchange(_with_used(context, report))
+        reports = context.ranks.exchange(with_used(context, report))
         if planned.error is not None:
             failed = [(rank, one.error) for rank, one in enumerate(reports) if one.error]
             cause = planned.error.__cause__ or RankFailed(f"preparing {context.name}", failed)
@@ -264,6 +256,8 @@ def _agree_at_length(
             context.ranks.exchange(
                 None
             )  # no rank stages before the room is there that is counted on
+        if verdict.gives_back:
+            verdict = give_back(context, topology, planned, reports) or verdict
         if verdict.action == "stage":
             return reports
         if not _waits(context, verdict):
@@ -272,17 +266,6 @@ def _agree_at_length(
         context.session.wake_agent(context.settings)
         time.sleep(_PAUSE)
         report = _report(context, topology, planned)
-
-
-def _with_used(context: SaveContext, report: RankReport) -> RankReport:
-    """Add what this rank's node uses, which a ballot asks for only where that is limited."""
-    if report.node is None or report.node.limit is not None:
-        return report
-    try:
-        used = context.session.memory.allocated_bytes()
-    except OSError as error:
-        return RankReport(name=context.name, error=described(error))
-    return replace(report, node=replace(report.node, used=used))
 
 
 def _waits(context: SaveContext, verdict: Verdict) -> bool:
@@ -328,7 +311,7 @@ def _verdict(context: SaveContext, topology: Topology, reports: Sequence[RankRep
     _check_plans(reports)
     if any(report.exists for report in reports):
         raise known_to_all(CheckpointExists(context.name, "memory"))
-    return admit(_node_memories(context, topology, reports), context.settings.keep)
+    return admit(node_memories(context, topology, reports), context.settings.keep)
 
 
 def _check_plans(reports: Sequence[RankReport]) -> None:
@@ -344,30 +327,3 @@ def _check_plans(reports: Sequence[RankReport]) -> None:
 def _no_common_plan(why_not: Sequence[tuple[int, str]], fitting: Collection[str]) -> NoCommonPlan:
     reasons = [f"rank {rank} has {text}" for rank, text in why_not]
     return NoCommonPlan(reasons[0] if reasons else "", min(fitting, default=""))
-
-
-def _node_memories(
-    context: SaveContext, topology: Topology, reports: Sequence[RankReport]
-) -> list[NodeMemory]:
-    """Return the memory of every node, with what its ranks need of it."""
-    needs = _needs(context, topology, reports)
-    nodes = []
-    for leader, report in enumerate(reports):
-        if report.node is not None:
-            ranks = topology.neighbours(topology.nodes[leader])
-            needed = sum(sum(needs[rank]) for rank in ranks)
-            spare = sum(_reusable(needs[rank], reports[rank].slots) for rank in ranks)
-            nodes.append(replace(report.node, needed=needed, spare=spare))
-    return nodes
-
-
-def _needs(
-    context: SaveContext, topology: Topology, reports: Sequence[RankReport]
-) -> list[list[int]]:
-    """Return the bytes of each slot that each rank needs: of its segment, and of each copy."""
-    sizes = tuple(report.needed for report in reports)
-    copies = incoming(topology.nodes, topology.domains, sizes, context.redundancy_on(topology))
-    return [
-        [own, report.frozen, *others]
-        for own, report, others in zip(sizes, reports, copies, strict=True)
-    ]

@@ -27,7 +27,7 @@ from dcp_mem.comm.agreement import Attempted, known_to_all
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, DcpMemError
-from dcp_mem.memory.slots import capacity_for
+from dcp_mem.policy.slots import growth
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.turns import Turn
@@ -39,7 +39,7 @@ from dcp_mem.saving.own_plan import (
     catalog_source_of,
     own_plans_of,
 )
-from dcp_mem.saving.plan import TAIL_ROOM
+from dcp_mem.saving.plan import claims_of
 from dcp_mem.saving.stage import Filled, Later, fill, seal_filled
 from dcp_mem.saving.values import Agreed, Planned, SaveContext, Staged
 
@@ -140,7 +140,7 @@ def copy_ahead(
     session = context.session
     plans = own_plans_of(session)
     planned = plans.recognised(context, state, to_lowest_rank=to_lowest_rank)
-    if planned is None or not _has_room(context, planned.nbytes + TAIL_ROOM, planned):
+    if planned is None or not _has_room(context, planned):
         return None
     session.prefaulting.stop()
     later = None
@@ -226,18 +226,17 @@ def _warn_once(session: Session, text: str) -> None:
         log.warning("%s", text)
 
 
-def _has_room(context: SaveContext, nbytes: int, planned: Planned) -> bool:
-    """Tell whether a slot is free, or may be made, whatever the other ranks agree to later."""
-    session, needed = context.session, capacity_for(nbytes)
-    frozen = capacity_for(planned.copied_frozen_nbytes)
-    if frozen:
-        needed += frozen
-    elif any(size >= needed for size in session.slots.spare_sizes()):
-        return True
-    limit = context.settings.memory_limit
-    if limit is not None and session.memory.allocated_bytes() + needed > limit:
-        return False
-    return session.memory.free_bytes() > needed
+def _has_room(context: SaveContext, planned: Planned) -> bool:
+    """Tell whether slots are free, or may be made, whatever the other ranks agree to later.
+
+    Within a memory limit none are made: other ranks might make theirs at the same time.
+    """
+    session, limit = context.session, context.settings.memory_limit
+    free = session.slots.free()
+    if limit is not None:
+        free = [one for one in free if one.is_held]
+    grows = growth(claims_of(planned), free)
+    return not grows or (limit is None and session.memory.free_bytes() > grows)
 
 
 class AheadCopy:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dcp_mem.format.names import FROZEN
-from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.admission import most_at_once
-from dcp_mem.runtime.prefaulting import SlotSizes
+from dcp_mem.policy.slots import capacity_for
+from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.saving.complete import concerns_flusher
 from dcp_mem.saving.frozen import compare_if_due
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.redundancy import incoming_sizes, replication_of
+from dcp_mem.saving.retention import records_nbytes
 from dcp_mem.saving.values import Completed, SaveContext
 
 _LARGE = 32 << 20
@@ -60,7 +61,7 @@ def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_s
     incoming = incoming_sizes(context, topology, manifest)
     copies_nbytes = sum(map(sum, incoming))
     here = manifest.of_node(staged.segment.node)
-    own_nbytes = sum(capacity_for(one.nbytes) for one in here if one.rank < FROZEN)
+    own_nbytes = sum(capacity_for(one.nbytes + TAIL_ROOM) for one in here if one.rank < FROZEN)
     frozen_nbytes = sum(capacity_for(one.nbytes) for one in here if one.rank >= FROZEN)
     node_nbytes = own_nbytes + copies_nbytes
     most_nbytes = most_at_once(settings.keep, any(incoming)) * node_nbytes + frozen_nbytes
@@ -71,10 +72,10 @@ def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_s
     sizes = SlotSizes(
         staged.segment.nbytes + TAIL_ROOM, staged.layout, incoming[context.ranks.rank]
     )
-    session.prefaulting.fill_up(
-        settings,
-        sizes,
-        rank=context.rank,
-        node_nbytes=node_nbytes,
-        pending_nbytes=copies_nbytes if takes_slots else 0,
+    is_unlimited = settings.memory_limit is None
+    needs = NodeNeeds(
+        checkpoint=node_nbytes,
+        records=0 if is_unlimited else records_nbytes(session.memory.find(manifest.name)),
+        pending=copies_nbytes if takes_slots else 0,
     )
+    session.prefaulting.fill_up(settings, sizes, needs, rank=context.rank)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from dcp_mem.policy.admission import NodeMemory
 from dcp_mem.policy.order import UNNUMBERED, SaveNumber
+from dcp_mem.policy.slots import FreeSlot
 
 Proposal = tuple[Any, ...]
 """The coordinator's proposal for a save.
@@ -49,7 +50,8 @@ class RankReport:
         proposal: The coordinator's.
         needed: Bytes of the slot for this rank's segment.
         frozen: Bytes of another slot, for frozen tensors that are copied; 0 for none.
-        slots: Bytes of this rank's free slots, the largest first.
+        slots: Free slots that this rank could claim, the largest first.
+        is_written: Whether this rank has claimed and filled its own slots already.
         node: Of the rank's node; from the node's leader alone, like `exists`.
         exists: Whether the checkpoint is there already, and must not be overwritten.
         newest: The greatest number that the rank knows of; of the node's memory, from its leader.
@@ -63,7 +65,8 @@ class RankReport:
     proposal: Proposal | None = None
     needed: int = 0
     frozen: int = 0
-    slots: tuple[int, ...] = ()
+    slots: tuple[FreeSlot, ...] = ()
+    is_written: bool = False
     node: NodeMemory | None = None
     exists: bool = False
     newest: SaveNumber = UNNUMBERED

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from dcp_mem.format.frames import Specs
 from dcp_mem.format.layout import align
 from dcp_mem.planning.plain_tensors import are_plain
+from dcp_mem.policy.slots import SlotNeed
 from dcp_mem.saving.values import DCP_PLAN, Planned, SaveContext
 
 TAIL_ROOM = 1 << 20
@@ -67,6 +68,20 @@ def plan_segment(context: SaveContext, plan: SavePlan, planner: SavePlanner) -> 
     )
 
 
+def claims_of(planned: Planned) -> list[SlotNeed]:
+    """Return the slots that staging claims for this rank's part of a plan, in this order.
+
+    Args:
+        planned: This rank's part.
+    """
+    if planned.is_written:
+        return []
+    claims = [SlotNeed(planned.nbytes + TAIL_ROOM, planned.layout.frames)]
+    if planned.frozen is not None and planned.copied_frozen_nbytes:
+        claims.insert(0, SlotNeed(planned.copied_frozen_nbytes, planned.frozen.layout.frames))
+    return claims
+
+
 class PlannerItems:
     """Items of a plan that DCP's planner made.
 
@@ -92,7 +107,8 @@ def expected_tail(
 ) -> int:
     """Return the bytes that the byte items will take, as far as that is worth knowing ahead.
 
-    They are those of the last save; else, where there is a memory limit to keep, they are measured.
+    They are those of the last save. Where there is a memory limit to keep, they are measured: they
+    may have grown.
 
     Args:
         context: Of the save.
@@ -101,13 +117,15 @@ def expected_tail(
         resolve: Makes an item's bytes.
     """
     saved = context.session.last_saves.plans.get(context.plan_key(plan_id))
+    last = 0
     if saved is not None:
-        return sum(align(nbytes) for _, nbytes in saved.segments.tail[context.ranks.rank])
+        last = sum(align(nbytes) for _, nbytes in saved.segments.tail[context.ranks.rank])
     if context.settings.memory_limit is None:
-        return 0
+        return last
     streams = (resolve(item) for item in objects)
-    return sum(
-        align(stream.getbuffer().nbytes) for stream in streams if isinstance(stream, io.BytesIO)
+    return max(
+        last,
+        sum(align(one.getbuffer().nbytes) for one in streams if isinstance(one, io.BytesIO)),
     )
 
 

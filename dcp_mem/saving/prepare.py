@@ -5,21 +5,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_mem.comm.agreement import from_all_ranks
+from dcp_mem.comm.agreement import Attempted, attempt, from_all_ranks, known_to_all
 from dcp_mem.comm.dcp_call import DcpCall
 from dcp_mem.config import Settings
+from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.format import names
 from dcp_mem.format.frames import Specs
-from dcp_mem.memory.slots import capacity_for
-from dcp_mem.replicating.plan import incoming
-from dcp_mem.runtime.prefaulting import SlotSizes
+from dcp_mem.planning.tensor_choice import TensorRule
+from dcp_mem.policy.admission import Admission
+from dcp_mem.runtime.frozen import ItemKey
+from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.runtime.session import Session
+from dcp_mem.saving.frozen import split
 from dcp_mem.saving.plan import TAIL_ROOM, expected_specs
+from dcp_mem.saving.room import expect
 from dcp_mem.saving.values import SaveContext
 
 
@@ -27,7 +32,7 @@ from dcp_mem.saving.values import SaveContext
 class Preparation:
     """Slots that are being made ready."""
 
-    done: futures.Future[None]
+    done: futures.Future[None] | None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the slots are ready.
@@ -38,7 +43,7 @@ class Preparation:
         Returns:
             False if the time ran out first.
         """
-        return not futures.wait([self.done], timeout).not_done
+        return self.done is None or not futures.wait([self.done], timeout).not_done
 
 
 def prepare(
@@ -47,13 +52,15 @@ def prepare(
     open_session: Callable[[], Session],
     state_dict: dict[str, Any],
     planner: SavePlanner,
+    frozen: TensorRule | None,
 ) -> Preparation:
     """Plan a save of this state on all ranks, without saving, and prefault slots of its layout.
 
     1. Each rank opens its session, and plans; the coordinator makes the global plan. An error on
        any rank is raised on all (invariant 8).
-    2. If copies will be made: the ranks tell each other the sizes.
-    3. Slots are made ready in the background.
+    2. The ranks tell each other what they will claim: one slot for frozen tensors, which all
+       checkpoints share, and for each checkpoint one for the others.
+    3. Slots are made ready in the background, as many as the memory limit has room for.
 
     Args:
         settings: The writer's.
@@ -61,16 +68,20 @@ def prepare(
         open_session: Gives this process's session of the job, and may raise.
         state_dict: As the save will get it.
         planner: As the save will get it.
+        frozen: Tells which tensors are declared frozen; None where none have a segment of their
+            own.
 
     Raises:
         Exception: What went wrong on this rank.
         RankFailed: Another rank couldn't plan, or the plans don't fit together.
+        MemoryBudgetExceeded: The memory limit has no room for a checkpoint of this state.
     """
     ranks = call.ranks
     if getattr(planner, "_enable_plan_caching", False):
         planner = copy.copy(planner)  # torch would take what is planned here for the plan of a save
         planner._enable_plan_caching = False  # type: ignore[attr-defined]
     session: Session | None = None
+    own_items: dict[ItemKey, Any] = {}
 
     def plan_locally() -> SavePlan:
         nonlocal session
@@ -78,12 +89,17 @@ def prepare(
         planner.set_up_planner(
             state_dict=state_dict, storage_meta=None, is_coordinator=ranks.rank == 0
         )
-        return planner.create_local_plan()
+        plan = planner.create_local_plan()
+        own_items.update({_key(item): item for item in _tensors(plan)})
+        return plan
 
-    def plan_globally(plans: Sequence[SavePlan]) -> list[Specs]:
-        return [_specs(plan.items) for plan in planner.create_global_plan(list(plans))[0]]
+    def plan_globally(plans: Sequence[SavePlan]) -> list[tuple[Specs, Sequence[ItemKey]]]:
+        return [
+            (expected_specs(_tensors(plan)), list(map(_key, _tensors(plan))) if frozen else ())
+            for plan in planner.create_global_plan(list(plans))[0]
+        ]
 
-    specs = from_all_ranks(ranks, "planning", plan_locally, plan_globally)
+    found = from_all_ranks(ranks, "planning", plan_locally, plan_globally)
     assert session is not None
     context = SaveContext(
         settings=settings,
@@ -92,29 +108,67 @@ def prepare(
         rank=call.rank,
         scope=names.COLLECTIVE,
         name="",
+        frozen=frozen,
     )
-    layout = session.layouts.of(specs[ranks.rank])
-    nbytes = layout.layout.nbytes + TAIL_ROOM
-    sizes = SlotSizes(nbytes, layout, _expected_copies(context, nbytes))
-    return Preparation(session.prefaulting.start(sizes, settings.keep + 1))
+    specs, keys = found[ranks.rank]
+
+    def resolve(key: ItemKey) -> torch.Tensor:
+        return planner.resolve_data(own_items[key])  # type: ignore[return-value]
+
+    sizes = attempt(lambda: _sizes(context, specs, keys, resolve))
+    return Preparation(_reserve(context, sizes))
 
 
-def _expected_copies(context: SaveContext, nbytes: int) -> Sequence[int]:
-    """Return the bytes of each slot for what will come to this rank.
+def _sizes(
+    context: SaveContext,
+    specs: Specs,
+    keys: Sequence[ItemKey],
+    resolve: Callable[[ItemKey], torch.Tensor],
+) -> SlotSizes:
+    """Return what this rank's slots take, but for copies."""
+    session, layout = context.session, context.session.layouts.of(specs)
+    whole = SlotSizes(layout.layout.nbytes + TAIL_ROOM, layout)
+    if context.frozen is None or context.settings.redundancy:
+        return whole
+    parts = split(session, context.frozen, keys, list(map(resolve, keys)), layout, None)
+    if parts is None:
+        return whole
+    is_there = session.frozen.of(context.group) is not None
+    return SlotSizes(
+        parts.others.layout.nbytes + TAIL_ROOM,
+        parts.others,
+        base=None if is_there else parts.frozen,
+    )
 
-    Args:
-        context: Of the save to come.
-        nbytes: What this rank's own segment takes.
-    """
-    topology = context.session.topology(context.ranks, context.settings.failure_domain)
-    redundancy = context.redundancy_on(topology)
-    if not redundancy:
-        return ()
-    sizes = tuple(context.ranks.exchange(capacity_for(nbytes)))
-    copies = incoming(topology.nodes, topology.domains, sizes, redundancy)[topology.rank]
-    context.session.last_saves.expected_copies[context.group] = copies
-    return copies
+
+def _reserve(context: SaveContext, found: Attempted[SlotSizes]) -> futures.Future[None] | None:
+    """Have slots made, as far as there is room. Raises on all ranks where there is none."""
+    session, settings = context.session, context.settings
+    topology = session.topology(context.ranks, settings.failure_domain)
+
+    def claims() -> tuple[int, int]:
+        base = found.value.base
+        return found.value.own, 0 if base is None else base.layout.nbytes
+
+    expected = expect(context, topology, attempt(claims))
+    verdict, sizes = expected.verdict, replace(found.value, copies=expected.copies)
+    if expected.copies or context.redundancy_on(topology):
+        session.last_saves.expected_copies[context.group] = tuple(expected.copies)
+    if verdict.action is Admission.FULL and verdict.lasting and settings.memory_limit is not None:
+        why = f"a checkpoint of this state can't be prepared for: {verdict.why}"
+        raise known_to_all(MemoryBudgetExceeded(verdict.needed, verdict.limit, why))
+    needs = NodeNeeds(
+        checkpoint=expected.node_nbytes,
+        base=expected.base_nbytes,
+        records=expected.records_nbytes,
+        room=expected.room,
+    )
+    return session.prefaulting.fill_up(settings, sizes, needs, rank=context.rank)
 
 
-def _specs(items: Sequence[Any]) -> Specs:
-    return expected_specs([item for item in items if item.type != WriteItemType.BYTE_IO])
+def _tensors(plan: SavePlan) -> list[WriteItem]:
+    return [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+
+
+def _key(item: WriteItem) -> ItemKey:
+    return item.index.fqn, tuple(item.index.offset or ())

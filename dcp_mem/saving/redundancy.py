@@ -14,7 +14,7 @@ from dcp_mem.common.values import Outcome
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest, ReplicationRecord
 from dcp_mem.memory.locks import share
-from dcp_mem.memory.slots import capacity_for
+from dcp_mem.policy.slots import capacity_for
 from dcp_mem.replicating.plan import file_plans, incoming
 from dcp_mem.replicating.replicator import Replication
 from dcp_mem.replicating.task import ReplicationTask

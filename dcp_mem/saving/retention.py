@@ -13,6 +13,8 @@ from dcp_mem.policy.admission import retire
 from dcp_mem.policy.facts import CheckpointFacts
 from dcp_mem.policy.retention import KeepLast, Retention
 
+_LEAST_RECORDS = 256 << 10
+
 
 def apply_retention(
     memory: JobMemory,
@@ -38,6 +40,18 @@ def apply_retention(
     )
     why = "superseded by a newer checkpoint"
     evict(memory, checkpoints, retire(kept, policy.most or 1), why)
+
+
+def records_nbytes(checkpoints: Sequence[LocalCheckpoint]) -> int:
+    """Return what the files beside the segments of one more checkpoint will take, at least.
+
+    They are about those of the newest; of a first one nothing is known yet.
+
+    Args:
+        checkpoints: All that lie in memory on this node, newest first.
+    """
+    newest = [one.records_nbytes() for one in checkpoints[:1]]
+    return max([_LEAST_RECORDS, *newest])
 
 
 def kept_checkpoints(
@@ -67,7 +81,7 @@ def kept_checkpoints(
             busy = is_leased(checkpoint.manifest_path)
         except FileNotFoundError:  # it has left memory meanwhile
             continue
-        nbytes, shared = checkpoint.own_and_shared_bytes()
+        nbytes, shared = checkpoint.slot_bytes()
         kept.append(
             CheckpointFacts(
                 key=manifest.save_id,

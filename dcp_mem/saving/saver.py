@@ -63,6 +63,7 @@ class Saver:
     Attributes:
         settings: Of the writer.
         process_group: As given.
+        frozen: As given.
         calls: What each thread is in the middle of.
         saves_elsewhere: Whether another process saves, in a session of its own.
     """
@@ -77,7 +78,7 @@ class Saver:
         self.process_group = process_group
         self.calls = ThreadCalls()
         self.saves_elsewhere = False
-        self._frozen = frozen
+        self.frozen = frozen
         self._token = new_token()
         self._run = ""
         self._next_info = SaveInfo()
@@ -122,7 +123,7 @@ class Saver:
             name=self.calls.checked_name(),
             info=self.take_info() if staged is None else staged.info,
             is_driven_by_dcp=True,
-            frozen=self._frozen,
+            frozen=self.frozen,
             has_copies=staged is not None,
         )
         why_not, self.calls.why_not = self.calls.why_not, ""
@@ -340,7 +341,7 @@ class Saver:
                 scope=names.COLLECTIVE,
                 name="",
                 info=info,
-                frozen=self._frozen,
+                frozen=self.frozen,
             )
             with collector_paused():
                 ahead = copy_ahead(
@@ -401,7 +402,7 @@ class Saver:
             scope=names.COLLECTIVE,
             name=self.calls.checked_name(),
             info=self.take_info(),
-            frozen=self._frozen,
+            frozen=self.frozen,
         )
 
     def _open(self) -> Session:
@@ -484,7 +485,7 @@ class Saver:
             **self.__dict__,
             "calls": None,
             "process_group": None,
-            "_frozen": None,  # what is staged has been copied in the caller's process
+            "frozen": None,  # what is staged has been copied in the caller's process
             "_next_info": info,
             "_copies_to_send": 0,
             "_run": self._identity().run,

@@ -18,6 +18,7 @@ from dcp_mem.policy.admission import (
     allowance,
     most_at_once,
     retire,
+    still_full,
 )
 from dcp_mem.policy.election import (
     ElectedCheckpoint,
@@ -313,7 +314,7 @@ def test_a_memory_limit_evicts_and_then_refuses_with_the_figures() -> None:
     kept = [_kept("a", 1), _kept("b", 2)]
     assert admit([_node(kept, limit=300)], 2) == Verdict(action=Admission.STAGE)
     assert admit([_node(kept, limit=299)], 2) == Verdict(
-        action=Admission.STAGE, evict=frozenset({"a"})
+        action=Admission.STAGE, evict=frozenset({"a"}), gives_back=True
     )
     verdict = admit([_node(kept, limit=199)], 2)
     assert (verdict.action, verdict.needed, verdict.limit) == (Admission.FULL, 200, 199)
@@ -333,11 +334,37 @@ def test_what_several_share_leaves_with_the_last_of_them() -> None:
 
 def test_free_slots_of_the_job_are_not_counted_twice() -> None:
     assert admit([_node([_kept("a", 1)], used=200, spare=100, limit=200)], 1) == Verdict(
-        action=Admission.STAGE
+        action=Admission.STAGE, gives_back=True
     )
     assert admit([_node([_kept("a", 1)], used=200, spare=100, free=0)], 1) == Verdict(
-        action=Admission.STAGE
+        action=Admission.STAGE, gives_back=True
     )
+
+
+def test_free_slots_stay_where_there_is_room_for_them_beside_the_save() -> None:
+    node = _node([_kept("a", 1)], used=200, spare=100, limit=300)
+    assert not admit([node], 1).gives_back
+    assert admit([node, replace(node, limit=299)], 1).gives_back
+
+
+def test_files_beside_the_segments_count() -> None:
+    node = _node([_kept("a", 1), _kept("b", 2)], limit=300)
+    assert admit([node], 2) == Verdict(action=Admission.STAGE)
+    assert admit([replace(node, records=1)], 2).evict == {"a"}
+    assert admit([replace(node, records=101)], 2).action is Admission.FULL
+
+
+def test_a_save_whose_room_is_still_in_use_is_not_staged() -> None:
+    node = _node([_kept("a", 1)], used=200, limit=250, needed=50)
+    assert still_full([node]) is None
+    verdict = still_full([node, replace(node, records=1)])
+    assert verdict is not None
+    assert (verdict.action, verdict.needed, verdict.limit) == (Admission.FULL, 251, 250)
+    assert verdict.lasting
+    read = replace(node, used=201, kept=(_kept("a", 1, busy=True),))
+    verdict = still_full([read])
+    assert verdict is not None
+    assert not verdict.lasting
 
 
 def test_a_full_file_system_refuses_with_the_figures() -> None:
@@ -349,7 +376,7 @@ def test_a_full_file_system_refuses_with_the_figures() -> None:
 def test_what_one_node_must_evict_leaves_all_nodes() -> None:
     kept = [_kept("a", 1), _kept("b", 2)]
     assert admit([_node(kept), _node(kept, limit=250)], 2) == Verdict(
-        action=Admission.STAGE, evict=frozenset({"a"})
+        action=Admission.STAGE, evict=frozenset({"a"}), gives_back=True
     )
 
 

@@ -22,11 +22,11 @@ from benchmarks.harness.tables import RATE, UNIT_IN_COLUMN, Figure, Part, Sectio
 from dcp_mem.comm.tree import tree_of
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.names import rank_of, segment_file
-from dcp_mem.memory.slots import capacity_for
 from dcp_mem.policy.election import FoundCheckpoint, elect
 from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import groups
 from dcp_mem.policy.sharing import Need, share_out
+from dcp_mem.policy.slots import capacity_for
 from dcp_mem.replicating.plan import copies_of
 
 if TYPE_CHECKING:

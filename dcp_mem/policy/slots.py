@@ -1,0 +1,109 @@
+"""Which free slot a segment takes, and by how much a slot grows for it.
+
+A slot is a file of whole huge pages. It keeps its size from segment to segment, unless it has
+become far too large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+_TOO_LARGE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeSlot:
+    """A free slot that a process could claim.
+
+    Attributes:
+        name: Of its file.
+        inode: By which it is recognised.
+        capacity: Size of its file, in bytes.
+        present: Bytes of memory that it takes.
+        is_held: Whether the process that asks holds it; what no process holds, any may take.
+        frames: Key of the heads and tails that it holds; "" for none.
+    """
+
+    name: str
+    inode: int
+    capacity: int
+    present: int
+    is_held: bool = True
+    frames: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotNeed:
+    """A slot that a save will claim.
+
+    Attributes:
+        nbytes: Bytes that it must have room for.
+        frames: Key of the heads and tails that it should hold.
+    """
+
+    nbytes: int
+    frames: str = ""
+
+
+def capacity_for(nbytes: int) -> int:
+    """Return the memory that a slot for so many bytes takes.
+
+    Args:
+        nbytes: Length of the segment.
+    """
+    return -(-nbytes // HUGE) * HUGE
+
+
+def preferred(need: SlotNeed, free: Sequence[FreeSlot]) -> list[FreeSlot]:
+    """Return free slots in the order in which a claim tries them.
+
+    First come slots that hold the frames, then those that this process has open, then those that
+    are large enough, then the one of nearest size.
+
+    Args:
+        need: What is claimed.
+        free: The free slots.
+    """
+    return sorted(
+        free,
+        key=lambda one: (
+            not (one.is_held and one.frames == need.frames),
+            not one.is_held,
+            one.present < need.nbytes,
+            abs(one.present - need.nbytes),
+        ),
+    )
+
+
+def is_too_large(capacity: int, nbytes: int) -> bool:
+    """Return whether a slot gives memory back when a segment of so many bytes takes it.
+
+    Args:
+        capacity: Of the slot.
+        nbytes: Length of the segment to come.
+    """
+    return capacity > 2 * nbytes + _TOO_LARGE
+
+
+def growth(needs: Sequence[SlotNeed], free: Sequence[FreeSlot]) -> int:
+    """Return by how many bytes slots grow, or come anew, for claims in this order.
+
+    Args:
+        needs: What is claimed.
+        free: The free slots.
+    """
+    left, total = list(free), 0
+    for need in needs:
+        capacity = capacity_for(need.nbytes)
+        taken = next(iter(preferred(need, left)), None)
+        if taken is None:
+            total += capacity
+            continue
+        left.remove(taken)
+        if not is_too_large(taken.capacity, need.nbytes):
+            capacity = max(capacity, taken.capacity)  # all of it is populated
+        total += max(0, capacity - taken.present)
+    return total

@@ -1,0 +1,247 @@
+"""What memory a save finds on each node, what it will claim there, and what is given back first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from dcp_mem.comm.agreement import Attempted, attempt, described, raise_together
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.policy.admission import NodeMemory, Verdict, admit, still_full
+from dcp_mem.policy.slots import SlotNeed, capacity_for, growth
+from dcp_mem.replicating.plan import incoming
+from dcp_mem.runtime.topology import Topology
+from dcp_mem.saving.ballot import RankReport
+from dcp_mem.saving.plan import claims_of
+from dcp_mem.saving.retention import kept_checkpoints, records_nbytes
+from dcp_mem.saving.values import Planned, SaveContext, Unplanned
+
+T = TypeVar("T")
+
+
+def own_claims(planned: Attempted[Planned | Unplanned]) -> list[SlotNeed]:
+    """Return the slots that staging will claim, in this order.
+
+    Args:
+        planned: This rank's part of the plan, or why it has none.
+    """
+    if planned.error is not None or not isinstance(planned.value, Planned):
+        return []
+    return claims_of(planned.value)
+
+
+def node_memory(
+    context: SaveContext, topology: Topology, checkpoints: Sequence[LocalCheckpoint]
+) -> NodeMemory:
+    """Return this node's memory, as far as its leader can tell.
+
+    Args:
+        context: Of the save.
+        topology: Where the ranks run.
+        checkpoints: All that lie in memory on this node, newest first.
+    """
+    memory, settings = context.session.memory, context.settings
+    kept = kept_checkpoints(
+        checkpoints,
+        context.scope,
+        settings.keep_memory,
+        gets_copies=bool(context.redundancy_on(topology)),
+        persists_all=settings.persists_all,
+    )
+    return NodeMemory(
+        kept=kept,
+        used=0 if settings.memory_limit is None else memory.allocated_bytes(),
+        spare=0,
+        free=memory.free_bytes(),
+        limit=settings.memory_limit,
+        needed=0,
+        records=0 if settings.memory_limit is None else records_nbytes(checkpoints),
+    )
+
+
+def with_used(context: SaveContext, report: RankReport) -> RankReport:
+    """Add what this rank's node uses, now that no rank makes spare slots any more.
+
+    Args:
+        context: Of the save.
+        report: This rank's.
+    """
+    if report.node is None:
+        return report
+    try:
+        memory = context.session.memory
+        used, free = memory.allocated_bytes(), memory.free_bytes()
+    except OSError as error:
+        return RankReport(name=context.name, error=described(error))
+    return replace(report, node=replace(report.node, used=used, free=free))
+
+
+def give_back(
+    context: SaveContext,
+    topology: Topology,
+    planned: Attempted[Planned | Unplanned],
+    reports: Sequence[RankReport],
+) -> Verdict | None:
+    """Give back the memory of slots that the save won't claim, and see whether there is room now.
+
+    Args:
+        context: Of the save.
+        topology: Where the ranks run.
+        planned: This rank's part of the plan.
+        reports: Of all ranks.
+
+    Returns:
+        Why there is none; None where there is.
+
+    Raises:
+        RankFailed: A rank couldn't.
+    """
+    session, rank = context.session, context.ranks.rank
+    claims = [*own_claims(planned), *map(SlotNeed, copies_for(context, topology, reports)[rank])]
+
+    def grown() -> int:
+        session.slots.keep_only(claims)
+        return growth(claims, [one for one in session.slots.free() if one.is_held])
+
+    grows = _told(context, grown)  # once all have, their nodes' memory is looked at
+    memory = session.memory
+    after = _told(
+        context,
+        lambda: (memory.allocated_bytes(), memory.free_bytes() if topology.is_leader else 0),
+    )
+    nodes = [
+        replace(
+            report.node,
+            used=after[leader][0],
+            free=after[leader][1],
+            needed=sum(grows[one] for one in topology.neighbours(topology.nodes[leader])),
+        )
+        for leader, report in enumerate(reports)
+        if report.node is not None
+    ]
+    return still_full(nodes)
+
+
+def _told(context: SaveContext, look: Callable[[], T]) -> list[T]:
+    """Return what each rank finds; raise on all where one of them fails."""
+    mine = attempt(look)
+    failures = mine.failures(context.ranks.rank)
+    told = context.ranks.exchange((failures, () if failures else (mine.value,)))
+    failed = tuple(one for each, _ in told for one in each)
+    raise_together(f"preparing {context.name or 'memory'}", failed, mine.error)
+    return [found[0] for _, found in told if found]
+
+
+def node_memories(
+    context: SaveContext, topology: Topology, reports: Sequence[RankReport]
+) -> list[NodeMemory]:
+    """Return the memory of every node, with what its ranks need of it.
+
+    Args:
+        context: Of the save.
+        topology: Where the ranks run.
+        reports: Of all ranks.
+    """
+    copies = copies_for(context, topology, reports)
+    nodes = []
+    for leader, report in enumerate(reports):
+        if report.node is not None:
+            ranks = topology.neighbours(topology.nodes[leader])
+            needed = sum(
+                reports[rank].needed + reports[rank].frozen + sum(copies[rank]) for rank in ranks
+            )
+            spare = sum(one.capacity for one in report.slots if not one.is_held)
+            spare += sum(_spare_of(reports[rank]) for rank in ranks)
+            nodes.append(replace(report.node, needed=needed, spare=spare))
+    return nodes
+
+
+def _spare_of(report: RankReport) -> int:
+    """Return the bytes of what a rank holds and may claim, or has filled for this save already."""
+    spare = sum(one.capacity for one in report.slots if one.is_held)
+    return spare + (report.needed + report.frozen if report.is_written else 0)
+
+
+def copies_for(
+    context: SaveContext, topology: Topology, reports: Sequence[RankReport]
+) -> Sequence[Sequence[int]]:
+    """Return the bytes of each slot for a copy that will come to each rank.
+
+    Args:
+        context: Of the save.
+        topology: Where the ranks run.
+        reports: Of all ranks.
+    """
+    sizes = tuple(report.needed for report in reports)
+    return incoming(topology.nodes, topology.domains, sizes, context.redundancy_on(topology))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the first of the saves to come finds and needs.
+
+    Attributes:
+        copies: Bytes of each slot for what will come to this rank.
+        node_nbytes: What a checkpoint's slots take on this node, copies included.
+        base_nbytes: What slots for frozen tensors take on this node once.
+        records_nbytes: What a checkpoint's other files take on this node.
+        room: For how many more checkpoints this node has memory, beside the free slots.
+        verdict: Whether memory has room for it.
+    """
+
+    copies: Sequence[int]
+    node_nbytes: int
+    base_nbytes: int
+    records_nbytes: int
+    room: int
+    verdict: Verdict
+
+
+def expect(
+    context: SaveContext, topology: Topology, claims: Attempted[tuple[int, int]]
+) -> Expected:
+    """Exchange what the ranks will claim, and hold it against their nodes' memory.
+
+    Args:
+        context: Of the saves to come.
+        topology: Where the ranks run.
+        claims: Bytes of this rank's own slot, and of one for frozen tensors; or why neither is
+            known.
+
+    Raises:
+        Exception: What went wrong on this rank.
+        RankFailed: Another rank doesn't know, or couldn't look at memory.
+    """
+    session = context.session
+
+    def report() -> RankReport:
+        session.prefaulting.stop()
+        own, frozen = claims.value
+        found = RankReport(
+            name=context.name,
+            needed=capacity_for(own),
+            frozen=capacity_for(frozen),
+            slots=tuple(session.slots.free()),
+        )
+        if not topology.is_leader:
+            return found
+        return replace(found, node=node_memory(context, topology, session.memory.checkpoints()))
+
+    reports = _told(context, report)
+    nodes = node_memories(context, topology, reports)
+    leaders = [leader for leader, one in enumerate(reports) if one.node is not None]
+    here = topology.neighbours(topology.nodes[topology.rank])
+    (node,) = (node for leader, node in zip(leaders, nodes, strict=True) if leader in here)
+    base = sum(reports[rank].frozen for rank in here)
+    per_checkpoint = max(node.needed - base, 1)
+    # The other files of the newest checkpoint may still come, and so do those of the next one.
+    left = node.room - node.used - base - 2 * node.records
+    return Expected(
+        copies=copies_for(context, topology, reports)[topology.rank],
+        node_nbytes=per_checkpoint,
+        base_nbytes=base,
+        records_nbytes=node.records,
+        room=max(0, left // per_checkpoint),
+        verdict=admit(nodes, context.settings.keep),
+    )

@@ -1,0 +1,141 @@
+"""Which free slots claims take, by how much those grow, and what is given back for them."""
+
+import fcntl
+import os
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dcp_mem.common.files import allocated_bytes
+from dcp_mem.memory.slots import SlotPool
+from dcp_mem.policy.slots import HUGE, FreeSlot, SlotNeed, capacity_for, growth, preferred
+
+MIB = 1 << 20
+
+
+def _slot(inode: int, mib: int, frames: str = "", *, is_held: bool = True) -> FreeSlot:
+    return FreeSlot(
+        name=f"{inode}.slot",
+        inode=inode,
+        capacity=mib * MIB,
+        present=mib * MIB,
+        is_held=is_held,
+        frames=frames,
+    )
+
+
+def test_a_slot_with_the_frames_comes_first_then_one_that_is_open_then_the_nearest_in_size() -> (
+    None
+):
+    slots = [
+        _slot(1, 4, is_held=False),
+        _slot(2, 8, "others"),
+        _slot(3, 6, "others"),
+        _slot(4, 2, "others"),
+        _slot(5, 2, "frames"),
+    ]
+    order = preferred(SlotNeed(4 * MIB, "frames"), slots)
+    assert [one.inode for one in order] == [5, 3, 2, 4, 1]
+
+
+def test_a_claim_grows_by_what_its_slot_lacks() -> None:
+    need = SlotNeed(5 * MIB, "frames")
+    assert growth([need], []) == 6 * MIB
+    assert growth([need], [_slot(1, 6)]) == 0
+    assert growth([need], [_slot(1, 10)]) == 0
+    assert growth([need], [_slot(1, 10), _slot(2, 2, "frames")]) == 4 * MIB
+    assert growth([need, need], [_slot(1, 6)]) == 6 * MIB
+    assert growth([], [_slot(1, 6)]) == 0
+
+
+def test_all_of_a_slot_is_populated_that_isnt_yet() -> None:
+    sparse = FreeSlot(name="", inode=1, capacity=10 * MIB, present=2 * MIB)
+    assert growth([SlotNeed(4 * MIB)], [sparse]) == 8 * MIB
+    far_too_large = FreeSlot(name="", inode=1, capacity=200 * MIB, present=2 * MIB)
+    assert growth([SlotNeed(4 * MIB)], [far_too_large]) == 2 * MIB
+
+
+_SIZES = st.integers(1, 5 * MIB)
+_FRAMES = st.sampled_from(["", "a", "b"])
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # it is left empty each time
+)
+@given(
+    st.lists(st.tuples(_SIZES, _FRAMES), max_size=4),
+    st.lists(st.tuples(_SIZES, _FRAMES), min_size=1, max_size=3),
+)
+def test_claims_grow_slots_as_foretold_and_no_others_take_memory_once_these_are_given_back(
+    memory_root: Path, held: list[tuple[int, str]], claimed: list[tuple[int, str]]
+) -> None:
+    pool = SlotPool(str(memory_root))
+    needs = [SlotNeed(nbytes, frames) for nbytes, frames in claimed]
+    try:
+        for slot, frames in [(pool.claim(nbytes, ""), frames) for nbytes, frames in held]:
+            slot.frames = frames
+            pool.share(slot)
+        before = allocated_bytes(str(memory_root))
+        assert before == sum(capacity_for(nbytes) for nbytes, _ in held)
+        foretold = growth(needs, pool.free())
+        taken = [pool.claim(need.nbytes, need.frames) for need in needs]
+        assert allocated_bytes(str(memory_root)) == before + foretold
+        for slot in taken:
+            pool.share(slot)
+
+        pool.keep_only(needs)
+        after = allocated_bytes(str(memory_root)) + growth(needs, pool.free())
+        assert after == sum(capacity_for(need.nbytes) for need in needs)
+        taken = [pool.claim(need.nbytes, need.frames) for need in needs]
+        assert allocated_bytes(str(memory_root)) == after
+        for slot in taken:
+            pool.share(slot)
+    finally:
+        pool.close()
+    assert os.listdir(memory_root) == []
+
+
+def test_slots_of_a_dead_process_are_given_back_or_taken(memory_root: Path) -> None:
+    dead = SlotPool(str(memory_root))
+    for slot in [dead.claim(4 * MIB, "") for _ in range(3)]:
+        dead.share(slot)
+    dead.close(keep_free=True)
+    pool = SlotPool(str(memory_root))
+    pool.keep_only([SlotNeed(3 * MIB)])
+    assert [(one.present, one.is_held) for one in pool.free()] == [(4 * MIB, True)]
+    assert pool.claim(4 * MIB, "").capacity == 4 * MIB
+    assert len(os.listdir(memory_root)) == 1
+    pool.close()
+
+
+def test_a_slot_that_another_process_reads_is_left_alone(memory_root: Path) -> None:
+    mine, other = SlotPool(str(memory_root)), SlotPool(str(memory_root))
+    slot = mine.claim(4 * MIB, "")
+    mine.share(slot)
+    reader = os.open(slot.path, os.O_RDONLY)
+    try:
+        os.pwrite(slot.descriptor, b"read", 0)
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        mine.keep_only([])
+        other.keep_only([])
+        assert os.pread(reader, 4, 0) == b"read"
+        assert os.fstat(reader).st_nlink == 1
+    finally:
+        os.close(reader)
+    mine.keep_only([])
+    assert os.listdir(memory_root) == []
+
+
+def test_memory_that_is_set_aside_counts_before_it_is_there(memory_root: Path) -> None:
+    pool = SlotPool(str(memory_root))
+    slot = pool.take(5 * MIB, "")
+    slot.set_aside(5 * MIB)
+    assert os.stat(slot.path).st_blocks == 0
+    assert allocated_bytes(str(memory_root)) == 3 * HUGE
+    pool.share(slot)
+    pool.keep_only([SlotNeed(MIB)])
+    assert allocated_bytes(str(memory_root)) == HUGE
+    pool.close()
