@@ -142,7 +142,7 @@ class Prefaulting:
             rank: Names this rank's segments.
 
         Returns:
-            The thread; None where nothing is missing.
+            What tells when that has ended; None where nothing is missing.
         """
 
         def missing() -> int:
