@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import dcp_mem
 from dcp_mem import MemoryBudgetExceeded, MemoryStorageWriter
-from dcp_mem.runtime.session import open_session
-from tests.support.checkpoints.jobs import Job
+from tests.support.checkpoints.jobs import Job, wait_for_spare_slots
 from tests.support.processes.forks import forked_ranks
 from tests.support.storage.file_systems import mounted_tmpfs
 
@@ -59,15 +58,6 @@ def _save(writer: MemoryStorageWriter, state: dict[str, Any], step: int, road: s
         dcp_mem.async_save(state, checkpoint_id=f"step-{step}", storage_writer=writer).result()
 
 
-def _settle(writer: MemoryStorageWriter) -> None:
-    """Let spare slots be made, instead of having the next save stop that."""
-    session = open_session(writer.settings)
-    assert session is not None
-    thread = session.prefaulting._thread
-    if thread is not None:
-        thread.join()
-
-
 def _save_sizes(
     job: Job, seed: int, frozen: str | None, options: dict[str, Any], road: str = "dcp_mem.save"
 ) -> int:
@@ -88,7 +78,7 @@ def _save_sizes(
             after = {one.name for one in writer.status() if one.state.value == "complete"}
             saved += f"step-{step}" in after - before
             if chance.random() < 0.5:
-                _settle(writer)
+                wait_for_spare_slots()
     return saved
 
 
@@ -129,7 +119,7 @@ def _save_alike(job: Job, nbytes: int, limit: int, steps: list[int]) -> list[str
         for step in steps:
             state = {"trained": torch.full((nbytes // 4,), float(step))}
             dcp_mem.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
-            _settle(writer)
+            wait_for_spare_slots()
         return sorted(one.name for one in writer.status() if one.state.value == "complete")
 
 
