@@ -11,6 +11,8 @@ procfs        memory of a process, flush agents
 states        the states that are saved
 nested        the same, nested as trainers do, with an optimizer
 training      a small transformer, and loops that save at every step
+sharded_training  a small transformer, sharded by FSDP2
+restarted     a training that is killed and goes on, run by torchrun
 floors        bare copies: the least that a save or a restore can cost
 repeated      dcp_mem's saves and loads, timed
 calls         the calls that save, ours and others', behind one interface
