@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -69,6 +70,14 @@ class GlooChannel:
         """
         tensor = torch.frombuffer(data, dtype=torch.uint8)
         return self._pending(self._group.recv([tensor], self._peer, _TAG))
+
+    def registered(self, memory: Any) -> AbstractContextManager[None]:
+        """Do nothing: sockets take any memory.
+
+        Args:
+            memory: A buffer.
+        """
+        return nullcontext()
 
     def close(self) -> None:
         """Close the connection, and drop the messages that are still pending."""
