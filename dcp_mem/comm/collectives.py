@@ -31,18 +31,18 @@ class Channel(Protocol):
     What every channel promises, over whatever transport:
 
     - Order: the nth message that is sent fills the nth one that is received. Both ranks name the
-      same lengths; where they don't, the receiver's wait fails, or both ranks' do.
+      same lengths.
     - Progress: several messages may be pending in both directions. They make progress while either
       rank waits for any of them.
     - Errors: a rank that is killed or closes its end fails the other's waits at once, a rank that
       is silent fails them after the time-out. A channel that has failed stays so. It disturbs no
       other call or channel.
-    - Memory: a message's memory must stay as it is until the message has been waited for. Once a
-      channel is closed, or one of its waits has raised and the channel was closed for it, no
-      memory of its messages is written to any more.
+    - Memory: a message's memory must stay as it is until the message has been waited for. Once
+      `close` has returned, none of it is written to any more.
     - Integrity is not promised: `transfer` sends checksums beside the bytes.
 
-    A forked child has no channels: its calls raise, and its parent's channels go on.
+    A forked child must not use its parent's channels; whatever it does, and however it ends, they
+    go on.
     """
 
     def send(self, data: Any) -> PendingMessage:
@@ -71,7 +71,7 @@ class Channel(Protocol):
     def close(self) -> None:
         """Close this end, and give up pending messages; the other rank's messages fail at once.
 
-        It may be called from any thread, and more than once.
+        It may be called more than once.
         """
 
 
