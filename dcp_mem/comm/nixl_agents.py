@@ -125,8 +125,7 @@ class _Agent:
 
     def leak(self) -> None:
         """Never end the agent: a forked child would end its parent's connections."""
-        if self._agent is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent.agent))
+        _keep_for_ever(self._agent)
 
 
 class Source(_Agent):
@@ -237,12 +236,20 @@ class Read:
         if self._state != "DONE":
             raise RuntimeError(f"reading the sender's memory: NIXL says {self._state}")
 
+    def leak(self) -> None:
+        """Never let go of the read, which is one of the parent of this forked child."""
+        _keep_for_ever(self._handle)
+
     def forget(self) -> None:
         """Let go of the read: its sink is about to be closed."""
         if self._handle is not None:
             with suppress(Exception):
                 self._handle.release()
         self._agent = self._handle = None
+
+
+def _keep_for_ever(value: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 @contextmanager

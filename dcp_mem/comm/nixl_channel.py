@@ -321,7 +321,8 @@ class NixlChannel:
             if agent is not None:
                 agent.leak()
         for message in self._reading:
-            message.read = None
+            if message.read is not None:
+                message.read.leak()
         self._line.forget()
 
 

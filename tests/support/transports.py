@@ -326,8 +326,6 @@ class TransportConformance:
     env: ClassVar[Mapping[str, str]] = {}
     child_may_close: ClassVar[bool] = True
     """Whether a forked child that closes its copies leaves the parent's channels alone."""
-    survives_being_given_up: ClassVar[bool] = True
-    """Whether a rank lives on that was stopped while its peer read from it, and gave up."""
 
     def pair(self, own: Rank, peers: Rank, *args: Any, seconds: float = _LONG) -> Any:
         """What `own` returns, beside `peers` in another process, and how that one has ended."""
