@@ -32,8 +32,9 @@ class Channel(Protocol):
 
     - Order: the nth message that is sent fills the nth one that is received. Both ranks name the
       same lengths.
-    - Progress: several messages may be pending in both directions. They make progress while either
-      rank waits for any of them.
+    - Progress: several messages may be pending in both directions. They make progress while both
+      ranks wait for any of them. One that is sent may be waited for until the peer receives it, so
+      two ranks that send to each other begin to receive before they wait.
     - Errors: a rank that is killed or closes its end fails the other's waits at once, a rank that
       is silent fails them after the time-out. A channel that has failed stays so. It disturbs no
       other call or channel.

@@ -165,10 +165,11 @@ def connected(choice: str, pair: Pair) -> Channel:
 
 
 def _say_why(choice: str, why: str) -> None:
-    """Log why NIXL isn't used, once for each reason; without a card for it, `auto` needs none."""
-    if why in _said or (choice == "auto" and not rdma_devices()):
+    """Log why NIXL isn't used, once for each kind of reason; `auto` needs none without a card."""
+    kind = why.partition(":")[0]
+    if kind in _said or (choice == "auto" and not rdma_devices()):
         return
-    _said.add(why)
+    _said.add(kind)
     log.warning("transport=%r: copies and loads go over gloo, since %s", choice, why)
 
 

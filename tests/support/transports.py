@@ -81,6 +81,13 @@ def _data(number: int, nbytes: int) -> bytearray:
     return bytearray((data >> 13).astype(np.uint8).tobytes())
 
 
+def _meet(channel: Channel) -> None:
+    """Return once the peer has come here, too."""
+    received, sent = channel.receive(bytearray(1)), channel.send(bytearray(1))
+    received.wait()
+    sent.wait()
+
+
 def _seconds_until_it_raises(act: Callable[[], object]) -> tuple[str, float]:
     began = time.monotonic()
     try:
@@ -122,8 +129,7 @@ def _exchanges(ends: Ends, _: object, is_sender: bool, counts: tuple[int, int]) 
     sent = [channel.send(each) for each in sent_data]
     for message in (*reversed(received), *sent):
         message.wait()
-    channel.send(b"e").wait()
-    channel.receive(bytearray(1)).wait()
+    _meet(channel)
     return came == [_data(number * 2 + peers, nbytes) for number, nbytes in enumerate(sizes)]
 
 
@@ -204,7 +210,7 @@ def _waits(ends: Ends, peer: int, how: str, when: str) -> tuple[str, float, int,
     if when == "it has sent half":
         channel.receive(first).wait()
     waited: list[Any] = [channel.receive(came)] if when != "it is sent to" else []
-    channel.send(b"g").wait()
+    channel.send(bytearray(b"g")).wait()
     if when == "it is sent to":
         data = _data(2, 16 * _LARGE)
         waited = [channel.send(data), channel.receive(came)]
@@ -234,7 +240,7 @@ def _sends_late(ends: Ends, *_: object) -> None:
 def _closes_before_it_comes(ends: Ends, *_: object) -> bool:
     channel, came = ends.connect(is_sender=False), bytearray(_LARGE)
     channel.receive(came)
-    channel.send(b"g").wait()
+    channel.send(bytearray(b"g")).wait()
     channel.close()
     channel.close()
     time.sleep(0.5)
@@ -270,8 +276,7 @@ def _connects_again(ends: Ends, _: object, is_sender: bool) -> list[tuple[bool, 
         error, _s = _seconds_until_it_raises(lambda r=received, s=sent: [r.wait(), s.wait()])  # type: ignore[misc]
         is_right = bool(error) or came == _data(number, _LARGE)
         if not error:
-            channel.send(b"e").wait()
-            channel.receive(bytearray(1)).wait()
+            _meet(channel)
         channel.close()
         del channel, received, sent
         found.append((is_right, *_settled_resources()))
@@ -307,7 +312,7 @@ def _forks(ends: Ends, _: object, how: str) -> list[bool]:
         came = bytearray(_LARGE)
         channel.receive(came).wait()
         found.append(came == _data(number, _LARGE))
-    channel.send(b"e").wait()
+    channel.send(bytearray(b"e")).wait()
     return found
 
 
