@@ -35,9 +35,9 @@ class Channel(Protocol):
     - Progress: several messages may be pending in both directions. They make progress while both
       ranks wait for any of them. One that is sent may be waited for until the peer receives it, so
       two ranks that send to each other begin to receive before they wait.
-    - Errors: a rank that is killed or closes its end fails the other's waits at once, a rank that
-      is silent fails them after the time-out. A channel that has failed stays so. It disturbs no
-      other call or channel.
+    - Errors: a rank that is killed or closes its end fails the other's waits at once, at least
+      those for messages that haven't begun to come. A rank that is silent fails them after the
+      time-out. A channel that has failed stays so. It disturbs no other call or channel.
     - Memory: a message's memory must stay as it is until the message has been waited for. Once
       `close` has returned, none of it is written to any more.
     - Integrity is not promised: `transfer` sends checksums beside the bytes.

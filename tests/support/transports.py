@@ -269,18 +269,25 @@ def _connects_again(ends: Ends, _: object, is_sender: bool) -> list[tuple[bool, 
     found = []
     for number in range(_TIMES):
         channel, came = ends.connect(is_sender, number), bytearray(_LARGE)
-        received = channel.receive(came)
-        sent = channel.send(_data(number, _LARGE))
-        if number % 2 and is_sender:
-            channel.close()
-        error, _s = _seconds_until_it_raises(lambda r=received, s=sent: [r.wait(), s.wait()])  # type: ignore[misc]
-        is_right = bool(error) or came == _data(number, _LARGE)
-        if not error:
+        if number % 2:
+            if is_sender:
+                channel.close()
+            is_right = bool(_seconds_until_it_raises(lambda c=channel: _receive_one(c))[0])  # type: ignore[misc]
+        else:
+            received, sent = channel.receive(came), channel.send(_data(number, _LARGE))
+            received.wait()
+            sent.wait()
+            is_right = came == _data(number, _LARGE)
             _meet(channel)
+            del received, sent
         channel.close()
-        del channel, received, sent
+        del channel
         found.append((is_right, *_settled_resources()))
     return found
+
+
+def _receive_one(channel: Channel) -> None:
+    channel.receive(bytearray(1)).wait()
 
 
 def _settled_resources() -> tuple[int, int]:
@@ -332,6 +339,9 @@ class TransportConformance:
     child_may_close: ClassVar[bool] = True
     """Whether a forked child that closes its copies leaves the parent's channels alone."""
 
+    tells_of_halves: ClassVar[bool] = True
+    """Whether a message that is half received fails at once where the peer closes its end."""
+
     def pair(self, own: Rank, peers: Rank, *args: Any, seconds: float = _LONG) -> Any:
         """What `own` returns, beside `peers` in another process, and how that one has ended."""
         return forked(in_pair, self.name, seconds, own, peers, args, timeout=100, env=self.env)
@@ -358,6 +368,8 @@ class TransportConformance:
     @pytest.mark.parametrize("when", ["it is idle", "it sends", "it has sent half"])
     @pytest.mark.parametrize("how", ["killed", "closed"])
     def test_a_peer_that_goes_away_is_an_error_at_once(self, how: str, when: str) -> None:
+        if not self.tells_of_halves and (how, when) == ("closed", "it sends"):
+            pytest.skip("a message that is half received is given up after the time-out here")
         (error, seconds, silences, after), _ = self.pair(_waits, _ends, how, when)
         # What it had sent before may have come, where the kernel had it.
         assert error or when == "it sends"

@@ -25,6 +25,7 @@ needs_nixl = pytest.mark.skipif(
 class TestGloo(TransportConformance):
     name = "gloo"
     child_may_close = False
+    tells_of_halves = False
 
 
 @needs_nixl
