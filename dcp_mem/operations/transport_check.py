@@ -138,10 +138,13 @@ class _Ring:
                 sending.result()
                 seconds.append(time.perf_counter() - started)
                 spent = time.process_time() - cpu
-        sums = self.ranks.exchange(checksum(self._sent))
+        sums = self.ranks.exchange(checksum(memoryview(self._sent)))
         before = (self.ranks.rank - 1) % self.ranks.size
         return self._node(
-            "", _NBYTES / min(seconds), spent / _NBYTES, sums[before] == checksum(self._came)
+            "",
+            _NBYTES / min(seconds),
+            spent / _NBYTES,
+            sums[before] == checksum(memoryview(self._came)),
         )
 
     def _move(self, channel: Channel, memory: bytearray, is_sent: bool) -> None:

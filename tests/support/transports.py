@@ -269,6 +269,7 @@ def _connects_again(ends: Ends, _: object, is_sender: bool) -> list[tuple[bool, 
     found = []
     for number in range(_TIMES):
         channel, came = ends.connect(is_sender, number), bytearray(_LARGE)
+        _meet(channel)  # else the peer may still be connecting
         if number % 2:
             if is_sender:
                 channel.close()

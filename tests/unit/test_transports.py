@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from dcp_mem.comm import nixl_agents, ranks_of, transports
+from dcp_mem.common.log import log
 from dcp_mem.config import settings
 from dcp_mem.errors import ConfigError
 from tests.support.processes.forks import forked, forked_ranks, raised_by
@@ -49,7 +50,7 @@ def _taken(choice: str, change: Change) -> tuple[str, str, bool]:
     lines: list[str] = []
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transports.log, "warning", lambda text, *args: lines.append(text % args))
+        patch.setattr(log, "warning", lambda text, *args: lines.append(text % args))
         change(patch, rank)
         ranks = ranks_of(None, "taken")
         channels = [ranks.channel(0, 1, once, choice) for once in ("first", "second")]
