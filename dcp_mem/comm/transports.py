@@ -39,7 +39,7 @@ from dcp_mem.common.log import log
 _INFINIBAND = "/sys/class/infiniband"
 _TCP_VARIABLE = "DCP_MEM_NIXL_TCP"
 _TOKEN_NBYTES = 16
-_PROBE_NBYTES = INLINE_NBYTES + 4096
+PROBE_NBYTES = INLINE_NBYTES + 4096
 """More than goes over the connection, so that the probe is read as any large message."""
 _MOST_PROBE_SECONDS = 20.0
 _WORKS, _FAILS = b"\1", b"\0"
@@ -316,7 +316,7 @@ def _probe(channel: NixlChannel) -> None:
     Raises:
         TransportUnusable: It doesn't work, or the peer is gone: gloo finds out which.
     """
-    sent, came, verdict = bytearray(b"\x5a" * _PROBE_NBYTES), bytearray(_PROBE_NBYTES), bytearray(1)
+    sent, came, verdict = bytearray(b"\x5a" * PROBE_NBYTES), bytearray(PROBE_NBYTES), bytearray(1)
     try:
         message = channel.send(sent)
         channel.receive(came).wait()

@@ -23,6 +23,7 @@ from dcp_mem import (
     SegmentCorrupt,
     every_n_saves,
 )
+from dcp_mem.comm.transports import PROBE_NBYTES
 from dcp_mem.integrations.nebula import run
 from tests.support.channels import UsedChannel
 from tests.support.checkpoints.jobs import committed_in, wait_until
@@ -733,7 +734,7 @@ def _loads_over_channels_that_err(url: str, times: int) -> tuple[str, str]:
     send, left = UsedChannel.send, [times]
 
     def send_badly(channel: Any, data: Any) -> Any:
-        if len(data) > 800 and left[0]:
+        if 800 < len(data) != PROBE_NBYTES and left[0]:
             left[0] -= 1
             data = bytearray(data)
             data[500] ^= 1

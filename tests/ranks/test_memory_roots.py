@@ -24,6 +24,7 @@ from dcp_mem import (
 )
 from dcp_mem.comm.collectives import Message
 from dcp_mem.comm.job_ranks import JobRanks
+from dcp_mem.comm.transports import PROBE_NBYTES
 from dcp_mem.format import names
 from dcp_mem.loading.pending import PendingItems
 from dcp_mem.loading.sources.memory import MemorySource
@@ -133,7 +134,7 @@ def _lines_that_err(times: int) -> Iterator[None]:
     send, left = UsedChannel.send, [times]
 
     def send_badly(line: Any, data: Any) -> Any:
-        if len(data) > 800 and left[0]:
+        if 800 < len(data) != PROBE_NBYTES and left[0]:
             left[0] -= 1
             data = bytearray(data)
             data[500] ^= 1
