@@ -23,6 +23,7 @@ OnSlowStorage = Literal["newest", "all"]
 OnReplication = Literal["wait", "skip", "cancel"]
 OnNonfinite = Literal["ignore", "warn", "reject"]
 AgentKind = Literal["process", "thread"]
+TransportChoice = Literal["auto", "gloo", "nixl"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
@@ -81,6 +82,7 @@ class Settings:
         on_nonfinite: What to do about a checkpoint with values that aren't finite, once it is
             complete.
         reuse_stored: Whether what storage has already isn't sent again.
+        transport: What moves bytes between nodes.
     """
 
     url: str | None
@@ -102,6 +104,7 @@ class Settings:
     replication_timeout: float = 120.0
     on_nonfinite: OnNonfinite = "ignore"
     reuse_stored: bool = True
+    transport: TransportChoice = "auto"
 
     @property
     def keep(self) -> int:
@@ -135,6 +138,7 @@ def settings(
     on_replication: str = "wait",
     on_nonfinite: str = "ignore",
     reuse_stored: bool = True,
+    transport: str | None = None,
 ) -> Settings:
     """Check the arguments of `MemoryStorageWriter` and fill in the defaults.
 
@@ -160,6 +164,7 @@ def settings(
         on_replication: "wait", "skip" or "cancel".
         on_nonfinite: "ignore", "warn" or "reject".
         reuse_stored: Whether what storage has already isn't sent again.
+        transport: "auto", "gloo" or "nixl"; default $DCP_MEM_TRANSPORT, else "auto".
 
     Raises:
         ConfigError: An argument or an environment variable can't be used.
@@ -200,6 +205,7 @@ def settings(
         replication_timeout=_seconds_from("DCP_MEM_REPLICATION_TIMEOUT", 120.0),
         on_nonfinite=on_nonfinite,  # type: ignore[arg-type]
         reuse_stored=reuse_stored,
+        transport=_transport(transport),
     )
 
 
@@ -244,6 +250,16 @@ def _failure_domain(given: str | Callable[[], str] | None) -> str:
             "that returns one"
         )
     return domain
+
+
+def _transport(given: str | None) -> TransportChoice:
+    """Return the argument, else $DCP_MEM_TRANSPORT, else "auto"."""
+    choice = given if given is not None else os.environ.get("DCP_MEM_TRANSPORT") or "auto"
+    if choice not in ("auto", "gloo", "nixl"):
+        raise ConfigError(
+            f"transport={choice!r} (or DCP_MEM_TRANSPORT): choose 'auto', 'gloo' or 'nixl'"
+        )
+    return choice  # type: ignore[return-value]
 
 
 def exchange_timeout() -> float:

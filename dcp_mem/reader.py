@@ -70,6 +70,7 @@ class MemoryStorageReader(StorageReader):
         broadcast: Have storage give each byte once, instead of once for each node; nodes send each
             other what several of them need.
         record: Leave a line about each load in `recoveries.jsonl`.
+        transport: What moves bytes between nodes, as in `MemoryStorageWriter`.
         process_group: The ranks that load together; by default those of the `dcp.load` call.
 
     Raises:
@@ -86,11 +87,16 @@ class MemoryStorageReader(StorageReader):
         verify: bool = True,
         broadcast: bool = False,
         record: bool = True,
+        transport: str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings(
-            path, memory_root=memory_root, job=job, storage_options=storage_options
+            path,
+            memory_root=memory_root,
+            job=job,
+            storage_options=storage_options,
+            transport=transport,
         )
         self._verify = verify
         self._across_nodes = broadcast

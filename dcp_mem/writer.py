@@ -73,6 +73,9 @@ class MemoryStorageWriter(StorageWriter):
             other domains where there are any.
         on_replication: What a save does while an older checkpoint's copies are still under way:
             "wait" for them, "skip" its own, or "cancel" them. The same on all ranks.
+        transport: What moves copies between nodes: "gloo"; "nixl" (RDMA, or the memory of one
+            machine), or gloo where that doesn't work; "auto", which is nixl where both nodes have a
+            card that does RDMA. Default DCP_MEM_TRANSPORT, else "auto". The same on all ranks.
         keep_memory: Complete checkpoints that stay in memory: a number, or a policy of `keep_last`,
             `keep_best`, `any_of`. One more is staged beside them.
         keep_storage: Checkpoints that stay on storage: the same, where `keep_every` may be one of
@@ -122,6 +125,7 @@ class MemoryStorageWriter(StorageWriter):
         redundancy: Parity | None = None,
         failure_domain: str | Callable[[], str] | None = None,
         on_replication: str = "wait",
+        transport: str | None = None,
         keep_memory: int | Retention = 2,
         keep_storage: int | Retention | None = None,
         memory_limit: int | str | None = None,
@@ -155,6 +159,7 @@ class MemoryStorageWriter(StorageWriter):
             redundancy=redundancy,
             failure_domain=failure_domain,
             on_replication=on_replication,
+            transport=transport,
             on_nonfinite=on_nonfinite,
             reuse_stored=reuse_stored,
         )

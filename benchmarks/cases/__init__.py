@@ -114,6 +114,7 @@ CASES = (
     Case("replication.memory", "how much tmpfs a node needs, by kind of redundancy"),
     Case("replication.deciding", "how long decisions of jobs of up to 16,384 ranks take"),
     Case("replication.connections", "sockets, connecting and agreement of up to 128 processes"),
+    Case("replication.transports", "CPU of moving bytes by gloo, NIXL and plain sockets"),
     Case("scaling.model", "the tables of docs/scaling.md"),
 )
 

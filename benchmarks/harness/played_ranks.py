@@ -147,7 +147,9 @@ class ManyRanks:
     def dedicated(self, purpose: str, seconds: float, variable: str) -> ManyRanks:
         raise NotImplementedError("nothing is replicated here")
 
-    def channel(self, sender: int, receiver: int, once: str = "") -> Channel:
+    def channel(
+        self, sender: int, receiver: int, once: str = "", transport: str = "gloo"
+    ) -> Channel:
         raise NotImplementedError("nothing is replicated here")
 
     def _joined(self, value: Any, ranks: Sequence[int], join: Callable[[Any, Any], Any]) -> Any:

@@ -11,9 +11,10 @@ from rich.text import Text
 
 from dcp_mem.cli.options import CommonOptions, subcommand
 from dcp_mem.cli.screen import shown
-from dcp_mem.config import memory_root_path, root_url
+from dcp_mem.config import TransportChoice, memory_root_path, root_url
 from dcp_mem.operations.doctor import Check, Severity, examine
 from dcp_mem.operations.network import judge_network, measure_network
+from dcp_mem.operations.transport_check import judge_transport
 
 _HELP = """Check this machine and, with ROOT, its storage for what training needs; say what to do
 about problems.
@@ -22,7 +23,8 @@ On storage it writes one kilobyte under a name of its own (.dcp_mem-doctor-…),
 replace it, and deletes it. Exit code 1 if a check fails; a warning is no failure.
 
 With --peers it measures the network between nodes instead: start one process on each node, by
-torchrun or srun; the first one prints the outcome.
+torchrun or srun; the first one prints the outcome. With --transport nixl beside it, each node also
+reads 1 GiB from another one by NIXL; it fails where that doesn't work.
 
 Examples:
   dcp-mem doctor
@@ -38,15 +40,23 @@ _COLORS = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold r
 @click.option(
     "--peers", "is_of_peers", is_flag=True, help="Measure the network between nodes instead."
 )
-def command(common: CommonOptions, is_of_peers: bool) -> int:
+@click.option(
+    "--transport",
+    type=click.Choice(["auto", "gloo", "nixl"]),
+    help="With --peers: also try and measure what copies go by.",
+)
+def command(common: CommonOptions, is_of_peers: bool, transport: TransportChoice | None) -> int:
     """Print each check; return 1 if one fails.
 
     Args:
         common: The options that all commands have.
         is_of_peers: Whether to measure the network between nodes.
+        transport: What to try between the nodes.
     """
+    if transport and not is_of_peers:
+        raise click.UsageError("--transport goes with --peers")
     checks = []
-    for check in _checks_of_peers() if is_of_peers else _checks_of_machine(common):
+    for check in _checks_of_peers(transport) if is_of_peers else _checks_of_machine(common):
         checks.append(check)
         _show(common, check)
     if is_of_peers and not checks:
@@ -62,11 +72,13 @@ def _checks_of_machine(common: CommonOptions) -> Iterator[Check]:
     )
 
 
-def _checks_of_peers() -> Iterator[Check]:
+def _checks_of_peers(transport: TransportChoice | None) -> Iterator[Check]:
     """Measure together with the other processes; yield the checks in the first one alone."""
-    nodes = measure_network()
+    nodes, moved = measure_network(transport)
     if os.environ.get("RANK", "0") == "0":
         yield from judge_network(nodes)
+        if transport is not None:
+            yield from judge_transport(moved, transport)
 
 
 def _show(common: CommonOptions, check: Check) -> None:

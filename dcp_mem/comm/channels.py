@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -58,8 +59,7 @@ class GlooChannel:
         Args:
             data: A buffer, left alone until the message is sent.
         """
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        return self._pending(self._group.send([tensor], self._peer, _TAG))
+        return self._pending(self._open_group().send([_tensor(data)], self._peer, _TAG))
 
     def receive(self, data: Any) -> _PendingMessage:
         """Begin to receive bytes into a buffer.
@@ -67,8 +67,15 @@ class GlooChannel:
         Args:
             data: A writable buffer of the message's length.
         """
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        return self._pending(self._group.recv([tensor], self._peer, _TAG))
+        return self._pending(self._open_group().recv([_tensor(data)], self._peer, _TAG))
+
+    def registered(self, memory: Any) -> AbstractContextManager[None]:
+        """Do nothing: sockets take any memory.
+
+        Args:
+            memory: A buffer.
+        """
+        return nullcontext()
 
     def close(self) -> None:
         """Close the connection, and drop the messages that are still pending."""
@@ -78,10 +85,24 @@ class GlooChannel:
             message.drop()
         self._group = None
 
+    def _open_group(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("the channel is closed")
+        return self._group
+
     def _pending(self, work: Any) -> _PendingMessage:
         message = _PendingMessage(work, self._patience)
         self._messages.add(message)
         return message
+
+
+def _tensor(data: Any) -> torch.Tensor:
+    # frombuffer takes no empty buffer
+    return (
+        torch.frombuffer(data, dtype=torch.uint8)
+        if len(data)
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 class _Patience:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -27,8 +28,22 @@ class PendingMessage(Protocol):
 class Channel(Protocol):
     """One rank's end of a connection between two ranks, for many bytes.
 
-    Messages arrive in order, and both ranks name the same lengths. Memory must stay as it is until
-    its message has been waited for. A channel that breaks disturbs no other call or channel.
+    What every channel promises, over whatever transport:
+
+    - Order: the nth message that is sent fills the nth one that is received. Both ranks name the
+      same lengths.
+    - Progress: several messages may be pending in both directions. They make progress while both
+      ranks wait for any of them. One that is sent may be waited for until the peer receives it, so
+      two ranks that send to each other begin to receive before they wait.
+    - Errors: a rank that is killed or closes its end fails the other's waits at once, at least
+      those for messages that haven't begun to come. A rank that is silent fails them after the
+      time-out. A channel that has failed stays so. It disturbs no other call or channel.
+    - Memory: a message's memory must stay as it is until the message has been waited for. Once
+      `close` has returned, none of it is written to any more.
+    - Integrity is not promised: `transfer` sends checksums beside the bytes.
+
+    A forked child must not use its parent's channels; whatever it does, and however it ends, they
+    go on.
     """
 
     def send(self, data: Any) -> PendingMessage:
@@ -45,8 +60,20 @@ class Channel(Protocol):
             data: A writable buffer of the message's length.
         """
 
+    def registered(self, memory: Any) -> AbstractContextManager[None]:
+        """Make memory known to what moves the bytes, for the length of a context.
+
+        Messages of parts of it cost less then. None of them may be pending when the context ends.
+
+        Args:
+            memory: A buffer, which stays mapped, and no part of whose file is cut off meanwhile.
+        """
+
     def close(self) -> None:
-        """Close this end, and give up pending messages; the other rank's messages fail at once."""
+        """Close this end, and give up pending messages; the other rank's messages fail at once.
+
+        It may be called more than once.
+        """
 
 
 class Ranks(Protocol):
@@ -161,7 +188,9 @@ class Ranks(Protocol):
             variable: The environment variable that sets this, for the texts of errors.
         """
 
-    def channel(self, sender: int, receiver: int, once: str = "") -> Channel:
+    def channel(
+        self, sender: int, receiver: int, once: str = "", transport: str = "gloo"
+    ) -> Channel:
         """Return the channel from one rank to another, connecting it where there is none.
 
         Both ranks ask for it, in any thread. It is kept for as long as the set is whole.
@@ -170,6 +199,7 @@ class Ranks(Protocol):
             sender: One of the two ranks; this rank or its peer.
             receiver: The other one.
             once: A name that no channel had before, for a channel that isn't kept.
+            transport: What moves the bytes, as in `Settings`; the same on both ranks.
 
         Raises:
             RuntimeError: The other rank doesn't come.
@@ -219,5 +249,7 @@ class SingleRank:
     def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
         return self
 
-    def channel(self, sender: int, receiver: int, once: str = "") -> Channel:
+    def channel(
+        self, sender: int, receiver: int, once: str = "", transport: str = "gloo"
+    ) -> Channel:
         raise RuntimeError(f"rank {self.rank} is alone")

@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from dcp_mem.comm import relay
 from dcp_mem.comm.addresses import check_open_files
-from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.collectives import Channel, Message, Ranks, Share, SingleRank
 from dcp_mem.comm.peers import PeerLost, Peers
 from dcp_mem.comm.timed_store import TimedStore, own_connection
+from dcp_mem.comm.transports import Pair, connected
 from dcp_mem.comm.tree import Tree, tree_of
 from dcp_mem.comm.wire import TcpWire
 from dcp_mem.common.log import log
@@ -94,7 +94,7 @@ class JobRanks:
         self.size = len(members)
         self.cache: dict[str, Any] = {}
         self._members = members
-        self._channels: dict[tuple[int, int], GlooChannel] = {}
+        self._channels: dict[tuple[int, int, str], Channel] = {}
         self.key = self._name = (
             "dcp_mem/"
             + hashlib.sha256(repr((purpose, restart_count(), list(members))).encode()).hexdigest()[
@@ -169,18 +169,25 @@ class JobRanks:
         ranks.refresh()
         return ranks
 
-    def channel(self, sender: int, receiver: int, once: str = "") -> Channel:
+    def channel(
+        self, sender: int, receiver: int, once: str = "", transport: str = "gloo"
+    ) -> Channel:
         if once:
-            return self._connected(sender, receiver, f"{once}/")
-        if (sender, receiver) not in self._channels:
-            self._channels[sender, receiver] = self._connected(sender, receiver, "")
-        return self._channels[sender, receiver]
+            return self._connected(sender, receiver, f"{once}/", transport)
+        key = sender, receiver, transport
+        if key not in self._channels:
+            self._channels[key] = self._connected(sender, receiver, "", transport)
+        return self._channels[key]
 
-    def _connected(self, sender: int, receiver: int, prefix: str) -> GlooChannel:
+    def _connected(self, sender: int, receiver: int, prefix: str, transport: str) -> Channel:
         name = f"{self._name}/{self._generation}/{prefix}{sender}-{receiver}"
         seconds = self._timeout.total_seconds()
         store = dist.PrefixStore(name, own_connection(self._store, min(seconds, _STORE_SECONDS)))
-        return GlooChannel(store, self.rank == sender, seconds, self._note_silence)
+        is_sender = self.rank == sender
+        return connected(
+            transport,
+            Pair(store=store, is_sender=is_sender, seconds=seconds, on_silence=self._note_silence),
+        )
 
     def _note_silence(self) -> None:
         self._was_silent = True
@@ -227,7 +234,7 @@ class JobRanks:
         self._has_met = False
         self.end_swaps()
         self._leave_tree()
-        self._channels.clear()
+        self._channels.clear()  # a thread that still uses one goes on
 
     def _leave_tree(self) -> None:
         if self._in_tree is not None:

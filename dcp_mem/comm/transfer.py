@@ -194,6 +194,8 @@ def receive(
 ) -> None:
     """Receive chunks, in their order. Once this returns or raises, no chunk is written to any more.
 
+    Where it raises, it closes the channel.
+
     Args:
         channel: To the sender, who calls `send`.
         chunks: Read as they are needed.
@@ -218,6 +220,9 @@ def receive(
             _begin(in_flight)
         while in_flight:
             answers.append(_take(in_flight))
+    except BaseException:
+        channel.close()  # else a message that is under way could still be written
+        raise
     finally:
         in_flight.clear()  # gloo doesn't write to the memory of a message that isn't held
 

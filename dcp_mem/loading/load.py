@@ -126,6 +126,7 @@ def _read_together(
         ranks=ranks,
         memory_root=request.settings.memory_root,
         across_nodes=request.across_nodes,
+        transport=request.settings.transport,
     )
     troubles: list[str] = []
     with collector_paused():

@@ -19,6 +19,7 @@ from dcp_mem.comm.agreement import described
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.transfer import CHUNK, IncomingChunk, OutgoingChunk, receive, send
 from dcp_mem.common import faults
+from dcp_mem.config import TransportChoice
 from dcp_mem.errors import RankFailed
 from dcp_mem.format.checksums import checksum
 from dcp_mem.loading.pending import PendingItems
@@ -35,7 +36,13 @@ class PeerTransfer:
     """
 
     def __init__(
-        self, ranks: Ranks, token: str, memory: MemorySource | None, pending: PendingItems
+        self,
+        ranks: Ranks,
+        token: str,
+        memory: MemorySource | None,
+        pending: PendingItems,
+        *,
+        transport: TransportChoice,
     ) -> None:
         """Prepare a transfer; nothing is sent yet.
 
@@ -44,7 +51,9 @@ class PeerTransfer:
             token: Of this load alone; channels are named by it.
             memory: What this rank sends from.
             pending: The items that received bytes are for.
+            transport: What moves the bytes.
         """
+        self._transport = transport
         self._ranks, self._token, self._memory, self._pending = ranks, token, memory, pending
         self._own_errors: list[Exception] = []
         self._broken_channels: list[tuple[int, str]] = []
@@ -107,7 +116,7 @@ class PeerTransfer:
         peer = receiver if sender == self._ranks.rank else sender
         channel: Channel | None = None
         try:
-            channel = self._ranks.channel(sender, receiver, self._token)
+            channel = self._ranks.channel(sender, receiver, self._token, self._transport)
             act(channel)
             self._channels.append(channel)
             return
@@ -157,7 +166,13 @@ class PeerTransfer:
 
 @contextmanager
 def peer_transfer(
-    ranks: Ranks, token: str, share: LoadShare, memory: MemorySource | None, pending: PendingItems
+    ranks: Ranks,
+    token: str,
+    share: LoadShare,
+    memory: MemorySource | None,
+    pending: PendingItems,
+    *,
+    transport: TransportChoice,
 ) -> Iterator[PeerTransfer]:
     """Send and receive this rank's share in threads, which have ended when the context ends.
 
@@ -167,8 +182,9 @@ def peer_transfer(
         share: This rank's.
         memory: What this rank sends from.
         pending: The items that received bytes are for.
+        transport: What moves the bytes.
     """
-    transfer = PeerTransfer(ranks, token, memory, pending)
+    transfer = PeerTransfer(ranks, token, memory, pending, transport=transport)
     threads = transfer.threads(share)
     for thread in threads:
         thread.start()

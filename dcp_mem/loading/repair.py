@@ -91,6 +91,7 @@ class Repair:
             slots=slots,
             own_slot=None,
             timeout=settings.replication_timeout,
+            transport=settings.transport,
         )
 
 

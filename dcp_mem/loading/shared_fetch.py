@@ -21,6 +21,7 @@ from dcp_mem.comm import Ranks
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import in_parallel
+from dcp_mem.config import TransportChoice
 from dcp_mem.errors import DcpMemError, MemoryUnavailable, RankFailed
 from dcp_mem.format import names
 from dcp_mem.format.checksums import checksum
@@ -51,6 +52,7 @@ class LoadGroup:
         across_nodes: Whether nodes send each other what they have fetched from storage.
         memory: What this rank's node has of the checkpoint, for itself and others.
         holders: For each segment, the ranks whose nodes have it in memory.
+        transport: What moves bytes that one rank alone needs of another node.
     """
 
     ranks: Ranks
@@ -58,6 +60,7 @@ class LoadGroup:
     across_nodes: bool = False
     memory: MemorySource | None = None
     holders: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    transport: TransportChoice = "gloo"
 
     def holding(self, file: str) -> Sequence[int]:
         """Return the ranks whose nodes have the segment in memory.
@@ -188,7 +191,9 @@ def _take_part(
     failure: _OwnFailure,
 ) -> None:
     """Do this rank's share: what it needs alone, transfers with peers, and the batches."""
-    with peer_transfer(group.ranks, token, share, group.memory, pending) as transfer:
+    with peer_transfer(
+        group.ranks, token, share, group.memory, pending, transport=group.transport
+    ) as transfer:
         with failure.kept():
             fetch_all(fetcher, pending, share.alone)
         if share.batches:

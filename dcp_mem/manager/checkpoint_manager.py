@@ -635,6 +635,7 @@ class CheckpointManager:
             memory_root=chosen.memory_root,
             job=chosen.job,
             storage_options=chosen.storage_options,
+            transport=chosen.transport,
             process_group=self._process_group,
         )
 

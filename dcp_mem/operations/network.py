@@ -20,8 +20,10 @@ import torch.distributed as dist
 from dcp_mem.comm.addresses import addresses_of_interface, listening_socket
 from dcp_mem.comm.collectives import Message, Ranks
 from dcp_mem.comm.job_ranks import JobRanks
+from dcp_mem.config import TransportChoice
 from dcp_mem.errors import ConfigError
 from dcp_mem.operations.doctor import Check, Severity
+from dcp_mem.operations.transport_check import NodeTransport, measure_transport
 
 _NBYTES = 64 << 20
 _ROUNDS, _SMALL_ROUNDS = 5, 50
@@ -58,14 +60,19 @@ class NodeNetwork:
     rate: float = 0.0
 
 
-def measure_network() -> Sequence[NodeNetwork]:
+def measure_network(
+    transport: TransportChoice | None = None,
+) -> tuple[Sequence[NodeNetwork], Sequence[NodeTransport]]:
     """Measure together with the other processes that a launcher has started.
 
     Each is started with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as
     torchrun does; one on each node is enough.
 
+    Args:
+        transport: What copies go by, to be measured as well; None: nothing of that.
+
     Returns:
-        What every process found, by rank; on all of them.
+        What every process found, by rank, of the network and of the transport; on all of them.
 
     Raises:
         ConfigError: This process is alone.
@@ -83,7 +90,7 @@ def measure_network() -> Sequence[NodeNetwork]:
         own = _own_network(rank)
         latency = statistics.median(_rounds(ranks, 1, _SMALL_ROUNDS))
         seconds = statistics.median(_rounds(ranks, _NBYTES, _ROUNDS))
-        return ranks.exchange(
+        nodes = ranks.exchange(
             NodeNetwork(
                 rank=rank,
                 host=own.host,
@@ -95,6 +102,8 @@ def measure_network() -> Sequence[NodeNetwork]:
                 rate=_NBYTES / seconds,
             )
         )
+        moved = [] if transport is None else measure_transport(ranks, store, transport)
+        return nodes, moved
     finally:
         ranks.close()
 

@@ -97,6 +97,13 @@ class IncomingFile:
         table = self._tables[self.plan.file]
         return blocks_of(table.offsets, table.lengths)
 
+    @property
+    def received_into(self) -> memoryview:
+        """The memory that chunks are received into; empty where parts are added up."""
+        if self._memory is None or not self.plan.is_copy:
+            return memoryview(b"")
+        return self._memory
+
     # -- receiving ---------------------------------------------------------------------------------
 
     def told(self) -> bytearray | None:

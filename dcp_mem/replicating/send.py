@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,10 @@ from dcp_mem.replicating.task import SMALL_CHUNK, ReplicationTask, SegmentTables
 
 Read = Callable[[int, int], memoryview]
 _NO_ITEMS = np.zeros(0, "<i8"), np.zeros(0, "<i8")
+
+
+def _leave_alone(memory: memoryview) -> None:
+    return
 
 
 class OutgoingFiles:
@@ -57,16 +62,23 @@ class OutgoingFiles:
             return None
         return Told(block_count(self._tables[plan.file].lengths))
 
-    def chunks(self, plan: FilePlan, told: Told | None = None) -> Iterator[OutgoingChunk]:
+    def chunks(
+        self,
+        plan: FilePlan,
+        told: Told | None = None,
+        register: Callable[[memoryview], None] = _leave_alone,
+    ) -> Iterator[OutgoingChunk]:
         """Yield all that this rank sends for a plan: its parts, then checksums of segments.
 
         Args:
             plan: The file that another rank makes of the chunks.
             told: What the receiver of a copy has.
+            register: Called with memory that chunks lie in, before any of them.
         """
         rank = self._task.ranks.rank
         for part in plan.parts_from(rank):
             file = self.open(part.file, plan)
+            register(file.mapped[part.start : part.stop])
             if told is not None:
                 # Before the last chunk: without that, nobody seals a copy of damaged bytes.
                 check = partial(self._check_unchanged, part.file, file)
@@ -168,15 +180,19 @@ class OutgoingFile:
     The checksums of its items are computed once, by the threads that send its chunks.
     """
 
-    def __init__(self, nbytes: int, read: Read, table: ItemTable | None = None) -> None:
+    def __init__(
+        self, nbytes: int, read: Read, table: ItemTable | None = None, mapped: Any = b""
+    ) -> None:
         """Describe the file.
 
         Args:
             nbytes: Its length.
             read: Returns its bytes [start, stop).
             table: Its items; None for what is no segment, or isn't sent as a whole.
+            mapped: The mapping that `read` returns views of; it may be shorter than the file.
         """
         self.nbytes, self.read, self._table = nbytes, read, table
+        self.mapped = memoryview(mapped)
         self.blocks = blocks_of(*_NO_ITEMS if table is None else (table.offsets, table.lengths))
         self._checksums = None if table is None else BlockChecksums(self.blocks)
         # Each extent is claimed by the first thread that sums it up; `_gaps` had no such thread.
@@ -309,7 +325,7 @@ def of_slot(slot: Slot, nbytes: int, table: ItemTable) -> OutgoingFile:
         os.preadv(descriptor, [rest], start)
         return memoryview(rest)
 
-    return OutgoingFile(nbytes, read, table)
+    return OutgoingFile(nbytes, read, table, mapped)
 
 
 def of_file(path: str, nbytes: int, table: ItemTable | None, resources: ExitStack) -> OutgoingFile:
@@ -328,4 +344,4 @@ def of_file(path: str, nbytes: int, table: ItemTable | None, resources: ExitStac
     resources.callback(os.close, descriptor)
     resources.callback(end_lease, descriptor)
     mapped = lent(descriptor, 0, nbytes) if nbytes else memoryview(b"")
-    return OutgoingFile(nbytes, lambda start, stop: mapped[start:stop], table)
+    return OutgoingFile(nbytes, lambda start, stop: mapped[start:stop], table, mapped)

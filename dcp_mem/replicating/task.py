@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
+from dcp_mem.config import TransportChoice
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.manifest import ItemTable, Manifest, items_of
@@ -28,6 +29,7 @@ class ReplicationTask:
         slots: For each file that this rank receives, its slot, or why there is none.
         own_slot: The slot of this rank's own segment, if this process has staged it.
         timeout: Seconds that a rank waits for another.
+        transport: What moves the bytes.
     """
 
     manifest: Manifest
@@ -36,6 +38,7 @@ class ReplicationTask:
     slots: Mapping[str, Slot | str]
     own_slot: Slot | None
     timeout: float
+    transport: TransportChoice
 
     @property
     def makes_slots(self) -> bool:

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -145,9 +145,14 @@ class Worker:
         with self._channel(self._rank, receiver) as channel:
             for plan in plans:
                 told = self._outgoing.told(plan)
-                chunks = self._outgoing.chunks(plan, told)
                 message = None if told is None else told.message
-                self._amounts.append(send(channel, chunks, self._go_on, message))
+                with ExitStack() as registered:
+
+                    def register(memory: memoryview, registered: ExitStack = registered) -> None:
+                        registered.enter_context(channel.registered(memory))
+
+                    chunks = self._outgoing.chunks(plan, told, register)
+                    self._amounts.append(send(channel, chunks, self._go_on, message))
 
     def _receive(self, sender: int, files: Sequence[IncomingFile]) -> None:
         with self._channel(sender, self._rank) as channel:
@@ -157,7 +162,8 @@ class Worker:
                 except DcpMemError as error:
                     refuse(channel, str(error))
                     raise
-                receive(channel, file.chunks_from(sender), self._go_on, file.told())
+                with channel.registered(file.received_into):
+                    receive(channel, file.chunks_from(sender), self._go_on, file.told())
                 file.end()
 
     def _add_own(self, files: Sequence[IncomingFile]) -> None:
@@ -193,7 +199,7 @@ class Worker:
     @contextmanager
     def _channel(self, sender: int, receiver: int) -> Iterator[Channel]:
         """Close the channel where the block raises, so that the peer doesn't wait."""
-        channel = self._ranks.channel(sender, receiver)
+        channel = self._ranks.channel(sender, receiver, transport=self._task.transport)
         try:
             yield channel
         except BaseException:

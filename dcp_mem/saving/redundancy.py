@@ -112,6 +112,7 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
         slots=slots,
         own_slot=completed.staged.slot,
         timeout=settings.replication_timeout,
+        transport=settings.transport,
     )
 
     def retain(is_replicated: bool) -> None:

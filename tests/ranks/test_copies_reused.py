@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 import dcp_mem
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
-from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.transfer import CHUNK
 from dcp_mem.common import faults
 from dcp_mem.common.values import State
@@ -30,6 +29,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.replicating import earlier
 from dcp_mem.replicating.earlier import EarlierCopy
 from dcp_mem.runtime.session import open_session
+from tests.support.channels import UsedChannel
 from tests.support.processes import kill_targets
 from tests.support.processes.forks import forked_ranks
 
@@ -90,13 +90,13 @@ class _Wire:
     """Counts what this process sends over channels."""
 
     def __init__(self) -> None:
-        self.nbytes, send = 0, GlooChannel.send
+        self.nbytes, send = 0, UsedChannel.send
 
-        def counted(channel: GlooChannel, data: Any) -> Any:
+        def counted(channel: Any, data: Any) -> Any:
             self.nbytes += len(data)
             return send(channel, data)
 
-        GlooChannel.send = counted  # type: ignore[assignment,method-assign]
+        UsedChannel.send = counted  # type: ignore[assignment,method-assign]
 
     def during(self, act: Callable[[], object]) -> int:
         before = self.nbytes

@@ -22,13 +22,14 @@ from dcp_mem import (
     NoRecoverableCheckpoint,
     SegmentCorrupt,
 )
-from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.collectives import Message
 from dcp_mem.comm.job_ranks import JobRanks
+from dcp_mem.comm.transports import PROBE_NBYTES
 from dcp_mem.format import names
 from dcp_mem.loading.pending import PendingItems
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.job import JobMemory
+from tests.support.channels import UsedChannel
 from tests.support.processes.launch import run_ranks
 
 
@@ -130,17 +131,17 @@ def _load_over_a_bad_line(memory_root: Path, nodes: Sequence[int]) -> list[str]:
 @contextmanager
 def _lines_that_err(times: int) -> Iterator[None]:
     """Each rank sends so many of its messages with a bit that is wrong."""
-    send, left = GlooChannel.send, [times]
+    send, left = UsedChannel.send, [times]
 
-    def send_badly(line: GlooChannel, data: Any) -> Any:
-        if len(data) > 800 and left[0]:
+    def send_badly(line: Any, data: Any) -> Any:
+        if 800 < len(data) != PROBE_NBYTES and left[0]:
             left[0] -= 1
             data = bytearray(data)
             data[500] ^= 1
         return send(line, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GlooChannel, "send", send_badly)
+        patch.setattr(UsedChannel, "send", send_badly)
         yield
 
 

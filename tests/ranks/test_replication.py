@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_mem import MemoryStorageWriter
-from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.transfer import CHUNK
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
@@ -28,6 +27,7 @@ from dcp_mem.format.checksums import BlockChecksums, blocks_of
 from dcp_mem.format.manifest import NodeManifest
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.replicating.plan import copies_of
+from tests.support.channels import UsedChannel
 from tests.support.checkpoints.plans import SAVES
 from tests.support.processes import kill_targets
 from tests.support.processes.forks import forked_ranks, raised_by
@@ -96,14 +96,14 @@ def _errors(error: Exception | None) -> str:
 
 def _with_line_sends(change: Callable[[Any], Any]) -> None:
     """Let every chunk that this process sends from now on pass through `change`."""
-    send = GlooChannel.send
+    send = UsedChannel.send
 
-    def changed(line: GlooChannel, data: Any) -> Any:
+    def changed(line: Any, data: Any) -> Any:
         return send(
             line, change(data) if len(data) > 1000 and isinstance(data, memoryview) else data
         )
 
-    GlooChannel.send = changed  # type: ignore[assignment,method-assign]
+    UsedChannel.send = changed  # type: ignore[assignment,method-assign]
 
 
 # -- what is copied --------------------------------------------------------------------------------
@@ -268,13 +268,13 @@ def _flipped(data: Any) -> Any:
 
 
 def _saves_with_a_flipped_byte(cluster: Cluster) -> list[tuple[State, str]]:
-    send = GlooChannel.send
+    send = UsedChannel.send
     with cluster.writer(keep_memory=3) as writer:
         for step in (1, 2, 3):
             if step == 2 and dist.get_rank() == 0:
                 _with_line_sends(_flipped)
             else:
-                GlooChannel.send = send  # type: ignore[method-assign]
+                UsedChannel.send = send  # type: ignore[method-assign]
             _save(writer, step)
             raised_by(lambda step=step: writer.wait(f"step-{step}", "replicated", timeout=30))  # type: ignore[misc]
         found = [_status(writer, step) for step in (1, 2, 3)]

@@ -210,6 +210,7 @@ class MemoryCheckpointIO(CheckpointIO):
             memory_root=self.settings.memory_root,
             job=self.settings.job,
             storage_options=self.settings.storage_options,
+            transport=self.settings.transport,
         ) as reader:
             name, is_newest = name_of(path, self.settings.url), False
             if os.fspath(path) == NEWEST:

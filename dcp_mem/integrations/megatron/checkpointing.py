@@ -342,6 +342,7 @@ class MemoryCheckpointing:
             memory_root=chosen.memory_root,
             job=chosen.job,
             storage_options=chosen.storage_options,
+            transport=chosen.transport,
         )
 
     def _load_common(

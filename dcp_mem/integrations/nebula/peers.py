@@ -148,7 +148,7 @@ class Peers:
 
     def _receive(self, sender: int, token: str, data: memoryview) -> bool:
         """Receive bytes; return whether they are right. Raise RuntimeError if they don't come."""
-        channel = self._ranks.channel(sender, self._ranks.rank, once=token)
+        channel = self._channel(sender, self._ranks.rank, token)
         try:
             receive(channel, _incoming_chunks(data))
             _wait_until_closed(channel)
@@ -157,6 +157,9 @@ class Peers:
         finally:
             channel.close()
         return True
+
+    def _channel(self, sender: int, receiver: int, token: str) -> Channel:
+        return self._ranks.channel(sender, receiver, token, self._settings.transport)
 
     def _ask(self, what: str, request: Mapping[str, Any]) -> Any:
         """Return the answer of the first rank that has one; None if no rank has."""
@@ -230,7 +233,7 @@ class Peers:
         start, nbytes = request["offset"], request["nbytes"]
         data, _ = source.checked(request["file"], start, start + nbytes)
         receiver, token = request["receiver"], request["token"]
-        channel = self._ranks.channel(self._ranks.rank, receiver, once=token)
+        channel = self._channel(self._ranks.rank, receiver, token)
         try:
             send(channel, _outgoing_chunks(data))
         finally:

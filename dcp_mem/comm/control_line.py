@@ -1,0 +1,195 @@
+"""Small frames between two ranks over one TCP connection, which also tells when the peer is gone.
+
+A frame is a kind, a number, the length of its body, and the body. Nothing here blocks but `wait`.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+_HEAD = struct.Struct("<BQI")
+MOST_NBYTES = 1 << 20
+"""Bytes of a body, at most."""
+_READ_NBYTES = 1 << 18
+_LONGEST_POLL = 0.5
+"""Seconds after which a waiting thread looks whether another one has closed the line."""
+
+
+class Frame(NamedTuple):
+    """A frame; what kinds and numbers there are is up to the users."""
+
+    kind: int
+    number: int
+    body: bytes
+
+
+class ControlLine:
+    """One rank's end of the connection.
+
+    Attributes:
+        is_over: Whether the peer has closed its end, or is gone; frames may still be there to take.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take over a connection.
+
+        Args:
+            connection: Closed with the line.
+        """
+        connection.setblocking(False)
+        self._connection = connection
+        self._outgoing = deque[memoryview]()
+        self._incoming = bytearray()
+        self._waiters = 0
+        self._is_closed = False
+        self.is_over = False
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Whether frames wait for room in the kernel's buffer."""
+        return bool(self._outgoing)
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame as far as there is room; `flush` sends the rest.
+
+        Args:
+            frame: Its body is not copied.
+        """
+        head = _HEAD.pack(frame.kind, frame.number, len(frame.body))
+        self._outgoing += [memoryview(head), *([memoryview(frame.body)] if frame.body else [])]
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for."""
+        while self._outgoing and not self._is_closed:
+            try:
+                count = self._connection.sendmsg(list(self._outgoing)[:64])
+            except BlockingIOError:
+                return
+            except OSError:  # what the peer has sent before is still to be read
+                self._outgoing.clear()
+                return
+            while count:
+                first = self._outgoing.popleft()
+                if count < len(first):
+                    self._outgoing.appendleft(first[count:])
+                count -= min(count, len(first))
+
+    def frames(self) -> Iterator[Frame]:
+        """Yield the frames that have come.
+
+        Raises:
+            RuntimeError: These are no frames.
+        """
+        self._receive()
+        start = 0
+        while len(self._incoming) - start >= _HEAD.size:
+            kind, number, nbytes = _HEAD.unpack_from(self._incoming, start)
+            if nbytes > MOST_NBYTES:
+                raise RuntimeError(f"a frame of {nbytes} bytes came; the peer speaks otherwise")
+            stop = start + _HEAD.size + nbytes
+            if stop > len(self._incoming):
+                break
+            yield Frame(kind, number, bytes(self._incoming[start + _HEAD.size : stop]))
+            start = stop
+        del self._incoming[:start]
+
+    def _receive(self) -> None:
+        while not self.is_over and not self._is_closed:
+            try:
+                data = self._connection.recv(_READ_NBYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            self._incoming += data
+            self.is_over = not data
+            if len(self._incoming) > MOST_NBYTES:  # enough for once
+                return
+
+    def wait(self, seconds: float) -> None:
+        """Return when there is something to read, room for what waits, or the time is over.
+
+        Args:
+            seconds: The most that this takes; several threads may wait.
+        """
+        self._waiters += 1
+        try:
+            if self._is_closed:
+                return
+            poller = select.poll()
+            events = 0 if self.is_over else select.POLLIN
+            poller.register(self._connection, events | (select.POLLOUT if self._outgoing else 0))
+            poller.poll(math.ceil(1000 * min(max(seconds, 0.0), _LONGEST_POLL)))
+        finally:
+            self._waiters -= 1
+            if self._is_closed and not self._waiters:
+                self._connection.close()
+
+    def close(self) -> None:
+        """Close the connection; a thread that waits returns at once."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        if not self._waiters:
+            self._connection.close()
+
+    def forget(self) -> None:
+        """Close a forked child's copy of the connection, which stays open in the parent."""
+        self._is_closed = True
+        self._connection.close()
+
+
+def dialled(address: tuple[str, int], token: bytes, deadline: float) -> socket.socket:
+    """Return a connection to a rank that listens, with a greeting sent.
+
+    Args:
+        address: Where it listens.
+        token: What it expects first.
+        deadline: Until when to wait, in seconds of the monotonic clock.
+
+    Raises:
+        RuntimeError: It can't be reached.
+    """
+    try:
+        connection = socket.create_connection(address, max(deadline - time.monotonic(), 0.001))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(token)
+    except OSError as error:
+        raise RuntimeError(
+            f"can't be reached at {address[0]}, port {address[1]}: {error}"
+        ) from None
+    return connection
+
+
+def accepted(listener: socket.socket, token: bytes, deadline: float) -> socket.socket:
+    """Return the first connection that greets with the token; close the others.
+
+    Args:
+        listener: Listens where the peer dials.
+        token: What the peer sends first.
+        deadline: Until when to wait, in seconds of the monotonic clock.
+
+    Raises:
+        RuntimeError: None comes in time.
+    """
+    while (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        try:
+            connection, _ = listener.accept()
+            connection.settimeout(min(left, 5.0))
+            if connection.recv(len(token), socket.MSG_WAITALL) == token:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return connection
+            connection.close()
+        except OSError:
+            continue
+    raise RuntimeError("the peer has not connected in time")

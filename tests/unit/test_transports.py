@@ -1,0 +1,238 @@
+"""Every transport keeps the promises of `Channel`; ranks settle which one they take."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch.distributed as dist
+
+from dcp_mem.comm import nixl_agents, ranks_of, transports
+from dcp_mem.common.log import log
+from dcp_mem.config import settings
+from dcp_mem.errors import ConfigError
+from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.transports import Ends, Rank, TransportConformance, in_pair
+
+needs_nixl = pytest.mark.skipif(
+    bool(why := nixl_agents.import_trouble()), reason=f"NIXL can't be imported: {why}"
+)
+
+
+class TestGloo(TransportConformance):
+    name = "gloo"
+    child_may_close = False
+    tells_of_halves = False
+
+
+@needs_nixl
+class TestNixlByMemory(TransportConformance):
+    name = "nixl"
+
+
+@needs_nixl
+class TestNixlByTcp(TransportConformance):
+    name = "nixl"
+    env: ClassVar[dict[str, str]] = {"UCX_TLS": "tcp"}
+
+
+# -- which one is taken ----------------------------------------------------------------------------
+
+Change = Callable[[pytest.MonkeyPatch, int], None]
+
+
+def _taken(choice: str, change: Change) -> tuple[str, str, bool]:
+    """What two ranks take, what the log says of it, and whether a message comes by it."""
+    lines: list[str] = []
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log, "warning", lambda text, *args: lines.append(text % args))
+        change(patch, rank)
+        ranks = ranks_of(None, "taken")
+        channels = [ranks.channel(0, 1, once, choice) for once in ("first", "second")]
+    came = bytearray(100_000)
+    for channel in channels:
+        if rank == 0:
+            channel.send(bytearray(b"x" * len(came))).wait()
+            channel.receive(bytearray(1)).wait()
+        else:
+            channel.receive(came).wait()
+            channel.send(bytearray(b"e")).wait()
+    names = {type(channel).__name__ for channel in channels}
+    return "/".join(names), "\n".join(lines), rank == 0 or came == b"x" * len(came)
+
+
+def _nothing(_: pytest.MonkeyPatch, rank: int) -> None:
+    return
+
+
+def _second_has_no_nixl(patch: pytest.MonkeyPatch, rank: int) -> None:
+    if rank == 1:
+        patch.setattr(transports, "import_trouble", lambda: "ModuleNotFoundError: nixl")
+
+
+def _other_machines(patch: pytest.MonkeyPatch, rank: int) -> None:
+    patch.setattr(transports, "_host", lambda: f"machine {rank}")
+
+
+def _one_card() -> tuple[str, ...]:
+    return ("mlx5_0",)
+
+
+def _first_has_a_card(patch: pytest.MonkeyPatch, rank: int) -> None:
+    if rank == 0:
+        patch.setattr(transports, "rdma_devices", _one_card)
+
+
+def _both_have_cards(patch: pytest.MonkeyPatch, rank: int) -> None:
+    _other_machines(patch, rank)
+    patch.setattr(transports, "rdma_devices", _one_card)
+
+
+def _second_may_not_read(patch: pytest.MonkeyPatch, rank: int) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("process_vm_readv: Operation not permitted")
+
+    if rank == 1:
+        patch.setattr(nixl_agents.Sink, "read", refused)
+
+
+@pytest.mark.parametrize(
+    ("choice", "change", "taken", "said"),
+    [
+        ("gloo", _both_have_cards, "GlooChannel", ["", ""]),
+        ("auto", _nothing, "GlooChannel", ["", ""]),
+    ],
+)
+def test_gloo_is_taken_where_there_is_nothing_better(
+    choice: str, change: Change, taken: str, said: list[str]
+) -> None:
+    _assert_taken(choice, change, taken, said)
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("choice", "change", "taken", "said"),
+    [
+        ("nixl", _nothing, "NixlChannel", ["", ""]),
+        ("auto", _both_have_cards, "NixlChannel", ["", ""]),
+        ("auto", _first_has_a_card, "GlooChannel", ["this machine has no card that does RDMA", ""]),
+        ("nixl", _second_has_no_nixl, "GlooChannel", ["ModuleNotFoundError"] * 2),
+        ("nixl", _other_machines, "GlooChannel", ["over TCP, UCX aborts"] * 2),
+        ("nixl", _second_may_not_read, "GlooChannel", ["a test of NIXL between", "not permitted"]),
+    ],
+)
+def test_both_ranks_take_nixl_or_both_say_once_why_not(
+    choice: str, change: Change, taken: str, said: list[str]
+) -> None:
+    _assert_taken(choice, change, taken, said)
+
+
+def _assert_taken(choice: str, change: Change, taken: str, said: list[str]) -> None:
+    for (name, lines, came), wanted in zip(
+        forked_ranks(_taken, 2, choice, change, timeout=100), said, strict=True
+    ):
+        assert (name, came) == (taken, True)
+        assert wanted in lines
+        assert len(lines.splitlines()) == bool(wanted)
+
+
+def test_only_cards_with_a_link_count(tmp_path: Path) -> None:
+    for card, port, state in (
+        ("mlx5_0", "1", "4: ACTIVE\n"),
+        ("mlx5_0", "2", "4: ACTIVE\n"),
+        ("mlx5_1", "1", "1: DOWN\n"),
+        ("rdmap0s6", "1", "4: ACTIVE\n"),
+    ):
+        directory = tmp_path / card / "ports" / port
+        directory.mkdir(parents=True)
+        (directory / "state").write_text(state)
+    assert transports.rdma_devices(str(tmp_path)) == ("mlx5_0", "rdmap0s6")
+    assert transports.rdma_devices(str(tmp_path / "absent")) == ()
+
+
+def test_the_choice_comes_from_the_argument_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("DCP_MEM_TRANSPORT", raising=False)
+    assert settings(None, job="job").transport == "auto"
+    monkeypatch.setenv("DCP_MEM_TRANSPORT", "nixl")
+    assert settings(None, job="job").transport == "nixl"
+    assert settings(None, job="job", transport="gloo").transport == "gloo"
+    for wrong in ("NIXL", "", "tcp"):
+        with pytest.raises(ConfigError, match="choose 'auto', 'gloo' or 'nixl'"):
+            settings(None, job="job", transport=wrong)
+
+
+# -- what only NIXL's channels do ------------------------------------------------------------------
+
+
+def _waits_until_closed(ends: Ends, *_: object) -> tuple[str, bool]:
+    channel = ends.connect(is_sender=True)
+    message = channel.receive(bytearray(1))
+    closing = threading.Timer(0.3, channel.close)
+    closing.start()
+    began = time.monotonic()
+    error = raised_by(message.wait)
+    closing.join()
+    return str(error), time.monotonic() - began < 10
+
+
+def _stays(ends: Ends, *_: object) -> None:
+    channel = ends.connect(is_sender=False)
+    raised_by(channel.receive(bytearray(1)).wait)
+
+
+def _sends_too_much(ends: Ends, *_: object) -> str:
+    channel = ends.connect(is_sender=True)
+    message = channel.send(bytearray(300_000))
+    return str(raised_by(message.wait))
+
+
+def _expects_less(ends: Ends, *_: object) -> None:
+    channel = ends.connect(is_sender=False)
+    error = raised_by(channel.receive(bytearray(200_000)).wait)
+    assert str(error) == "a message of 300000 bytes came where 200000 bytes were to come"
+
+
+def _lives_on_in_a_child(ends: Ends, *_: object) -> None:
+    ends.connect(is_sender=False).send(bytearray(b"c")).wait()
+    if os.fork() == 0:
+        time.sleep(5)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hears_of_the_death(ends: Ends, *_: object) -> tuple[str, bool]:
+    channel = ends.connect(is_sender=True)
+    channel.receive(bytearray(1)).wait()
+    began = time.monotonic()
+    error = raised_by(channel.receive(bytearray(1)).wait)
+    return str(error), time.monotonic() - began < 4
+
+
+def _pair(own: Rank, peers: Rank) -> tuple[Any, int]:
+    found: tuple[Any, int] = forked(in_pair, "nixl", 60.0, own, peers, (), timeout=100)
+    return found
+
+
+@needs_nixl
+def test_closing_a_channel_ends_a_wait_in_another_thread() -> None:
+    assert _pair(_waits_until_closed, _stays) == (("the channel is closed", True), 0)
+
+
+@needs_nixl
+def test_lengths_that_differ_are_an_error_on_both_ranks() -> None:
+    error, code = _pair(_sends_too_much, _expects_less)
+    assert code == 0
+    assert error == "the peer has closed its end, or is gone"
+
+
+@needs_nixl
+def test_a_dead_peer_is_noticed_though_a_child_of_it_lives() -> None:
+    (error, is_at_once), _ = _pair(_hears_of_the_death, _lives_on_in_a_child)
+    assert (error, is_at_once) == ("the peer has closed its end, or is gone", True)
