@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -83,13 +83,10 @@ def measure_transport(
     return ranks.exchange(_Ring(ranks, choice, store).measured())
 
 
-@dataclass(slots=True)
 class _Ring:
-    ranks: Ranks
-    choice: TransportChoice
-    store: dist.Store
-    _sent: bytearray = field(default_factory=lambda: bytearray(os.urandom(1 << 20) * 64))
-    _came: bytearray = field(default_factory=lambda: bytearray(64 << 20))
+    def __init__(self, ranks: Ranks, choice: TransportChoice, store: dist.Store) -> None:
+        self.ranks, self.choice, self.store = ranks, choice, store
+        self._sent, self._came = bytearray(os.urandom(1 << 20) * 64), bytearray(64 << 20)
 
     def measured(self) -> NodeTransport:
         """Connect to both neighbours, and measure where all ranks could."""
