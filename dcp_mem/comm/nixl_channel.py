@@ -35,7 +35,7 @@ _PRODUCTIVE = 20e-6
 """Seconds from which on a call of NIXL's has moved bytes."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 2e-3
 """Seconds between two looks at reads that are under way; each pause is twice the one before."""
-_EXIT_SECONDS = 2.0
+_GONE = "the peer has closed its end, or is gone"
 
 
 class NixlChannel:
@@ -195,7 +195,7 @@ class NixlChannel:
             if isinstance(wanted, _Outgoing) and not wanted.is_offer:
                 wanted.is_done = not self._line.has_outgoing
             if self._line.is_over and not wanted.is_done and not self._reading:
-                raise RuntimeError("the peer has closed its end, or is gone")
+                raise RuntimeError(_GONE)
         return is_moving or time.perf_counter() - started > 2 * _PRODUCTIVE
 
     def _hear(self, frame: Frame) -> None:
@@ -259,6 +259,8 @@ class NixlChannel:
             view[:] = frame.body
             message.end()
             return
+        if self._line.is_over:  # UCX may abort this process where it reads from one that is gone
+            raise RuntimeError(_GONE)
         address, nbytes, name_nbytes = _OFFER_HEAD.unpack_from(frame.body)
         _check_length(nbytes, len(view))
         name, described = _split(frame.body[_OFFER_HEAD.size :], name_nbytes)
@@ -296,9 +298,9 @@ class NixlChannel:
         if self._failure:
             return
         self._failure = why
+        self._line.close()  # first: the peer is not to begin a read any more
         self._end_sink()
         self._end_source()
-        self._line.close()
         for message in (*self._awaited, *self._reading, *self._offers.values()):
             message.view = None
         for kept in (self._awaited, self._reading, self._offers, self._arrived):

@@ -136,7 +136,7 @@ class NixlTransport:
                 peer, _, _ = offers.peers(deadline)
                 _check(own, peer)
                 connection = accepted(listener, token, deadline)
-        channel = NixlChannel(ControlLine(connection), min(pair.seconds / 4, _MOST_PROBE_SECONDS))
+        channel = NixlChannel(ControlLine(connection), min(pair.seconds / 2, _MOST_PROBE_SECONDS))
         try:
             _probe(channel)
         except BaseException:
