@@ -104,7 +104,7 @@ class Settings:
     replication_timeout: float = 120.0
     on_nonfinite: OnNonfinite = "ignore"
     reuse_stored: bool = True
-    transport: TransportChoice = "auto"
+    transport: TransportChoice = "gloo"
 
     @property
     def keep(self) -> int:
@@ -164,7 +164,7 @@ def settings(
         on_replication: "wait", "skip" or "cancel".
         on_nonfinite: "ignore", "warn" or "reject".
         reuse_stored: Whether what storage has already isn't sent again.
-        transport: "auto", "gloo" or "nixl"; default $DCP_MEM_TRANSPORT, else "auto".
+        transport: "auto", "gloo" or "nixl"; default $DCP_MEM_TRANSPORT, else "gloo".
 
     Raises:
         ConfigError: An argument or an environment variable can't be used.
@@ -253,8 +253,8 @@ def _failure_domain(given: str | Callable[[], str] | None) -> str:
 
 
 def _transport(given: str | None) -> TransportChoice:
-    """Return the argument, else $DCP_MEM_TRANSPORT, else "auto"."""
-    choice = given if given is not None else os.environ.get("DCP_MEM_TRANSPORT") or "auto"
+    """Return the argument, else $DCP_MEM_TRANSPORT, else "gloo"."""
+    choice = given if given is not None else os.environ.get("DCP_MEM_TRANSPORT") or "gloo"
     if choice not in ("auto", "gloo", "nixl"):
         raise ConfigError(
             f"transport={choice!r} (or DCP_MEM_TRANSPORT): choose 'auto', 'gloo' or 'nixl'"

@@ -159,7 +159,7 @@ def test_the_choice_comes_from_the_argument_or_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("DCP_MEM_TRANSPORT", raising=False)
-    assert settings(None, job="job").transport == "auto"
+    assert settings(None, job="job").transport == "gloo"
     monkeypatch.setenv("DCP_MEM_TRANSPORT", "nixl")
     assert settings(None, job="job").transport == "nixl"
     assert settings(None, job="job", transport="gloo").transport == "gloo"
