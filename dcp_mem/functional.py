@@ -204,6 +204,7 @@ def async_save(
         made = attempt(lambda: without_stateful(state_dict))
     stages_itself = (
         isinstance(storage_writer, MemoryStorageWriter)
+        and type(storage_writer).stage is MemoryStorageWriter.stage
         and async_stager is None
         and (async_checkpointer_type is None or "THREAD" in str(async_checkpointer_type))
         and use_collectives
