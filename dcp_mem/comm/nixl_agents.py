@@ -1,4 +1,4 @@
-"""What NIXL does for a channel: memory that another process may read, and reading such memory.
+"""NIXL agents: they register memory for a peer to read, and read the memory of a peer.
 
 NIXL moves bytes by UCX: over InfiniBand or RoCE, between processes of one machine, or over TCP.
 What was learned of it (nixl 1.5.1, with UCX inside), and why it is used as it is here:

@@ -1,4 +1,4 @@
-"""Which transport moves many bytes between two ranks, and connecting two ranks by it.
+"""Choose a transport for two ranks that exchange many bytes, and connect them.
 
     gloo   TCP, everywhere; a group of two ranks (`channels`)
     nixl   one-sided reads by UCX, over InfiniBand, RoCE or shared memory (`nixl_channel`)
@@ -181,7 +181,7 @@ _said = set[str]()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a rank tells its peer of NIXL.
+    """A rank's offer to its peer: whether it can and would use NIXL.
 
     Attributes:
         trouble: Why this rank can't use it, or wouldn't; "" where it would.
@@ -257,7 +257,7 @@ def _check(own: Offer, peer: Offer) -> None:
 
 
 class _Offers:
-    """What two ranks put into the store for each other."""
+    """The offers of two ranks in the store."""
 
     def __init__(self, pair: Pair) -> None:
         self._store, self._seconds = pair.store, pair.seconds

@@ -282,10 +282,6 @@ class SlotPool:
         with self._guard, in_turn(self._directory):
             return sorted(self._free(), key=lambda one: one.present, reverse=True)
 
-    def spare_sizes(self) -> list[int]:
-        """Return the bytes present in each free slot that could be claimed here, largest first."""
-        return [one.present for one in self.free()]
-
     def keep_only(self, needs: Sequence[SlotNeed]) -> None:
         """Keep the free slots that claims in this order will take; give back all other memory.
 

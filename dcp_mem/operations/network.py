@@ -23,6 +23,7 @@ from dcp_mem.comm.job_ranks import JobRanks
 from dcp_mem.config import TransportChoice
 from dcp_mem.errors import ConfigError
 from dcp_mem.operations.doctor import Check, Severity
+from dcp_mem.operations.measured_nodes import named, slow_among
 from dcp_mem.operations.transport_check import NodeTransport, measure_transport
 
 _NBYTES = 64 << 20
@@ -30,9 +31,6 @@ _ROUNDS, _SMALL_ROUNDS = 5, 50
 _TIMEOUT = 120.0
 _MUCH_FASTER = 4
 """From which factor on another interface is taken for the one that was meant."""
-_SLOW = 0.5
-"""A node below this part of the best rate is called slow."""
-_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +129,7 @@ def _interfaces(nodes: Sequence[NodeNetwork]) -> Check:
             "interface",
             Severity.FAIL,
             found,
-            f"{_named(local)} can't be reached from other nodes: their names stand for the "
+            f"{named(local)} can't be reached from other nodes: their names stand for the "
             f"loopback address. Set GLOO_SOCKET_IFNAME to the interface of the nodes' network",
         )
     return Check("interface", Severity.OK, found)
@@ -148,7 +146,7 @@ def _wrong_cards(nodes: Sequence[NodeNetwork]) -> Check:
         "speed of interface",
         Severity.WARN,
         found,
-        f"{_named(slow)} also has {interface}, up, of {_speed(speed)}: if all nodes reach each "
+        f"{named(slow)} also has {interface}, up, of {_speed(speed)}: if all nodes reach each "
         f"other over it, set GLOO_SOCKET_IFNAME={interface}",
     )
 
@@ -157,7 +155,7 @@ def _rates(nodes: Sequence[NodeNetwork]) -> Check:
     median = statistics.median(node.rate for node in nodes)
     found = f"{median / 1e9:.2f} GB/s out and as much in, by one thread of each node"
     # A slow node slows the one before and the one behind it as well: few nodes have no fair median.
-    slow = [node for node in nodes if node.rate < _SLOW * max(one.rate for one in nodes)]
+    slow = slow_among(nodes)
     if not slow:
         return Check("bandwidth", Severity.OK, found)
     least = min(node.rate for node in slow)
@@ -165,15 +163,8 @@ def _rates(nodes: Sequence[NodeNetwork]) -> Check:
         "bandwidth",
         Severity.WARN,
         found,
-        f"{_named(slow)}: {least / 1e9:.2f} GB/s to the next node. Look at the cables, and at "
+        f"{named(slow)}: {least / 1e9:.2f} GB/s to the next node. Look at the cables, and at "
         f"which interfaces these nodes and their successors take",
-    )
-
-
-def _named(nodes: Sequence[NodeNetwork]) -> str:
-    named = [f"{node.host} (rank {node.rank})" for node in nodes[:_MOST_NAMED]]
-    return ", ".join(named) + (
-        f" and {len(nodes) - _MOST_NAMED} more" if len(nodes) > _MOST_NAMED else ""
     )
 
 

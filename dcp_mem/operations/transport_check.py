@@ -30,13 +30,11 @@ from dcp_mem.comm.transports import (
 from dcp_mem.config import TransportChoice
 from dcp_mem.format.checksums import checksum
 from dcp_mem.operations.doctor import Check, Severity
+from dcp_mem.operations.measured_nodes import named, slow_among
 
 _NBYTES, _MESSAGE, _IN_FLIGHT = 1 << 30, 16 << 20, 4
 _ROUNDS = 3
 _TIMEOUT = 120.0
-_SLOW = 0.5
-"""A node below this part of the best rate is called slow."""
-_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,12 +186,12 @@ def judge_transport(nodes: Sequence[NodeTransport], choice: TransportChoice) -> 
             "transport",
             severity,
             f"{choice} doesn't work between all nodes: copies go over gloo there",
-            f"{_named(troubles)}: {troubles[0].trouble}",
+            f"{named(troubles)}: {troubles[0].trouble}",
         )
         return
     wrong = [node for node in nodes if not node.is_equal]
     if wrong:
-        advice = f"{_named(wrong)} got other bytes than were sent: don't use it"
+        advice = f"{named(wrong)} got other bytes than were sent: don't use it"
         yield Check("transport", Severity.FAIL, f"{choice} between all nodes", advice)
         return
     yield Check("transport", Severity.OK, f"{choice} between all nodes, bytes as they were sent")
@@ -207,7 +205,7 @@ def _cards(nodes: Sequence[NodeTransport]) -> Check:
         return Check("RDMA", Severity.OK, "no cards that do RDMA and have a link")
     if not without:
         return Check("RDMA", Severity.OK, ", ".join(names))
-    advice = f"{_named(without)} has none with a link: look at `ibstat` there"
+    advice = f"{named(without)} has none with a link: look at `ibstat` there"
     return Check("RDMA", Severity.WARN, ", ".join(names), advice)
 
 
@@ -220,7 +218,7 @@ def _locked_memory(nodes: Sequence[NodeTransport]) -> Check:
         "locked memory",
         Severity.WARN,
         f"at most {least >> 10} KiB",
-        f"{_named(limited)}: cards need the memory that they read locked; raise the limit in the "
+        f"{named(limited)}: cards need the memory that they read locked; raise the limit in the "
         "shell that starts the ranks, by `ulimit -l unlimited`",
     )
 
@@ -229,15 +227,9 @@ def _rates(nodes: Sequence[NodeTransport]) -> Check:
     rate = statistics.median(node.rate for node in nodes)
     cpu = statistics.median(node.cpu for node in nodes)
     found = f"{rate / 1e9:.2f} GB/s out and as much in, {cpu * 1e9:.2f} CPU-seconds per GB"
-    slow = [node for node in nodes if node.rate < _SLOW * max(one.rate for one in nodes)]
+    slow = slow_among(nodes)
     if not slow:
         return Check("bandwidth of copies", Severity.OK, found)
     least = min(node.rate for node in slow)
-    advice = f"{_named(slow)}: {least / 1e9:.2f} GB/s from the node before it"
+    advice = f"{named(slow)}: {least / 1e9:.2f} GB/s from the node before it"
     return Check("bandwidth of copies", Severity.WARN, found, advice)
-
-
-def _named(nodes: Sequence[NodeTransport]) -> str:
-    named = [f"{node.host} (rank {node.rank})" for node in nodes[:_MOST_NAMED]]
-    more = len(nodes) - _MOST_NAMED
-    return ", ".join(named) + (f" and {more} more" if more > 0 else "")

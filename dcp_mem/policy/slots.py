@@ -1,4 +1,4 @@
-"""Which free slot a segment takes, and by how much a slot grows for it.
+"""Choose a free slot for a segment, and compute by how much the slot grows.
 
 A slot is a file of whole huge pages. It keeps its size from segment to segment, unless it has
 become far too large.

@@ -42,7 +42,7 @@ class SlotSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNeeds:
-    """What checkpoints to come take on this node, in bytes.
+    """The memory that the next checkpoints need on this node, in bytes.
 
     Attributes:
         checkpoint: The slots of one, copies included.
@@ -63,8 +63,8 @@ class NodeNeeds:
 class Prefaulting:
     """The thread that makes a rank's free slots ready, for one save at a time.
 
-    Any thread may start and stop it. On return from `stop` nothing is made ready any more, until
-    somebody starts it again.
+    Any thread may call `fill_up` and `stop`. On return from `stop` nothing is made ready any more,
+    until somebody calls `fill_up` again.
 
     Args:
         memory: The job's memory on this node.
@@ -78,18 +78,6 @@ class Prefaulting:
         self._under_way: Future[None] | None = None
         self._unwanted = threading.Event()  # of what is under way
         self._guard = threading.Lock()  # the thread never takes it, so it is held while that ends
-
-    def start(self, sizes: SlotSizes, checkpoints: int) -> Future[None]:
-        """Make free slots for so many checkpoints ready in the background.
-
-        Args:
-            sizes: What one checkpoint takes.
-            checkpoints: For how many checkpoints there are to be free slots.
-
-        Returns:
-            What tells when that has ended.
-        """
-        return self._start(sizes, lambda: checkpoints, lambda nbytes: True)
 
     def _start(
         self,
@@ -133,7 +121,7 @@ class Prefaulting:
     ) -> Future[None] | None:
         """Bring the rank's slots up to what `keep` + 1 checkpoints take, within the memory budget.
 
-        In the background, as `start` does it.
+        In the background.
 
         Args:
             settings: Of the job: how many checkpoints stay, and the memory limit.

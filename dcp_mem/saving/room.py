@@ -1,4 +1,4 @@
-"""What memory a save finds on each node, what it will claim there, and what is given back first."""
+"""The room for a save: memory used on each node, slots that it claims, slots given back first."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def copies_for(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What the first of the saves to come finds and needs.
+    """The room for the next save, and what it needs.
 
     Attributes:
         copies: Bytes of each slot for what will come to this rank.

@@ -565,7 +565,7 @@ def test_a_slot_with_another_name_is_never_claimed(tmp_path: Path) -> None:
     assert not list((tmp_path / "slots").iterdir())
     # Retired by a process that had looked just before the link was made:
     os.link(tmp_path / "two", tmp_path / "slots" / "late.slot")
-    assert pool.spare_sizes() == []
+    assert [one.present for one in pool.free()] == []
     assert pool.claim(1 << 20, "") is not slot
     retire(str(tmp_path / "two"), str(tmp_path / "slots"))
     assert pool.claim(1 << 20, "") is slot  # its last name was that of a free slot

@@ -91,7 +91,7 @@ def test_new_slot_that_doesnt_fit_takes_no_room(tmp_path: Path) -> None:
         pool = SlotPool(str(directory))
         with pytest.raises(MemoryBudgetExceeded, match="full"):
             pool.claim(32 * _MIB, "")
-        assert sum(pool.spare_sizes()) == 0
+        assert sum(one.present for one in pool.free()) == 0
         assert pool.claim(12 * _MIB, "").capacity == 12 * _MIB
         pool.close()
 
@@ -101,7 +101,7 @@ def test_prefaulting_stops_when_it_is_no_longer_wanted_and_loses_nothing(memory_
     prepared: list[Slot] = []
     pool.prefault(1, 192 * _MIB, prepared.append, lambda: next(answers))
     assert prepared == []
-    assert pool.spare_sizes() == [4 * _MIB]
+    assert [one.present for one in pool.free()] == [4 * _MIB]
     slot = pool.claim(192 * _MIB, "")
     assert present(slot.descriptor) == slot.capacity == 192 * _MIB
     assert pool.free_count() == 0
