@@ -188,7 +188,7 @@ def async_save(
 
     Returns:
         What dcp.async_save returns: a future of the checkpoint's metadata. It raises what dcp.save
-        raises. Where a rank falls silent, it does so after the time-out of the process group.
+        raises.
 
     Raises:
         ConfigError: overlap= with another writer, with a stager, or without an optimizer.

@@ -276,8 +276,6 @@ class MemoryStorageWriter(StorageWriter):
             begun, calls = self._saver.calls.begun(), self._saver.calls
             calls.save, calls.name = None, None
             if begun.own is not None:
-                if begun.own.metadata is not None:
-                    begun.own.metadata.keep()
                 faults.point("save.finished")
                 return
             if begun.manifest is None:

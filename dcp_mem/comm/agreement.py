@@ -123,7 +123,18 @@ def is_shared(error: BaseException) -> bool:
     Args:
         error: As this rank raises it.
     """
-    return isinstance(error, RankFailed) or bool(getattr(error, _SHARED, False))
+    return isinstance(error, RankFailed) or was_voted_on(error)
+
+
+def was_voted_on(error: BaseException) -> bool:
+    """Return whether every rank raises because of an error, each in the same step.
+
+    A rank whose connection has broken raises a RankFailed that nobody has voted on.
+
+    Args:
+        error: As this rank raises it.
+    """
+    return bool(getattr(error, _SHARED, False))
 
 
 def known_to_all(error: E) -> E:
@@ -181,7 +192,7 @@ def raise_together(what: str, failures: Failures, own: Exception | None = None) 
     if own is not None:
         raise _mark(own, is_shared=True)
     if failures:
-        raise RankFailed(what, failures)
+        raise known_to_all(RankFailed(what, failures))
 
 
 def on_all_ranks(ranks: Ranks, what: str, act: Callable[[], T]) -> T:
@@ -198,12 +209,12 @@ def on_all_ranks(ranks: Ranks, what: str, act: Callable[[], T]) -> T:
     """
     with leaving(ranks):
         own = attempt(act)
-    failures: Failures = ()
     try:
         failures = ranks.all_reduce(own.failures(ranks.rank), joined)
     except RankFailed:
         if own.error is None:
             raise
+        raise own.error from None  # the other ranks may not have been told
     raise_together(what, failures, own.error)
     return own.value
 
@@ -245,11 +256,11 @@ def from_all_ranks(
         gathered = ranks.gather((own._values, own.failures(ranks.rank)), _with_equal_ones_once)
         decision = _on_rank_0(ranks, lambda: decide(_values_of_all(what, gathered)))
         return _broadcast(ranks, what, decision)
-    except RankFailed:
-        own_error = own.error
+    except RankFailed as failed:
+        own_error, is_known = own.error, was_voted_on(failed)
         if own_error is None:
             raise
-    raise _mark(own_error, is_shared=True)
+    raise _mark(own_error, is_shared=is_known)
 
 
 def _with_equal_ones_once(values: Sequence[T]) -> Sequence[T]:
@@ -291,5 +302,5 @@ def _broadcast(ranks: Ranks, what: str, attempted: Attempted[T] | None) -> T:
     values = () if attempted is None else attempted._values
     values, failures = ranks.broadcast((values, failures))
     if failures:
-        raise RankFailed(what, failures) from error
+        raise known_to_all(RankFailed(what, failures)) from error
     return values[0]

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_mem.comm import Ranks, SingleRank, ranks_of
+from dcp_mem.comm.dcp_exchanges import DcpExchanges
 from dcp_mem.errors import ConfigError
 
 _DEPTH = 16
@@ -60,6 +61,7 @@ class PlanningCall:
         uses_collectives: Whether the ranks plan together.
         is_coordinator: Whether this rank joins the plans.
         has_usual_coordinator: Whether rank 0 does.
+        exchanges: Between the ranks, at the end of each step.
     """
 
     planner: Any
@@ -67,6 +69,7 @@ class PlanningCall:
     uses_collectives: bool
     is_coordinator: bool
     has_usual_coordinator: bool
+    exchanges: DcpExchanges
     _frame: FrameType
 
     def replace_planner(self, planner: Any) -> None:
@@ -199,6 +202,7 @@ def planning_call(storage: Any) -> PlanningCall | None:
                 uses_collectives=bool(found.get("use_collectives", True)),
                 is_coordinator=wrapper.is_coordinator,
                 has_usual_coordinator=wrapper.coordinator_rank == 0,
+                exchanges=DcpExchanges(wrapper),
                 _frame=frame,
             )
     return None
@@ -249,18 +253,6 @@ def direct_call(process_group: dist.ProcessGroup | None, no_dist: bool, purpose:
 def is_called_by_dcp() -> bool:
     """Return whether `dcp.save` or `dcp.load` is on the stack; other drivers don't count."""
     return _calling_wrapper() is not None
-
-
-def is_broadcast_by_dcp() -> bool:
-    """Return whether `dcp.save` or `dcp.load` is sending an object to all ranks.
-
-    What it sends is what its coordinator returns. Objects may be pickled within a call otherwise,
-    too: those that are saved.
-    """
-    for frame in _calling_frames():
-        if frame.f_code.co_name == "broadcast_object":
-            return isinstance(frame.f_locals.get("self"), _DistWrapper) and is_called_by_dcp()
-    return False
 
 
 def global_metadata() -> Metadata | None:

@@ -300,7 +300,7 @@ class JobRanks:
                 f"{what} between {self.size} ranks (a rank died or fell behind by "
                 f"{self._timeout.total_seconds():.0f} s; {self._variable} sets this)"
             )
-            # DCP may go on to exchanges of its own, which take as long as the user's group allows.
+            # Loads go on to exchanges of DCP's, which take as long as the user's group allows.
             log.warning("%s", RankFailed(what, [left[:2]]))
         return what, [left[:2]]
 

@@ -46,6 +46,8 @@ class DcpTakeover:
         Args:
             call: The planning step of DCP.
         """
+        self._exchanges = call.exchanges
+        self._exchanges.only_errors()
         self.staged = staged_in(call.state_dict)
         self._ahead: AheadCopy | None = None
         self._state: Attempted[Mapping[str, Any]] = Attempted((call.state_dict,))
@@ -97,13 +99,18 @@ class DcpTakeover:
             self.settled = settle(context, self.items)
         except NoCommonPlan as reason:
             self.items = None
+            self.leave_to_torch()
             note_torch_plans(context.session, context.name, reason.why_not)
             return
         self.is_planned = self._stand_in.is_planned = True
         if self.settled is None:
             self.give_up()
         else:
-            self._stand_in.metadata = ReturnedMetadata(self.settled.agreed.save_id)
+            self._stand_in.metadata = ReturnedMetadata()
+
+    def leave_to_torch(self) -> None:
+        """Have torch's planner plan the save, and its plans exchanged. All ranks call this."""
+        self._exchanges.everything()
 
     def give_up(self) -> None:
         """Give back what has been copied ahead: the save has failed, or is skipped."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_mem.comm.agreement import Attempted, attempt, described
+from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all
 from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.format.byte_items import stream_of
@@ -269,7 +269,7 @@ class OwnPlans:
                 parts = [("", b"", described(merged.error))] * len(gathered)
         plan_id, mask, error = ranks.scatter(parts)
         if error:
-            raise RankFailed(f"planning {context.name}", [(0, error)])
+            raise known_to_all(RankFailed(f"planning {context.name}", [(0, error)]))
         return plan_id, mask, whole
 
     def recognised(

@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -129,7 +130,9 @@ class Saver:
         why_not, self.calls.why_not = self.calls.why_not, ""
         if takeover is not None:
             takeover.enter(ranks)
-            if not why_not:
+            if why_not:
+                takeover.leave_to_torch()
+            else:
                 _settle(context, takeover)
         elif uses_collectives and is_called_by_dcp():
             why_not = "this torch drives its writers in another way"
@@ -162,7 +165,7 @@ class Saver:
         assert takeover.metadata is not None
         items, settled = takeover.items, takeover.settled
         takeover.items = takeover.settled = None  # they refer to the caller's tensors
-        completed = carry_out(context, items, settled)
+        completed = carry_out(replace(context, is_driven_by_dcp=False), items, settled)
         self._note(completed)
         takeover.metadata.settle(context.session, completed.manifest, completed.agreed.info)
 
@@ -213,9 +216,9 @@ class Saver:
                 if completed is None:
                     return Metadata({})
                 faults.point("save.finished")
-                metadata = ReturnedMetadata(completed.manifest.save_id)
-                metadata.settle(context.session, completed.manifest, completed.agreed.info)
-                return metadata.keep()
+                return ReturnedMetadata().settle(
+                    context.session, completed.manifest, completed.agreed.info
+                )
         except NoCommonPlan as reason:
             # Of the save that DCP drives now. The ranks needn't find out once more.
             self._next_info, self.calls.why_not = context.info, str(reason.why_not) or "?"

@@ -38,7 +38,8 @@ class SaveContext:
         scope: "" or the rank that saves alone.
         name: The checkpoint's.
         info: What this rank's training loop says of the checkpoint. Rank 0's word counts.
-        is_driven_by_dcp: DCP keeps the ranks together until `finish`; otherwise the save does.
+        is_driven_by_dcp: DCP's exchanges keep the ranks together until `finish`; otherwise the save
+            does.
         frozen: Tells which tensors are declared frozen; None where none are.
         has_copies: Whether the state dict is a private copy of the caller's.
     """

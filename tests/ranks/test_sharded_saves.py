@@ -411,13 +411,14 @@ def _saves_many_times(places: Places, saves: int) -> dict[str, int]:
                 state, checkpoint_id=f"step-{step}", storage_writer=writer, planner=_in_turn(step)
             )
             if step == 20:
+                writer.wait()  # what is being flushed is open for a while
                 descriptors = len(os.listdir("/proc/self/fd"))
             dist.barrier()
             job = Path(places.memory, places.job)
             most = max(most, len([*job.rglob("*.slot"), *job.rglob("*.distcp")]))
             dist.barrier()
-        growth = len(os.listdir("/proc/self/fd")) - descriptors
         writer.wait()
+        growth = len(os.listdir("/proc/self/fd")) - descriptors
         dist.barrier()
         comes_back(places, f"step-{saves - 1}", state)
         dist.barrier()
@@ -721,6 +722,8 @@ def _fails_at_every_point(places: Places) -> dict[str, str]:
 # Points that only a node's leader or the coordinator passes, and those after which a checkpoint is
 # complete.
 LEADERS = {"complete.catalog-1", "complete.manifest-1", "complete.evicted-1", "save.finished-1"}
+COMPLETE = {"complete.evicted-0", "save.finished-0"}
+"""Where every rank knows that the checkpoint is complete: only the failing one need raise."""
 
 
 def test_an_error_at_any_point_fails_the_save_on_every_rank_and_nothing_else(
@@ -736,7 +739,7 @@ def test_an_error_at_any_point_fails_the_save_on_every_rank_and_nothing_else(
             continue
         else:
             assert "fault injected" in first[name], name
-            assert "fault injected" in second[name], name
+            assert "fault injected" in second[name] or name in COMPLETE, name
 
 
 # -- nodes -----------------------------------------------------------------------------------------

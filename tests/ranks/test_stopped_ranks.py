@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter
@@ -69,11 +69,14 @@ def _save(root: str) -> None:
         dcp_mem.save(_state(), checkpoint_id="a", storage_writer=writer)
 
 
-def _save_in_the_background(root: str, group: dist.ProcessGroup) -> None:
+def _save_by_dcp(root: str) -> None:
     with MemoryStorageWriter(None, memory_root=root, job="job") as writer:
-        begun: Any = dcp_mem.async_save(
-            _state(), checkpoint_id="a", storage_writer=writer, process_group=group
-        )
+        dcp.save(_state(), checkpoint_id="a", storage_writer=writer)
+
+
+def _save_in_the_background(root: str) -> None:
+    with MemoryStorageWriter(None, memory_root=root, job="job") as writer:
+        begun: Any = dcp_mem.async_save(_state(), checkpoint_id="a", storage_writer=writer)
         getattr(begun, "upload_completion", begun).result()
 
 
@@ -99,19 +102,23 @@ def _restore(root: str) -> None:
         manager.restore(_state())
 
 
-_OURS = {"save": _save, "prepare": _prepare, "load": _load, "restore": _restore}
-"""Calls that make no other exchanges than those of dcp_mem."""
+_CALLS = {
+    "save": _save,
+    "dcp.save": _save_by_dcp,
+    "async_save": _save_in_the_background,
+    "prepare": _prepare,
+    "load": _load,
+    "restore": _restore,
+}
+"""Calls that make no other exchanges than those of dcp_mem, unless all ranks know of an error."""
 _NEEDS = {"load": _save, "restore": _save_a_step}
 
 
 def _set_up(root: str, name: str) -> Callable[[], object]:
     """Return a call by its name, once there is what it needs."""
-    if name == "async_save":
-        group = dist.new_group(timeout=timedelta(seconds=_SECONDS))
-        return lambda: _save_in_the_background(root, group)
     if name in _NEEDS:
         _NEEDS[name](root)
-    return lambda: _OURS[name](root)
+    return lambda: _CALLS[name](root)
 
 
 @contextmanager
@@ -126,6 +133,7 @@ def _stopping_before(number: int, culprit: int) -> Iterator[list[int]]:
             count[0] += 1
             if count[0] == number and dist.get_rank() == culprit:
                 os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(0.2)  # a thread that isn't the main one may run on for a moment
             return original(self, *args, **kwargs)
 
         return counted
@@ -204,7 +212,7 @@ def _named(end: _End) -> str:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", list(_OURS))
+@pytest.mark.parametrize("name", list(_CALLS))
 def test_a_rank_that_is_stopped_at_any_exchange_is_named_in_time(
     memory_root: Path, name: str
 ) -> None:
@@ -212,19 +220,3 @@ def test_a_rank_that_is_stopped_at_any_exchange_is_named_in_time(
     assert [end for end in found if _named(end) not in end.error] == []
     assert [end for end in found if _named(end) not in end.said] == []
     assert [end for end in found if end.seconds > _ONCE * _SECONDS] == []
-
-
-@pytest.mark.timeout(240)
-def test_an_async_save_names_a_stopped_rank_in_time_and_ends_with_the_users_group(
-    memory_root: Path,
-) -> None:
-    """DCP goes on to exchanges of its own, over a group of the user's with a time-out as long.
-
-    Those that don't wait in the exchange at which the rank has stopped wait for it there alone.
-    """
-    found = _ends(memory_root, "async_save")
-    said = [end for end in found if end.said]
-    assert len(said) > len(found) / 2
-    assert [end for end in said if _named(end) not in end.said] == []
-    assert [end for end in said if end.said_after > _ONCE * _SECONDS] == []
-    assert [end for end in found if end.seconds > 2 * _ONCE * _SECONDS] == []
