@@ -17,7 +17,7 @@ from dcp_mem.common.files import allocated_bytes, free_bytes
 from dcp_mem.common.progress_bar import state_text, transfer_text
 from dcp_mem.common.values import CheckpointStatus, State
 from dcp_mem.config import memory_root_path
-from dcp_mem.flushing.agent import is_alive
+from dcp_mem.flushing.agent_handle import is_alive
 from dcp_mem.memory.job import JobMemory, jobs_in
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.operations.inventory import job_memory

@@ -1,7 +1,7 @@
 """The agent: a process of its own, one per node and memory root, that flushes what trainers saved.
 
-Trainers start it (`AgentHandle.wake`) and hand it their job and credentials over stdin, or over a
-socket in the private `.agent` directory. Otherwise they share nothing with it but files in memory.
+Trainers start it (`agent_handle.py`) and hand it their job and credentials. Otherwise they share
+nothing with it but files in memory.
 The agent outlives the trainers; it ends when nothing is left to flush and no trainer lives.
 """
 
@@ -15,185 +15,23 @@ import pickle
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from logging.handlers import RotatingFileHandler
 from typing import IO
 
 from dcp_mem.common.log import log
+from dcp_mem.flushing.agent_handle import STARTING_SECONDS, log_path, send, socket_directory
 from dcp_mem.flushing.loop import FlushLoop
 from dcp_mem.flushing.registration import Registration
-from dcp_mem.memory.root import private_directory
 
 _LINGER = 5.0
 """Seconds that the agent goes on with nothing to do."""
 _LOOK = 1.0
 """Longest time between two looks at the memory root, in seconds."""
-_STARTING = 30.0
-"""Seconds that an agent has for its start."""
-_ANSWER = 0.5
-"""Seconds that a trainer waits for an answer."""
 _MOST_BYTES = 1 << 20
 """Longest registration."""
-_ADVICE = "give credentials as plain values or in the environment, or choose agent='thread'"
-
-
-def log_path(root: str) -> str:
-    """Return where the agent of this memory root writes its log.
-
-    Args:
-        root: The memory root.
-    """
-    return os.path.join(root, ".agent", "agent.log")
-
-
-def is_alive(root: str) -> bool:
-    """Return whether this memory root's agent runs.
-
-    Args:
-        root: The memory root.
-    """
-    try:
-        descriptor = os.open(os.path.join(root, ".agent", "lock"), os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
-
-
-# -- the trainer's side ---------------------------------------------------------------------------
-
-
-class AgentHandle:
-    """A process's connection to the agent of its node; one for each memory root.
-
-    Args:
-        root: The memory root.
-    """
-
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self._children: list[int] = []
-        self._started = 0.0
-        self._started_with: Registration | None = None
-
-    def wake(self, registration: Registration) -> None:
-        """Tell the agent that a checkpoint awaits its flush; start an agent if none runs.
-
-        Doesn't wait for the agent's start.
-
-        Args:
-            registration: How the job's checkpoints are flushed.
-
-        Raises:
-            OSError: The agent can't be started.
-        """
-        message = pickle.dumps(registration)
-        if _send(self._root, message) or self._is_starting_with(registration):
-            return
-        # An agent that finds another one hands its registration over, and ends.
-        self._children.append(_start(self._root, message))
-        self._started = time.monotonic()
-        self._started_with = replace(registration, now=False)
-
-    def _is_starting_with(self, registration: Registration) -> bool:
-        """Return whether an agent starts that was given this registration already."""
-        self._children = [child for child in self._children if not _has_ended(child)]
-        is_starting = self._children and time.monotonic() - self._started < _STARTING
-        # One that starts tries everything at once: whether a caller waits is no news to it.
-        return bool(is_starting) and self._started_with == replace(registration, now=False)
-
-
-def _has_ended(child: int) -> bool:
-    """Return whether a child process has ended; collect its status."""
-    try:
-        return os.waitpid(child, os.WNOHANG)[0] != 0
-    except ChildProcessError:
-        return True
-
-
-def _send(root: str, message: bytes) -> bool:
-    """Hand a registration to the agent that runs; False where none takes it."""
-    try:
-        with _socket_directory(root) as directory, socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_ANSWER)
-            connection.connect(f"{directory}/socket")
-            connection.sendall(struct.pack("!I", len(message)) + message)
-            try:
-                answer = connection.recv(1)
-            except TimeoutError:
-                return True  # the agent reads it as soon as it can: training doesn't wait for that
-            if answer == b"-":
-                log.error(
-                    "the agent can't read this job's storage_options: %s (see %s)",
-                    _ADVICE,
-                    log_path(root),
-                )
-            return answer != b""
-    except OSError:
-        return False
-
-
-def _start(root: str, message: bytes) -> int:
-    private_directory(os.path.join(root, ".agent"))
-    reading, writing = os.pipe()
-    output = os.open(log_path(root), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    package = os.path.abspath(__file__)
-    for _ in range(3):  # from dcp_mem/flushing/agent.py to the directory that dcp_mem lies in
-        package = os.path.dirname(package)
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    try:
-        # A descriptor of the trainer in the agent would outlive the trainer, and peers would see
-        # their connections to it stay open when it is killed: gloo's sockets aren't close-on-exec.
-        child = subprocess.Popen(
-            [sys.executable, "-m", "dcp_mem.flushing.agent", root],
-            stdin=reading,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            close_fds=True,
-            start_new_session=True,
-        )
-        child.returncode = 0  # Popen would warn that it still runs; it is waited for by its id.
-    finally:
-        os.close(reading)
-        os.close(output)
-    try:
-        # Where the agent has died at once, the next wake starts another.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(writing, struct.pack("!I", len(message)) + message)
-    finally:
-        os.close(writing)
-    return child.pid
-
-
-@contextlib.contextmanager
-def _socket_directory(root: str) -> Iterator[str]:
-    """Open `.agent` under a short path: socket addresses may have only 108 bytes."""
-    descriptor = os.open(os.path.join(root, ".agent"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
-# -- the agent's side -----------------------------------------------------------------------------
 
 
 def run(root: str, first: Registration | None) -> None:
@@ -215,7 +53,7 @@ def run(root: str, first: Registration | None) -> None:
     loop = FlushLoop(root)
     if first is not None:
         loop.register(first)
-    with _socket_directory(root) as directory, socket.socket(socket.AF_UNIX) as server:
+    with socket_directory(root) as directory, socket.socket(socket.AF_UNIX) as server:
         path = f"{directory}/socket"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -293,12 +131,12 @@ def _becomes_agent(root: str, lock: int, registration: Registration | None) -> b
 
     An agent that is about to end doesn't take it: then the lock will be free in a moment.
     """
-    deadline = time.monotonic() + _STARTING
+    deadline = time.monotonic() + STARTING_SECONDS
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if registration is None or _send(root, pickle.dumps(registration)):
+            if registration is None or send(root, pickle.dumps(registration)):
                 return False
         else:
             return True

@@ -16,7 +16,7 @@ from typing import Any
 
 from dcp_mem.common.values import State
 from dcp_mem.errors import CheckpointExists, DcpMemError, gib
-from dcp_mem.flushing import agent
+from dcp_mem.flushing import agent_handle
 from dcp_mem.memory.root import file_system, open_root
 from dcp_mem.operations.inventory import list_jobs
 from dcp_mem.storage import Entry, Storage
@@ -283,7 +283,7 @@ def _agent(root: str) -> Iterator[Check]:
         one.persist and one.state not in ended for job in found for one in job.checkpoints
     )
     counts = f"jobs in memory: {len(found)}, live: {sum(job.is_live for job in found)}"
-    if agent.is_alive(root):
+    if agent_handle.is_alive(root):
         yield Check("agent", Severity.OK, f"runs; {counts}")
     elif waiting:
         advice = "dcp-mem flush ROOT brings them there; so does the job's next start"
@@ -296,14 +296,16 @@ def _agent(root: str) -> Iterator[Check]:
     else:
         yield Check("agent", Severity.OK, f"not needed; {counts}")
     trouble = [
-        line for line in _tail(agent.log_path(root)) if " ERROR " in line or " WARNING " in line
+        line
+        for line in _tail(agent_handle.log_path(root))
+        if " ERROR " in line or " WARNING " in line
     ]
     if trouble:
         yield Check(
             "agent's log",
             Severity.WARN,
             trouble[-1].strip(),
-            f"the last of {len(trouble)} in {agent.log_path(root)}",
+            f"the last of {len(trouble)} in {agent_handle.log_path(root)}",
         )
 
 

@@ -9,7 +9,7 @@ from dcp_mem.common.progress_bar import Show
 from dcp_mem.common.values import CheckpointStatus, State
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError, FlushFailed
-from dcp_mem.flushing.agent import AgentHandle
+from dcp_mem.flushing.agent_handle import AgentHandle
 from dcp_mem.flushing.registration import registration_of
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.operations.inventory import job_memory

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings
-from dcp_mem.flushing.agent import AgentHandle
+from dcp_mem.flushing.agent_handle import AgentHandle
 from dcp_mem.flushing.registration import Registration, registration_of
-from dcp_mem.flushing.thread import FlushThread
 from dcp_mem.memory.checksumming import ChecksumThread
+
+if TYPE_CHECKING:
+    from dcp_mem.flushing.thread import FlushThread
 
 
 class AgentLink:
@@ -56,6 +59,9 @@ class AgentLink:
                 self._wake_agent(registration)
             elif not self._is_stopped:
                 if self._thread is None:
+                    # A trainer that has an agent starts sooner without all that flushes.
+                    from dcp_mem.flushing.thread import FlushThread
+
                     self._thread = FlushThread(self._root)
                 self._thread.wake(replace(registration, environment=None))
 

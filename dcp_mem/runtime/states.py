@@ -19,7 +19,7 @@ from dcp_mem.errors import (
     WaitTimeout,
     gib,
 )
-from dcp_mem.flushing import agent
+from dcp_mem.flushing import agent_handle
 from dcp_mem.format.history import HistoryRow
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
@@ -57,7 +57,7 @@ def agent_log(settings: Settings) -> str:
     Args:
         settings: The job's; only its memory root matters.
     """
-    return agent.log_path(settings.memory_root)
+    return agent_handle.log_path(settings.memory_root)
 
 
 def wait(

@@ -27,7 +27,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.config import Settings, checkpoint_name, run_identity
 from dcp_mem.errors import ConfigError
-from dcp_mem.flushing.agent import AgentHandle
+from dcp_mem.flushing.agent_handle import AgentHandle
 from dcp_mem.flushing.registration import registration_of
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest

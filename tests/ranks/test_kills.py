@@ -16,7 +16,7 @@ import pytest
 
 import dcp_mem
 from dcp_mem.common import faults
-from dcp_mem.flushing import agent
+from dcp_mem.flushing import agent, agent_handle
 from dcp_mem.flushing.registration import Registration
 from dcp_mem.flushing.scheduler import FlushScheduler
 from dcp_mem.format import names
@@ -599,7 +599,7 @@ def test_many_processes_that_wake_the_agent_at_once_have_one(
     )
     wait_for(lambda: len(agents_of(memory_root)) == 1, "all agents but one to end")
     (serving,) = agents_of(memory_root)
-    log = Path(agent.log_path(str(memory_root))).read_text()
+    log = Path(agent_handle.log_path(str(memory_root))).read_text()
     assert re.findall(r"agent (\d+) serves", log) == [str(serving.pid)]
     (tmp_path / "go").touch()
     for process in processes:
@@ -621,7 +621,7 @@ def test_agent_that_meets_one_about_to_end_takes_its_place(
         locks.end_lease(ending)
         return False
 
-    monkeypatch.setattr(agent, "_send", end_without_an_answer)
+    monkeypatch.setattr(agent, "send", end_without_an_answer)
     monkeypatch.setattr(agent, "_LINGER", 0.0)
     agent.run(str(memory_root), Registration(job=place.job, url=str(place.path), overwrite=True))
     os.close(ending)

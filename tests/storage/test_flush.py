@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import dcp_mem.flushing.agent
+import dcp_mem.flushing.agent_handle
 import dcp_mem.flushing.flusher
 import dcp_mem.flushing.scheduler
 import dcp_mem.runtime.session
@@ -858,14 +859,14 @@ def test_an_agent_stays_as_long_as_a_trainer_lives(
     writer = writing(job, persist=every_n_saves(2))
     (memory_root / ".agent").mkdir(mode=0o700)
     with forking(_serve_impatiently, None, str(memory_root), job) as agent:
-        wait_until(lambda: dcp_mem.flushing.agent.is_alive(str(memory_root)))
+        wait_until(lambda: dcp_mem.flushing.agent_handle.is_alive(str(memory_root)))
         save(writer, 1)
         writer.wait(timeout=60)
         # The one that was forked does it; one that a late answer has started ends at once.
         wait_until(lambda: agents(memory_root) == [])
         idle = time.monotonic()
         # A ping of the agent waits for an answer for a fifth of this time.
-        while time.monotonic() < idle + 5 * dcp_mem.flushing.agent._ANSWER:
+        while time.monotonic() < idle + 5 * dcp_mem.flushing.agent_handle._ANSWER_SECONDS:
             save(writer, 2)
             assert psutil.pid_exists(agent.pid())
         writer.close()

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-import dcp_mem.flushing.agent
+import dcp_mem.flushing.agent_handle
 import dcp_mem.flushing.flusher
 import dcp_mem.runtime.session
 from dcp_mem import every_n_saves
@@ -232,7 +232,7 @@ def _count_wakes(job: Job, pending: bool) -> list[frozenset[str] | None]:
         before.close(flush=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            dcp_mem.flushing.agent.AgentHandle,
+            dcp_mem.flushing.agent_handle.AgentHandle,
             "wake",
             lambda _, registration: heard.append(registration.nodes),
         )
@@ -255,7 +255,7 @@ def _save_in_parts(job: Job) -> list[frozenset[str] | None]:
     heard: list[frozenset[str] | None] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            dcp_mem.flushing.agent.AgentHandle,
+            dcp_mem.flushing.agent_handle.AgentHandle,
             "wake",
             lambda _, registration: heard.append(registration.nodes),
         )

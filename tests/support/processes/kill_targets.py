@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
 from dcp_mem.common import faults
-from dcp_mem.flushing import agent
+from dcp_mem.flushing import agent_handle
 from dcp_mem.saving.overlap import Overlap
 from tests.support import REPOSITORY
 from tests.support.checkpoints.plans import SAVES
@@ -460,7 +460,7 @@ def agents_of(root: str | os.PathLike[str]) -> list[psutil.Process]:
 
     The kernel takes a killed process's memory first, and with it the command line.
     """
-    log_file = Path(agent.log_path(os.fspath(root)))
+    log_file = Path(agent_handle.log_path(os.fspath(root)))
     served = (
         set(re.findall(r"agent (\d+) serves", log_file.read_text())) if log_file.exists() else set()
     )
@@ -802,7 +802,7 @@ def kill_agents(root: str | os.PathLike[str]) -> None:
     for process in agents_of(root):
         process.kill()
     wait_for(
-        lambda: not agents_of(root) and not agent.is_alive(os.fspath(root)),
+        lambda: not agents_of(root) and not agent_handle.is_alive(os.fspath(root)),
         "the killed agent to end",
     )
 

@@ -1,0 +1,25 @@
+"""What a trainer imports: it starts, and restarts, as quickly as that."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_SHOW = "import sys, {}; print(*sorted(sys.modules))"
+
+
+def _imported_with(modules: str) -> set[str]:
+    shown = subprocess.run(
+        [sys.executable, "-c", _SHOW.format(modules)], capture_output=True, text=True, check=True
+    )
+    return set(shown.stdout.split())
+
+
+@pytest.mark.parametrize("modules", ["dcp_mem.writer, dcp_mem.reader", "dcp_mem.cli.ls"])
+def test_nothing_that_flushes_is_imported_by_those_who_leave_it_to_the_agent(modules: str) -> None:
+    imported = _imported_with(modules)
+    assert "dcp_mem.flushing.agent_handle" in imported
+    flushers = {name for name in imported if name.startswith("dcp_mem.flushing.")}
+    assert flushers == {"dcp_mem.flushing.agent_handle", "dcp_mem.flushing.registration"}
