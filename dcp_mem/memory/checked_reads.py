@@ -1,8 +1,9 @@
 """Reads of a segment that are held against its checksums on their way.
 
-Blocks are read a few at a time, and summed up while the processor's cache may have their bytes:
-that costs a fraction of a second pass over memory. Fewer at a time would cost more than they gain,
-since threads would hand over the interpreter's lock more often.
+Bytes are read a few at a time, and summed up while the processor's cache may have them: that costs
+a fraction of a second pass over memory. Fewer at a time would cost more than they gain, since
+threads would hand over the interpreter's lock more often. So neighbouring tensors that are small
+share a read.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ from dcp_mem.memory.views import fill, view_of
 
 Columns = npt.NDArray[np.int64]
 
-_memmove = ctypes.CDLL(None).memmove
+_memmove = ctypes.PyDLL(None).memmove  # keeps the interpreter's lock: what it copies is small
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
 _RUNS_EACH = 16
 """Runs of blocks that a thread takes at a time."""
-_BLOCKS_AT_ONCE = 4
-"""Neighbouring large blocks that are read with one system call."""
+_AT_ONCE = 512 << 10
+"""Bytes that are read with one system call and then summed up. The processor's cache holds them."""
+_LONGEST_STRETCH = 1 << 20
+"""Bytes of neighbouring large blocks that are looked at together."""
+_MOST_BETWEEN = 4 << 10
+"""Bytes between blocks that are rather read than left out; the frame of a tensor has fewer."""
+_Piece = tuple[int, memoryview]
+"""Where bytes begin in a segment, and where they are read to."""
 
 
 class CheckedReader:
@@ -78,42 +85,93 @@ class CheckedReader:
         """Yield runs, with neighbours together that are one large block each."""
         stretch: list[tuple[int, int]] = []
         for run in runs:
-            if stretch and not (len(stretch) < _BLOCKS_AT_ONCE and self._goes_on(stretch[-1], run)):
+            if stretch and not self._belongs_to(stretch, run):
                 yield stretch
                 stretch = []
             stretch.append(run)
         if stretch:
             yield stretch
 
-    def _goes_on(self, run: tuple[int, int], following: tuple[int, int]) -> bool:
-        are_single = run[0] == run[1] and following[0] == following[1]
-        return are_single and self._stops[run[1]] == self._starts[following[0]]
+    def _belongs_to(self, stretch: Sequence[tuple[int, int]], run: tuple[int, int]) -> bool:
+        before, number = stretch[-1][1], run[0]
+        are_single = stretch[-1][0] == before and run[1] == number
+        return (
+            are_single
+            and self._starts[number] - self._stops[before] <= _MOST_BETWEEN
+            and self._stops[number] - self._starts[stretch[0][0]] <= _LONGEST_STRETCH
+        )
 
     def _read_stretch(
         self, stretch: Sequence[tuple[int, int]], parts: _Parts
     ) -> Iterator[tuple[int, int]]:
-        low, high = self._starts[stretch[0][0]], self._stops[stretch[-1][1]]
-        inside = parts.within(low, high) if len(stretch) > 1 else []
-        if [extent[1:] for extent in inside] != [(low, high)]:  # not all of it goes to one place
-            for first, last in stretch:
-                yield from self._read_run(first, last, parts)
+        if stretch[0][0] != stretch[0][1]:
+            yield from self._read_run(*stretch[0], parts)
             return
-        data = view_of(inside[0][0], high - low)
-        fill(self._descriptor, [data], low)
-        for number, _ in stretch:
-            found = checksum(data[self._starts[number] - low : self._stops[number] - low])
-            if found != self._known[number]:
-                yield number, found
+        low, high = self._starts[stretch[0][0]], self._stops[stretch[-1][1]]
+        inside = parts.within(low, high)
+        pieces = self._pieces(stretch, inside) if len(inside) <= len(stretch) else None
+        if pieces is None:
+            for number, _ in stretch:
+                yield from self._read_run(number, number, parts)
+            return
+        blocks = iter([number for number, _ in stretch])
+        number, found = next(blocks), 0
+        for read in _reads(pieces):
+            fill(self._descriptor, [data for _, data in read], read[0][0])
+            for offset, data in read:
+                if offset < self._starts[number]:
+                    continue  # it lies between two blocks
+                found = checksum(data, found)
+                if offset + len(data) == self._stops[number]:
+                    if found != self._known[number]:
+                        yield number, found
+                    number, found = next(blocks, number), 0
+
+    def _pieces(
+        self, stretch: Sequence[tuple[int, int]], inside: Sequence[tuple[int, int, int]]
+    ) -> list[_Piece] | None:
+        """Return memory for a stretch's bytes: where they are wanted, else scratch memory.
+
+        Args:
+            stretch: Of large blocks.
+            inside: What is wanted of it, as `_Parts.within` returns it.
+
+        Returns:
+            None where bytes are wanted in two places, or too many of them nowhere. No piece is
+            longer than `_AT_ONCE`, or belongs to two blocks.
+        """
+        _, scratch = self._scratch_memory()
+        end = self._stops[stretch[-1][1]]
+        pieces: list[_Piece] = []
+        at, used = self._starts[stretch[0][0]], 0
+        for address, start, stop in [*inside, (0, end, end)]:
+            if start < at or used + start - at > len(scratch):
+                return None
+            pieces += self._cut(at, scratch[used : used + start - at], stretch)
+            pieces += self._cut(start, view_of(address, stop - start), stretch)
+            at, used = stop, used + start - at
+        return pieces
+
+    def _cut(
+        self, offset: int, data: memoryview, stretch: Sequence[tuple[int, int]]
+    ) -> Iterator[_Piece]:
+        """Cut memory for a stretch's bytes from `offset` on where blocks begin and end."""
+        bounds = [bound for number, _ in stretch for bound in self._bounds(number)]
+        start, end = offset, offset + len(data)
+        for bound in [*bounds[bisect_right(bounds, offset) :], end]:
+            stop = min(bound, end)
+            for first in range(start, stop, _AT_ONCE):
+                last = min(first + _AT_ONCE, stop)
+                yield first, data[first - offset : last - offset]
+            start = stop
+            if start == end:
+                return
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        return self._starts[number], self._stops[number]
 
     def _read_run(self, first: int, last: int, parts: _Parts) -> Iterator[tuple[int, int]]:
         low, high = self._starts[first], self._stops[last]
-        if first == last:
-            inside = parts.within(low, high)
-            if len(inside) == 1:
-                found = self._read_around(low, high, *inside[0])
-                if found != self._known[first]:
-                    yield first, found
-                return
         scratch, data = self._scratch_memory()
         fill(self._descriptor, [data[: high - low]], low)
         starts, stops = self._starts[first : last + 1], self._stops[first : last + 1]
@@ -131,27 +189,25 @@ class CheckedReader:
         for address, start, nbytes in parts.moves(low, high):
             _memmove(address, scratch + start, nbytes)
 
-    def _read_around(self, low: int, high: int, address: int, start: int, stop: int) -> int:
-        """Read a block of which one part is wanted; return its checksum."""
-        _, scratch = self._scratch_memory()
-        before, after = start - low, high - stop
-        buffers = [view_of(address, stop - start)]
-        if before:
-            buffers.insert(0, scratch[:before])
-        if after:
-            buffers.append(scratch[before : before + after])
-        fill(self._descriptor, buffers, low)
-        found = 0
-        for buffer in buffers:
-            found = checksum(buffer, found)
-        return found
-
     def _scratch_memory(self) -> tuple[int, memoryview]:
         """Return this thread's scratch memory: its address, and its bytes."""
         memory = getattr(self._scratch, "memory", None)
         if memory is None:
             memory = self._scratch.memory = np.empty(MOST_RUN, np.uint8)
         return memory.ctypes.data, memory.data
+
+
+def _reads(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
+    """Yield neighbouring pieces together, up to `_AT_ONCE` bytes: one system call reads them."""
+    read: list[_Piece] = []
+    nbytes = 0
+    for piece in pieces:
+        if read and nbytes + len(piece[1]) > _AT_ONCE:
+            yield read
+            read, nbytes = [], 0
+        read.append(piece)
+        nbytes += len(piece[1])
+    yield read
 
 
 class _Parts:
