@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import dcp_mem
-from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter
+from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter, State
 from tests.support.checkpoints.jobs import wait_for_spare_slots
 from tests.support.processes.forks import forked_ranks
 
@@ -89,7 +89,7 @@ def _restarts(places: _Places, is_closed: bool, agent: str) -> list[_Held]:
 
 def _trains(places: _Places, number: int, is_closed: bool, agent: str) -> None:
     """Save in every way, with copies in the other rank's memory and on storage, and load."""
-    rank = dist.get_rank()
+    rank, group = dist.get_rank(), dist.new_group()  # for saves beside the training's collectives
     own = {"memory_root": f"{places.memory}/{rank}", "job": "copied"}
     writer, reader = MemoryStorageWriter(replicas=1, **own), MemoryStorageReader(**own)
     manager = CheckpointManager(
@@ -99,11 +99,14 @@ def _trains(places: _Places, number: int, is_closed: bool, agent: str) -> None:
         keep_storage=2,
         agent=agent,
         async_save=True,
+        process_group=group,
     )
     state: dict[str, Any] = {"w": torch.full((9000,), float(number)), f"of {rank}": number}
     dcp.save(state, checkpoint_id=f"{number}-dcp", storage_writer=writer)
     dcp_mem.save(state, checkpoint_id=f"{number}", storage_writer=writer)
-    begun: Any = dcp_mem.async_save(state, checkpoint_id=f"{number}-last", storage_writer=writer)
+    begun: Any = dcp_mem.async_save(
+        state, checkpoint_id=f"{number}-last", storage_writer=writer, process_group=group
+    )
     getattr(begun, "upload_completion", begun).result()
     writer.wait(f"{number}-last", "replicated", timeout=60)
     loaded: dict[str, Any] = {"w": torch.zeros(9000), f"of {rank}": -1}
@@ -111,6 +114,7 @@ def _trains(places: _Places, number: int, is_closed: bool, agent: str) -> None:
     assert loaded[f"of {rank}"] == number
     assert torch.equal(loaded["w"], state["w"])
     manager.save(number, state)
+    manager.wait(number, State.COMPLETE, timeout=60)
     if is_closed:
         manager.close(flush=number % 10 == 0)
         writer.close()

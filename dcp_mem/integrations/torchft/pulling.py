@@ -97,6 +97,7 @@ class _Pull:
         if nbytes != offer["nbytes"]:
             raise self._corrupt(f"{offer['nbytes']} bytes where its structure says {nbytes}")
         tensors = [torch.empty(kind.shape, dtype=kind.dtype) for kind in kinds]
+        faults.point("torchft.pulling")
         descriptor = _opened(offer)
         if descriptor is None:
             self._receive(tensors, offsets, nbytes)
@@ -132,7 +133,6 @@ class _Pull:
         blocks = blocks_of(starts, lengths)
         if len(crcs) != len(blocks.offsets):
             raise self._corrupt("its checksums are those of another state")
-        faults.point("torchft.reading")
         addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
         try:
             damaged = CheckedReader(descriptor, blocks, crcs).read(addresses, starts, lengths)
