@@ -37,9 +37,7 @@ def joined(host: str, port: int, seconds: float) -> dist.TCPStore:
     """
     timeout = timedelta(seconds=seconds)
     return TimedCalls(seconds).do(
-        lambda: dist.TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timeout
-        )
+        lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     )
 
 

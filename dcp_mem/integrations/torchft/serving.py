@@ -103,9 +103,7 @@ class Server:
     def _listen(self) -> None:
         while not self._is_closed:
             with suppress(RuntimeError):  # nobody has come
-                connection = accepted(
-                    self._listener, self._token, time.monotonic() + _POLL_SECONDS
-                )
+                connection = accepted(self._listener, self._token, time.monotonic() + _POLL_SECONDS)
                 line = ControlLine(connection)
                 self._lines.add(line)
                 # A thread of its own: one peer must not wait for another.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dcp_mem.integrations.torchft import MemoryCheckpointTransport, pulling
 
 TIMEOUT = timedelta(seconds=20)
+_LAST = "last"
 
 
 class Notes:
@@ -66,11 +67,10 @@ def train(  # noqa: PLR0913
     memory_root: str,
     replica: int,
     life: int,
-    last_step: int,
     is_near: bool,
     async_quorum: bool,
 ) -> None:
-    """Train one replica until its manager has committed the last step."""
+    """Train one replica until its manager has committed the last step, once that is known."""
     import torchft
     from torchft.process_group import ProcessGroupGloo
 
@@ -105,7 +105,7 @@ def train(  # noqa: PLR0913
     wrapped = torchft.DistributedDataParallel(manager, model)
     optimizer = torchft.Optimizer(manager, inner)
     try:
-        while manager.current_step() < last_step:
+        while not _is_over(Path(directory), manager.current_step()):
             generator = torch.Generator().manual_seed(1000 * replica + manager.current_step())
             optimizer.zero_grad()
             wrapped(torch.randn(8, 64, generator=generator)).square().mean().backward()
@@ -122,6 +122,17 @@ def train(  # noqa: PLR0913
             time.sleep(0.05)
     finally:
         manager.shutdown(wait=False)
+
+
+def end_at(directory: Path, step: int) -> None:
+    """Have all replicas end after this step."""
+    (directory / "last.part").write_text(str(step))
+    (directory / "last.part").rename(directory / _LAST)
+
+
+def _is_over(directory: Path, step: int) -> bool:
+    last = directory / _LAST
+    return last.exists() and step >= int(last.read_text())
 
 
 def _load(state: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
