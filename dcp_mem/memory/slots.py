@@ -500,6 +500,17 @@ class SlotPool:
                     files.remove(os.path.join(self._directory, one.name))
                     self._forget(self._open[one.inode])
 
+    def settle(self) -> None:
+        """Keep files and mappings for later use; nothing may be claimed, nor relied on, any more.
+
+        What a save that broke off has left claimed is given up.
+        """
+        with self._guard:
+            for slot in list(self._open.values()):
+                slot.holds.clear()
+                if slot.busy:
+                    self._forget(slot)
+
     def close(self, *, keep_free: bool = False) -> None:
         """Unmap everything; delete this process's free slots unless they are to be kept.
 
