@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,14 @@ from dcp_mem.errors import (
     UntrustedObject,
     WaitTimeout,
 )
+from dcp_mem.memory.checked_reads import CheckedReader
 from tests.support.checkpoints.jobs import wait_until
+from tests.support.docs import blocks
 from tests.support.processes.forks import Forks, forking, raised_by
 
 torchft = pytest.importorskip("torchft")
 
-from dcp_mem.integrations.torchft import MemoryCheckpointTransport, pulling, serving  # noqa: E402
+from dcp_mem.integrations.torchft import MemoryCheckpointTransport, pulling  # noqa: E402
 from tests.support.frameworks.torchft_training import Notes, end_at, train  # noqa: E402
 
 _SECONDS = timedelta(seconds=20)
@@ -107,14 +109,16 @@ def _assert_equal(found: Any, expected: Any) -> None:
 
 def _slots() -> int:
     """The slots without a name that this process has open for torchft."""
-    found = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            found += path.startswith("/dev/shm/dcp_mem-test") and path.endswith(" (deleted)")
-        except FileNotFoundError:
-            continue
-    return found
+    return sum(
+        path.startswith("/dev/shm/dcp_mem-test") and path.endswith(" (deleted)")
+        for path in map(_target, os.listdir("/proc/self/fd"))
+    )
+
+
+def _target(descriptor: str) -> str:
+    with suppress(FileNotFoundError):  # closed meanwhile
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    return ""
 
 
 # -- torchft's own test of transports --------------------------------------------------------------
@@ -429,7 +433,7 @@ def test_a_file_that_is_open_is_read_though_the_sender_dies(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reader = pulling.CheckedReader
+    reader = CheckedReader
     with _sender(memory_root, tmp_path) as (process, metadata):
 
         def killing(*args: Any) -> Any:
@@ -500,6 +504,33 @@ def test_a_hundred_heals_leave_nothing_behind(road: str, made: Callable[..., Tra
 
 
 # -- with torchft's manager ------------------------------------------------------------------------
+
+
+def test_the_docs_one_line_runs(memory_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+    from torchft._torchft import LighthouseServer
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    for name, value in {
+        "DCP_MEM_ROOT": memory_root,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "TORCHFT_LIGHTHOUSE": lighthouse.address(),
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    model = torch.nn.Linear(2, 2)
+    given: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "load_state_dict": lambda state: None,
+    }
+    exec(blocks("python")["docs/torchft.md 1"], given)
+    assert isinstance(given["manager"]._checkpoint_transport, MemoryCheckpointTransport)
+    given["manager"].shutdown(wait=False)
+    lighthouse.shutdown()
 
 
 @pytest.mark.slow

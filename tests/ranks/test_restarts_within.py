@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter, State
 from dcp_mem.common import faults
+from dcp_mem.common.files import allocated_bytes
 from tests.support.checkpoints.jobs import Job, wait_for_spare_slots
 from tests.support.processes.forks import forked, forked_ranks
 
@@ -55,13 +56,7 @@ class _Places(NamedTuple):
 
 def _held(root: str) -> _Held:
     gc.collect()
-    nbytes = 0
-    for directory, _, files in os.walk(root):
-        for file in files:
-            try:
-                nbytes += os.lstat(os.path.join(directory, file)).st_blocks * 512
-            except FileNotFoundError:  # it has just been recycled
-                continue
+    nbytes = allocated_bytes(root)
     tasks = os.listdir("/proc/self/task")
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return _Held(
@@ -97,7 +92,7 @@ def _restarts(places: _Places, is_closed: bool, agent: str) -> list[_Held]:
 def _trains(places: _Places, number: int, is_closed: bool, agent: str) -> None:
     """Save in every way, with copies in the other rank's memory and on storage, and load."""
     rank, group = dist.get_rank(), dist.new_group()  # for saves beside the training's collectives
-    own = {"memory_root": f"{places.memory}/{rank}", "job": "copied"}
+    own: dict[str, Any] = {"memory_root": f"{places.memory}/{rank}", "job": "copied"}
     writer, reader = MemoryStorageWriter(replicas=1, **own), MemoryStorageReader(**own)
     manager = CheckpointManager(
         places.storage,
@@ -173,7 +168,7 @@ def _faults() -> int:
 
 
 def _saves_over_restarts(job: Job, how: str, restarts: int) -> list[_Mapped]:
-    state = {"w": torch.zeros(_LARGE_NBYTES // 4), "step": 0}
+    state: dict[str, Any] = {"w": torch.zeros(_LARGE_NBYTES // 4), "step": 0}
     found, step = [], 0
     for _ in range(restarts):
         writer = job.writer(keep_memory=1)
@@ -189,7 +184,7 @@ def _saves_over_restarts(job: Job, how: str, restarts: int) -> list[_Mapped]:
             raise _Lost
         if how == "close":
             writer.close(flush=False, keep_slots=True)
-        loaded = {"w": torch.ones(_LARGE_NBYTES // 4), "step": 0}
+        loaded: dict[str, Any] = {"w": torch.ones(_LARGE_NBYTES // 4), "step": 0}
         dcp_mem.load(loaded, storage_reader=job.reader())
         assert torch.equal(loaded["w"], state["w"])
     return found
@@ -217,7 +212,7 @@ def test_a_plain_close_gives_back_mappings_and_free_slots(memory_job: Job) -> No
 
 
 def _breaks_off_and_goes_on(job: Job) -> list[int]:
-    """A save breaks off in the middle, and the process restarts within; how often the slots grow."""
+    """Saves break off, and the process restarts within; how many free slots there are then."""
     counts = []
     for restart in range(6):
         with suppress(CheckpointException), job.writer(keep_memory=1) as writer:

@@ -138,7 +138,7 @@ def put_together(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
         tensor = tensors[place.number]
         if place.spec is None:
             return tensor
-        return DTensor(tensor, place.spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(tensor, place.spec, requires_grad=False)
 
     return tree_map(
         lambda leaf: tensor_at(leaf) if isinstance(leaf, Place) else leaf,

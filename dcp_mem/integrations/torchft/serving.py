@@ -6,7 +6,6 @@ import atexit
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 import uuid

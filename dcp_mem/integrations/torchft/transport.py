@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchft.checkpointing.transport import CheckpointTransport
 

@@ -61,7 +61,7 @@ def digest_of(model: torch.nn.Module) -> str:
     ).hexdigest()
 
 
-def train(  # noqa: PLR0913
+def train(
     lighthouse: str,
     directory: str,
     memory_root: str,
