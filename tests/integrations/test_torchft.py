@@ -34,7 +34,7 @@ from tests.support.processes.forks import Forks, forking, raised_by
 
 torchft = pytest.importorskip("torchft")
 
-from dcp_mem.integrations.torchft import MemoryCheckpointTransport, pulling  # noqa: E402
+from dcp_mem.integrations.torchft import MemoryCheckpointTransport, pulling, serving  # noqa: E402
 from tests.support.frameworks.torchft_training import Notes, end_at, train  # noqa: E402
 
 _SECONDS = timedelta(seconds=20)
@@ -463,6 +463,20 @@ def test_a_receiver_that_dies_holds_up_no_other_and_its_share_of_memory_is_given
         wait_until(lambda: dying._processes[0].exitcode == -signal.SIGKILL, "it is killed")
         _assert_equal(made().recv_checkpoint(0, sender.metadata(), 1, _SECONDS), state)
     wait_until(lambda: not _slots(), "the memory is given back")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_that_ends_takes_nothing_with_it(
+    road: str, made: Callable[..., Transport]
+) -> None:
+    sender, state = made(), _state()
+    sender.send_checkpoint([1], 1, state, _SECONDS)
+    child = os.fork()
+    if not child:
+        serving._close_all()  # as an interpreter that ends does
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    _assert_equal(made().recv_checkpoint(0, sender.metadata(), 1, _SECONDS), state)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from weakref import WeakSet
@@ -55,7 +56,7 @@ class Server:
         self._expires, self._left = 0.0, 0
         self._lines = WeakSet[ControlLine]()
         self._meeting: dist.TCPStore | None = None
-        self._is_closed = False
+        self._is_closed, self._home = False, os.getpid()
         _all_servers.add(self)
         self._thread = daemon(self._listen, "dcp_mem-torchft")
 
@@ -80,6 +81,8 @@ class Server:
         Args:
             wait: Whether to wait for the thread that listens.
         """
+        if os.getpid() != self._home:
+            return  # all of it is the parent's
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -92,10 +95,15 @@ class Server:
 
     def drop(self) -> None:
         """Give nothing out any more; who reads it goes on."""
+        self._drop_if(lambda staged: True)
+
+    def _drop_if(self, is_unwanted: Callable[[StagedState], bool]) -> None:
         with self._changed:
-            staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.drop()
+            staged = self._staged
+            if staged is None or not is_unwanted(staged):
+                return
+            self._staged = None
+        staged.drop()
 
     # -- the thread that listens -------------------------------------------------------------------
 
@@ -107,8 +115,7 @@ class Server:
                 self._lines.add(line)
                 # A thread of its own: one peer must not wait for another.
                 daemon(partial(self._serve, line), "dcp_mem-torchft-peer")
-            if self._staged is not None and time.monotonic() > self._expires:
-                self.drop()
+            self._drop_if(lambda staged: time.monotonic() > self._expires)
         self._listener.close()
 
     # -- a thread for each peer --------------------------------------------------------------------
@@ -136,9 +143,7 @@ class Server:
             self._hand_over(talk, staged)
         with self._changed:
             self._left -= staged is self._staged
-            is_last = staged is self._staged and self._left <= 0
-        if is_last:
-            self.drop()
+        self._drop_if(lambda offered: offered is staged and self._left <= 0)
 
     def _staged_at(self, talk: Talk, step: int) -> StagedState | str:
         """Return the state of that step once it is staged, or why it won't be."""
@@ -189,8 +194,10 @@ class Server:
             return int(self._meeting.port)
 
     def forget(self) -> None:
-        """Close a forked child's copies, which would keep a dead replica's connections open."""
-        self._is_closed = True
+        """Close a forked child's copies, which would keep a dead replica's connections open.
+
+        What is staged is the parent's.
+        """
         self._listener.close()
         for line in list(self._lines):
             line.forget()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections.abc import Iterator
@@ -123,9 +122,9 @@ class StagedState:
             self._give_back()
 
     def _give_back(self) -> None:
-        # Cut off first: a forked child may have copies of the descriptor and the mapping.
-        self._slot.unmap()
-        os.ftruncate(self._slot.descriptor, 0)
+        if self._slot.mapping is not None:
+            # A forked child may have copies of the descriptor and the mapping.
+            self._slot.mapping.give_back()
         self._slot.close()
 
     def chunks(self) -> Iterator[OutgoingChunk]:
@@ -152,7 +151,9 @@ class StagedState:
         return sums.result()
 
     def _view(self, offset: int, nbytes: int) -> memoryview:
-        return view_of(self._slot.address + MARK_NBYTES + offset, nbytes)
+        assert self._slot.mapping is not None
+        start = MARK_NBYTES + offset  # the mapping stays for as long as the view is used
+        return memoryview(self._slot.mapping.buffer).cast("B")[start : start + nbytes]
 
 
 def machine() -> str:
