@@ -54,7 +54,6 @@ class _Plan(NamedTuple):
         victim: The rank that dies.
         deaths: Where it dies, by life; `_LAST`: it lives.
         is_async: Whether saves go on behind training.
-        serves: Whether the victim also serves the store that the ranks have met in.
     """
 
     memory: str
@@ -62,7 +61,6 @@ class _Plan(NamedTuple):
     victim: int
     deaths: tuple[str, ...]
     is_async: bool
-    serves: bool
 
 
 class _Life(NamedTuple):
@@ -84,19 +82,7 @@ class _Life(NamedTuple):
 
 
 def _meet(plan: _Plan, life: int, rank: int) -> None:
-    if not plan.serves:
-        store: Any = dist.FileStore(f"{plan.stores}/store-{life}", _RANKS)
-    else:
-        port, is_master = Path(f"{plan.stores}/port-{life}"), rank == plan.victim
-        if is_master:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            port.with_suffix(".part").write_text(str(store.port))
-            port.with_suffix(".part").rename(port)
-        else:
-            wait_until(port.exists, "the store is served")
-            store = dist.TCPStore(
-                "127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False
-            )
+    store = dist.FileStore(f"{plan.stores}/store-{life}", _RANKS)
     store.add("here", 1)  # those that have outlived a rank may still be closing
     wait_until(lambda: store.add("here", 0) >= _RANKS, "all ranks meet")
     dist.init_process_group(
@@ -159,14 +145,12 @@ def _live(plan: _Plan, rank: int, death: str) -> tuple[int, int, float]:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "async save"])
-@pytest.mark.parametrize(
-    ("victim", "serves"), [(1, False), (0, True)], ids=["rank 1", "rank 0, with the store"]
-)
+@pytest.mark.parametrize("victim", [0, 1])
 def test_survivors_close_meet_again_and_go_on_from_the_newest_checkpoint(
-    memory_root: Path, tmp_path: Path, is_async: bool, victim: int, serves: bool
+    memory_root: Path, tmp_path: Path, is_async: bool, victim: int
 ) -> None:
     deaths = (*_POINTS, _LAST)
-    plan = _Plan(str(memory_root), str(tmp_path), victim, deaths, is_async, serves)
+    plan = _Plan(str(memory_root), str(tmp_path), victim, deaths, is_async)
     with ExitStack() as stack:
         survivors = {
             rank: stack.enter_context(forking(_lives, None, plan, rank, 0, env=_ENV))
@@ -185,8 +169,6 @@ def test_survivors_close_meet_again_and_go_on_from_the_newest_checkpoint(
                 assert mortal._processes[0].exitcode == -signal.SIGKILL, mortal._output(0)
         found = {rank: forks.join(120)[0] for rank, forks in survivors.items()}
         [last] = mortal.join(60)[0]
-    for seen in found.values():
-        print(*seen, sep="\n")
     first, *others = found.values()
     assert all([one.restored for one in seen] == [one.restored for one in first] for seen in others)
     assert last.restored == first[-1].restored
@@ -194,5 +176,6 @@ def test_survivors_close_meet_again_and_go_on_from_the_newest_checkpoint(
         for before, after in pairwise(seen):
             assert after.restored >= before.completed
         assert max(life.seconds for life in seen) < _MOST_SECONDS, seen
-        assert seen[-1].threads <= seen[1].threads + 1, seen
-        assert seen[-1].descriptors <= seen[1].descriptors + 4, seen
+        # What is left of earlier groups is closed when the ranks first meet again.
+        assert seen[-1].threads <= max(life.threads for life in seen[1:-1]) + 1, seen
+        assert seen[-1].descriptors <= max(life.descriptors for life in seen[1:-1]) + 4, seen
