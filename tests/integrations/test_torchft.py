@@ -504,9 +504,9 @@ def test_a_forked_child_keeps_neither_the_memory_nor_the_connections(
         os.waitpid(child, 0)
 
 
-def test_a_hundred_heals_leave_nothing_behind(road: str, made: Callable[..., Transport]) -> None:
+def test_many_heals_leave_nothing_behind(road: str, made: Callable[..., Transport]) -> None:
     held = []
-    for step in range(60):
+    for step in range(25):
         sender, receiver = made(), made()
         sender.send_checkpoint([1], step, {"x": torch.ones(1000)}, _SECONDS)
         receiver.recv_checkpoint(0, sender.metadata(), step, _SECONDS)
@@ -514,7 +514,7 @@ def test_a_hundred_heals_leave_nothing_behind(road: str, made: Callable[..., Tra
         receiver.shutdown()
         held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     for last, settled in zip(held[-1], held[5], strict=True):
-        assert last <= settled + 6, held
+        assert last <= settled + 4, held
 
 
 # -- with torchft's manager ------------------------------------------------------------------------
