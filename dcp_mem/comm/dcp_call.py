@@ -145,6 +145,8 @@ def staging_call(storage: Any) -> StagingCall | None:
 
 def can_save_staged() -> bool:
     """Return whether the save that follows `stage` will have a `PlanningCall`."""
+    if not hasattr(state_dict_saver, "_save_state_dict"):
+        return False
     steps = [
         constant
         for constant in state_dict_saver._save_state_dict.__code__.co_consts

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_mem.errors import UntrustedMetadata
@@ -194,7 +194,7 @@ def _admitted() -> Mapping[tuple[str, str], Any]:
     }
     admitted |= {
         ("torch", "Size"): torch.Size,
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
         ("torch.serialization", "_get_layout"): _LayoutNamed(),
         ("collections", "OrderedDict"): OrderedDict,
         ("builtins", "getattr"): _MemberOfEnum(),

@@ -83,7 +83,7 @@ class Picture:
 
 def run() -> Picture:
     picture = Picture("A run, its crash, and its recovery", 940, 330)
-    for top, name, line in ((64, "training", ""), (142, "node memory", ""), (226, "storage", "")):
+    for top, name in ((64, "training"), (142, "node memory"), (226, "storage")):
         picture.words(20, top + 5, name, "b", "start")
     picture.arrow((130, 64), (668, 64))
     for number in range(6):
@@ -98,12 +98,18 @@ def run() -> Picture:
     picture.box(780, 46, 140, 36, TRAINER, "goes on at 51")
     picture.arrow((638, 140), (850, 140), (850, 84))
     picture.words(744, 132, "newest whole one")
-    picture.arrow((570, 226), (886, 226), (886, 84), label="memory is gone: from here", at=(728, 218))
-    picture.words(
-        470, 280, "Every tenth step is copied into node memory, for about the time of a memcpy: there"
+    picture.arrow(
+        (570, 226), (886, 226), (886, 84), label="memory is gone: from here", at=(728, 218)
     )
     picture.words(
-        470, 298, "the newest two stay. An agent puts some of them on storage behind the training loop."
+        470,
+        280,
+        "Every tenth step is copied into node memory, for about the time of a memcpy: there",
+    )
+    picture.words(
+        470,
+        298,
+        "the newest two stay. An agent puts some of them on storage behind the training loop.",
     )
     return picture
 

@@ -61,6 +61,12 @@ TITLES = {
     "megatron": "Megatron-LM",
 }
 
+_API = """# API
+
+Every name that users import, from its docstring. How they are used together:
+[the manager](../manager.md), [training state](../training-state.md),
+[saves behind training](../async.md).
+"""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FILE = re.compile(r"[\w./-]+\.md")
 _FENCE = re.compile(r"(^```.*?^```|^~~~.*?^~~~)", re.DOTALL | re.MULTILINE)
@@ -109,12 +115,7 @@ def _made() -> Iterator[tuple[str, str]]:
 
 
 def _api_index() -> str:
-    text = [
-        "# API\n",
-        "Every name that users import, from its docstring. Methods that DCP calls, and not you, are"
-        " left out. How they are used together: [the manager](../manager.md),"
-        " [training state](../training-state.md), [saves behind training](../async.md).\n",
-    ]
+    text = [_API]
     for part, sections in _parts().items():
         text.append(f"## [{_title(part)}]({posixpath.basename(_api(part))})\n")
         for section in sections:
@@ -178,9 +179,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         origin = uri if uri.startswith("benchmarks/") else f"docs/{uri}"
     pieces = _FENCE.split(markdown)
     for number in range(0, len(pieces), 2):
-        pieces[number] = _LINK.sub(
-            lambda found: _link(found, origin, uri, files), pieces[number]
-        )
+        pieces[number] = _LINK.sub(lambda found: _link(found, origin, uri, files), pieces[number])
     return "".join(pieces)
 
 
