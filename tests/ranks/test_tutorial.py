@@ -1,4 +1,4 @@
-"""docs/tutorial.md, as somebody follows it: its script, its commands in turn, and what they print."""
+"""docs/tutorial.md, as somebody follows it: its commands in turn, and what they print."""
 
 import os
 import re
@@ -23,7 +23,7 @@ _CHANGING = re.compile(r"\d+ s|loss.\d+\.\d+|[\d.]+ [KM]iB")
 def test_the_tutorials_commands_print_what_it_shows(memory_root: Path, tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "tutorial.md").read_text()
     blocks: list[tuple[str, str]] = _BLOCK.findall(page)
-    assert [text for kind, text in blocks if kind == "bash"][0] == _INSTALL
+    assert ("bash", _INSTALL) in blocks
     (script,) = (text for kind, text in blocks if kind == "python")
     (tmp_path / "train.py").write_text(script)
 
