@@ -1,11 +1,12 @@
 # The usual commands. Each makes .venv and installs what it needs.
-.PHONY: help demo test check docs bench
+.PHONY: help demo test check docs package bench
 
 help:
 	@echo "make demo    train on two ranks, be killed in the middle of a save, recover"
 	@echo "make test    the tests"
 	@echo "make check   the gate: format, lint, types, contracts, all tests"
-	@echo "make docs    docs/api.md, from the docstrings"
+	@echo "make docs    docs/api.md from the docstrings, and the documentation site"
+	@echo "make package sdist and wheel into dist/, checked and used"
 	@echo "make bench   the benchmarks; nothing is recorded"
 
 demo:
@@ -19,6 +20,10 @@ check:
 
 docs: .venv
 	PYTHONPATH=. .venv/bin/python docs/reference.py
+	bash .ci/docs
+
+package:
+	bash .ci/package --keep dist
 
 bench: .venv
 	.venv/bin/python -m benchmarks

@@ -82,12 +82,12 @@ class Picture:
 
 
 def run() -> Picture:
-    picture = Picture("A run, its crash, and its recovery", 940, 330)
+    picture = Picture("A run, its crash, and its recovery", 940, 316)
     for top, name in ((64, "training"), (142, "node memory"), (226, "storage")):
         picture.words(20, top + 5, name, "b", "start")
-    picture.arrow((130, 64), (668, 64))
+    picture.arrow((142, 64), (668, 64))
     for number in range(6):
-        x, step = 130 + number * 88, number * 10
+        x, step = 142 + number * 86, number * 10
         picture.words(x + 34, 40, f"step {step}")
         picture.arrow((x + 34, 64), (x + 34, 120))
         picture.box(x, 122, 68, 36, MEMORY, f"{step}", dashed=number < 4)
@@ -96,21 +96,18 @@ def run() -> Picture:
             picture.box(x + 20, 208, 68, 36, STORAGE, f"{step}")
     picture.box(670, 46, 62, 36, LOST, "killed")
     picture.box(780, 46, 140, 36, TRAINER, "goes on at 51")
-    picture.arrow((638, 140), (850, 140), (850, 84))
+    picture.arrow((640, 140), (850, 140), (850, 84))
     picture.words(744, 132, "newest whole one")
     picture.arrow(
-        (570, 226), (886, 226), (886, 84), label="memory is gone: from here", at=(728, 218)
+        (574, 226), (886, 226), (886, 84), label="memory is gone: from here", at=(728, 218)
     )
     picture.words(
         470,
-        280,
-        "Every tenth step is copied into node memory, for about the time of a memcpy: there",
+        276,
+        "Every tenth step is copied into node memory, for about the time of a memcpy;"
+        " the newest two stay there.",
     )
-    picture.words(
-        470,
-        298,
-        "the newest two stay. An agent puts some of them on storage behind the training loop.",
-    )
+    picture.words(470, 294, "An agent puts some of them on storage, behind the training loop.")
     return picture
 
 

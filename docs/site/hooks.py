@@ -174,6 +174,10 @@ def _section(nav: Any, uri: str) -> list[Any]:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Have links lead to pages; links to files that are none become their text."""
     uri = page.file.src_uri
+    if page.parent is None:  # Its navigation would have its own name alone.
+        page.meta.setdefault("hide", ["navigation"])
+    if uri.startswith("benchmarks/"):  # Wide tables.
+        page.meta.setdefault("hide", ["toc"])
     origin = next((path for path, there in BESIDE.items() if there == uri), None)
     if origin is None:
         origin = uri if uri.startswith("benchmarks/") else f"docs/{uri}"

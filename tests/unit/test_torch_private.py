@@ -1,10 +1,16 @@
 """docs/torch-private.md has every private part of torch that the package uses, and no others."""
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from tests.support import REPOSITORY
 
@@ -163,3 +169,21 @@ def _listed_attributes() -> set[str]:
         for names, *_ in _rows("Attributes of torch's objects")
         for name in re.findall(r"`([^`]+)`", names)
     }
+
+
+_MAY_LACK = {
+    "_C._cuda_hasPrimaryContext",
+    "distributed.checkpoint._state_dict_stager.StateDictStager",
+}
+"""What builds for the CPU and torch 2.6 don't have."""
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in _listed_names()} - _MAY_LACK))
+def test_this_torch_has_it(name: str) -> None:
+    module = "torch"
+    found: Any = torch
+    for part in name.split("."):
+        module = f"{module}.{part}"
+        with suppress(ImportError):
+            importlib.import_module(module)
+        found = getattr(found, part)
