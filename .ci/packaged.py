@@ -72,11 +72,12 @@ def _train(root: str, trackers: list[Any], storage_options: dict[str, Any]) -> N
 
 def _trackers(extra: str) -> list[Any]:
     if extra == "mlflow":
+        os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
         import mlflow
 
         from dcp_mem.integrations.trackers.mlflow import MLflow
 
-        mlflow.set_tracking_uri(f"sqlite:///{Path('runs.db').resolve()}")
+        mlflow.set_tracking_uri(Path("runs").resolve().as_uri())
         mlflow.start_run()
         return [MLflow()]
     if extra == "openmetrics":
