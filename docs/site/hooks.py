@@ -150,7 +150,7 @@ def _decisions() -> list[Path]:
 
 
 def _number_and_title(path: Path) -> str:
-    title = path.read_text().partition("\n")[0].lstrip("# ")
+    title = path.read_text().partition("\n")[0].lstrip("# ").replace("`", "")
     return title if title[:1].isdigit() else f"{int(path.name[:4])}. {title}"
 
 
