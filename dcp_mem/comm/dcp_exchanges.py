@@ -17,10 +17,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch.distributed.checkpoint.api import _is_wrapped_exception
-from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_mem.comm.agreement import was_voted_on
 from dcp_mem.comm.dcp_errors import failures_by_rank
+
+DistWrapper = _DistWrapper
+"""What DCP's calls exchange objects with."""
 
 
 class DcpExchanges:

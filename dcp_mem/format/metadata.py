@@ -13,12 +13,15 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_mem.errors import UntrustedMetadata
 from dcp_mem.format.names import DCP_VERSION
 from dcp_mem.format.sizes import refuse_greedy_pickle
+
+StorageInfo = _StorageInfo
+"""Where an item lies in a file, as DCP's own writer records it."""
 
 
 def with_storage(
