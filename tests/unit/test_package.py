@@ -2,6 +2,8 @@
 
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -51,6 +53,15 @@ def test_links_of_the_repository_lead_from_page_to_page() -> None:
 def test_stable_names_are_in_the_reference() -> None:
     reference = (REPOSITORY / "docs" / "api.md").read_text()
     assert [name for name in dcp_mem.__all__ if f"### dcp_mem.{name}\n" not in reference] == []
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make isn't installed")
+@pytest.mark.parametrize("target", ["demo", "test", "check", "docs", "package", "bench"])
+def test_make_has_the_usual_commands(target: str) -> None:
+    told = ["/usr/bin/env", "make", "--dry-run", "--always-make", target]
+    done = subprocess.run(told, cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    for script in re.findall(r"\.ci/\w+", done.stdout):
+        assert (REPOSITORY / script).exists()
 
 
 def _one(name: str) -> str:
