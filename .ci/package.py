@@ -69,9 +69,8 @@ def main() -> None:
         _owners()  # Once, before the threads ask.
         with ThreadPoolExecutor(AT_ONCE) as pool:
             uses = [pool.submit(_use, wheel, Path(made), extra) for extra in ("", *told.only)]
-            for use in uses:
-                use.result()
-    print(f"the package and {len(told.only)} extras work from the wheel")
+            used = [use.result() for use in uses]
+    print(f"used from the wheel: {', '.join(filter(None, used))}")
 
 
 # -- build and look --------------------------------------------------------------------------------
@@ -116,8 +115,11 @@ def _check(sdist: Path, wheel: Path) -> None:
 # -- use -------------------------------------------------------------------------------------------
 
 
-def _use(wheel: Path, made: Path, extra: str = "") -> None:
-    """Use the package, with what an extra asks for and nothing else, away from the checkout."""
+def _use(wheel: Path, made: Path, extra: str = "") -> str:
+    """Use the package, with what an extra asks for and nothing else, away from the checkout.
+
+    Returns the name with the extra; "" where that was left out.
+    """
     name = f"dcp_mem[{extra}]" if extra else "dcp_mem"
     with _step(f"{name} in a fresh environment") as say, ExitStack() as stack:
         environment = made / (extra or "alone")
@@ -127,7 +129,7 @@ def _use(wheel: Path, made: Path, extra: str = "") -> None:
             if extra not in NOT_INSTALLED:
                 sys.exit(f"error: {name} asks for what isn't installed: {', '.join(missing)}")
             say(f"left out: {NOT_INSTALLED[extra]}")
-            return
+            return ""
         away = environment / "away"
         away.mkdir()
         memory = stack.enter_context(
@@ -143,6 +145,7 @@ def _use(wheel: Path, made: Path, extra: str = "") -> None:
             command.remove("-P")
         told = {"extra": extra, "root": root, "storage_options": dict(options)}
         _run([*command, json.dumps(told)], cwd=away, DCP_MEM_ROOT=memory)
+        return name
 
 
 def _fresh(environment: Path, wheel: Path) -> Path:

@@ -20,6 +20,7 @@ _CHANGING = re.compile(r"\d+ s|loss.\d+\.\d+|[\d.]+ [KM]iB")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_tutorials_commands_print_what_it_shows(memory_root: Path, tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "tutorial.md").read_text()
     blocks: list[tuple[str, str]] = _BLOCK.findall(page)
