@@ -1,11 +1,13 @@
 # The usual commands. Each makes .venv and installs what it needs.
-.PHONY: help demo test check docs bench
+.PHONY: help demo test check newest docs package bench
 
 help:
 	@echo "make demo    train on two ranks, be killed in the middle of a save, recover"
 	@echo "make test    the tests"
 	@echo "make check   the gate: format, lint, types, contracts, all tests"
-	@echo "make docs    docs/api.md, from the docstrings"
+	@echo "make newest  the tests with the newest release of torch (6 GB)"
+	@echo "make docs    docs/api.md from the docstrings, and the documentation site"
+	@echo "make package sdist and wheel into dist/, checked and used"
 	@echo "make bench   the benchmarks; nothing is recorded"
 
 demo:
@@ -17,8 +19,15 @@ test:
 check:
 	bash .ci/run
 
+newest:
+	bash .ci/compat newest
+
 docs: .venv
 	PYTHONPATH=. .venv/bin/python docs/reference.py
+	bash .ci/docs
+
+package:
+	bash .ci/package --keep dist
 
 bench: .venv
 	.venv/bin/python -m benchmarks

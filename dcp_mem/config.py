@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from dcp_mem.common.azure_urls import abfs_url
 from dcp_mem.common.values import HISTORIES, RECOVERIES, RESUMES
@@ -523,6 +523,14 @@ def checked_step(step: object) -> int | None:
     return number
 
 
+@runtime_checkable
+class _HasItem(Protocol):
+    """A tensor or array of one element: `float` of a tensor that requires grad warns."""
+
+    def item(self) -> Any:
+        """Return the element."""
+
+
 def checked_metrics(metrics: object) -> dict[str, float]:
     """Return figures by name, as plain numbers.
 
@@ -539,7 +547,7 @@ def checked_metrics(metrics: object) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
         try:
-            found[name] = float(value)
+            found[name] = float(value.item() if isinstance(value, _HasItem) else value)
         except (TypeError, ValueError, RuntimeError):  # the last: of a tensor with several elements
             raise ConfigError(f"metrics: {name!r} is {value!r}, which is no number") from None
         if not isinstance(name, str):

@@ -157,7 +157,7 @@ class TrainState:
         value = self.extra[name]
         if isinstance(value, Stateful):
             value.load_state_dict(saved)
-        elif not _has_tensors(value):
+        elif not has_tensors(value):
             (self.extra[name],) = saved
         elif not isinstance(value, torch.Tensor):  # whose values have been loaded in place
             self.extra[name] = saved
@@ -221,10 +221,15 @@ def _state_of(value: Any) -> Any:
     """Return what is saved of an extra value; DCP has to see tensors, as they may be sharded."""
     if isinstance(value, Stateful):
         return value.state_dict()
-    return value if _has_tensors(value) else _as_tuple(value)
+    return value if has_tensors(value) else _as_tuple(value)
 
 
-def _has_tensors(value: Any) -> bool:
+def has_tensors(value: Any) -> bool:
+    """Return whether a value is a tensor or a container with one in it.
+
+    Args:
+        value: Of any kind.
+    """
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,14 +32,27 @@ _CODE = re.compile(r"(`[^`]*`)")
 Definition = ast.ClassDef | ast.FunctionDef
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What users import of a module: its names, below a prefix."""
+
+    module: str
+    names: list[str]
+    prefix: str
+
+
 def page() -> str:
-    parts = [HEAD, *_exported("dcp_mem")]
+    return "\n".join([HEAD, *(text for section in sections() for text in _rendered(section))])
+
+
+def sections() -> Iterator[Section]:
+    """Yield all that users import, module by module, in the order of the page."""
+    yield from _exported("dcp_mem")
     for package in PACKAGES:
-        parts += _package(ROOT / "dcp_mem" / package)
-    return "\n".join(parts)
+        yield from _package(ROOT / "dcp_mem" / package)
 
 
-def _exported(package: str) -> Iterator[str]:
+def _exported(package: str) -> Iterator[Section]:
     """What a package's `__init__` lists, by the modules that it is from."""
     init = _parsed(_path(package))
     here = dict.fromkeys(_definitions(init), package)
@@ -48,10 +62,10 @@ def _exported(package: str) -> Iterator[str]:
         if name in exported and name in _definitions(_parsed(_path(exported[name]))):
             by_module.setdefault(exported[name], []).append(name)
     for module, names in sorted(by_module.items(), key=lambda entry: _rank(entry[0])):
-        yield from _section(module, _parsed(_path(module)), names, package)
+        yield Section(module, names, package)
 
 
-def _package(directory: Path) -> Iterator[str]:
+def _package(directory: Path) -> Iterator[Section]:
     """Yield what a package lists; if it lists nothing, its modules and packages.
 
     Modules beside what is listed are for those who need their extra.
@@ -75,16 +89,17 @@ def _package(directory: Path) -> Iterator[str]:
                 if not name.startswith("_") and _doc(node)
             ]
             if names:
-                yield from _section(module, tree, names, module)
+                yield Section(module, names, module)
 
 
-def _section(module: str, tree: ast.Module, names: list[str], prefix: str) -> Iterator[str]:
+def _rendered(section: Section) -> Iterator[str]:
+    tree = _parsed(_path(section.module))
     found = _definitions(tree)
-    yield f"## {module}\n"
+    yield f"## {section.module}\n"
     yield f"{_prose(ast.get_docstring(tree) or '')}\n"
-    for name in names:
+    for name in section.names:
         node = found[name]
-        yield f"### {prefix}.{name}\n"
+        yield f"### {section.prefix}.{name}\n"
         yield f"```\n{_signature(node, name)}\n```\n"
         yield f"{_prose(_doc(node))}\n"
         if isinstance(node, ast.ClassDef):

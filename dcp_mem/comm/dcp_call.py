@@ -27,10 +27,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_mem.comm import Ranks, SingleRank, ranks_of
-from dcp_mem.comm.dcp_exchanges import DcpExchanges
+from dcp_mem.comm.dcp_exchanges import DcpExchanges, DistWrapper
 from dcp_mem.errors import ConfigError
 
 _DEPTH = 16
@@ -145,6 +144,8 @@ def staging_call(storage: Any) -> StagingCall | None:
 
 def can_save_staged() -> bool:
     """Return whether the save that follows `stage` will have a `PlanningCall`."""
+    if not hasattr(state_dict_saver, "_save_state_dict"):
+        return False
     steps = [
         constant
         for constant in state_dict_saver._save_state_dict.__code__.co_consts
@@ -192,7 +193,7 @@ def planning_call(storage: Any) -> PlanningCall | None:
             wrapper, state_dict = found.get("distW"), found.get("state_dict")
             if (
                 not any(one is storage for one in own)
-                or not isinstance(wrapper, _DistWrapper)
+                or not isinstance(wrapper, DistWrapper)
                 or not isinstance(state_dict, dict)
             ):
                 return None
@@ -268,11 +269,11 @@ def global_metadata() -> Metadata | None:
     return None
 
 
-def _calling_wrapper() -> _DistWrapper | None:
+def _calling_wrapper() -> DistWrapper | None:
     for frame in _calling_frames():
         if "distW" in frame.f_code.co_freevars or "distW" in frame.f_code.co_cellvars:
             wrapper = frame.f_locals.get("distW")
-            if isinstance(wrapper, _DistWrapper):
+            if isinstance(wrapper, DistWrapper):
                 return wrapper
     return None
 

@@ -22,11 +22,14 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from dcp_mem.comm.agreement import was_voted_on
 from dcp_mem.comm.dcp_errors import failures_by_rank
 
+DistWrapper = _DistWrapper
+"""What DCP's calls exchange objects with."""
+
 
 class DcpExchanges:
     """The exchanges of one call of DCP, on this rank."""
 
-    def __init__(self, wrapper: _DistWrapper) -> None:
+    def __init__(self, wrapper: DistWrapper) -> None:
         """Take charge of a call's exchanges; leave them as they are for now.
 
         Args:
@@ -46,10 +49,10 @@ class DcpExchanges:
         """Have DCP exchange what it would without dcp_mem. All ranks call this."""
         if self._wrapper.use_dist:
             _restore_coordinator(self._wrapper)
-            self._wrapper.__class__ = _DistWrapper
+            self._wrapper.__class__ = DistWrapper
 
 
-class _OnlyErrors(_DistWrapper):
+class _OnlyErrors(DistWrapper):
     """Exchanges errors that all ranks know of. Otherwise each rank acts as the coordinator."""
 
     _is_exchanging = False
@@ -80,5 +83,5 @@ class _OnlyErrors(_DistWrapper):
         return super().broadcast_object(object) if self._is_exchanging else object
 
 
-def _restore_coordinator(wrapper: _DistWrapper) -> None:
+def _restore_coordinator(wrapper: DistWrapper) -> None:
     wrapper.is_coordinator = wrapper.rank == wrapper.coordinator_rank

@@ -155,7 +155,7 @@ class JobRanks:
             self._swapping = None
 
     def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
-        default = dist.distributed_c10d._get_default_store()
+        default = default_store()
         key = (purpose, id(default), *self._members)
         ranks = _ranks.get(key)
         if ranks is None:
@@ -372,9 +372,7 @@ def run_token() -> str:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return ""
-    store = TimedStore(
-        dist.distributed_c10d._get_default_store(), min(exchange_timeout(), _STORE_SECONDS)
-    )
+    store = TimedStore(default_store(), min(exchange_timeout(), _STORE_SECONDS))
     with _meeting(dist.get_rank()):
         return store.compare_set("dcp_mem/run", "", uuid.uuid4().hex).decode()
 
@@ -401,7 +399,7 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
     key = _key_of(members, purpose)
     ranks = _ranks.get(key)
     if ranks is None:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         _forget_earlier_groups(store)
         ranks = _ranks[key] = JobRanks(
             dist.get_rank(group), members, purpose, store, exchange_timeout()
@@ -436,7 +434,12 @@ def _forget_earlier_groups(default: dist.Store) -> None:
 
 
 def _key_of(members: tuple[int, ...], purpose: str) -> tuple[Any, ...]:
-    return (purpose, id(dist.distributed_c10d._get_default_store()), *members)
+    return (purpose, id(default_store()), *members)
+
+
+def default_store() -> dist.Store:
+    """Return the store that the ranks met in, which torch gives under a private name alone."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def world_size() -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from dcp_mem.comm.job_ranks import restart_count, run_token
+from dcp_mem.comm.job_ranks import default_store, restart_count, run_token
 from dcp_mem.comm.timed_store import TimedCalls, own_connection
 from dcp_mem.config import exchange_timeout
 from dcp_mem.errors import RankFailed
@@ -48,7 +48,7 @@ class Notices:
         facts = (purpose, restart_count(), run_token())
         _made[repr(facts)] += 1
         digest = hashlib.sha256(repr((*facts, _made[repr(facts)])).encode()).hexdigest()[:16]
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         self._seconds = min(exchange_timeout(), _STORE_SECONDS)
         try:
             self._asking_store, self._listening_store = (

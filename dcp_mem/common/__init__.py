@@ -6,5 +6,6 @@
 - `files`: small file operations.
 - `parallel`: bounded parallel work.
 - `gc_pause`: the cycle collector kept out of the way, and free memory returned.
+- `sharded_tensor`: torch's class, or one that nothing is an instance of.
 - `progress_bar`: a progress bar for people at a terminal.
 """

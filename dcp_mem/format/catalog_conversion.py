@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,7 +32,7 @@ from dcp_mem.format.catalog import (
 from dcp_mem.format.distinct_shapes import distinct_shapes
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.locations import locations_of
-from dcp_mem.format.metadata import read_metadata, with_storage
+from dcp_mem.format.metadata import StorageInfo, read_metadata, with_storage
 from dcp_mem.format.metadata_template import template_of
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named, layout_named, memory_format_named, properties
@@ -120,7 +119,7 @@ def _storage_data(
     offsets: Sequence[torch.Size],
     save_id: str,
     tails: Mapping[int, Sequence[Extent]],
-) -> dict[MetadataIndex, _StorageInfo]:
+) -> dict[MetadataIndex, StorageInfo]:
     places = locations_of(catalog)
     rows = np.concatenate([places.rows, places.tail.rows])
     extents = np.concatenate(
@@ -130,7 +129,7 @@ def _storage_data(
     columns = (rows, names, catalog.has_offset()[rows], catalog.writer[rows], *extents.T)
     files = [segment_file(rank, save_id) for rank in catalog.ranks.tolist()]
     return {
-        MetadataIndex(catalog.names[name], offsets[row] if has_offset else None): _StorageInfo(
+        MetadataIndex(catalog.names[name], offsets[row] if has_offset else None): StorageInfo(
             files[writer], offset, length
         )
         for row, name, has_offset, writer, offset, length in zip(

@@ -20,6 +20,9 @@ from dcp_mem.errors import UntrustedMetadata
 from dcp_mem.format.names import DCP_VERSION
 from dcp_mem.format.sizes import refuse_greedy_pickle
 
+StorageInfo = _StorageInfo
+"""Where an item lies in a file, as DCP's own writer records it."""
+
 
 def with_storage(
     metadata: Metadata, storage_data: Any, save_id: str, checkpoint_id: str | None = None
@@ -194,7 +197,7 @@ def _admitted() -> Mapping[tuple[str, str], Any]:
     }
     admitted |= {
         ("torch", "Size"): torch.Size,
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
         ("torch.serialization", "_get_layout"): _LayoutNamed(),
         ("collections", "OrderedDict"): OrderedDict,
         ("builtins", "getattr"): _MemberOfEnum(),

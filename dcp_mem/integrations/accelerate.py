@@ -12,11 +12,10 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils._pytree import tree_leaves
 
 from dcp_mem.errors import ConfigError
 from dcp_mem.manager import CheckpointManager, Saved
-from dcp_mem.train_state import TrainState, rng_state, set_rng_state
+from dcp_mem.train_state import TrainState, has_tensors, rng_state, set_rng_state
 
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -224,8 +223,7 @@ class _Registered:
 
     def state_dict(self) -> dict[str, Any]:
         state = self._registered.state_dict()
-        has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(state))
-        return state if has_tensors else {"whole": (state,)}
+        return state if has_tensors(state) else {"whole": (state,)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._registered.load_state_dict(

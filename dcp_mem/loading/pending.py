@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
@@ -200,7 +199,7 @@ class PendingItem:
             stream = self._plain_stream(data)
             with self._damage_told(stream):
                 whole = torch.load(io.BytesIO(stream), map_location="cpu", weights_only=True)
-            return narrow_tensor_by_index(whole, request.storage_offsets, request.lengths)
+            return _narrowed(whole, request.storage_offsets, request.lengths)
         low, high = self._hull
         if low == high:
             return torch.empty(request.lengths, dtype=payload.dtype)
@@ -363,6 +362,12 @@ def _check_shape(request: ReadItem, target: torch.Tensor) -> None:
     if target.size() != request.lengths:
         given = f"the planner gave a tensor of {target.size()} for {request.lengths}"
         raise DcpMemError(f"{request.dest_index.fqn}: {given}")
+
+
+def _narrowed(whole: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        whole = whole.narrow(dimension, offset, length)
+    return whole
 
 
 def _most_unpacked(item: ItemRead) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.format.catalog import Path
 from dcp_mem.planning.plain_tensors import PLAIN
 

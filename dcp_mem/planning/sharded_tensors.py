@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.format.torch_names import properties
 from dcp_mem.planning.plain_tensors import PLAIN
 from dcp_mem.planning.plan_columns import ItemKind, ItemRow, NotDescribable

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.format.catalog import Ints
 from dcp_mem.planning import dtensors, sharded_tensors
 from dcp_mem.planning.flatten import Leaves, collect_leaves, flatten, is_container, may_be_container

@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.comm.agreement import Attempted, known_to_all
 from dcp_mem.common.log import log
+from dcp_mem.common.sharded_tensor import Shard, ShardedTensor
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.policy.slots import growth

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, overload
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_mem.common import faults
@@ -18,6 +17,7 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.frames import Spec
 from dcp_mem.format.layout import align
+from dcp_mem.format.metadata import StorageInfo
 from dcp_mem.memory.copying import Move, copy
 from dcp_mem.memory.device_copies import Enqueued, copy_stream
 from dcp_mem.memory.slots import Slot
@@ -478,4 +478,4 @@ class Results(Sequence[WriteResult]):
         if isinstance(number, slice):
             return [self[one] for one in range(*number.indices(len(self)))]
         offset, length = self._offsets[number], self._lengths[number]
-        return WriteResult(self._indexes[number], length, _StorageInfo(self._file, offset, length))
+        return WriteResult(self._indexes[number], length, StorageInfo(self._file, offset, length))

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md: `python docs/pictures/draw.py` writes the SVG files."""
+"""Draw the pictures of docs/: `python docs/pictures/draw.py` writes the SVG files."""
 
 from __future__ import annotations
 
@@ -79,6 +79,36 @@ class Picture:
 
     def text(self) -> str:
         return "".join([*self._parts, "</svg>\n"])
+
+
+def run() -> Picture:
+    picture = Picture("A run, its crash, and its recovery", 940, 316)
+    for top, name in ((64, "training"), (142, "node memory"), (226, "storage")):
+        picture.words(20, top + 5, name, "b", "start")
+    picture.arrow((142, 64), (668, 64))
+    for number in range(6):
+        x, step = 142 + number * 86, number * 10
+        picture.words(x + 34, 40, f"step {step}")
+        picture.arrow((x + 34, 64), (x + 34, 120))
+        picture.box(x, 122, 68, 36, MEMORY, f"{step}", dashed=number < 4)
+        if number in (0, 4):
+            picture.arrow((x + 34, 158), (x + 54, 206))
+            picture.box(x + 20, 208, 68, 36, STORAGE, f"{step}")
+    picture.box(670, 46, 62, 36, LOST, "killed")
+    picture.box(780, 46, 140, 36, TRAINER, "goes on at 51")
+    picture.arrow((640, 140), (850, 140), (850, 84))
+    picture.words(744, 132, "newest whole one")
+    picture.arrow(
+        (574, 226), (886, 226), (886, 84), label="memory is gone: from here", at=(728, 218)
+    )
+    picture.words(
+        470,
+        276,
+        "Every tenth step is copied into node memory, for about the time of a memcpy;"
+        " the newest two stay there.",
+    )
+    picture.words(470, 294, "An agent puts some of them on storage, behind the training loop.")
+    return picture
 
 
 def life() -> Picture:
@@ -283,6 +313,7 @@ def commit() -> Picture:
 
 
 PICTURES = {
+    "run": run,
     "life": life,
     "where": where,
     "redundancy": redundancy,

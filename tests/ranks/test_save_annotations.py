@@ -1,8 +1,10 @@
 """A training loop's annotations of a checkpoint: rank 0's count, and stay with the checkpoint."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_mem
 from dcp_mem import ConfigError, MemoryStorageWriter
+from dcp_mem.config import checked_metrics
 from dcp_mem.format.manifest import Manifest
 from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.launch import run_ranks
@@ -97,3 +100,15 @@ def test_figures_that_are_no_numbers_come_back_as_such(memory_root: Path) -> Non
         [status] = writer.status()
     assert status.metrics["loss"] != status.metrics["loss"]
     assert status.metrics["best"] == float("inf")
+
+
+def test_figures_may_be_losses_with_their_graph_and_arrays_of_one_element() -> None:
+    loss = torch.ones(1, requires_grad=True).square().sum()
+    given = {"loss": loss, "score": np.ones((1, 1)), "norm": np.float32(2), "lr": 3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # `float(loss)` warns once for each process.
+        found = checked_metrics(given)
+    assert found == {"loss": 1.0, "score": 1.0, "norm": 2.0, "lr": 3.0}
+    assert all(type(value) is float for value in found.values())
+    with pytest.raises(ConfigError, match="no number"):
+        checked_metrics({"loss": torch.ones(2)})

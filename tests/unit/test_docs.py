@@ -52,6 +52,7 @@ model = Model()
 BEFORE = {
     "README.md 1": LOOP,
     "README.md 2": FIRST_SAVE,
+    "docs/README.md 1": LOOP,
     "docs/async.md 1": LOOP,
     "docs/async.md 2": LOOP,
     "docs/huggingface.md 3": LOOP,
@@ -67,6 +68,7 @@ BEFORE = {
 """What a block takes for given."""
 AFTER = {
     "README.md 1": "assert manager.latest() == 20",
+    "docs/README.md 1": "assert manager.latest() == 20",
     "docs/async.md 1": "assert [one.name for one in writer.status()][0] == 'step-24'",
     "docs/async.md 2": "assert manager.latest() == 20",
     "docs/huggingface.md 3": "assert manager.latest() == 20",
@@ -91,6 +93,7 @@ ELSEWHERE = {
     "docs/torchft.md 1",
     "docs/trackers.md 1",
     "docs/training-state.md 1",
+    "docs/tutorial.md 1",
 }
 """What has a test of its own."""
 
