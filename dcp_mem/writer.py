@@ -6,7 +6,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import NoneType, TracebackType
+from types import TracebackType
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -320,6 +320,7 @@ class MemoryStorageWriter(StorageWriter):
         call = staging_call(self)
         if call is None or not call.uses_collectives:
             raise_if_refused(state_dict)
+            self._saver.stages_alone = True
             return copied(state_dict)
         return self._saver.stage(call, state_dict)
 
@@ -375,7 +376,7 @@ class MemoryStorageWriter(StorageWriter):
                 self._saver.open_session,
                 state_dict,
                 planner or DefaultSavePlanner(),
-                self._saver.frozen if type(planner) in (NoneType, DefaultSavePlanner) else None,
+                self._saver.frozen,
             )
 
     def wait(

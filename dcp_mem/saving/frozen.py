@@ -20,8 +20,9 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
-from dcp_mem.format.frames import Specs
+from dcp_mem.format.frames import Spec, Specs
 from dcp_mem.memory.slots import Slot, SlotHold
+from dcp_mem.planning.plain_tensors import PLAIN
 from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.runtime.frozen import (
     FrozenSegment,
@@ -103,6 +104,7 @@ def split(
         spec is not None
         and bool(rule(key[0], tensor))
         and spec == expected
+        and _is_as_planned(tensor, expected)
         and has_identity(tensor)
         and not session.frozen.is_training(key)
         for key, tensor, spec, expected in zip(
@@ -123,6 +125,11 @@ def split(
         frozen=frozen,
         others=_layout_of(session, compress(whole.expected, map(operator.not_, is_frozen))),
     )
+
+
+def _is_as_planned(tensor: torch.Tensor, expected: Spec) -> bool:
+    """Return whether a tensor is what DCP's planner has announced, and can be copied as it is."""
+    return type(tensor) in PLAIN and not tensor.is_meta and (tensor.dtype, tensor.shape) == expected
 
 
 def _layout_of(session: Session, specs: Iterable[tuple[torch.dtype, torch.Size]]) -> PlanLayout:
