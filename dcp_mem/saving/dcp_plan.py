@@ -20,7 +20,7 @@ from dcp_mem.format.catalog_conversion import RankItems, catalog_of
 from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.metadata import with_storage
 from dcp_mem.runtime.last_saves import SavedPlan
-from dcp_mem.saving.frozen import warn_without_effect
+from dcp_mem.saving.frozen import WHY_NOT_WITH_PARITY, warn_without_effect
 from dcp_mem.saving.frozen_apart import frozen_apart
 from dcp_mem.saving.plan import item_key, plan_segment, resolves_as_is
 from dcp_mem.saving.stage import stage
@@ -84,8 +84,8 @@ class DcpPlanItems:
 
 def _why_not_frozen(context: SaveContext, planner: SavePlanner) -> str:
     """Return why no tensor can be told to be the same as at the last save; "" where some may be."""
-    if context.settings.redundancy:
-        return "copies or parity are made of each segment"
+    if context.settings.redundancy.parity:
+        return WHY_NOT_WITH_PARITY
     if not resolves_as_is(planner):
         return f"{type(planner).__name__} makes the tensors of each save anew"
     if context.has_copies:

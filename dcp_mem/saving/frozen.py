@@ -38,6 +38,7 @@ from dcp_mem.runtime.session import Session
 _LEAST_NBYTES = 1 << 20
 """Fewer frozen bytes than this aren't worth a segment."""
 _MOST_NAMED = 3
+WHY_NOT_WITH_PARITY = "parity is made of all bytes of a checkpoint, and anew each time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,6 +431,7 @@ def _reject(session: Session, keys: Sequence[ItemKey], shared: Sequence[tuple[st
     """Reject checkpoints that may hold stale bytes; the agent marks on storage what lies there."""
     why = f"frozen tensors had changed unnoticed: {named(key[0] for key in keys)}"
     left = set(shared)
+    session.frozen.stale.extend(save_id for _, save_id in shared)
     for checkpoint in session.memory.checkpoints():
         if (checkpoint.name, checkpoint.manifest.save_id) in left:
             with contextlib.suppress(FileNotFoundError):  # it has just been evicted

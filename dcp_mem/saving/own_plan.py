@@ -37,7 +37,7 @@ from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.frozen import Split, warn_without_effect
+from dcp_mem.saving.frozen import WHY_NOT_WITH_PARITY, Split, warn_without_effect
 from dcp_mem.saving.frozen_apart import frozen_apart
 from dcp_mem.saving.plan import expected_tail
 from dcp_mem.saving.stage import stage
@@ -489,8 +489,8 @@ def _without_frozen(
     context: SaveContext, plan: _Plan, planned: Planned, items: _RowItems
 ) -> Planned:
     """Return the same part of a plan with the frozen tensors apart."""
-    if context.settings.redundancy:
-        warn_without_effect(context.session, "copies or parity are made of each segment")
+    if context.settings.redundancy.parity:
+        warn_without_effect(context.session, WHY_NOT_WITH_PARITY)
         return planned
     tensors = list(map(items.resolve, planned.tensors))
     # Another thread may set its own at once: each is right.

@@ -128,7 +128,7 @@ def _sizes(
     """Return what this rank's slots take, but for copies."""
     session, layout = context.session, context.session.layouts.of(specs)
     whole = SlotSizes(layout.layout.nbytes + TAIL_ROOM, layout)
-    if context.frozen is None or context.settings.redundancy:
+    if context.frozen is None or context.settings.redundancy.parity:
         return whole
     parts = split(session, context.frozen, keys, list(map(resolve, keys)), layout, None)
     if parts is None:

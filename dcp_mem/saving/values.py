@@ -163,6 +163,14 @@ class Planned:
             return 0
         return self.frozen.layout.layout.nbytes
 
+    @property
+    def unreplicated_frozen_nbytes(self) -> int:
+        """Bytes of frozen tensors that other nodes have no copies of, as far as this rank knows."""
+        if self.frozen is None:
+            return 0
+        known = self.frozen.known
+        return 0 if known is not None and known.is_replicated else self.frozen.layout.layout.nbytes
+
 
 # -- agree -----------------------------------------------------------------------------------------
 
