@@ -106,8 +106,9 @@ class MemoryStorageWriter(StorageWriter):
             checkpoint.
         frozen: Tensors that don't change from save to save: names or patterns ("model.base.*") of
             the flattened state dict, or a function of name and tensor. Checkpoints share one copy
-            of them in memory. Each save checks whether they still are as they were, and copies them
-            again where they aren't.
+            of them in memory, and on other nodes with `replicas`. Each save checks whether they
+            still are as they were, and copies them again where they aren't. With parity it has no
+            effect.
         process_group: The ranks that save together; by default those of the dcp.save call.
 
     Raises:
