@@ -27,7 +27,7 @@ from dcp_mem.common.files import allocated_bytes
 from dcp_mem.common.values import State
 from dcp_mem.format.names import FROZEN, home_rank
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.slots import SlotPool
+from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.runtime import frozen as frozen_module
 from dcp_mem.runtime.session import Session, open_session
 from tests.support.channels import UsedChannel
@@ -380,8 +380,8 @@ def test_a_copy_that_cannot_be_shared_is_made_again(
 def _link_fails(nodes: Nodes) -> list[str]:
     state, link, found = _tensors(), SlotPool.link, []
 
-    def fails(pool: SlotPool, slot: Any, claims: int, path: str) -> bool:
-        return "__0_1-" not in path and link(pool, slot, claims, path)
+    def fails(self: SlotPool, slot: Slot, claims: int, path: str) -> bool:
+        return "__0_1-" not in path and link(self, slot, claims, path)
 
     with nodes.writer() as writer:
         _save(writer, state, 1)

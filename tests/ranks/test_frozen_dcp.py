@@ -258,6 +258,11 @@ def test_copies_of_an_asynchronous_save_share_nothing_and_say_so(
 # -- several ranks --------------------------------------------------------------------------------
 
 
+def _local(tensor: Any) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
 def _saves_on_ranks(job: Job) -> list[Any]:
     rank, state, planner = dist.get_rank(), _state(), Own()
     whole = state["base.a"].clone()
@@ -274,7 +279,7 @@ def _saves_on_ranks(job: Job) -> list[Any]:
             _save(writer, state, step, planner)
             out = {name: torch.zeros_like(value) for name, value in state.items()}
             dcp_mem.load(out, checkpoint_id=f"step-{step}", storage_reader=job.reader())
-            found.append(torch.equal(out["base.a"].to_local(), local))
+            found.append(torch.equal(_local(out["base.a"]), local))
             found.append(torch.equal(out["base.b"], state["base.b"]))
             dist.barrier()
         found.append([names for _, names in _frozen(job, rank).values()])
