@@ -195,7 +195,7 @@ class Worker:
             file.key, stale = ask(channel, known)
             self._reject(stale, names.home_rank(number_of(file.plan)))
             if known is not None and known.key == file.key:
-                faults.point("replicate.shared")
+                faults.point("frozen.shared")
                 self._link(file, known)
                 return True
         finally:
@@ -218,7 +218,7 @@ class Worker:
         for checkpoint in self._memory.checkpoints() if save_ids else ():
             if checkpoint.manifest.save_id in save_ids and not checkpoint.rejected:
                 with suppress(FileNotFoundError):  # it has just been evicted
-                    why = f"frozen tensors of rank {rank} had changed unnoticed"
+                    why = f"frozen tensors had changed unnoticed, on rank {rank}"
                     self._memory.reject(checkpoint, why)
 
     def _keep_copies(self) -> None:

@@ -412,7 +412,7 @@ def _saves_until_killed(nodes: Nodes, point: str) -> str:
     return type(error).__name__
 
 
-@pytest.mark.parametrize("point", ["replicate.shared", "replicate.started", "replicate.chunk"])
+@pytest.mark.parametrize("point", ["frozen.shared", "replicate.started", "replicate.chunk"])
 def test_a_kill_while_copies_are_shared_leaves_the_earlier_ones_whole(
     nodes: Nodes, point: str
 ) -> None:
