@@ -196,8 +196,10 @@ def shared_nbytes(context: SaveContext, topology: Topology, manifest: Manifest) 
         topology: Where the ranks run.
         manifest: Of the checkpoint.
     """
-    made, seconds = context.redundancy_on(topology), _second_rooms(manifest)
-    sizes = incoming_seconds(topology.nodes, topology.domains, seconds, made)
+    made = context.redundancy_on(topology)
+    if not made.copies:
+        return 0
+    sizes = incoming_seconds(topology.nodes, topology.domains, _second_rooms(manifest), made)
     here = topology.nodes[topology.rank]
     return sum(
         sum(of_rank) for node, of_rank in zip(topology.nodes, sizes, strict=True) if node == here
@@ -212,8 +214,7 @@ def _rooms(manifest: Manifest) -> tuple[int, ...]:
 
 def _second_rooms(manifest: Manifest) -> tuple[int, ...]:
     """Return the bytes that the slot of each rank's frozen tensors takes; 0 for none."""
-    rooms = [0] * manifest.world_size
-    for number, nbytes in zip(manifest.segments.rank, manifest.segments.nbytes, strict=True):
-        if number >= names.FROZEN:
-            rooms[names.home_rank(number)] = capacity_for(nbytes)
+    rooms, segments = [0] * manifest.world_size, manifest.segments
+    for index in range(manifest.world_size, len(segments)):
+        rooms[names.home_rank(segments.rank[index])] = capacity_for(segments.nbytes[index])
     return tuple(rooms)
