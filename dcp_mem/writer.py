@@ -6,7 +6,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import NoneType, TracebackType
+from types import TracebackType
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -106,8 +106,9 @@ class MemoryStorageWriter(StorageWriter):
             checkpoint.
         frozen: Tensors that don't change from save to save: names or patterns ("model.base.*") of
             the flattened state dict, or a function of name and tensor. Checkpoints share one copy
-            of them in memory. Each save checks whether they still are as they were, and copies them
-            again where they aren't.
+            of them in memory, and on other nodes with `replicas`. Each save checks whether they
+            still are as they were, and copies them again where they aren't. With parity it has no
+            effect.
         process_group: The ranks that save together; by default those of the dcp.save call.
 
     Raises:
@@ -320,6 +321,7 @@ class MemoryStorageWriter(StorageWriter):
         call = staging_call(self)
         if call is None or not call.uses_collectives:
             raise_if_refused(state_dict)
+            self._saver.stages_alone = True
             return copied(state_dict)
         return self._saver.stage(call, state_dict)
 
@@ -375,7 +377,7 @@ class MemoryStorageWriter(StorageWriter):
                 self._saver.open_session,
                 state_dict,
                 planner or DefaultSavePlanner(),
-                self._saver.frozen if type(planner) in (NoneType, DefaultSavePlanner) else None,
+                self._saver.frozen,
             )
 
     def wait(

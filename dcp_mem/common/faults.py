@@ -26,6 +26,7 @@ POINTS = (
     "complete.manifest",  # this node's manifest is in place: COMPLETE
     "complete.evicted",  # retention was applied
     "save.finished",  # torch's own finish has run on the coordinator
+    "frozen.shared",  # this node has a copy of frozen items already, which gets another name
     "frozen.compared",  # all frozen bytes were held against their segment
     "checksums.made",  # of one segment; they don't lie beside it yet
     "replicate.started",

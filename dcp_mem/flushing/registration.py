@@ -14,6 +14,7 @@ from dcp_mem.policy.retention import Retention
 _CREDENTIAL_PREFIXES = (
     "AWS_",
     "AZURE_",
+    "DCP_MEM_AZURE_",
     "GOOGLE_",
     "GCS_",
     "FSSPEC_",
@@ -27,7 +28,8 @@ _CREDENTIAL_PREFIXES = (
     "CURL_CA_BUNDLE",
     "SSL_CERT_",
 )
-"""Of variables by which storage SDKs find credentials, proxies, and whom to trust."""
+"""Of variables by which storage SDKs find credentials, proxies, and whom to trust; and of our own
+for one kind of storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,18 @@ class Segments(Sequence[Segment]):
             tail=tail,
         )
 
+    def numbered(self, number: int) -> Segment:
+        """Return the segment with a number: that of a rank, or a rank's second one.
+
+        Args:
+            number: As `names.rank_of` tells it of a file.
+
+        Raises:
+            ValueError: There is none.
+        """
+        is_in_place = number < len(self.rank) and self.rank[number] == number
+        return self[number if is_in_place else self.rank.index(number)]
+
     def __len__(self) -> int:
         return len(self.rank)
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from hashlib import sha256
 
 from dcp_mem.format import names
+from dcp_mem.format.names import FROZEN
 from dcp_mem.format.segments import Segments
 from dcp_mem.policy.parity import Stripe, groups, stripes
 from dcp_mem.policy.placement import Original, place
@@ -73,6 +74,11 @@ class FilePlan:
         """The ranks that send parts, each once."""
         return tuple(dict.fromkeys(part.sender for part in self.parts))
 
+    @property
+    def is_second(self) -> bool:
+        """Whether the file is a rank's segment of frozen items, which checkpoints may share."""
+        return self.stripe is None and names.rank_of(self.file) >= FROZEN
+
     def parts_from(self, sender: int) -> Sequence[FilePart]:
         """Return the parts that a rank sends.
 
@@ -123,6 +129,26 @@ def incoming(
     return tuple(map(tuple, found))
 
 
+def incoming_seconds(
+    nodes: tuple[str, ...],
+    domains: tuple[str, ...],
+    seconds_nbytes: tuple[int, ...],
+    redundancy: Redundancy,
+) -> tuple[tuple[int, ...], ...]:
+    """Return for each rank the bytes of every slot for copies of segments of frozen items.
+
+    Args:
+        nodes: The node of every rank, by rank.
+        domains: The failure domain of every rank's node.
+        seconds_nbytes: What the slot of every rank's segment of frozen items takes; 0 for none.
+        redundancy: What each checkpoint is to have.
+    """
+    if not any(seconds_nbytes) or not redundancy.copies:
+        return tuple(() for _ in nodes)
+    sizes = incoming(nodes, domains, seconds_nbytes, redundancy)
+    return tuple(tuple(nbytes for nbytes in of_rank if nbytes) for of_rank in sizes)
+
+
 def file_plans(
     rank: int,
     nodes: tuple[str, ...],
@@ -130,6 +156,7 @@ def file_plans(
     slots_nbytes: tuple[int, ...],
     redundancy: Redundancy,
     segments: Segments,
+    seconds_nbytes: tuple[int, ...] = (),
 ) -> Sequence[FilePlan]:
     """Return the plans of a save that a rank has a part in.
 
@@ -140,18 +167,24 @@ def file_plans(
         slots_nbytes: What the slot of every rank's own segment takes.
         redundancy: What the checkpoint is to have.
         segments: The checkpoint's segments.
+        seconds_nbytes: What the slot of every rank's segment of frozen items takes; 0 for none.
     """
     if not redundancy.parity:
+        firsts = copies_of(nodes, domains, slots_nbytes, redundancy.copies)
+        seconds: tuple[Copy, ...] = ()
+        if any(seconds_nbytes):
+            seconds = copies_of(nodes, domains, seconds_nbytes, redundancy.copies)
         return [
             copy_plan(
                 segments,
-                copy.sender,
+                copy.sender + number,
                 sender=copy.sender,
                 receiver=copy.receiver,
                 slot_nbytes=copy.nbytes,
             )
-            for copy in copies_of(nodes, domains, slots_nbytes, redundancy.copies)
-            if rank in (copy.sender, copy.receiver)
+            for copies, number in ((firsts, 0), (seconds, FROZEN))
+            for copy in copies
+            if rank in (copy.sender, copy.receiver) and (not number or copy.nbytes)
         ]
     set_aside = incoming(nodes, domains, slots_nbytes, redundancy)
     found = stripes_of(nodes, domains, segments.nbytes, redundancy.parity, nodes[rank])
@@ -165,12 +198,13 @@ def copy_plan(
 
     Args:
         segments: The checkpoint's segments.
-        segment: The rank that saved the segment.
+        segment: The segment's number.
         sender: A rank whose node has the segment.
         receiver: A rank on another node.
         slot_nbytes: What the copy's slot takes.
     """
-    file, nbytes = segments[segment].file, segments.nbytes[segment]
+    found = segments.numbered(segment)
+    file, nbytes = found.file, found.nbytes
     part = FilePart(sender=sender, file=file, start=0, stop=nbytes, place=0)
     return FilePlan(
         receiver=receiver, file=file, nbytes=nbytes, slot_nbytes=slot_nbytes, parts=(part,)

@@ -52,6 +52,7 @@ class IncomingFile:
         """
         self.plan, self.slot = plan, slot
         self.is_sealed = False
+        self.key = b""  # of a segment of frozen items
         self.checksums: dict[str, Crcs] = {}
         """Of segments, as the senders gave them."""
         files = {part.file for part in plan.parts} if plan.stripe is not None else {plan.file}

@@ -83,15 +83,15 @@ def missing_copies(
         copies: How many each segment is to have, besides one.
     """
     members, node_of = _numbered(nodes)
-    having = [{node_of[rank] for rank in holders[segment]} for segment in range(len(segments))]
+    having = [{node_of[rank] for rank in holders[number]} for number in segments.rank]
     domain_of = [domains[ranks[0]] for ranks in members]
     receiving, sending, found = Loads(), Loads(), []
-    for segment, node in repair.missing_copies(having, segments.nbytes, domain_of, copies):
-        nbytes = segments.nbytes[segment]
+    for index, node in repair.missing_copies(having, segments.nbytes, domain_of, copies):
+        number, nbytes = segments.rank[index], segments.nbytes[index]
         receiver = receiving.give(members[node], nbytes)
-        sender = sending.give(holders[segment], nbytes)
+        sender = sending.give(holders[number], nbytes)
         found.append(
-            copy_plan(segments, segment, sender=sender, receiver=receiver, slot_nbytes=nbytes)
+            copy_plan(segments, number, sender=sender, receiver=receiver, slot_nbytes=nbytes)
         )
     return found
 

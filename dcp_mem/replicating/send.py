@@ -131,11 +131,16 @@ class OutgoingFiles:
             if is_same and has_checksums(local, name):
                 check_unchanged(local, name, file.table(), "memory")
 
-    def own_table(self) -> tuple[str, ItemTable] | None:
-        """Return this rank's own segment and its items, once all checksums of it were computed."""
-        name = self._task.manifest.segments[self._task.ranks.rank].file
-        file = self._files.get(name)
-        return (name, file.table()) if file is not None and file.is_summed else None
+    def own_tables(self) -> dict[str, ItemTable]:
+        """Return this rank's own segments and their items, where all checksums were computed."""
+        files = [(name, file) for name, file in self._files.items() if self._is_own(name)]
+        return {name: file.table() for name, file in files if file.is_summed}
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a file is a segment that this process has staged."""
+        is_segment = names.SEGMENT.fullmatch(name) is not None
+        is_of_rank = names.home_rank(names.rank_of(name)) == self._task.ranks.rank
+        return is_segment and is_of_rank and self._task.own_slot is not None
 
     def close(self) -> None:
         """End the leases."""
@@ -145,14 +150,13 @@ class OutgoingFiles:
     def _opened(self, name: str, plan: FilePlan) -> OutgoingFile:
         nbytes = self._nbytes_of(name)
         is_parity = names.PARITY.fullmatch(name) is not None
-        own_slot = self._task.own_slot
-        is_own = not is_parity and names.rank_of(name) == self._task.ranks.rank
-        if is_own and own_slot is not None:
+        own_slot, is_own = self._task.own_slot, self._is_own(name)
+        if is_own and own_slot is not None and names.rank_of(name) < names.FROZEN:
             return of_slot(own_slot, nbytes, self._tables[name])
         is_sent_whole = not is_parity and (plan.is_copy or plan.stripe is not None)
         table = self._tables[name] if is_sent_whole else None
         file = of_file(os.path.join(self._directory, name), nbytes, table, self._resources)
-        if is_sent_whole:  # another process staged it: it may be damaged since
+        if is_sent_whole and not is_own:  # another process staged it: it may be damaged since
             file.verify(self._kept_checksums(name))
         return file
 
@@ -160,7 +164,7 @@ class OutgoingFiles:
         if names.PARITY.fullmatch(name):
             parts = (part for plan in self._task.plans for part in plan.parts)
             return max(part.stop for part in parts if part.file == name)
-        return self._task.manifest.segments.nbytes[names.rank_of(name)]
+        return self._task.manifest.segments.numbered(names.rank_of(name)).nbytes
 
     def _kept_checksums(self, name: str) -> Crcs:
         """Return the checksums of a segment from this node's memory."""

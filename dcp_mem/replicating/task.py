@@ -13,6 +13,7 @@ from dcp_mem.format.manifest import ItemTable, Manifest, items_of
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.slots import Slot
 from dcp_mem.replicating.plan import FilePlan
+from dcp_mem.replicating.shared_copies import Sharing
 
 SMALL_CHUNK = 2 << 20
 """Bytes of a chunk that is added up from private memory, of which each sender takes a few."""
@@ -30,6 +31,7 @@ class ReplicationTask:
         own_slot: The slot of this rank's own segment, if this process has staged it.
         timeout: Seconds that a rank waits for another.
         transport: What moves the bytes.
+        sharing: How segments of frozen items are shared with other nodes; None: they are copied.
     """
 
     manifest: Manifest
@@ -39,6 +41,7 @@ class ReplicationTask:
     own_slot: Slot | None
     timeout: float
     transport: TransportChoice
+    sharing: Sharing | None = None
 
     @property
     def makes_slots(self) -> bool:
@@ -63,5 +66,5 @@ class SegmentTables:
     def __getitem__(self, file: str) -> ItemTable:
         if self._catalog is None:
             self._catalog = read_catalog(self._directory, self._manifest.catalog)
-        segment = self._manifest.segments[names.rank_of(file)]
+        segment = self._manifest.segments.numbered(names.rank_of(file))
         return items_of(self._catalog.layout(segment.rank), segment.tail)

@@ -6,7 +6,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from dcp_mem.comm.transfer import Amount, receive, refuse, send
 from dcp_mem.common import faults
 from dcp_mem.common.parallel import daemon
 from dcp_mem.errors import DcpMemError, RankFailed
+from dcp_mem.format import names
 from dcp_mem.format.manifest import StripeRecord
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import SlotPool
@@ -23,6 +25,7 @@ from dcp_mem.replicating.earlier import earlier_copy
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.receive import IncomingFile
 from dcp_mem.replicating.send import OutgoingFiles
+from dcp_mem.replicating.shared_copies import KnownCopy, Sharing, ask, number_of
 from dcp_mem.replicating.task import SMALL_CHUNK, ReplicationTask, SegmentTables
 
 _LONGEST_ROUND = 5.0
@@ -104,6 +107,8 @@ class Worker:
             self._give_back()
         if failures:
             self._ranks.leave("; ".join(text for _, text in failures))
+        elif self._task.sharing is not None:
+            self._task.sharing.on_replicated()
         return failures
 
     def _guarded(self, what: str, act: Callable[[], None]) -> None:
@@ -139,11 +144,15 @@ class Worker:
 
     def _file(self, plan: FilePlan) -> IncomingFile:
         find = partial(earlier_copy, self._memory, self._manifest, plan.file)
-        return IncomingFile(plan, self._task.slots[plan.file], self._tables, self._seal, find)
+        slot = self._task.slots.get(plan.file, "no slot was claimed")
+        return IncomingFile(plan, slot, self._tables, self._seal, find)
 
     def _send(self, receiver: int, plans: Sequence[FilePlan]) -> None:
         with self._channel(self._rank, receiver) as channel:
             for plan in plans:
+                if self._is_shared(plan) and self._sharing.answer(channel):
+                    self._amounts.append(Amount(reused_nbytes=plan.nbytes))
+                    continue
                 told = self._outgoing.told(plan)
                 message = None if told is None else told.message
                 with ExitStack() as registered:
@@ -157,6 +166,8 @@ class Worker:
     def _receive(self, sender: int, files: Sequence[IncomingFile]) -> None:
         with self._channel(sender, self._rank) as channel:
             for file in files:
+                if self._is_shared(file.plan) and self._share(channel, file):
+                    continue
                 try:
                     file.begin()
                 except DcpMemError as error:
@@ -165,6 +176,58 @@ class Worker:
                 with channel.registered(file.received_into):
                     receive(channel, file.chunks_from(sender), self._go_on, file.told())
                 file.end()
+
+    # -- segments of frozen items ------------------------------------------------------------------
+
+    @property
+    def _sharing(self) -> Sharing:
+        assert self._task.sharing is not None
+        return self._task.sharing
+
+    def _is_shared(self, plan: FilePlan) -> bool:
+        return plan.is_second and self._task.sharing is not None
+
+    def _share(self, channel: Channel, file: IncomingFile) -> bool:
+        """Give the copy that lies here one more name; False where the segment has to be sent."""
+        held = self._sharing.copies.held(number_of(file.plan))
+        known, hold = (None, None) if held is None else held
+        try:
+            file.key, stale = ask(channel, known)
+            self._reject(stale, names.home_rank(number_of(file.plan)))
+            if known is not None and known.key == file.key:
+                faults.point("frozen.shared")
+                self._link(file, known)
+                return True
+        finally:
+            if hold is not None:
+                hold.end()
+        if isinstance(file.slot, str):
+            file.slot = self._sharing.claim(file.plan)
+        return False
+
+    def _link(self, file: IncomingFile, known: KnownCopy) -> None:
+        def link(path: str) -> None:
+            if not self._slots.link(known.slot, known.claims, path):
+                raise DcpMemError("the copy that was to be shared is gone")
+
+        table = replace(self._tables[file.plan.file], crc32c=known.crcs)
+        self._memory.add_segment_copy(self._manifest, file.plan.file, table, link)
+
+    def _reject(self, save_ids: Sequence[str], rank: int) -> None:
+        """Mark checkpoints whose segment of frozen items turned out to be stale."""
+        for checkpoint in self._memory.checkpoints() if save_ids else ():
+            if checkpoint.manifest.save_id in save_ids and not checkpoint.rejected:
+                with suppress(FileNotFoundError):  # it has just been evicted
+                    why = f"frozen tensors had changed unnoticed, on rank {rank}"
+                    self._memory.reject(checkpoint, why)
+
+    def _keep_copies(self) -> None:
+        """Have later checkpoints share the copies of frozen items that have been received."""
+        for file in self._incoming:
+            if file.is_sealed and file.key and not isinstance(file.slot, str):
+                slot, crcs = file.slot, file.table().crc32c
+                known = KnownCopy(key=file.key, slot=slot, claims=slot.claims, crcs=crcs)
+                self._sharing.copies.keep(number_of(file.plan), known)
 
     def _add_own(self, files: Sequence[IncomingFile]) -> None:
         """Add the parts that this rank's own node has."""
@@ -244,17 +307,19 @@ class Worker:
         """
         if self._task.own_slot is None or self._has_kept_checksums:
             return
-        own = self._outgoing.own_table()
-        if own is not None:
+        own = self._outgoing.own_tables()
+        if own:
             self._has_kept_checksums = True
-            write = partial(self._memory.add_checksums, self._manifest, dict([own]))
+            write = partial(self._memory.add_checksums, self._manifest, own)
             self._guarded("writing checksums", write)
 
     def _give_back(self) -> None:
         sealed = {file.plan.file for file in self._incoming if file.is_sealed}
-        for file, slot in self._task.slots.items():
+        claimed = {**self._task.slots, **{one.plan.file: one.slot for one in self._incoming}}
+        for file, slot in claimed.items():
             if not isinstance(slot, str):
                 (self._slots.share if file in sealed else self._slots.abandon)(slot)
+        self._guarded("keeping copies", self._keep_copies)
         for incoming in self._incoming:
             incoming.close()
         self._outgoing.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.format.layout import Columns
 from dcp_mem.memory.slots import Slot
+from dcp_mem.replicating.shared_copies import MOST_STALE, new_key
 from dcp_mem.runtime.layouts import PlanLayout
 
 ItemKey = tuple[str, tuple[int, ...]]
@@ -96,6 +98,8 @@ class FrozenSegment:
         claims: Of the slot, then.
         since: (name, save id) of checkpoints that share it since all bytes were last compared.
         is_stale: Whether a comparison has found other bytes in the tensors.
+        key: Of its bytes, by which other nodes know their copies.
+        is_replicated: Whether the nodes that are to have copies have had them.
     """
 
     keys: Sequence[ItemKey]
@@ -105,6 +109,8 @@ class FrozenSegment:
     claims: int
     since: list[tuple[str, str]] = field(default_factory=list)
     is_stale: bool = False
+    key: bytes = field(default_factory=new_key)
+    is_replicated: bool = False
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the numbers of the tensors that are others, or have been written to.
@@ -146,6 +152,10 @@ class FrozenSegment:
                 *(one for one in small.tolist() if not self.is_equal(one, tensors[one].data_ptr())),
             ]
         )
+
+    def note_replicated(self) -> None:
+        """Note that other nodes have copies of it now."""
+        self.is_replicated = True
 
     def is_equal(
         self, number: int, address: int, may_go_on: Callable[[], bool] = lambda: True
@@ -300,10 +310,12 @@ class FrozenSegments:
 
     Attributes:
         comparison: Of all bytes, now and then.
+        stale: Save ids of checkpoints that turned out to hold stale bytes, the last ones.
     """
 
     def __init__(self) -> None:
         self.comparison = WholeComparison()
+        self.stale: deque[str] = deque(maxlen=MOST_STALE)
         self._known: dict[object, FrozenSegment] = {}
         self._changes: dict[ItemKey, int] = {}
 

@@ -22,6 +22,7 @@ from dcp_mem.memory.locks import JobLock, RunIdentity
 from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.replicator import Replicator
+from dcp_mem.replicating.shared_copies import SharedCopies
 from dcp_mem.runtime.agent_link import AgentLink
 from dcp_mem.runtime.frozen import FrozenSegments
 from dcp_mem.runtime.heap import GrownHeap
@@ -69,6 +70,7 @@ class Session:
         last_saves: What the last saves have left for the next ones to go by.
         numbers: The numbers of saves, for the next one's.
         replicator: Has complete checkpoints copied to other nodes.
+        shared_copies: Copies of other ranks' frozen tensors, for the next checkpoints to share.
         publisher: Makes checkpoints COMPLETE on this node.
         nodes: On which nodes the job runs.
         turns: The order of the saves.
@@ -99,6 +101,7 @@ class Session:
         self.last_saves = LastSaves()
         self.numbers = RunNumbers(self.memory)
         self.replicator = Replicator(self.memory, self.slots)
+        self.shared_copies = SharedCopies(self.slots)
         self.publisher = Publisher(self.memory, self.catalogs)
         self.nodes = JobNodes(self.memory.node)
         self.turns = Turns()
@@ -134,9 +137,14 @@ class Session:
         Returns:
             By file, its slot, or why there is none.
         """
-        return {plan.file: self._slot_for(plan) for plan in plans}
+        return {plan.file: self.slot_for(plan) for plan in plans}
 
-    def _slot_for(self, plan: FilePlan) -> Slot | str:
+    def slot_for(self, plan: FilePlan) -> Slot | str:
+        """Claim a slot for one such file; return why there is none, where that is so.
+
+        Args:
+            plan: Of a file that this rank receives.
+        """
         try:
             slot = self.slots.take(plan.slot_nbytes, "")
             slot.set_aside(plan.slot_nbytes)

@@ -4,7 +4,8 @@ Imports runtime, replicating and what lies below them; nothing of the load. To b
 order: `values.py` (what the stages hand to each other), `pipeline.py` (the stages in their order),
 then the stages: `plan.py`, `agree.py` (`ballot.py`, `room.py`), `stage.py`, `complete.py`,
 `retention.py`, `background.py` (`redundancy.py`). The items come from `dcp_plan.py`, `own_plan.py`
-or `streams.py`. `prepare.py` makes slots ready ahead of the first save.
+or `streams.py`; `frozen.py` and `frozen_apart.py` give frozen ones a segment of their own.
+`prepare.py` makes slots ready ahead of the first save.
 
 Saves come in by `saver.py`, those that DCP drives by `calls.py` and `dcp_takeover.py` too;
 `returned_metadata.py` is what `dcp.save` returns. `ahead.py` and `overlap.py` copy ahead of

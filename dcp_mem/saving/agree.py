@@ -135,6 +135,7 @@ def _needs_of_rank(context: SaveContext, planned: Planned) -> RankReport:
         newest=context.session.numbers.newest(),
         needed=capacity_for(planned.nbytes + TAIL_ROOM),
         frozen=capacity_for(planned.copied_frozen_nbytes),
+        shared=capacity_for(planned.unreplicated_frozen_nbytes),
         slots=tuple(slots),
         is_written=planned.is_written,
         plan_id=planned.plan_id,
@@ -202,6 +203,8 @@ def _has_slots(
     """Tell whether this rank has free slots for its segment and the copies that will come to it."""
     copies: tuple[int, ...] | None = ()
     if context.redundancy_on(topology):
+        if report.shared:  # of other nodes' slots each rank hears only at length
+            return False
         copies = context.session.last_saves.expected_copies.get(context.group)
     if copies is None:
         return False

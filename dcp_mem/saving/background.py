@@ -9,7 +9,7 @@ from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.saving.complete import concerns_flusher
 from dcp_mem.saving.frozen import compare_if_due
 from dcp_mem.saving.plan import TAIL_ROOM
-from dcp_mem.saving.redundancy import incoming_sizes, replication_of
+from dcp_mem.saving.redundancy import incoming_sizes, replication_of, shared_nbytes
 from dcp_mem.saving.retention import records_nbytes
 from dcp_mem.saving.values import Completed, SaveContext
 
@@ -64,6 +64,7 @@ def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_s
     own_nbytes = sum(capacity_for(one.nbytes + TAIL_ROOM) for one in here if one.rank < FROZEN)
     frozen_nbytes = sum(capacity_for(one.nbytes) for one in here if one.rank >= FROZEN)
     node_nbytes = own_nbytes + copies_nbytes
+    frozen_nbytes += shared_nbytes(context, topology, manifest)
     most_nbytes = most_at_once(settings.keep, any(incoming)) * node_nbytes + frozen_nbytes
     if topology.is_leader and session.last_saves.is_trim_due(most_nbytes):
         session.memory.trim(most_nbytes)

@@ -50,6 +50,8 @@ class RankReport:
         proposal: The coordinator's.
         needed: Bytes of the slot for this rank's segment.
         frozen: Bytes of another slot, for frozen tensors that are copied; 0 for none.
+        shared: Bytes of the slots that other nodes set aside for copies of these; 0 where they have
+            them.
         slots: Free slots that this rank could claim, the largest first.
         is_written: Whether this rank has claimed and filled its own slots already.
         node: Of the rank's node; from the node's leader alone, like `exists`.
@@ -65,6 +67,7 @@ class RankReport:
     proposal: Proposal | None = None
     needed: int = 0
     frozen: int = 0
+    shared: int = 0
     slots: tuple[FreeSlot, ...] = ()
     is_written: bool = False
     node: NodeMemory | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -19,10 +20,19 @@ from dcp_mem.format.catalog_conversion import RankItems, catalog_of
 from dcp_mem.format.manifest import FlushRecord, Manifest
 from dcp_mem.format.metadata import with_storage
 from dcp_mem.runtime.last_saves import SavedPlan
-from dcp_mem.saving.frozen import warn_without_effect
-from dcp_mem.saving.plan import plan_segment
+from dcp_mem.saving.frozen import WHY_NOT_WITH_PARITY, warn_without_effect
+from dcp_mem.saving.frozen_apart import frozen_apart
+from dcp_mem.saving.plan import item_key, plan_segment, resolves_as_is
 from dcp_mem.saving.stage import stage
-from dcp_mem.saving.values import Agreed, IndexedParts, Planned, SaveContext, Staged
+from dcp_mem.saving.values import (
+    Agreed,
+    IndexedPart,
+    IndexedParts,
+    Planned,
+    SaveContext,
+    Staged,
+    in_order,
+)
 
 
 class DcpPlanItems:
@@ -40,9 +50,16 @@ class DcpPlanItems:
 
     def plan(self, context: SaveContext) -> Planned:
         """Take this rank's plan apart."""
-        if context.frozen is not None:
-            warn_without_effect(context.session, "torch plans this save")
-        return plan_segment(context, self._plan, self._planner)
+        planned = plan_segment(context, self._plan, self._planner)
+        if context.frozen is None:
+            return planned
+        why_not = _why_not_frozen(context, self._planner)
+        if why_not:
+            warn_without_effect(context.session, why_not)
+            return planned
+        keys = list(map(item_key, planned.tensors))
+        tensors = list(map(self._planner.resolve_data, planned.tensors))
+        return frozen_apart(context, planned, keys, tensors)[0]  # type: ignore[arg-type]
 
     def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
         """Return False: DCP's plan is the only one."""
@@ -63,6 +80,17 @@ class DcpPlanItems:
     def settle(self, saved: SavedPlan) -> None:
         """Remember that the checkpoint is complete with this structure."""
         self._tracker.settle(self._planner, saved)
+
+
+def _why_not_frozen(context: SaveContext, planner: SavePlanner) -> str:
+    """Return why no tensor can be told to be the same as at the last save; "" where some may be."""
+    if context.settings.redundancy.parity:
+        return WHY_NOT_WITH_PARITY
+    if not resolves_as_is(planner):
+        return f"{type(planner).__name__} makes the tensors of each save anew"
+    if context.has_copies:
+        return "torch plans this asynchronous save, of private copies"
+    return ""
 
 
 class DcpPlanTracker:
@@ -213,9 +241,9 @@ class CatalogOfDcpPlan(IndexedParts):
     def __init__(self, metadata: Callable[[], Metadata]) -> None:
         self._metadata = metadata
 
-    def catalog(self, parts: Sequence[RankItems]) -> Catalog:
+    def catalog(self, parts: Sequence[IndexedPart]) -> Catalog:
         """Join the parts with DCP's metadata."""
-        return catalog_of(self._metadata(), parts)
+        return catalog_of(self._metadata(), in_order(parts))
 
 
 def republish(
@@ -234,9 +262,12 @@ def republish(
     """
     session, memory = context.session, context.session.memory
     layouts = session.catalogs.get(manifest.catalog)
+    indexes: dict[str, list[MetadataIndex]] = {one.file: [] for one in manifest.segments}
+    for result in itertools.chain(*results):
+        indexes[result.storage_data.relative_path].append(result.index)
     items = [
-        RankItems(segment.rank, [result.index for result in of_rank], layouts.layout(segment.rank))
-        for segment, of_rank in zip(manifest.segments, results, strict=True)
+        RankItems(segment.rank, indexes[segment.file], layouts.layout(segment.rank))
+        for segment in manifest.segments
     ]
     catalog = session.catalogs.put(catalog_of(metadata, items).to_bytes())
     manifest = replace(manifest, catalog=catalog)

@@ -20,8 +20,9 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
-from dcp_mem.format.frames import Specs
+from dcp_mem.format.frames import Spec, Specs
 from dcp_mem.memory.slots import Slot, SlotHold
+from dcp_mem.planning.plain_tensors import PLAIN
 from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.runtime.frozen import (
     FrozenSegment,
@@ -37,6 +38,7 @@ from dcp_mem.runtime.session import Session
 _LEAST_NBYTES = 1 << 20
 """Fewer frozen bytes than this aren't worth a segment."""
 _MOST_NAMED = 3
+WHY_NOT_WITH_PARITY = "parity is made of all bytes of a checkpoint, and anew each time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,7 @@ def split(
         spec is not None
         and bool(rule(key[0], tensor))
         and spec == expected
+        and _is_as_planned(tensor, expected)
         and has_identity(tensor)
         and not session.frozen.is_training(key)
         for key, tensor, spec, expected in zip(
@@ -123,6 +126,11 @@ def split(
         frozen=frozen,
         others=_layout_of(session, compress(whole.expected, map(operator.not_, is_frozen))),
     )
+
+
+def _is_as_planned(tensor: torch.Tensor, expected: Spec) -> bool:
+    """Return whether a tensor is what DCP's planner has announced, and can be copied as it is."""
+    return type(tensor) in PLAIN and not tensor.is_meta and (tensor.dtype, tensor.shape) == expected
 
 
 def _layout_of(session: Session, specs: Iterable[tuple[torch.dtype, torch.Size]]) -> PlanLayout:
@@ -423,6 +431,7 @@ def _reject(session: Session, keys: Sequence[ItemKey], shared: Sequence[tuple[st
     """Reject checkpoints that may hold stale bytes; the agent marks on storage what lies there."""
     why = f"frozen tensors had changed unnoticed: {named(key[0] for key in keys)}"
     left = set(shared)
+    session.frozen.stale.extend(save_id for _, save_id in shared)
     for checkpoint in session.memory.checkpoints():
         if (checkpoint.name, checkpoint.manifest.save_id) in left:
             with contextlib.suppress(FileNotFoundError):  # it has just been evicted

@@ -7,7 +7,6 @@ what every save does (see `agree.py` and `complete.py`), with a plan id in it, a
 from __future__ import annotations
 
 import copy
-import operator
 import threading
 import time
 import uuid
@@ -15,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import compress, islice
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,13 +37,8 @@ from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
-from dcp_mem.saving.frozen import (
-    FrozenItems,
-    Split,
-    split,
-    warn_without_effect,
-    with_known_segment,
-)
+from dcp_mem.saving.frozen import WHY_NOT_WITH_PARITY, Split, warn_without_effect
+from dcp_mem.saving.frozen_apart import frozen_apart
 from dcp_mem.saving.plan import expected_tail
 from dcp_mem.saving.stage import stage
 from dcp_mem.saving.values import (
@@ -495,36 +489,13 @@ def _without_frozen(
     context: SaveContext, plan: _Plan, planned: Planned, items: _RowItems
 ) -> Planned:
     """Return the same part of a plan with the frozen tensors apart."""
-    session, whole = context.session, planned.layout
-    if context.settings.redundancy:
-        warn_without_effect(session, "copies or parity are made of each segment")
+    if context.settings.redundancy.parity:
+        warn_without_effect(context.session, WHY_NOT_WITH_PARITY)
         return planned
-    assert context.frozen is not None
     tensors = list(map(items.resolve, planned.tensors))
-    parts = split(session, context.frozen, plan.keys, tensors, whole, plan.split)
-    plan.split = parts  # another thread may set its own at once: each is right
-    if parts is None:
-        return planned
-    sources = planned.sources
-    is_frozen, is_other = parts.is_frozen, list(map(operator.not_, parts.is_frozen))
-    frozen = FrozenItems(
-        rows=list(compress(planned.tensors, is_frozen)),
-        keys=parts.keys,
-        tensors=list(compress(tensors, is_frozen)),
-        layout=parts.frozen,
-        sources=None if sources is None else list(compress(sources, is_frozen)),
-        is_lasting=not context.has_copies,  # those of a copy the next save won't find
-    )
-    if frozen.is_lasting:
-        frozen = with_known_segment(session, context.group, frozen)
-    return replace(
-        planned,
-        tensors=list(compress(planned.tensors, is_other)),
-        layout=parts.others,
-        nbytes=planned.nbytes - whole.layout.nbytes + parts.others.layout.nbytes,
-        sources=None if sources is None else list(compress(sources, is_other)),
-        frozen=frozen,
-    )
+    # Another thread may set its own at once: each is right.
+    planned, plan.split = frozen_apart(context, planned, plan.keys, tensors, plan.split)
+    return planned
 
 
 def _rows(planned: Planned) -> _RowItems:

@@ -22,6 +22,7 @@ from dcp_mem.format.frames import Specs
 from dcp_mem.format.layout import align
 from dcp_mem.planning.plain_tensors import are_plain
 from dcp_mem.policy.slots import SlotNeed
+from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.saving.values import DCP_PLAN, Planned, SaveContext
 
 TAIL_ROOM = 1 << 20
@@ -102,6 +103,24 @@ class PlannerItems:
         return hash((*map(_FQN, items), *map(_OFFSET, items)))
 
 
+def resolves_as_is(planner: SavePlanner) -> bool:
+    """Return whether a planner hands over what its state dict has, and not what it makes of that.
+
+    Args:
+        planner: DCP's.
+    """
+    return _has_default(planner, _RESOLVING)
+
+
+def item_key(item: WriteItem) -> ItemKey:
+    """Return name and offset of an item that is a tensor.
+
+    Args:
+        item: Of a plan that a planner of DCP's made.
+    """
+    return item.index.fqn, tuple(item.index.offset or ())
+
+
 def expected_tail(
     context: SaveContext, plan_id: str, objects: Sequence[Any], resolve: Callable[[Any], Any]
 ) -> int:
@@ -151,7 +170,7 @@ def _plain_tensors(
     items: Sequence[WriteItem], is_shard: Sequence[bool], planner: SavePlanner
 ) -> Sequence[torch.Tensor] | None:
     """Return what the items stand for, if the planner changes nothing and all of it is plain."""
-    if not _has_default(planner, _RESOLVING):
+    if not resolves_as_is(planner):
         return None
     found = list(map(planner.state_dict.get, map(_FQN, items)))  # type: ignore[attr-defined]
     if any(is_shard):

@@ -23,7 +23,7 @@ from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.frozen import split
-from dcp_mem.saving.plan import TAIL_ROOM, expected_specs
+from dcp_mem.saving.plan import TAIL_ROOM, expected_specs, item_key, resolves_as_is
 from dcp_mem.saving.room import expect
 from dcp_mem.saving.values import SaveContext
 
@@ -90,12 +90,12 @@ def prepare(
             state_dict=state_dict, storage_meta=None, is_coordinator=ranks.rank == 0
         )
         plan = planner.create_local_plan()
-        own_items.update({_key(item): item for item in _tensors(plan)})
+        own_items.update({item_key(item): item for item in _tensors(plan)})
         return plan
 
     def plan_globally(plans: Sequence[SavePlan]) -> list[tuple[Specs, Sequence[ItemKey]]]:
         return [
-            (expected_specs(_tensors(plan)), list(map(_key, _tensors(plan))) if frozen else ())
+            (expected_specs(_tensors(plan)), list(map(item_key, _tensors(plan))) if frozen else ())
             for plan in planner.create_global_plan(list(plans))[0]
         ]
 
@@ -108,7 +108,7 @@ def prepare(
         rank=call.rank,
         scope=names.COLLECTIVE,
         name="",
-        frozen=frozen,
+        frozen=frozen if resolves_as_is(planner) else None,
     )
     specs, keys = found[ranks.rank]
 
@@ -128,7 +128,7 @@ def _sizes(
     """Return what this rank's slots take, but for copies."""
     session, layout = context.session, context.session.layouts.of(specs)
     whole = SlotSizes(layout.layout.nbytes + TAIL_ROOM, layout)
-    if context.frozen is None or context.settings.redundancy:
+    if context.frozen is None or context.settings.redundancy.parity:
         return whole
     parts = split(session, context.frozen, keys, list(map(resolve, keys)), layout, None)
     if parts is None:
@@ -168,7 +168,3 @@ def _reserve(context: SaveContext, found: Attempted[SlotSizes]) -> futures.Futur
 
 def _tensors(plan: SavePlan) -> list[WriteItem]:
     return [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-
-
-def _key(item: WriteItem) -> ItemKey:
-    return item.index.fqn, tuple(item.index.offset or ())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
@@ -15,8 +16,9 @@ from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest, ReplicationRecord
 from dcp_mem.memory.locks import share
 from dcp_mem.policy.slots import capacity_for
-from dcp_mem.replicating.plan import file_plans, incoming
+from dcp_mem.replicating.plan import file_plans, incoming, incoming_seconds
 from dcp_mem.replicating.replicator import Replication
+from dcp_mem.replicating.shared_copies import Sharing, number_of
 from dcp_mem.replicating.task import ReplicationTask
 from dcp_mem.runtime.topology import Topology
 from dcp_mem.saving.plan import TAIL_ROOM
@@ -94,6 +96,7 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
     session, settings = context.session, context.settings
     topology, manifest = completed.agreed.topology, completed.manifest
     rooms, made = _rooms(manifest), context.redundancy_on(topology)
+    seconds = _second_rooms(manifest)
     sizes = incoming(topology.nodes, topology.domains, rooms, made)
     session.last_saves.expected_copies[context.group] = sizes[topology.rank]
     ranks = context.ranks.dedicated(
@@ -102,9 +105,16 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
     ranks.set_nodes(topology.nodes)
     lease = _lease_on(context, manifest)
     plans = file_plans(
-        topology.rank, topology.nodes, topology.domains, rooms, made, manifest.segments
+        topology.rank, topology.nodes, topology.domains, rooms, made, manifest.segments, seconds
     )
-    slots = session.slots_for(plan for plan in plans if plan.receiver == topology.rank)
+    sharing = _sharing(context, completed)
+    slots = session.slots_for(
+        plan
+        for plan in plans
+        if plan.receiver == topology.rank
+        # A copy that lies here already is shared, as a rule.
+        and not (plan.is_second and sharing.copies.has(number_of(plan)))
+    )
     task = ReplicationTask(
         manifest=manifest,
         ranks=ranks,
@@ -113,6 +123,7 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
         own_slot=completed.staged.slot,
         timeout=settings.replication_timeout,
         transport=settings.transport,
+        sharing=sharing,
     )
 
     def retain(is_replicated: bool) -> None:
@@ -132,6 +143,17 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
         remark=remark,
         on_recorded=retain,
     )
+
+
+def _sharing(context: SaveContext, completed: Completed) -> Sharing:
+    session, staged = context.session, completed.staged.frozen
+    sharing = Sharing(
+        stale=tuple(session.frozen.stale), copies=session.shared_copies, claim=session.slot_for
+    )
+    if staged is None:
+        return sharing
+    segment = staged.filled.segment
+    return replace(sharing, key=segment.key, on_replicated=segment.note_replicated)
 
 
 def _lease_on(context: SaveContext, manifest: Manifest) -> int:
@@ -166,6 +188,33 @@ def incoming_sizes(
     ]
 
 
+def shared_nbytes(context: SaveContext, topology: Topology, manifest: Manifest) -> int:
+    """Return what this node's copies of other nodes' frozen tensors take, for all checkpoints.
+
+    Args:
+        context: Of the save.
+        topology: Where the ranks run.
+        manifest: Of the checkpoint.
+    """
+    made = context.redundancy_on(topology)
+    if not made.copies:
+        return 0
+    sizes = incoming_seconds(topology.nodes, topology.domains, _second_rooms(manifest), made)
+    here = topology.nodes[topology.rank]
+    return sum(
+        sum(of_rank) for node, of_rank in zip(topology.nodes, sizes, strict=True) if node == here
+    )
+
+
 def _rooms(manifest: Manifest) -> tuple[int, ...]:
     """Return the bytes that each rank's slot takes."""
-    return tuple(capacity_for(nbytes + TAIL_ROOM) for nbytes in manifest.segments.nbytes)
+    nbytes = manifest.segments.nbytes[: manifest.world_size]
+    return tuple(capacity_for(one + TAIL_ROOM) for one in nbytes)
+
+
+def _second_rooms(manifest: Manifest) -> tuple[int, ...]:
+    """Return the bytes that the slot of each rank's frozen tensors takes; 0 for none."""
+    rooms, segments = [0] * manifest.world_size, manifest.segments
+    for index in range(manifest.world_size, len(segments)):
+        rooms[names.home_rank(segments.rank[index])] = capacity_for(segments.nbytes[index])
+    return tuple(rooms)

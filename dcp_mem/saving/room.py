@@ -10,7 +10,7 @@ from dcp_mem.comm.agreement import Attempted, attempt, described, raise_together
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.policy.admission import NodeMemory, Verdict, admit, still_full
 from dcp_mem.policy.slots import SlotNeed, capacity_for, growth
-from dcp_mem.replicating.plan import incoming
+from dcp_mem.replicating.plan import incoming, incoming_seconds
 from dcp_mem.runtime.topology import Topology
 from dcp_mem.saving.ballot import RankReport
 from dcp_mem.saving.plan import claims_of
@@ -98,7 +98,10 @@ def give_back(
         RankFailed: A rank couldn't.
     """
     session, rank = context.session, context.ranks.rank
-    claims = [*own_claims(planned), *map(SlotNeed, copies_for(context, topology, reports)[rank])]
+    copies, shared = (
+        of_all(context, topology, reports)[rank] for of_all in (copies_for, shared_copies_for)
+    )
+    claims = [*own_claims(planned), *map(SlotNeed, (*shared, *copies))]
 
     def grown() -> int:
         session.slots.keep_only(claims)
@@ -144,12 +147,14 @@ def node_memories(
         reports: Of all ranks.
     """
     copies = copies_for(context, topology, reports)
+    shared = shared_copies_for(context, topology, reports)
     nodes = []
     for leader, report in enumerate(reports):
         if report.node is not None:
             ranks = topology.neighbours(topology.nodes[leader])
             needed = sum(
-                reports[rank].needed + reports[rank].frozen + sum(copies[rank]) for rank in ranks
+                reports[rank].needed + reports[rank].frozen + sum(copies[rank]) + sum(shared[rank])
+                for rank in ranks
             )
             spare = sum(one.capacity for one in report.slots if not one.is_held)
             spare += sum(_spare_of(reports[rank]) for rank in ranks)
@@ -177,6 +182,21 @@ def copies_for(
     return incoming(topology.nodes, topology.domains, sizes, context.redundancy_on(topology))
 
 
+def shared_copies_for(
+    context: SaveContext, topology: Topology, reports: Sequence[RankReport]
+) -> Sequence[Sequence[int]]:
+    """Return the bytes of each slot for a copy of frozen tensors that will come to each rank.
+
+    Args:
+        context: Of the save.
+        topology: Where the ranks run.
+        reports: Of all ranks.
+    """
+    sizes = tuple(report.shared for report in reports)
+    made = context.redundancy_on(topology)
+    return incoming_seconds(topology.nodes, topology.domains, sizes, made)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """The room for the next save, and what it needs.
@@ -184,7 +204,7 @@ class Expected:
     Attributes:
         copies: Bytes of each slot for what will come to this rank.
         node_nbytes: What a checkpoint's slots take on this node, copies included.
-        base_nbytes: What slots for frozen tensors take on this node once.
+        base_nbytes: What slots for frozen tensors, and copies of them, take on this node once.
         records_nbytes: What a checkpoint's other files take on this node.
         room: For how many more checkpoints this node has memory, beside the free slots.
         verdict: Whether memory has room for it.
@@ -222,6 +242,7 @@ def expect(
             name=context.name,
             needed=capacity_for(own),
             frozen=capacity_for(frozen),
+            shared=capacity_for(frozen),
             slots=tuple(session.slots.free()),
         )
         if not topology.is_leader:
@@ -233,7 +254,8 @@ def expect(
     leaders = [leader for leader, one in enumerate(reports) if one.node is not None]
     here = topology.neighbours(topology.nodes[topology.rank])
     (node,) = (node for leader, node in zip(leaders, nodes, strict=True) if leader in here)
-    base = sum(reports[rank].frozen for rank in here)
+    shared = shared_copies_for(context, topology, reports)
+    base = sum(reports[rank].frozen + sum(shared[rank]) for rank in here)
     per_checkpoint = max(node.needed - base, 1)
     # The other files of the newest checkpoint may still come, and so do those of the next one.
     left = node.room - node.used - base - 2 * node.records

@@ -67,6 +67,8 @@ class Saver:
         frozen: As given.
         calls: What each thread is in the middle of.
         saves_elsewhere: Whether another process saves, in a session of its own.
+        stages_alone: Whether this rank has staged a state that it saves alone: what it saves alone
+            may be private copies from then on.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Saver:
         self.settings = settings
         self.process_group = process_group
         self.calls = ThreadCalls()
-        self.saves_elsewhere = False
+        self.saves_elsewhere = self.stages_alone = False
         self.frozen = frozen
         self._token = new_token()
         self._run = ""
@@ -125,7 +127,7 @@ class Saver:
             info=self.take_info() if staged is None else staged.info,
             is_driven_by_dcp=True,
             frozen=self.frozen,
-            has_copies=staged is not None,
+            has_copies=staged is not None or (self.stages_alone and not uses_collectives),
         )
         why_not, self.calls.why_not = self.calls.why_not, ""
         if takeover is not None:

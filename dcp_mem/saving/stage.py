@@ -457,13 +457,19 @@ class Results(Sequence[WriteResult]):
     """The write results of all items, for DCP; each is made when it is looked at.
 
     Args:
-        staged: This rank's sealed segment.
+        staged: This rank's sealed segments.
     """
 
     def __init__(self, staged: Staged) -> None:
-        self._file = staged.segment.file
         self._indexes = list(map(staged.items.index, staged.order))
-        self._offsets, self._lengths = staged.offsets, staged.lengths
+        self._files = [staged.segment.file] * len(self._indexes)
+        self._offsets, self._lengths = list(staged.offsets), list(staged.lengths)
+        if staged.frozen is not None:
+            frozen = staged.frozen.filled.items
+            self._indexes += map(staged.items.index, frozen.rows)
+            self._files += [staged.frozen.segment.file] * len(frozen.rows)
+            self._offsets += frozen.layout.layout.offsets.tolist()
+            self._lengths += frozen.layout.layout.lengths.tolist()
 
     def __len__(self) -> int:
         return len(self._indexes)
@@ -477,5 +483,6 @@ class Results(Sequence[WriteResult]):
     def __getitem__(self, number: int | slice) -> WriteResult | list[WriteResult]:
         if isinstance(number, slice):
             return [self[one] for one in range(*number.indices(len(self)))]
-        offset, length = self._offsets[number], self._lengths[number]
-        return WriteResult(self._indexes[number], length, StorageInfo(self._file, offset, length))
+        length = self._lengths[number]
+        place = StorageInfo(self._files[number], self._offsets[number], length)
+        return WriteResult(self._indexes[number], length, place)

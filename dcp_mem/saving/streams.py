@@ -29,10 +29,12 @@ from dcp_mem.saving.stage import seal
 from dcp_mem.saving.values import (
     STREAMS_PLAN,
     Agreed,
+    IndexedPart,
     IndexedParts,
     Planned,
     SaveContext,
     Staged,
+    in_order,
 )
 
 _BUFFER = 1 << 20
@@ -238,9 +240,10 @@ class StreamItems:
 class CatalogOfStreams(IndexedParts):
     """A catalog of streams by name; of equal names, each is called after its rank as well."""
 
-    def catalog(self, parts: Sequence[RankItems]) -> Catalog:
+    def catalog(self, parts: Sequence[IndexedPart]) -> Catalog:
         """Join the parts."""
-        count = Counter(index.fqn for part in parts for index in part.indexes)
+        found = in_order(parts)
+        count = Counter(index.fqn for part in found for index in part.indexes)
 
         def index_of(index: MetadataIndex, rank: int) -> MetadataIndex:
             if count[index.fqn] == 1:
@@ -251,7 +254,7 @@ class CatalogOfStreams(IndexedParts):
             RankItems(
                 part.rank, [index_of(index, part.rank) for index in part.indexes], part.layout
             )
-            for part in parts
+            for part in found
         ]
         known = {index.fqn: BytesStorageMetadata() for part in named for index in part.indexes}
         return catalog_of(Metadata(dict(known)), named)

@@ -163,6 +163,14 @@ class Planned:
             return 0
         return self.frozen.layout.layout.nbytes
 
+    @property
+    def unreplicated_frozen_nbytes(self) -> int:
+        """Bytes of frozen tensors that other nodes have no copies of, as far as this rank knows."""
+        if self.frozen is None:
+            return 0
+        known = self.frozen.known
+        return 0 if known is not None and known.is_replicated else self.frozen.layout.layout.nbytes
+
 
 # -- agree -----------------------------------------------------------------------------------------
 
@@ -261,26 +269,45 @@ class CatalogSource(Protocol):
         """
 
 
+IndexedPart = tuple[RankItems, ...]
+"""What a rank says of its segments, the one with its frozen items last."""
+
+
 class IndexedParts:
     """The parts of a catalog that names each item by DCP's index of it."""
 
-    def part(self, rank: int, staged: Staged) -> RankItems:
+    def part(self, rank: int, staged: Staged) -> IndexedPart:
         """Return the indexes of this rank's items, and where they lie.
 
         Args:
             rank: The rank that asks.
             staged: The rank's sealed segment.
         """
-        indexes = list(map(staged.items.index, staged.order))
-        return RankItems(rank, indexes, staged.layout.described)
+        index_of = staged.items.index
+        first = RankItems(rank, list(map(index_of, staged.order)), staged.layout.described)
+        if staged.frozen is None:
+            return (first,)
+        frozen = staged.frozen.filled.items
+        indexes = list(map(index_of, frozen.rows))
+        return first, RankItems(staged.frozen.segment.rank, indexes, frozen.layout.described)
 
-    def share(self, parts: Sequence[RankItems]) -> Sequence[RankItems]:
+    def share(self, parts: Sequence[IndexedPart]) -> Sequence[IndexedPart]:
         """Return the parts as they are.
 
         Args:
             parts: What `part` returned, by rank.
         """
         return parts
+
+
+def in_order(parts: Sequence[IndexedPart]) -> list[RankItems]:
+    """Return the items of all segments, in the order in which a checkpoint lists these.
+
+    Args:
+        parts: By rank.
+    """
+    seconds = [one for part in parts for one in part[1:]]
+    return [*(part[0] for part in parts), *seconds]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from time import time
 from typing import Any
@@ -12,7 +14,7 @@ from azure.core import MatchConditions
 from azure.core.exceptions import HttpResponseError
 from azure.storage.blob import BlobBlock, BlobClient, BlobPrefix, BlobProperties
 
-from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageRefused
+from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageRefused, StorageUnavailable
 from dcp_mem.format.checksums import checksum
 from dcp_mem.storage import Copies, Entry, Sending, Source, Unfinished, part_count, part_nbytes
 from dcp_mem.storage.azure_client import Pieces, service_client, signed_for_copying
@@ -26,7 +28,9 @@ _PUT_AT_ONCE = 4 << 20
 _CHANGED = ("ConditionNotMet", "BlobNotFound", "PathNotFound", "TargetConditionNotMet")
 _MOST_COPIED = 256 << 20
 """The longest blob that Azure copies while the client waits."""
-_CANT_COPY = {400, 401, 403, 404, 409, 412, 501}
+_CANT_COPY = {400, 401, 403, 404, 409, 412, 416, 501}
+_COPIES_BLOCKS = "DCP_MEM_AZURE_COPY_BLOCKS"
+"""Variable that allows `Put Block From URL`, which no emulator knows, so no test has shown it."""
 _THERE = ("BlobAlreadyExists", "PathAlreadyExists", "UnauthorizedBlobOverwrite")
 
 
@@ -51,17 +55,31 @@ class AzureStorage:
         with self._translator.errors():
             self._container = service.get_container_client(container)
         self._may_have_directories = True
+        self._copies_blocks = threading.Event()
+        if os.environ.get(_COPIES_BLOCKS, "").lower() in ("1", "true", "yes"):
+            self._copies_blocks.set()
 
     def upload(self, key: str, nbytes: int, source: Source | None = None) -> AzureUpload:
         blob, stored = self._blob(key), set[str]()
         if nbytes > part_nbytes(nbytes):
             with suppress(StorageKeyMissing), self._translator.errors(key):
                 blocks = itertools.chain(*blob.get_block_list("all"))
-                stored = {block.id for block in blocks if block.id.endswith(f"-{block.size:010x}")}
+                stored = {block.id for block in blocks if _is_as_long(block)}
+        copies = self._copies_of(nbytes, source)
         original = None
-        if source is not None and source.nbytes == nbytes <= _MOST_COPIED:
+        if source is not None and copies is not Copies.NOTHING:
             original = (self._blob(source.key), source.etag)
-        return AzureUpload(blob, nbytes, stored, self._translator, original)
+        upload = AzureUpload(blob, nbytes, stored, self._translator, original, copies)
+        upload.on_wrong_copy = self._copies_blocks.clear
+        return upload
+
+    def _copies_of(self, nbytes: int, source: Source | None) -> Copies:
+        """Return what a blob of so many bytes may copy from a source."""
+        if source is None:
+            return Copies.NOTHING
+        if self._copies_blocks.is_set() and nbytes > part_nbytes(nbytes):
+            return Copies.PARTS
+        return Copies.WHOLE if source.nbytes == nbytes <= _MOST_COPIED else Copies.NOTHING
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         with self._translator.errors():
@@ -261,8 +279,11 @@ class AzureUpload(Sending):
         nbytes: Its length.
         stored: Ids of blocks that storage has from earlier attempts.
         translator: Of the storage's errors.
-        source: Blob that may be copied, and its ETag; None for none. Blocks aren't copied: no
-            emulator knows `Put Block From URL`.
+        source: Blob that may be copied, and its ETag; None for none.
+        copies: What of it may be copied.
+
+    Attributes:
+        on_wrong_copy: Called where Azure has made blocks of another length than it was asked for.
     """
 
     in_order = False
@@ -275,17 +296,19 @@ class AzureUpload(Sending):
         stored: set[str],
         translator: Translator,
         source: tuple[BlobClient, str] | None = None,
+        copies: Copies = Copies.NOTHING,
     ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
         self._blob, self._stored, self._translator = blob, stored, translator
         self._nbytes, self._source, self._etag = nbytes, source, ""
-        self.copies = Copies.NOTHING if source is None else Copies.WHOLE
+        self.copies = copies
+        self.on_wrong_copy: Callable[[], None] = _nobody
+        self._copied: set[str] = set()
         self._missing = set(range(part_count(nbytes, self.part_nbytes)))
         self._put: dict[int, str] = {}
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
-        # Azure wants ids of one length for all blocks of a blob, whichever process puts them.
-        block = f"{number:05d}-{crc32c:08x}-{len(data):010x}"
+        block = _block_id(number, crc32c, len(data))
         is_new = block not in self._stored
         if is_new and data:  # there are no empty blocks
             with self._translator.errors():
@@ -294,6 +317,32 @@ class AzureUpload(Sending):
             self._put[number] = block
         self._missing.discard(number)
         return is_new
+
+    def copy_part(self, number: int, crc32c: int) -> bool:
+        if self._source is None or self.copies is not Copies.PARTS:
+            return False
+        blob, etag = self._source
+        start = number * self.part_nbytes
+        nbytes = min(self.part_nbytes, self._nbytes - start)
+        block = _block_id(number, crc32c, nbytes)
+        if block not in self._stored:
+            with self._translator.errors():
+                try:
+                    self._blob.stage_block_from_url(
+                        block,
+                        source_offset=start,
+                        source_length=nbytes,
+                        headers={"x-ms-source-if-match": etag},
+                        **signed_for_copying(blob),
+                    )
+                except HttpResponseError as error:
+                    if status_of(error) in _CANT_COPY:
+                        return False
+                    raise
+            self._copied.add(block)
+        self._put[number] = block
+        self._missing.discard(number)
+        return True
 
     def copy_whole(self) -> bool:
         if self._source is None:
@@ -321,7 +370,19 @@ class AzureUpload(Sending):
         if self._missing:
             raise ValueError(f"{len(self._missing)} parts were never put")
         with self._translator.errors():
+            self._check_copies()
             self.commit()
+
+    def _check_copies(self) -> None:
+        """Raise StorageUnavailable where copied blocks aren't as long as they should be."""
+        if not self._copied:
+            return
+        blocks = itertools.chain(*self._blob.get_block_list("all"))
+        wrong = self._copied - {block.id for block in blocks if _is_as_long(block)}
+        if wrong:
+            self.on_wrong_copy()
+            why = f"{len(wrong)} blocks were copied to other lengths; they are sent next time"
+            raise StorageUnavailable(self._blob.url.partition("?")[0], why)
 
     def commit(self, **conditions: Any) -> None:
         """Make the blob of the blocks.
@@ -340,6 +401,19 @@ class AzureUpload(Sending):
 
     def close(self) -> None:
         """Leave the blocks: they stay for a week, and a later upload goes on with them."""
+
+
+def _block_id(number: int, crc32c: int, nbytes: int) -> str:
+    """Return the id of a part's block: Azure wants ids of one length for all blocks of a blob."""
+    return f"{number:05d}-{crc32c:08x}-{nbytes:010x}"
+
+
+def _is_as_long(block: BlobBlock) -> bool:
+    return str(block.id).endswith(f"-{block.size:010x}")
+
+
+def _nobody() -> None:
+    return
 
 
 def _is_marker(blob: BlobProperties) -> bool:

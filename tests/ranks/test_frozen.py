@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -378,13 +379,22 @@ def test_a_declaration_of_another_kind_is_refused() -> None:
         MemoryStorageWriter(None, job="job", frozen=[3])  # type: ignore[list-item]
 
 
-def test_with_copies_it_has_no_effect(memory_job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_parity_it_has_no_effect(memory_job: Job, caplog: pytest.LogCaptureFixture) -> None:
     state = make_state()
-    with memory_job.writer(frozen="base.*", replicas=1, agent="thread") as writer:
+    with memory_job.writer(frozen="base.*", redundancy=dcp_mem.parity(2), agent="thread") as writer:
         for step in (1, 2):
-            save(writer, state, step)
+            for road in ("dcp_mem", "dcp"):
+                save(writer, state, 2 * step + (road == "dcp"), road)
+        _save_as_torch_plans(writer, state)
     assert not frozen_inodes(memory_job)
-    assert sum("frozen= has no effect" in line for line in caplog.messages) == 1
+    assert [line for line in caplog.messages if "frozen= has no effect" in line] == [
+        "frozen= has no effect: parity is made of all bytes of a checkpoint, and anew each time"
+    ]
+
+
+def _save_as_torch_plans(writer: MemoryStorageWriter, state: State) -> None:
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id="step-9", storage_writer=writer, planner=planner)
 
 
 @settings(

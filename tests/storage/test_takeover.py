@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
+import dcp_mem
 import dcp_mem.flushing.agent_handle
 import dcp_mem.flushing.flusher
 import dcp_mem.runtime.session
@@ -164,6 +167,42 @@ def test_a_node_that_the_job_runs_without_has_its_part_done_and_its_commit(
     _assert_durable(nodes, left)
     (status, *_) = nodes.job(left[0]).writer().status()
     assert status.state is State.DURABLE
+
+
+def _frozen_state(rank: int, step: int) -> dict[str, torch.Tensor]:
+    base = torch.arange(1 << 19, dtype=torch.int32) * (rank + 2)
+    return {f"base.{rank}": base, f"adapter.{rank}": torch.full((9,), step)}
+
+
+def _save_frozen_with_copies(nodes: Nodes) -> None:
+    rank = dist.get_rank()
+    state = _frozen_state(rank, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
+        writer = nodes.job(rank).writer(replicas=1, frozen="base.*", keep_memory=2, persist=False)
+        for step in (0, 1):  # the second checkpoint shares what the first one has
+            state[f"adapter.{rank}"].fill_(step)
+            writer.annotate_next_save(persist=step == 1)
+            name = f"step-{step}"
+            dcp_mem.save(state, checkpoint_id=name, storage_writer=writer)
+            writer.wait(name, "replicated", timeout=60)
+        dist.barrier()
+        writer.close(flush=False)
+
+
+def test_what_was_frozen_on_a_lost_node_goes_up_from_a_shared_copy(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    nodes = Nodes(memory_root, tmp_path / "storage")
+    forked_ranks(_save_frozen_with_copies, 3, nodes)
+    shutil.rmtree(memory_root / "node0")
+    _look(*(nodes.flusher(number, (1, 2)) for number in (1, 2)))
+    assert [nodes.outcome(number) for number in (1, 2)] == [("durable", "")] * 2
+    expected = {name: one for rank in range(3) for name, one in _frozen_state(rank, 1).items()}
+    out = {name: torch.zeros_like(one) for name, one in expected.items()}
+    dcp.load(out, checkpoint_id=str(nodes.stored), no_dist=True)
+    assert all(torch.equal(out[name], one) for name, one in expected.items())
+    assert len(nodes.files(".distcp")) == 6
 
 
 @pytest.mark.parametrize("running", [(0, 1, 2), None])

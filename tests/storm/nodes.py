@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -25,7 +26,8 @@ from dcp_mem import MemoryStorageWriter, NoRecoverableCheckpoint, ReplicationFai
 from tests.storm.lives import Notes
 from tests.storm.storm import Play, Storm, Tally
 from tests.support.checkpoints.jobs import Job
-from tests.support.checkpoints.training import load_newest, save
+from tests.support.checkpoints.roundtrip import assert_same, blank_of
+from tests.support.checkpoints.training import state_of
 from tests.support.nodes.cluster import MEMORY, Cluster, Node, running_cluster
 from tests.support.nodes.inside import Program
 
@@ -36,6 +38,10 @@ _ENDED_SECONDS = 90.0
 _STARTED_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 _OUTPUT_CHARACTERS = 6000
+_BASE = 320 << 10
+"""Elements of each rank's base, which mostly stays as it is."""
+_STAYS = 9
+"""It changes with each so many-th save, past its counter of writes, frozen or not."""
 _ENVIRONMENT = {"DCP_MEM_TIMEOUT": "10", "DCP_MEM_REPLICATION_TIMEOUT": "5"}
 
 
@@ -60,6 +66,7 @@ class NodeLife:
     """What a life does on each node.
 
     Attributes:
+        frozen: What is declared frozen.
         waits: Of so many saves, each waits until it is replicated.
     """
 
@@ -68,6 +75,7 @@ class NodeLife:
     directory: Path
     options: Mapping[str, Any]
     waits: int
+    frozen: str | None
 
 
 def _live(life: NodeLife) -> None:
@@ -80,11 +88,16 @@ def _live(life: NodeLife) -> None:
     dist.barrier()
     notes.put("started", True)
     notes.put("restored", _restored(life.job))
-    writer = life.job.writer(keep_memory=2, **life.options)
+    writer = life.job.writer(keep_memory=2, frozen=life.frozen, **life.options)
+    base = _base(rank, 0)
     for index in range(1, _SAVES + 1):
         number = life.number * _SAVES_OF_A_LIFE + index
         notes.put("begun", number)
-        name = save(writer, number)
+        if index == 1 or not number % _STAYS:
+            base.data.copy_(_base(rank, number))
+        name = f"step-{number}"
+        state = {**state_of(number, "fsdp"), f"base.{rank}": base}
+        dcp_mem.save(state, checkpoint_id=name, storage_writer=writer)
         notes.put("done", number)
         if index % life.waits == 0:
             with contextlib.suppress(ReplicationFailed):  # "skip" and "cancel" may leave one out
@@ -97,15 +110,25 @@ def _live(life: NodeLife) -> None:
 
 def _restored(job: Job) -> int:
     """Load the newest; 0 where there is none."""
+    rank = int(os.environ["RANK"])
+    state = blank_of({**state_of(0, "fsdp"), f"base.{rank}": _base(rank, 0)})
     try:
-        number, _ = load_newest(job, "fsdp")
+        with job.reader() as reader:
+            dcp_mem.load(state, storage_reader=reader)
     except CheckpointException as error:
         for failure, _ in error.failures.values():
             if not isinstance(failure, NoRecoverableCheckpoint):
                 raise
         print(error)
         return 0
+    number = int(str(state["step"]).removeprefix("step "))
+    assert_same({**state_of(number, "fsdp"), f"base.{rank}": _base(rank, number)}, state)
     return number
+
+
+def _base(rank: int, number: int) -> torch.Tensor:
+    """Return a rank's base as the save of that number has it."""
+    return torch.arange(_BASE, dtype=torch.int32) * 3 + rank + number // _STAYS * 11
 
 
 def _durable(writer: MemoryStorageWriter) -> int:
@@ -171,6 +194,7 @@ class _Losses:
                 "on_replication": chance.choice(["wait", "wait", "cancel", "skip"]),
             },
             waits=chance.choice([1, 1, 2]),
+            frozen=chance.choice([None, "base.*"]),
         )
         how = chance.choices(["killed", "unplugged", "job"], [75, 8, 17])[0]
         many = self._redundancy.losses > 1 and chance.random() < 0.4

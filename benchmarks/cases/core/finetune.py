@@ -109,7 +109,7 @@ def _part(settings: Settings, layers: int) -> Part:
         m = in_fresh_processes(_measure, spec, timeout=PATIENCE)[0]
     with scratch(settings.tmpfs) as memory, scratch(settings.disk) as disk:
         spec = Spec(memory=memory, disk=disk, layers=layers, repeats=settings.repeats)
-        copied_nbytes = in_fresh_processes(_replicated, spec, ranks=NODES, timeout=PATIENCE)[0]
+        copied = in_fresh_processes(_replicated, spec, ranks=NODES, timeout=PATIENCE)[0]
     copy = fastest(m.copies.values())
     most_memory = KEPT_BASE * m.base_nbytes + KEPT_TRAINED * m.trained_nbytes
     rows = [
@@ -136,11 +136,14 @@ def _part(settings: Settings, layers: int) -> Part:
             unit=BYTES,
             words=AMOUNT,
         ),
-        within(
-            "sent to another node of a later checkpoint, with replicas=1",
-            copied_nbytes,
-            SENT * m.trained_nbytes + SENT_MORE,
-            BYTES,
+        *(
+            within(
+                f"sent to another node of a later checkpoint, with replicas=1{options}",
+                sent_nbytes,
+                SENT * m.trained_nbytes + SENT_MORE,
+                BYTES,
+            )
+            for options, sent_nbytes in copied.items()
         ),
     ]
     notes = [
@@ -200,12 +203,20 @@ def _copied(step: Any, mapping: Mapping, way: Copy) -> float:
     return seconds(partial(mapping.fill, way))
 
 
-def _replicated(rank: Rank, spec: Spec) -> Sample:
-    """Return the bytes that all ranks sent of each checkpoint but the first."""
+def _replicated(rank: Rank, spec: Spec) -> dict[str, Sample]:
+    """Return the bytes that all ranks sent of each checkpoint but the first, by options."""
     app, step = _training(spec)
-    memory = spec.memory / f"node{rank.rank}"
+    return {
+        "": _copied_nbytes(app, step, spec.memory / f"plain{rank.rank}"),
+        " and frozen=": _copied_nbytes(
+            app, step, spec.memory / f"frozen{rank.rank}", frozen=app.is_frozen
+        ),
+    }
+
+
+def _copied_nbytes(app: TrainState, step: Any, memory: Path, **options: Any) -> Sample:
     found = []
-    with closing(_Saves(app, step, memory, replicas=1)) as saves:
+    with closing(_Saves(app, step, memory, replicas=1, **options)) as saves:
         for number in range(1, STORED_SAVES + 1):
             saves.save()
             saves.writer.wait(f"step-{number}", "replicated", timeout=PATIENCE)

@@ -133,10 +133,13 @@ class HierarchicalAccount:
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
+        self.copied_nbytes = 0  # in blocks
+        self.copies_fewer = 0  # bytes of each block
         self.directories: set[str] = set()
         self._staged: dict[str, dict[str, bytes]] = {}
         self._committed: dict[str, dict[str, bytes]] = {}
         self._tags: dict[str, str] = {}
+        self._times: dict[str, str] = {}
         self._count = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -150,6 +153,8 @@ class HierarchicalAccount:
             return getattr(self, f"_{asked.method.lower()}")(path, asked)  # type: ignore[no-any-return]
 
     def _put(self, path: str, asked: Asked) -> Answer:
+        if asked.query.get("comp") == "block" and "x-ms-copy-source" in asked.headers:
+            return self._copy_block(path, asked)
         if asked.query.get("comp") == "block":
             self._staged.setdefault(path, {})[asked.query["blockid"]] = asked.body
             return Answer(201)
@@ -178,9 +183,12 @@ class HierarchicalAccount:
         )
         for name in (path, *self.directories):
             self._tags[name] = f'"0x8DD{next(self._count):012X}"'
+            self._times.setdefault(name, formatdate(usegmt=True))
+        self._times[path] = formatdate(usegmt=True)
         return Answer(201, headers={"ETag": self._tags[path]})
 
-    def _copy(self, path: str, asked: Asked) -> Answer:
+    def _source_of(self, asked: Asked) -> str | Answer:
+        """Return the path of the blob that is to be copied, or why it isn't."""
         given = urlsplit(asked.headers["x-ms-copy-source"])
         source = unquote(given.path).removeprefix(f"/{_ACCOUNT}/{CONTAINER}/")
         if source not in self.files:
@@ -189,6 +197,26 @@ class HierarchicalAccount:
             return refusal(403, "CannotVerifyCopySource")
         if asked.headers.get("x-ms-source-if-match", self._tags[source]) != self._tags[source]:
             return refusal(412, "SourceConditionNotMet")
+        return source
+
+    def _copy_block(self, path: str, asked: Asked) -> Answer:
+        """Put Block From URL, by Azure's documentation."""
+        source = self._source_of(asked)
+        if isinstance(source, Answer):
+            return source
+        first, last = map(int, asked.headers["x-ms-source-range"].removeprefix("bytes=").split("-"))
+        piece = self.files[source][first : last + 1]
+        if len(piece) != last + 1 - first:
+            return refusal(416, "InvalidRange")
+        self.copied_nbytes += len(piece)
+        block = piece[: len(piece) - self.copies_fewer]
+        self._staged.setdefault(path, {})[asked.query["blockid"]] = block
+        return Answer(201)
+
+    def _copy(self, path: str, asked: Asked) -> Answer:
+        source = self._source_of(asked)
+        if isinstance(source, Answer):
+            return source
         made = self._put(path, replace(asked, headers={}, query={}, body=self.files[source]))
         return Answer(202, headers={**made.headers, "x-ms-copy-status": "success"})
 
@@ -275,7 +303,7 @@ class HierarchicalAccount:
             times = (
                 ""
                 if name in uncommitted
-                else f"<Last-Modified>{formatdate(usegmt=True)}</Last-Modified><Etag>0x8DD</Etag>"
+                else f"<Last-Modified>{self._times[name]}</Last-Modified><Etag>0x8DD</Etag>"
             )
             facts = (
                 f"<Content-Length>{len(self.files.get(name, b''))}</Content-Length>"
