@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import dcp_mem
 from benchmarks.harness.clock import seconds
-from benchmarks.harness.played_ranks import Place, nodes_of
+from benchmarks.harness.played_ranks import RANKS_PER_NODE, Place, nodes_of
 from benchmarks.harness.processes import in_fresh_processes
 from benchmarks.harness.procfs import Growth
 from benchmarks.harness.rank_plans import SAVE_ID, Model
@@ -56,11 +56,11 @@ from dcp_mem.format.catalog import Catalog, catalog_key
 from dcp_mem.format.metadata_template import template_of
 from dcp_mem.memory.catalogs import Catalogs
 from dcp_mem.planning.global_plan import merge
-from dcp_mem.planning.plan_catalog import catalog_of_plan, share_written
-from dcp_mem.planning.plan_columns import share_columns
+from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
+from dcp_mem.planning.plan_catalog import catalog_of_written, share_written
 from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.session import open_session
-from dcp_mem.saving.own_plan import _mask, own_plans_of
+from dcp_mem.saving.own_plan import own_plans_of
 from dcp_mem.saving.values import Planned, SaveContext
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from benchmarks.harness.settings import Settings
     from dcp_mem.comm.collectives import Share
     from dcp_mem.common.values import Segment
-    from dcp_mem.planning.global_plan import GlobalPlan
+    from dcp_mem.planning.global_plan import WholePlan
     from dcp_mem.planning.plan_catalog import WrittenItems
 
 T = TypeVar("T")
@@ -240,11 +240,11 @@ def _measure(rank: Rank, spec: Spec) -> DcpMem:
     model, nodes = Model(spec.ranks, ITEMS), nodes_of(spec.ranks)
     growth, steps = Growth(), _Steps()
     place = Place(nodes, 0)
-    received = _send_up(place, model.local_plan, share_columns)
+    received = _send_plans(place, model)
     with collector_paused():  # as in a save
-        whole = _plan_together(place, model, steps)
+        whole, masks = _plan_together(place, model, steps)
         planned = place.wire.sent_bytes()
-        written = model.written(whole)
+        written = model.written(masks)
         segments = model.segments(written, nodes)
         received += _tell_segments(place, segments, steps)
         with_segments = place.wire.sent_bytes()
@@ -255,7 +255,7 @@ def _measure(rank: Rank, spec: Spec) -> DcpMem:
         get = partial(_get, place, nodes, planned, with_segments, spec.directory)
         return DcpMem(
             steps=steps.seconds,
-            sent=len(dumped(model.local_plan(1))),
+            sent=len(dumped(plan_of_rank(1, model.local_plan(1)))),
             received=received,
             peak=peak,
             leader=get(place.tree.leaders[0]),
@@ -278,6 +278,34 @@ def _send_up(place: Place, value_of: Callable[[int], T], share: Share[T]) -> int
     return nbytes
 
 
+def _send_plans(place: Place, model: Model) -> int:
+    """Let a rank's children send it the joint plans of all ranks below.
+
+    Returns:
+        Bytes of these plans.
+    """
+    nbytes = 0
+    for ranks in place.tree.below:
+        sent = dumped(_joint_plan(model, ranks))
+        place.wire.arrive(ranks[0], sent)
+        nbytes += len(sent)
+    return nbytes
+
+
+def _joint_plan(model: Model, ranks: Sequence[int]) -> JointPlan:
+    """Return the plans of some ranks, joined by nodes and then by nine leaders, as on a tree."""
+    ordered = sorted(ranks)
+    nodes = (
+        ordered[start : start + RANKS_PER_NODE] for start in range(0, len(ordered), RANKS_PER_NODE)
+    )
+    parts = [
+        join_plans([plan_of_rank(rank, model.local_plan(rank)) for rank in node]) for node in nodes
+    ]
+    while len(parts) > 1:
+        parts = [join_plans(parts[start : start + 9]) for start in range(0, len(parts), 9)]
+    return parts[0]
+
+
 def _tell_segments(place: Place, segments: Sequence[Segment], steps: _Steps) -> int:
     """Join all ranks' segments on their way to rank 0, and send them to all ranks.
 
@@ -296,29 +324,25 @@ def _tell_segments(place: Place, segments: Sequence[Segment], steps: _Steps) -> 
     return nbytes
 
 
-def _plan_together(place: Place, model: Model, steps: _Steps) -> GlobalPlan:
+def _plan_together(place: Place, model: Model, steps: _Steps) -> tuple[WholePlan, list[bytes]]:
     """OwnPlans.plan_together on rank 0."""
-    mine = model.local_plan(0)
-    plans = steps.take(
-        "plans unpickled and shared",
-        lambda: relay.gather(place.wire, place.tree, mine, share_columns),
+    mine = plan_of_rank(0, model.local_plan(0))
+    joined = steps.take(
+        "plans unpickled and joined",
+        lambda: relay.reduce(place.wire, place.tree, mine, join_plans),
     )
-    whole = steps.take("merged", lambda: merge(plans))
+    assert joined is not None
+    whole = steps.take("merged", lambda: merge(joined))
+    masks = steps.take("who writes what", whole.masks)
     steps.take(
-        "who writes what, pickled",
-        lambda: relay.scatter(place.wire, place.tree, _masks(whole, list(map(len, plans)))),
+        "that, pickled",
+        lambda: relay.scatter(place.wire, place.tree, [("0" * 16, mask, "") for mask in masks]),
     )
-    return whole
-
-
-def _masks(whole: GlobalPlan, lengths: Sequence[int]) -> list[tuple[str, bytes, str]]:
-    return [
-        ("0" * 16, _mask(length, whole.rows_of(rank)), "") for rank, length in enumerate(lengths)
-    ]
+    return whole, masks
 
 
 def _describe(
-    place: Place, whole: GlobalPlan, mine: WrittenItems, steps: _Steps, directory: Path
+    place: Place, whole: WholePlan, mine: WrittenItems, steps: _Steps, directory: Path
 ) -> bytes:
     """Do what rank 0 does once all ranks have staged, until its node has the catalog; return it."""
     directory.mkdir()
@@ -327,7 +351,7 @@ def _describe(
         "what is written unpickled and shared",
         lambda: relay.gather(place.wire, place.tree, mine, share_written),
     )
-    catalog = steps.take("described", lambda: catalog_of_plan(whole, parts))
+    catalog = steps.take("described", lambda: catalog_of_written(whole, parts))
     data = steps.take("catalog packed", catalog.to_bytes)
 
     def told() -> None:
