@@ -123,6 +123,17 @@ def _unpack(head: Mapping[str, Any], body: memoryview) -> Packed:
     return Packed(head["facts"], columns, blobs)
 
 
+def in_32_bits(column: Ints) -> Ints:
+    """Return the same integers in 32 bits, where they fit: half the memory.
+
+    Args:
+        column: Sums of what is returned may need 64 bits.
+    """
+    least, most = column.min(initial=0), column.max(initial=0)
+    fits = np.iinfo(np.int32).min <= least and most <= np.iinfo(np.int32).max
+    return column.astype(np.int32) if fits else column
+
+
 def _smallest(column: Ints) -> str:
     least, most = int(column.min(initial=0)), int(column.max(initial=0))
     return next(

@@ -5,11 +5,12 @@ In a catalog of many ranks, the rows of most entries have the same offsets, exte
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import numpy as np
 
-from dcp_mem.format.column_file import Ints
+from dcp_mem.format.column_file import Ints, in_32_bits
 
 _COLUMNS = ("first", "step", "length", "is_listed", "values")
 _MOST = float(1 << 62)
@@ -37,9 +38,11 @@ class RunPool:
         if int(run[-1]) == first + step * (length - 1) and (np.diff(run) == step).all():
             return self._number((first, step, length), (first, step, length, 0))
         before = len(self._runs)
-        number = self._number(run.tobytes(), (self._listed, 0, length, 1))
+        # A digest, not the bytes: runs of plans that aren't regular are many and long.
+        digest = hashlib.blake2b(np.ascontiguousarray(run, np.int64)).digest()
+        number = self._number(digest, (self._listed, 0, length, 1))
         if number == before:
-            self._values.append(run)
+            self._values.append(in_32_bits(run))
             self._listed += length
         return number
 
@@ -56,7 +59,7 @@ class RunPool:
             name: What their names begin with.
         """
         runs = np.array(self._runs, np.int64).reshape(-1, 4)
-        values = np.concatenate([np.zeros(0, np.int64), *self._values])
+        values = np.concatenate([np.zeros(0, np.int32), *self._values])
         found = (*(np.ascontiguousarray(column) for column in runs.T), values)
         return {f"{name}_{column}": one for column, one in zip(_COLUMNS, found, strict=True)}
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_mem.format.catalog import Ints, Path, Properties
+from dcp_mem.format.column_file import in_32_bits
 from dcp_mem.planning.plan_columns import LocalPlan, PlanItems, widened
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class JointPlan:
     @property
     def width(self) -> int:
         """The largest number of dimensions."""
-        return self.size.shape[1]
+        return int(self.size.shape[1])
 
     @property
     def count(self) -> int:
@@ -135,16 +136,9 @@ def plan_of_rank(rank: int, plan: LocalPlan) -> JointPlan:
         turn=_turns(keys),
         holders=np.zeros(len(plan), np.int64),
         columns=np.zeros(values.shape, np.int32),
-        bases=_narrow(values),
+        bases=in_32_bits(values),
         groups=(Holders(np.array([rank]), np.zeros((1, 1), np.int32)),),
     )
-
-
-def _narrow(columns: Ints) -> Ints:
-    """Return the same numbers in 32 bits, where they fit."""
-    least, most = columns.min(initial=0), columns.max(initial=0)
-    fits = np.iinfo(np.int32).min <= least and most <= np.iinfo(np.int32).max
-    return columns.astype(np.int32) if fits else columns
 
 
 def _turns(keys: Ints) -> Ints:
@@ -197,8 +191,8 @@ def join_plans(parts: Sequence[JointPlan]) -> JointPlan:
         size=keys[:, 5:],
         turn=keys[:, 4],
         holders=holders,
-        columns=_narrow(columns),
-        bases=_narrow(bases),
+        columns=in_32_bits(columns),
+        bases=in_32_bits(bases),
         groups=groups,
     )
 
@@ -284,6 +278,12 @@ def _joined_groups(
     groups = []
     for members in np.split(order, np.flatnonzero(is_new)[1:]) if count else ():
         present = np.flatnonzero(held[members[0]] >= 0)
+        if len(present) == 1:  # as where each rank has names of its own
+            part = int(present[0])
+            columns[members] = pieces[0, ..., part][members]
+            bases[members] = pieces[1, ..., part][members]
+            groups.append(groups_of_part[part][held[members[0], part]])
+            continue
         of_parts = [groups_of_part[index][held[members[0], index]] for index in present.tolist()]
         wanted, based = pieces[:, members][..., present].reshape(2, -1, len(present))
         group, found = _joined_columns(of_parts, wanted, based - based[:, :1])
@@ -332,7 +332,7 @@ def _joined_columns(parts: Sequence[Holders], wanted: Ints, shifts: Ints) -> tup
     ranks = np.concatenate([part.ranks for part in parts])
     columns = np.concatenate(
         [
-            _narrow(part.columns[wanted[:, index]] + shifts[:, index, None])
+            in_32_bits(part.columns[wanted[:, index]] + shifts[:, index, None])
             for index, part in enumerate(parts)
         ],
         axis=1,

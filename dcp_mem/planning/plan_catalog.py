@@ -210,7 +210,7 @@ class _Segments:
             one: The chunks of a name.
         """
         writer = one.box.writer
-        self._planned += np.bincount(writer, minlength=len(self._planned))
+        np.add.at(self._planned, writer, 1)
         segments, numbers = self._segment[0, writer], self._numbers(0, one)
         elsewhere = numbers < 0
         if elsewhere.any():

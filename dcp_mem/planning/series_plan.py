@@ -25,8 +25,8 @@ from dcp_mem.planning.contradictions import (
 from dcp_mem.planning.dealing import Floats, chunk_bytes, deal_out, words_of_ranks
 from dcp_mem.planning.joint_plan import JointPlan, added, in_order, plan_rows, sorted_rows
 
-_ROWS_AT_ONCE = 1 << 20
-"""Items that are looked at in one go: more take more memory, fewer take longer."""
+_ROWS_AT_ONCE = 1 << 16
+"""Items that are looked at in one go: so many stay in the processor's cache."""
 _RANK = 1 << 32
 """A rank times this, plus a row of its plan, is a place in the order of the whole plan."""
 
@@ -73,6 +73,8 @@ class _Class:
 
     def choices(self) -> tuple[list[Ints], Ints]:
         """Return the distinct sets of copies that are written, and which of them each name has."""
+        if not self.share.any():
+            return [self.starts], np.zeros(len(self.share), np.int64)
         known: dict[bytes, int] = {}
         found = [known.setdefault(one.tobytes(), len(known)) for one in self.share]
         numbers = np.array(found, np.int64)
@@ -318,11 +320,8 @@ def _choose_writers(plan: JointPlan, classes: Sequence[_Class]) -> None:
     load: Floats = np.zeros(len(plan.ranks), np.float64)
     for one in classes:
         alone = np.diff(np.append(one.starts, len(one.rank))) == 1
-        load += np.bincount(
-            one.rank[one.starts[alone]],
-            weights=one.nbytes[alone] * float(len(one.alike.names)),
-            minlength=len(load),
-        )
+        nbytes = one.nbytes[alone] * float(len(one.alike.names))
+        np.add.at(load, one.rank[one.starts[alone]], nbytes)
     for chunks in _by_holders(classes, len(plan.ranks)):
         pieces = [(classes[number], number_shared) for number, number_shared in chunks]
         _deal_out(plan, pieces, load)
@@ -341,11 +340,12 @@ def _by_holders(classes: Sequence[_Class], ranks: int) -> Iterator[list[tuple[in
             sums.append(np.add.reduceat(words[one.rank], one.starts)[one.shared])
     if not numbers:
         return
-    number, chunk, count, total = map(np.concatenate, (numbers, chunks, holders, sums))
-    order = np.lexsort((total, count))
+    of_class, chunk = np.concatenate(numbers), np.concatenate(chunks)
+    total = np.concatenate(sums)
+    order = np.lexsort((total, np.concatenate(holders)))
     total = total[order]
     for several in np.split(order, np.flatnonzero(total[1:] != total[:-1]) + 1):
-        yield list(zip(number[several].tolist(), chunk[several].tolist(), strict=True))
+        yield list(zip(of_class[several].tolist(), chunk[several].tolist(), strict=True))
 
 
 def _deal_out(plan: JointPlan, pieces: Sequence[tuple[_Class, int]], load: Floats) -> None:

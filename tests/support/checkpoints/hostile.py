@@ -11,9 +11,10 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -25,7 +26,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_mem.format.catalog import Properties, SharedCatalog
 from dcp_mem.format.checksums import checksum
+from dcp_mem.format.layout import layout_of
+from dcp_mem.format.shared_runs import RunPool
 
 HUGE = 1 << 50
 _ZEROS = bytes(1 << 20)
@@ -157,7 +161,45 @@ def catalogs() -> dict[str, bytes]:
         "no facts": column_file({"table": {}}),
         "no columns": column_file({"table": {}, "facts": {"table": []}}),
         "a table that is no table": column_file({"table": 1, "facts": {}}),
+        "a run of 2^50 rows": shared_catalog([(0, 1, HUGE, 0)]),
+        "a run of 2^62 rows": shared_catalog([(0, 0, (1 << 62) - 1, 0)], entries=9),
+        "many entries with the same million rows": shared_catalog([(0, 0, 1 << 20, 0)], 5000),
+        "a run that ends beyond 2^63": shared_catalog([(1 << 61, 1 << 61, 100, 0)]),
+        "a run of no rows": shared_catalog([(0, 0, 0, 0)]),
+        "a run of fewer than no rows": shared_catalog([(0, 0, -5, 0)]),
+        "a run of numbers that aren't listed": shared_catalog([(0, 0, 3, 1)]),
     }
+
+
+def shared_catalog(runs: Sequence[tuple[int, int, int, int]], entries: int = 1) -> bytes:
+    """A catalog whose entries have these runs as rows: first, step, length, whether it is listed.
+
+    All of them have the first.
+    """
+    pool = RunPool()
+    pool._runs = list(runs)
+    numbers, nothing = np.arange(entries), np.zeros(entries, np.int64)
+    one = Properties(
+        dtype="torch.uint8", layout="torch.strided", requires_grad=False, pin_memory=False
+    )
+    return SharedCatalog(
+        names=list(map(str, numbers)),
+        paths=None,
+        table=(one,),
+        name=numbers,
+        properties=nothing,
+        dimensions=nothing,
+        size=nothing[:, None],
+        boxes=pool,
+        places=pool,
+        offset_runs=nothing[:, None],
+        extent_runs=nothing[:, None],
+        writer_runs=nothing,
+        number_runs=nothing,
+        ranks=np.zeros(1, np.int64),
+        layout_of=np.zeros(1, np.int64),
+        layouts=[layout_of(np.zeros((4, 0), np.int64))],
+    ).to_bytes()
 
 
 def pickles() -> dict[str, bytes]:
