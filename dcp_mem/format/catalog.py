@@ -57,7 +57,7 @@ _OF_SEGMENTS = ("ranks", "layout_of")
 _RUNS = ("offset_runs", "extent_runs", "writer_runs", "number_runs")
 _BOXES, _PLACES = "boxes", "places"
 _ROWS_PER_BYTE = 256
-"""The most rows for each byte of a catalog's file; jobs that can be loaded have half as many."""
+"""The most rows for each byte of a catalog's file; zeros make it long enough."""
 _LAYOUT_ROWS = ("offsets", "lengths", "payload_offsets", "payload_nbytes")
 _MOST_DIMENSIONS = 64
 _MOST = (1 << 62) - 1
@@ -148,7 +148,7 @@ class Catalog:
         """
         _refuse_contradictions(self)
         columns = {name: getattr(self, name) for name in _COLUMNS}
-        return _packed(self, columns, self.planner_pickle, VERSION)
+        return _packed(self, columns, {"planner_pickle": self.planner_pickle}, VERSION)
 
     def layout(self, rank: int) -> Layout:
         """Return the layout of a rank's segment; an empty one where the catalog has none.
@@ -235,7 +235,9 @@ class SharedCatalog:
         named = (*_OF_ENTRIES, *_RUNS, *_OF_SEGMENTS)
         columns = {name: getattr(self, name) for name in named}
         runs = self.boxes.columns(_BOXES) | self.places.columns(_PLACES)
-        return _packed(self, columns | runs, b"", SHARED_VERSION)
+        rows = int(runs[f"{_PLACES}_length"][self.writer_runs].sum())
+        room = {"room": bytes(rows // _ROWS_PER_BYTE)}
+        return _packed(self, columns | runs, {"planner_pickle": b"", **room}, SHARED_VERSION)
 
 
 def catalog_key(data: bytes | memoryview | mmap) -> str:
@@ -268,20 +270,18 @@ def catalog_named(key: str, data: bytes | mmap) -> Catalog:
 def _packed(
     catalog: Catalog | SharedCatalog,
     columns: Mapping[str, Ints],
-    planner_pickle: bytes,
+    blobs: Mapping[str, bytes],
     version: int,
 ) -> bytes:
-    """Return the file of a catalog with these columns."""
+    """Return the file of a catalog with these columns and blobs."""
     texts = pack_texts(catalog.names, catalog.paths)
     layouts = {
         row: _joined([getattr(layout, row) for layout in catalog.layouts]) for row in _LAYOUT_ROWS
     }
     lengths = np.fromiter(map(len, catalog.layouts), np.int64, len(catalog.layouts))
     facts = {"table": [_written(one) for one in catalog.table]}
-    blobs = {**texts.blobs, "planner_pickle": planner_pickle}
-    return pack(
-        Packed(facts, {**columns, **layouts, "layouts": lengths, **texts.columns}, blobs), version
-    )
+    columns = {**columns, **layouts, "layouts": lengths, **texts.columns}
+    return pack(Packed(facts, columns, {**texts.blobs, **blobs}), version)
 
 
 def _columns(packed: Packed, nbytes: int) -> dict[str, Ints]:

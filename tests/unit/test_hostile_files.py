@@ -62,7 +62,7 @@ def test_files_that_the_hostile_ones_are_made_of_are_sound() -> None:
     assert Manifest.from_json(hostile.manifest()).nbytes == 8
     assert NodeManifest.from_json(hostile.node_manifest()).node == "n"
     assert read_metadata(hostile.foreign_metadata(4)).storage_data
-    assert len(Catalog.from_bytes(hostile.shared_catalog([(0, 0, 1, 0)], entries=3)).writer) == 3
+    assert len(Catalog.from_bytes(hostile.shared_catalog(entries=3)).writer) == 3
 
 
 # -- fuzzing ---------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_any_node_manifest_is_read_or_refused(body: Any) -> None:
 
 _SOUND_CATALOGS = (
     catalog_of(read_metadata(hostile.foreign_metadata(4)), []).to_bytes(),
-    hostile.shared_catalog([(0, 0, 1, 0)], entries=3),
+    hostile.shared_catalog(entries=3),
 )
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_mem.comm.relay import dumped
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format import catalog
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.layout import layout_of
 from dcp_mem.format.names import FROZEN
@@ -297,3 +300,35 @@ def test_a_large_job_is_planned_by_series_unless_its_ranks_have_little_in_common
     assert isinstance(merge(joint(plans_of(alike))), SeriesPlan)
     assert isinstance(merge(joint(plans_of(alike[:19]))), GlobalPlan)
     assert isinstance(merge(joint(plans_of(unlike))), GlobalPlan)
+
+
+def _regular_catalog(ranks: int) -> bytes:
+    """Write the catalog of 100 names on so many ranks."""
+    items = [shard_item(f"layer{number}", (ranks * 2, 4), (0, 0), (2, 4)) for number in range(100)]
+    plan = plan_of(items)
+    parts = [
+        plan_of_rank(rank, replace(plan, offset=plan.offset + np.array([rank * 2, 0])))
+        for rank in range(ranks)
+    ]
+    merged = merge_series(join_plans(parts))
+    layout = layout_of(np.zeros((4, 0), np.int64))
+    written = [WrittenItems(rank, np.arange(100), layout) for rank in range(ranks)]
+    return catalog_of_written(merged, share_written(written)).to_bytes()
+
+
+def test_the_catalog_of_a_regular_job_grows_by_bytes_a_rank() -> None:
+    few, many = _regular_catalog(10), _regular_catalog(2000)
+    assert len(many) < len(few) + 2000 * 5
+    found = Catalog.from_bytes(many)
+    assert len(found.writer) == 100 * 2000
+    assert len(found.to_bytes()) > 50 * len(many)
+
+
+def test_a_catalog_of_many_rows_is_long_enough_for_a_reader_to_believe_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short = _regular_catalog(500)
+    monkeypatch.setattr(catalog, "_ROWS_PER_BYTE", 1)
+    with pytest.raises(ManifestInvalid, match="more rows"):
+        Catalog.from_bytes(short)
+    assert len(Catalog.from_bytes(_regular_catalog(500)).writer) == 100 * 500
