@@ -279,10 +279,10 @@ def _joined_groups(
     for members in np.split(order, np.flatnonzero(is_new)[1:]) if count else ():
         present = np.flatnonzero(held[members[0]] >= 0)
         if len(present) == 1:  # as where each rank has names of its own
-            part = int(present[0])
-            columns[members] = pieces[0, ..., part][members]
-            bases[members] = pieces[1, ..., part][members]
-            groups.append(groups_of_part[part][held[members[0], part]])
+            only = int(present[0])
+            columns[members] = pieces[0, ..., only][members]
+            bases[members] = pieces[1, ..., only][members]
+            groups.append(groups_of_part[only][held[members[0], only]])
             continue
         of_parts = [groups_of_part[index][held[members[0], index]] for index in present.tolist()]
         wanted, based = pieces[:, members][..., present].reshape(2, -1, len(present))
