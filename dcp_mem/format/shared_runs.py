@@ -39,7 +39,7 @@ class RunPool:
             return self._number((first, step, length), (first, step, length, 0))
         before = len(self._runs)
         # A digest, not the bytes: runs of plans that aren't regular are many and long.
-        digest = hashlib.blake2b(np.ascontiguousarray(run, np.int64)).digest()
+        digest = hashlib.blake2b(np.ascontiguousarray(run, np.int64).data).digest()
         number = self._number(digest, (self._listed, 0, length, 1))
         if number == before:
             self._values.append(in_32_bits(run))
