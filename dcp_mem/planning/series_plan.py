@@ -86,7 +86,7 @@ class _Class:
         return sets, numbers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WrittenSeries:
     """The chunks of one name, in the order of their offsets.
 
@@ -168,7 +168,11 @@ class SeriesPlan:
             places = writer * _RANK + rows
             first = int(places.argmin())
             yield WrittenSeries(
-                int(one.alike.names[member]), int(own[series[first]]), int(places[first]), box, rows
+                name=int(one.alike.names[member]),
+                first=int(own[series[first]]),
+                place=int(places[first]),
+                box=box,
+                rows=rows,
             )
 
     def masks(self) -> list[bytes]:
