@@ -25,6 +25,7 @@ FRAMEWORKS = (
     "megatron-core",
     "mlflow-skinny",
     "tensorboard",
+    "torchft",
     "transformers",
 )
 IMPORTED = {"megatron-core": "megatron.core", "mlflow-skinny": "mlflow"}

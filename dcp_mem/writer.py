@@ -418,7 +418,12 @@ class MemoryStorageWriter(StorageWriter):
         return states.agent_log(self.settings)
 
     def close(
-        self, flush: bool = True, *, progress: bool = False, persist_newest: bool = True
+        self,
+        flush: bool = True,
+        *,
+        progress: bool = False,
+        persist_newest: bool = True,
+        keep_slots: bool = False,
     ) -> None:
         """Wait until all that is meant for storage is durable, then give back slots and mappings.
 
@@ -430,6 +435,9 @@ class MemoryStorageWriter(StorageWriter):
             flush: False doesn't wait; the agent goes on flushing by itself.
             progress: Show how far the flush is, on stderr if that is a terminal.
             persist_newest: False leaves the newest checkpoint to `persist=`, like any other.
+            keep_slots: For a restart within the process: free slots stay in memory, and all stay
+                mapped, for this process's next writer of the job. Leaving a `with` block by an
+                exception does that.
 
         Raises:
             FlushFailed: Storage refuses, or another node has lost its part; the text says which
@@ -450,7 +458,7 @@ class MemoryStorageWriter(StorageWriter):
                     )
             self._apply_retention()
         finally:
-            close_session(self.settings, drop_free=True)
+            close_session(self.settings, keep_slots=keep_slots)
 
     def __enter__(self) -> MemoryStorageWriter:
         return self
@@ -461,7 +469,7 @@ class MemoryStorageWriter(StorageWriter):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close(flush=kind is None)
+        self.close(flush=kind is None, keep_slots=kind is not None)
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ _HEAD = struct.Struct("<BQI")
 MOST_NBYTES = 1 << 20
 """Bytes of a body, at most."""
 _READ_NBYTES = 1 << 18
+_GREETING_SECONDS = 5.0
+"""The longest that a new connection may take to say who it is."""
 _LONGEST_POLL = 0.5
 """Seconds after which a waiting thread looks whether another one has closed the line."""
 
@@ -185,11 +187,19 @@ def accepted(listener: socket.socket, token: bytes, deadline: float) -> socket.s
         listener.settimeout(left)
         try:
             connection, _ = listener.accept()
-            connection.settimeout(min(left, 5.0))
-            if connection.recv(len(token), socket.MSG_WAITALL) == token:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return connection
-            connection.close()
         except OSError:
             continue
+        if _greets(connection, token, min(left, _GREETING_SECONDS)):
+            return connection
+        connection.close()
     raise RuntimeError("the peer has not connected in time")
+
+
+def _greets(connection: socket.socket, token: bytes, seconds: float) -> bool:
+    """Return whether a new connection begins with the token; a stranger's doesn't."""
+    with suppress(OSError):
+        connection.settimeout(seconds)
+        if connection.recv(len(token), socket.MSG_WAITALL) == token:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return True
+    return False

@@ -52,6 +52,8 @@ POINTS = (
     "load.batch",  # one batch from other nodes or from storage is in the node's window
     "mend.begun",  # every node knows the checkpoint whose segments or copies are to be rebuilt
     "mend.done",  # lost segments have been rebuilt from parity
+    "torchft.staged",  # a state for replicas that heal lies in memory
+    "torchft.pulling",  # a replica that heals knows what it is about to read
 )
 
 

@@ -585,7 +585,12 @@ class CheckpointManager:
     # -- the end -----------------------------------------------------------------------------------
 
     def close(
-        self, flush: bool = True, *, progress: bool = True, persist_newest: bool = True
+        self,
+        flush: bool = True,
+        *,
+        progress: bool = True,
+        persist_newest: bool = True,
+        keep_slots: bool = False,
     ) -> None:
         """Wait until storage has what it should have, then give back memory.
 
@@ -597,6 +602,8 @@ class CheckpointManager:
             flush: False returns at once; the agent goes on flushing.
             progress: Show progress on standard error if that is a terminal.
             persist_newest: False leaves the newest checkpoint to `persist=`, like any other.
+            keep_slots: For a restart within the process, as for `MemoryStorageWriter.close`; an
+                exception that leaves the `with` block does that.
 
         Raises:
             FlushFailed: Storage refuses a checkpoint, which stays in memory (logged with
@@ -609,7 +616,12 @@ class CheckpointManager:
             try:
                 self._finish_begun()
             finally:
-                self._writer.close(flush, progress=progress, persist_newest=persist_newest)
+                self._writer.close(
+                    flush,
+                    progress=progress,
+                    persist_newest=persist_newest,
+                    keep_slots=keep_slots,
+                )
         except FlushFailed as error:
             if self._raises:
                 raise
@@ -626,7 +638,7 @@ class CheckpointManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close(flush=kind is None)
+        self.close(flush=kind is None, keep_slots=kind is not None)
 
     def _reader(self) -> MemoryStorageReader:
         chosen = self._writer.settings

@@ -28,6 +28,7 @@ from dcp_mem.memory.recycling import retire
 from dcp_mem.policy.slots import FreeSlot, SlotNeed, capacity_for, is_too_large, preferred
 
 _SUFFIX = ".slot"
+_NAMELESS = "a slot without a name"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -207,6 +208,26 @@ class Slot:
             end_lease(self.descriptor)
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def nameless_slot(directory: str) -> Slot:
+    """Return a new slot that no directory lists: its memory is free again once nobody has it open.
+
+    So a process that is killed leaves nothing of it behind. It can't become a segment.
+
+    Args:
+        directory: In the file system that the memory is taken of.
+
+    Raises:
+        OSError: The file system has no files without a name; tmpfs has.
+    """
+    descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    return Slot(
+        path=os.path.join(directory, _NAMELESS),
+        descriptor=descriptor,
+        capacity=0,
+        inode=os.fstat(descriptor).st_ino,
+    )
 
 
 class SlotHold:
@@ -478,6 +499,17 @@ class SlotPool:
                 if one.present > nbytes and self._is_alone(one):
                     files.remove(os.path.join(self._directory, one.name))
                     self._forget(self._open[one.inode])
+
+    def settle(self) -> None:
+        """Keep files and mappings for later use; nothing may be claimed, nor relied on, any more.
+
+        What a save that broke off has left claimed is given up.
+        """
+        with self._guard:
+            for slot in list(self._open.values()):
+                slot.holds.clear()
+                if slot.busy:
+                    self._forget(slot)
 
     def close(self, *, keep_free: bool = False) -> None:
         """Unmap everything; delete this process's free slots unless they are to be kept.

@@ -89,7 +89,8 @@ class Session:
         """
         self.memory = JobMemory(root, job)
         self.lock = JobLock(self.memory.directory, job, identity)
-        self.slots = SlotPool(self.memory.slots)
+        kept = _kept_slots.pop((os.getpid(), self.memory.slots), None)
+        self.slots = kept if kept is not None else SlotPool(self.memory.slots)
         self.catalogs = Catalogs(self.memory.directory)
         self.layouts = Layouts()
         self.frozen = FrozenSegments()
@@ -189,19 +190,22 @@ class Session:
         if is_news and any(checkpoint.pending for checkpoint in self.memory.checkpoints()):
             self.wake_agent(settings)
 
-    def close(self, *, drop_free: bool) -> None:
+    def close(self, *, keep_slots: bool) -> None:
         """Give back slots, mappings and the job's lock. Call it in a turn of its own.
 
         Args:
-            drop_free: Give back the memory of free slots as well.
+            keep_slots: Leave slots and mappings to this process's next session of the job.
         """
         self.prefaulting.close()
         self.frozen.comparison.wait()
         self.replicator.wait()
         self.publisher.close()
         self._agent.stop()
-        self.slots.close(keep_free=not drop_free)
-        if drop_free:
+        if keep_slots:
+            self.slots.settle()
+            _kept_slots[os.getpid(), self.memory.slots] = self.slots
+        else:
+            self.slots.close()
             self.memory.sweep()
             self.memory.drop_free_slots()
             self.catalogs.clear()
@@ -219,6 +223,8 @@ class Session:
 
 
 _sessions: dict[tuple[int, str, str], Session] = {}
+_kept_slots: dict[tuple[int, str], SlotPool] = {}
+"""By process and directory, slots that a session has left to the next one."""
 _guard = threading.Lock()  # held while a session is opened, not while one is closed
 
 
@@ -296,7 +302,7 @@ def open_session(settings: Settings) -> Session | None:
     return _sessions.get((os.getpid(), settings.memory_root, settings.job))
 
 
-def close_session(settings: Settings, *, drop_free: bool) -> None:
+def close_session(settings: Settings, *, keep_slots: bool = False) -> None:
     """Close this process's session of the job, if it has one, once all saves are over.
 
     Saves that have asked for their turn by now come first; those of threads that have died don't
@@ -304,7 +310,7 @@ def close_session(settings: Settings, *, drop_free: bool) -> None:
 
     Args:
         settings: Memory root and name of the job.
-        drop_free: Give back the memory of free slots as well.
+        keep_slots: Leave slots and mappings to this process's next session of the job.
     """
     key = (os.getpid(), settings.memory_root, settings.job)
     with _guard:
@@ -318,10 +324,10 @@ def close_session(settings: Settings, *, drop_free: bool) -> None:
     if earlier is not None:
         earlier.wait()
         return
-    _close(key, session, turn, drop_free=drop_free)
+    _close(key, session, turn, keep_slots=keep_slots)
 
 
-def _close(key: tuple[int, str, str], session: Session, turn: Turn, *, drop_free: bool) -> None:
+def _close(key: tuple[int, str, str], session: Session, turn: Turn, *, keep_slots: bool) -> None:
     """Close a session in this turn, and let those go on who wait for that.
 
     Where the wait for the turn is interrupted, the session stays as it is.
@@ -331,7 +337,7 @@ def _close(key: tuple[int, str, str], session: Session, turn: Turn, *, drop_free
     try:
         with turn:
             is_closing = True
-            session.close(drop_free=drop_free)
+            session.close(keep_slots=keep_slots)
     finally:
         with _guard:
             session._end = None

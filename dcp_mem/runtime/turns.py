@@ -11,14 +11,18 @@ has died or saves anew, or what it follows says so. So no save waits for one tha
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
 
 _POLL_SECONDS = 0.001
 """Between two looks at turns that may be over without having been ended."""
+_FIRST_COLLECTION = 0.5
+"""Seconds of waiting after which garbage is collected; each pause is twice the one before."""
 
 
 class Turns:
@@ -71,12 +75,15 @@ class Turns:
             return self._waiting[: self._waiting.index(entry)]
 
     def _wait(self, entry: _Entry) -> None:
-        here = threading.current_thread()
+        here, started, patience = threading.current_thread(), time.monotonic(), _FIRST_COLLECTION
         # Asked without the lock: it isn't known what a turn follows does.
         while [one for one in self._before(entry) if not one.is_over(here)]:
             with self._changed:
                 if self._before(entry):
                     self._changed.wait(_POLL_SECONDS)  # in short steps, as long as it may take
+            if time.monotonic() - started > patience:
+                gc.collect()  # a dropped ticket may be in a cycle with the error of its save
+                patience *= 2
         entry.holder = here
 
     def _end(self, entry: _Entry) -> None:

@@ -148,6 +148,8 @@ class Saver:
             _, calls.turn = entered.value  # kept: it ends with the call, failed or not
             calls.turn.follow(over_when_left())
             calls.turn.wait()
+        elif staged is not None and staged.turn is not None:
+            staged.turn.end()  # the save fails; its error may keep the ticket for long
         return attempt(lambda: self._named(entered.value[0]))
 
     def save(self, context: SaveContext, items: ItemProvider) -> Completed | None:

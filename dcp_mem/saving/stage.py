@@ -276,7 +276,7 @@ def _copy_tensors(slot: Slot, planned: Planned, later: Later | None) -> list[Any
         places = list(zip(addresses, lengths, strict=True))
         return _copy_one_by_one(slot, places, planned, later)
     moves = list(zip(addresses, planned.sources, lengths, strict=True))
-    _copy_batch(moves if later is None else later.take(moves), _OtherCopies(slot))
+    _copy_batch(moves if later is None else later.take(moves), OtherCopies(slot))
     return []
 
 
@@ -287,7 +287,7 @@ def _copy_one_by_one(
 
     In batches: the planner may make the tensors just for us, and all of them at once might not fit.
     """
-    others, slow, place = _OtherCopies(slot), [], iter(places)
+    others, slow, place = OtherCopies(slot), [], iter(places)
     moves: list[Move] = []
     alive: list[torch.Tensor] = []
     waiting = 0
@@ -321,7 +321,7 @@ def _copy_one_by_one(
     return slow
 
 
-def _copy_batch(moves: Sequence[Move], others: _OtherCopies) -> None:
+def _copy_batch(moves: Sequence[Move], others: OtherCopies) -> None:
     if faults.is_armed("stage.copying"):
         middle = len(moves) // 2
         copy(moves[:middle])
@@ -332,16 +332,27 @@ def _copy_batch(moves: Sequence[Move], others: _OtherCopies) -> None:
     others.finish()
 
 
-class _OtherCopies:
+class OtherCopies:
     """Copies of tensors that aren't plain CPU memory: strided ones, and those on devices."""
 
     def __init__(self, slot: Slot) -> None:
+        """Copy into this slot.
+
+        Args:
+            slot: Mapped, and the caller's own.
+        """
         self._slot = slot
         self._waiting: dict[torch.device, DeviceCopies] = {}
         self._enqueued: list[Enqueued] = []
 
     def copy(self, tensor: torch.Tensor, address: int, nbytes: int) -> None:
-        """Copy a tensor to an address in the slot, now; from a device, when `start` is called."""
+        """Copy a tensor to an address in the slot, now; from a device, when `start` is called.
+
+        Args:
+            tensor: Strided, of any device.
+            address: In the slot's mapping.
+            nbytes: The tensor's.
+        """
         assert self._slot.mapping is not None
         buffer, start = self._slot.mapping.buffer, self._slot.address
         place = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=address - start)
@@ -352,7 +363,11 @@ class _OtherCopies:
         self._waiting.setdefault(tensor.device, []).append((target, tensor.detach()))
 
     def leave_to(self, later: Later) -> None:
-        """Have another one enqueue, and wait for, the copies from devices."""
+        """Have another one enqueue, and wait for, the copies from devices.
+
+        Args:
+            later: Takes them over.
+        """
         for device, copies in self._waiting.items():
             later.take_from_device(device, copies)
         self._waiting.clear()

@@ -1,7 +1,12 @@
 """Restarts within a process: groups are destroyed and made again, and nothing is left behind."""
 
+from __future__ import annotations
+
 import gc
+import mmap
 import os
+import resource
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,78 +14,218 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_mem
-from dcp_mem import CheckpointManager
+from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter, State
+from dcp_mem.common import faults
+from dcp_mem.common.files import allocated_bytes
 from tests.support.checkpoints.jobs import Job, wait_for_spare_slots
-from tests.support.processes.forks import forked_ranks
+from tests.support.processes.forks import forked, forked_ranks
 
-ROUNDS, SETTLED = 12, 3
+pytestmark = pytest.mark.timeout(500)
+
+RESTARTS, SETTLED = 100, 5
 """Restarts, and those after which nothing may be added."""
-MOST_DESCRIPTORS, MOST_MAPPINGS = 4, 12
-"""What may come and go: a thread may be about to close a file, an allocator may have mapped more.
-
-Less than one for each restart.
+MORE = (4, 2, 12, 0, 4 << 20)
+"""What may come and go: a thread may be about to close a file, an allocator may have mapped more,
+a slot may be about to leave. Less than one for each restart.
 """
 
 
+_LARGE_NBYTES = 64 << 20
+
+
 class _Held(NamedTuple):
-    """What a process holds."""
+    """What a process holds, and what lies in memory."""
 
     descriptors: int
     threads: int
     mappings: int
+    children: int
+    tmpfs_nbytes: int
 
 
-def _held() -> _Held:
+class _Places(NamedTuple):
+    """Where everything lies."""
+
+    memory: str
+    storage: str
+    stores: str
+
+
+def _held(root: str) -> _Held:
     gc.collect()
+    nbytes = allocated_bytes(root)
+    tasks = os.listdir("/proc/self/task")
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return _Held(
         len(os.listdir("/proc/self/fd")),
-        len(os.listdir("/proc/self/task")),
+        len(tasks),
         len(Path("/proc/self/maps").read_text().splitlines()),
+        len(children),
+        nbytes,
     )
 
 
-def _restarts(job: Job, stores: str, is_closed: bool) -> list[_Held]:
+def _meet(stores: str, number: int, rank: int, world: int) -> None:
+    """Leave the groups, and make them anew."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = dist.FileStore(f"{stores}-{number}", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def _restarts(places: _Places, is_closed: bool, agent: str) -> list[_Held]:
     rank, world = dist.get_rank(), dist.get_world_size()
     held = []
-    for restart in range(ROUNDS):
+    for number in range(RESTARTS):
         dist.barrier()
-        dist.destroy_process_group()
-        store = dist.FileStore(f"{stores}-{restart}", world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        dist.barrier()
-        _trains(job, restart, is_closed)
+        _meet(places.stores, number, rank, world)
+        _trains(places, number, is_closed, agent)
         wait_for_spare_slots()
-        held.append(_held())
+        dist.barrier()
+        held.append(_held(places.memory))
     return held
 
 
-def _trains(job: Job, number: int, is_closed: bool) -> None:
-    writer = job.writer(keep_memory=2)
-    manager = CheckpointManager(memory_root=job.memory, job="managed", keep_memory=2)
-    state: dict[str, Any] = {"w": torch.full((1000,), float(number)), "step": number}
+def _trains(places: _Places, number: int, is_closed: bool, agent: str) -> None:
+    """Save in every way, with copies in the other rank's memory and on storage, and load."""
+    rank, group = dist.get_rank(), dist.new_group()  # for saves beside the training's collectives
+    own: dict[str, Any] = {"memory_root": f"{places.memory}/{rank}", "job": "copied"}
+    writer, reader = MemoryStorageWriter(replicas=1, **own), MemoryStorageReader(**own)
+    manager = CheckpointManager(
+        places.storage,
+        memory_root=f"{places.memory}/shared",
+        job="flushed",
+        keep_storage=2,
+        agent=agent,
+        async_save=True,
+        process_group=group,
+    )
+    state: dict[str, Any] = {"w": torch.full((9000,), float(number)), f"of {rank}": number}
     dcp.save(state, checkpoint_id=f"{number}-dcp", storage_writer=writer)
     dcp_mem.save(state, checkpoint_id=f"{number}", storage_writer=writer)
-    future = dcp_mem.async_save(state, checkpoint_id=f"{number}-async", storage_writer=writer)
-    getattr(future, "upload_completion", future).result()
-    loaded: dict[str, Any] = {"w": torch.zeros(1000), "step": -1}
-    dcp_mem.load(loaded, storage_reader=job.reader())
-    assert loaded["step"] == number
+    begun: Any = dcp_mem.async_save(
+        state, checkpoint_id=f"{number}-last", storage_writer=writer, process_group=group
+    )
+    getattr(begun, "upload_completion", begun).result()
+    writer.wait(f"{number}-last", "replicated", timeout=60)
+    loaded: dict[str, Any] = {"w": torch.zeros(9000), f"of {rank}": -1}
+    dcp_mem.load(loaded, storage_reader=reader)
+    assert loaded[f"of {rank}"] == number
     assert torch.equal(loaded["w"], state["w"])
     manager.save(number, state)
+    manager.wait(number, State.COMPLETE, timeout=60)
     if is_closed:
-        manager.close()
+        manager.close(flush=number % 10 == 0)
         writer.close()
+        reader.close()
 
 
-@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "left as they are"])
-def test_a_restart_within_the_process_leaves_nothing_behind(
-    memory_job: Job, tmp_path: Path, is_closed: bool
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_closed", "agent"),
+    [(True, "thread"), (True, "process"), (False, "thread")],
+    ids=["closed", "closed, agents", "left as they are"],
+)
+def test_a_hundred_restarts_within_the_process_leave_nothing_behind(
+    memory_root: Path, tmp_path: Path, is_closed: bool, agent: str
 ) -> None:
-    found = forked_ranks(_restarts, 2, memory_job, str(tmp_path / "store"), is_closed, timeout=200)
-    for held in found:
-        settled, last = held[SETTLED], held[-1]
-        assert last.descriptors <= settled.descriptors + MOST_DESCRIPTORS, held
-        assert last.threads <= settled.threads, held
-        assert last.mappings <= settled.mappings + MOST_MAPPINGS, held
+    places = _Places(str(memory_root), str(tmp_path / "storage"), str(tmp_path / "store"))
+    for held in forked_ranks(_restarts, 2, places, is_closed, agent, timeout=450):
+        settled = [max(column) for column in zip(*held[SETTLED : 2 * SETTLED], strict=True)]
+        for most, last, more in zip(settled, held[-1], _Held(*MORE), strict=True):
+            assert last <= most + more, held
+
+
+# -- mappings --------------------------------------------------------------------------------------
+
+
+class _Lost(Exception):
+    """What an in-process restart is for."""
+
+
+class _Mapped(NamedTuple):
+    """Mappings of slots, and the page faults of a save."""
+
+    ranges: frozenset[tuple[str, str]]
+    faults: int
+
+
+def _mapped(directory: Path) -> frozenset[tuple[str, str]]:
+    """Addresses and inodes of the job's files that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return frozenset(
+        (line.split()[0], line.split()[4])
+        for line in lines
+        if line.endswith(".slot") or f" {directory}/" in line
+    )
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _saves_over_restarts(job: Job, how: str, restarts: int) -> list[_Mapped]:
+    state: dict[str, Any] = {"w": torch.zeros(_LARGE_NBYTES // 4), "step": 0}
+    found, step = [], 0
+    for _ in range(restarts):
+        writer = job.writer(keep_memory=1)
+        with suppress(_Lost), writer if how == "exception" else nullcontext():
+            for _ in range(3):
+                step += 1
+                state["w"].fill_(step)
+                before = _faults()
+                dcp_mem.save(state, checkpoint_id=f"{step}", storage_writer=writer)
+                count = _faults() - before
+                wait_for_spare_slots()
+            found.append(_Mapped(_mapped(job.directory), count))
+            raise _Lost
+        if how == "close":
+            writer.close(flush=False, keep_slots=True)
+        loaded: dict[str, Any] = {"w": torch.ones(_LARGE_NBYTES // 4), "step": 0}
+        dcp_mem.load(loaded, storage_reader=job.reader())
+        assert torch.equal(loaded["w"], state["w"])
+    return found
+
+
+@pytest.mark.parametrize("how", ["left open", "close", "exception"])
+def test_what_was_mapped_is_adopted_again_without_faulting(memory_job: Job, how: str) -> None:
+    first, *later = forked(_saves_over_restarts, memory_job, how, 5)
+    assert first.ranges
+    for mapped in later:
+        assert mapped.ranges == first.ranges
+        assert mapped.faults < _LARGE_NBYTES // mmap.PAGESIZE // 8
+
+
+def _saves_after_a_close(job: Job) -> tuple[int, int]:
+    with job.writer(keep_memory=1) as writer:
+        for step in range(3):
+            dcp_mem.save({"w": torch.ones(9000)}, checkpoint_id=f"{step}", storage_writer=writer)
+        wait_for_spare_slots()
+    return len(_mapped(job.directory)), len(os.listdir(job.directory / ".slots"))
+
+
+def test_a_plain_close_gives_back_mappings_and_free_slots(memory_job: Job) -> None:
+    assert forked(_saves_after_a_close, memory_job) == (0, 0)
+
+
+def _breaks_off_and_goes_on(job: Job) -> list[int]:
+    """Saves break off, and the process restarts within; how many free slots there are then."""
+    counts = []
+    for restart in range(6):
+        with suppress(CheckpointException), job.writer(keep_memory=1) as writer:
+            for step in range(2):
+                name = f"{restart}-{step}"
+                dcp_mem.save({"w": torch.ones(9000)}, checkpoint_id=name, storage_writer=writer)
+            wait_for_spare_slots()
+            faults.arm("stage.copied:raise:1")
+            dcp_mem.save({"w": torch.ones(9000)}, checkpoint_id="broken", storage_writer=writer)
+        counts.append(len(os.listdir(job.directory / ".slots")))
+    return counts
+
+
+def test_saves_that_break_off_leave_no_slots_behind(memory_job: Job) -> None:
+    counts = forked(_breaks_off_and_goes_on, memory_job)
+    assert max(counts) <= counts[0], counts

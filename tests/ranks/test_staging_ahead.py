@@ -33,6 +33,7 @@ from dcp_mem import MemoryStorageWriter
 from dcp_mem import writer as writer_module
 from dcp_mem.comm.dcp_call import StagingCall
 from dcp_mem.common import faults
+from dcp_mem.errors import RankFailed
 from dcp_mem.memory import copying
 from dcp_mem.runtime.session import open_session
 from dcp_mem.saving import ahead
@@ -1218,3 +1219,25 @@ def test_saves_in_flight_of_several_threads_are_whole_in_any_order(
     if begun:
         assert number_of(_load(job, None)) in begun
     assert gc.isenabled()
+
+
+@pytest.mark.timeout(60)
+def test_a_close_does_not_wait_for_a_save_that_could_not_begin_in_the_background(
+    memory_job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the store that the ranks have met in has died with its host."""
+    opened = saver_module.Saver.open_session
+
+    def open_here(self: saver_module.Saver) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return opened(self)
+        raise RankFailed("meeting the other ranks", [(0, "the store is gone")])
+
+    monkeypatch.setattr(saver_module.Saver, "open_session", open_here)
+    writer = memory_job.writer(agent="thread")
+    begun = _async_save(writer, {"x": torch.ones(9)}, "a")
+    with pytest.raises(FAILURES) as kept:  # its frames have the turn's ticket
+        begun.result(_SECONDS)
+    writer.close(flush=False)
+    assert open_session(writer.settings) is None
+    assert "the store is gone" in str(kept.value)

@@ -122,7 +122,7 @@ def test_a_save_that_comes_while_the_session_is_closed_gets_a_new_one(memory_job
         thread.join(_SECONDS)
     assert len(found) == 1
     assert found[0] is not session
-    close_session(writer.settings, drop_free=True)
+    close_session(writer.settings)
 
 
 def test_a_close_does_not_wait_for_a_thread_that_has_died(memory_job: Job) -> None:
@@ -336,8 +336,6 @@ def _entered(job: Job) -> tuple[MemoryStorageWriter, Session, Turn]:
 
 def _closing(writer: MemoryStorageWriter) -> threading.Thread:
     """A thread that closes the writer's session."""
-    thread = threading.Thread(
-        target=partial(close_session, writer.settings, drop_free=True), daemon=True
-    )
+    thread = threading.Thread(target=partial(close_session, writer.settings), daemon=True)
     thread.start()
     return thread

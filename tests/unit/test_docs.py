@@ -88,6 +88,7 @@ ELSEWHERE = {
     "docs/huggingface.md 1",
     "docs/huggingface.md 2",
     "docs/nebula.md 3",
+    "docs/torchft.md 1",
     "docs/trackers.md 1",
     "docs/training-state.md 1",
 }

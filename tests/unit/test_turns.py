@@ -246,3 +246,20 @@ def test_a_parents_turns_hold_no_child_up() -> None:
             os._exit(status)
         _, status = os.waitpid(child, 0)
     assert status == 0
+
+
+def test_a_ticket_that_only_the_collector_can_find_holds_nobody_up_for_long() -> None:
+    turns = Turns()
+
+    class Kept:
+        """An error, say, whose frames refer to the ticket and to the error."""
+
+        def __init__(self) -> None:
+            self.ticket, self.itself = turns.take(), self
+
+    gc.disable()
+    try:
+        Kept()
+        _in_thread(turns.take().wait)
+    finally:
+        gc.enable()

@@ -1,0 +1,9 @@
+"""torchft: a replica that heals pulls the state from a survivor's memory, while that trains on.
+
+transport = MemoryCheckpointTransport()
+manager = torchft.Manager(..., checkpoint_transport=transport)
+"""
+
+from dcp_mem.integrations.torchft.transport import MemoryCheckpointTransport
+
+__all__ = ["MemoryCheckpointTransport"]

@@ -1,0 +1,173 @@
+"""A state dict copied into node memory, from where other replicas get it while training goes on."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_mem.comm.transfer import CHUNK, OutgoingChunk
+from dcp_mem.common import faults
+from dcp_mem.format.checksums import BlockChecksums, Blocks, Crcs, blocks_of, checksum
+from dcp_mem.format.layout import ALIGNMENT
+from dcp_mem.integrations.torchft.parts import Parts, offsets_of, taken_apart
+from dcp_mem.memory import pinning
+from dcp_mem.memory.copying import copy
+from dcp_mem.memory.slots import nameless_slot
+from dcp_mem.memory.views import view_of
+from dcp_mem.planning.plain_tensors import is_plain
+from dcp_mem.saving.stage import OtherCopies
+
+MARK_NBYTES = ALIGNMENT
+"""Random bytes at the beginning of a slot, by which a reader knows it has opened the right file."""
+
+
+class StagedState:
+    """A state dict in a slot of its own, as it was at one step.
+
+    The slot's memory is given back once the state is dropped and nobody reads it any more.
+
+    Attributes:
+        step: The training step.
+        structure: The state dict without its tensors' bytes.
+        nbytes: Bytes of the tensors, and of what lies between them.
+        mark: The first bytes of the slot; the tensors follow.
+    """
+
+    def __init__(self, step: int, state: Any, directory: str) -> None:
+        """Copy a state dict; it may change as soon as this has returned.
+
+        Args:
+            step: The training step.
+            state: The state dict.
+            directory: In the tmpfs that the memory is taken of.
+
+        Raises:
+            MemoryBudgetExceeded: The tmpfs is full.
+            DcpMemError: The state can't be sent.
+        """
+        parts = taken_apart(state)
+        self.step, self.structure = step, parts.structure
+        self.mark = secrets.token_bytes(MARK_NBYTES)
+        lengths = [tensor.nbytes for tensor in parts.tensors]
+        self._offsets, self.nbytes = offsets_of(lengths)
+        self._lengths = lengths
+        self._guard = threading.Condition()
+        self._readers, self._is_dropped = 0, False
+        self._summing = threading.Lock()
+        self._slot = nameless_slot(directory)
+        try:
+            self._fill(parts)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _fill(self, parts: Parts) -> None:
+        slot = self._slot
+        slot.map(MARK_NBYTES + self.nbytes, MARK_NBYTES + self.nbytes)
+        pinning.pin(slot)
+        _wait_for_devices(parts)
+        view_of(slot.address, MARK_NBYTES)[:] = self.mark
+        moves, others = [], OtherCopies(slot)
+        first = slot.address + MARK_NBYTES
+        for tensor, offset in zip(parts.tensors, self._offsets, strict=True):
+            if not tensor.nbytes:
+                continue
+            if is_plain(tensor):
+                moves.append((first + offset, tensor.data_ptr(), tensor.nbytes))
+            else:
+                others.copy(tensor, first + offset, tensor.nbytes)
+        others.start()
+        copy(moves)
+        others.finish()
+        faults.point("torchft.staged")
+
+    @property
+    def descriptor(self) -> int:
+        """Of the slot, for as long as it is read."""
+        return self._slot.descriptor
+
+    @property
+    def inode(self) -> int:
+        """Of the slot's file."""
+        return self._slot.inode
+
+    @contextmanager
+    def read(self) -> Iterator[bool]:
+        """Keep the memory for the length of a context; yields whether it is still there."""
+        with self._guard:
+            is_there = not self._is_dropped
+            self._readers += is_there
+        try:
+            yield is_there
+        finally:
+            with self._guard:
+                self._readers -= is_there
+                self._end_if_unused()
+
+    def drop(self) -> None:
+        """Give the memory back as soon as nobody reads it any more."""
+        with self._guard:
+            self._is_dropped = True
+            self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if self._is_dropped and not self._readers and self._slot.descriptor >= 0:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._slot.mapping is not None:
+            # A forked child may have copies of the descriptor and the mapping.
+            self._slot.mapping.give_back()
+        self._slot.close()
+
+    def chunks(self) -> Iterator[OutgoingChunk]:
+        """Yield the bytes in the chunks in which they go to another node."""
+        for start in range(0, self.nbytes, CHUNK):
+            chunk = self._view(start, min(CHUNK, self.nbytes - start))
+            yield OutgoingChunk(chunk, partial(checksum, chunk))
+
+    @cached_property
+    def _blocks(self) -> Blocks:
+        offsets = np.array(self._offsets, np.int64) + MARK_NBYTES
+        return blocks_of(offsets, np.array(self._lengths, np.int64))
+
+    def checksums(self) -> Crcs:
+        """Return the CRC32C of each block of the tensors; they are made when first asked for."""
+        with self._summing:
+            return self._checksums
+
+    @cached_property
+    def _checksums(self) -> Crcs:
+        sums = BlockChecksums(self._blocks)
+        for offset, nbytes in zip(self._offsets, self._lengths, strict=True):
+            sums.add(MARK_NBYTES + offset, self._view(offset, nbytes))
+        return sums.result()
+
+    def _view(self, offset: int, nbytes: int) -> memoryview:
+        assert self._slot.mapping is not None
+        start = MARK_NBYTES + offset  # the mapping stays for as long as the view is used
+        return memoryview(self._slot.mapping.buffer).cast("B")[start : start + nbytes]
+
+
+def machine() -> str:
+    """Return a text that processes of one machine have in common, until it boots again."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""
+
+
+def _wait_for_devices(parts: Parts) -> None:
+    """Wait for what devices have been told to compute: the optimizer's last step may be going on.
+
+    torchft sends a state in another thread, and in a stream that knows nothing of that.
+    """
+    devices = {tensor.device for tensor in parts.tensors if tensor.device.type == "cuda"}
+    for device in devices:
+        torch.cuda.synchronize(device)

@@ -1,0 +1,159 @@
+"""What a replica that heals and a replica that has the state say to each other.
+
+    healing -> other   WANTED: which step, and for how long it waits
+    other -> healing   REFUSED: why not; or OFFER: sizes and places, and behind it STRUCTURE
+    healing -> other   FILE: it has opened the slot itself; or CHANNEL: the bytes are to be sent
+    other -> healing   CHECKSUMS, for a file; or MEETING: where the channel's ends meet
+    healing -> other   GOT: it has all of it
+
+An offer is made once the state of that step is staged. Texts and numbers are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any
+
+from dcp_mem.comm.control_line import MOST_NBYTES, ControlLine, Frame
+from dcp_mem.errors import DcpMemError, WaitTimeout
+
+
+class Say(IntEnum):
+    """Kinds of frames."""
+
+    WANTED = 1
+    REFUSED = 2
+    OFFER = 3
+    STRUCTURE = 4
+    FILE = 5
+    CHANNEL = 6
+    CHECKSUMS = 7
+    MEETING = 8
+    GOT = 9
+
+
+class Talk:
+    """One end of a conversation, which ends at a deadline.
+
+    Args:
+        line: The connection; closed with the conversation.
+        peer: Names the other replica in errors.
+        deadline: In seconds of the monotonic clock.
+
+    Attributes:
+        deadline: As given.
+    """
+
+    def __init__(self, line: ControlLine, peer: str, deadline: float) -> None:
+        self._line, self._peer, self.deadline = line, peer, deadline
+        self._came = deque[Frame]()
+
+    def say(self, kind: Say, **facts: Any) -> None:
+        """Send facts.
+
+        Args:
+            kind: What they are.
+            **facts: Plain values.
+
+        Raises:
+            DcpMemError: The peer is gone, or silent until the deadline.
+        """
+        self._send(Frame(kind, 0, json.dumps(facts).encode()))
+
+    def say_bytes(self, kind: Say, data: bytes) -> None:
+        """Send bytes, of any number, in as many frames as they take.
+
+        Args:
+            kind: What they are.
+            data: The bytes.
+
+        Raises:
+            DcpMemError: The peer is gone, or silent until the deadline.
+        """
+        for number, start in enumerate(range(0, len(data), MOST_NBYTES)):
+            self._send(Frame(kind, number, data[start : start + MOST_NBYTES]))
+
+    def heard(self, *kinds: Say) -> tuple[Say, Mapping[str, Any]]:
+        """Return the next frame's kind and facts.
+
+        Args:
+            *kinds: Those that may come now.
+
+        Raises:
+            DcpMemError: Another one comes, or the peer has refused, is gone, or is silent.
+        """
+        frame = self._next()
+        if frame.kind == Say.REFUSED:
+            raise DcpMemError(f"{self._peer} refuses: {json.loads(frame.body)['why']}")
+        if frame.kind not in kinds:
+            raise DcpMemError(f"{self._peer} speaks otherwise: it says {frame.kind}, not {kinds}")
+        return Say(frame.kind), json.loads(frame.body)
+
+    def heard_bytes(self, kind: Say, nbytes: int) -> bytes:
+        """Return bytes that come in as many frames as they take.
+
+        Args:
+            kind: What they are.
+            nbytes: Their number.
+
+        Raises:
+            DcpMemError: As from `heard`.
+        """
+        data = bytearray()
+        while len(data) < nbytes:
+            frame = self._next()
+            if frame.kind != kind or not frame.body:
+                raise DcpMemError(f"{self._peer} speaks otherwise: it says {frame.kind}")
+            data += frame.body
+        return bytes(data)
+
+    def is_over(self) -> bool:
+        """Return whether the peer has closed its end."""
+        self._came.extend(self._line.frames())
+        return self._line.is_over
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the deadline.
+
+        Raises:
+            WaitTimeout: There are none.
+        """
+        seconds = self.deadline - time.monotonic()
+        if seconds <= 0:
+            raise WaitTimeout(f"timed out waiting for {self._peer}")
+        return seconds
+
+    def check(self) -> None:
+        """Check that it is worth while to go on.
+
+        Raises:
+            WaitTimeout: The time is over.
+            DcpMemError: The peer is gone.
+        """
+        self.seconds_left()
+        if self.is_over():
+            raise DcpMemError(f"{self._peer} is gone")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._line.close()
+
+    def _send(self, frame: Frame) -> None:
+        self._line.send(frame)
+        while self._line.has_outgoing:
+            self._line.wait(self.seconds_left())
+            self._line.flush()
+
+    def _next(self) -> Frame:
+        while not self._came:
+            self._came.extend(self._line.frames())
+            if self._came:
+                break
+            if self._line.is_over:
+                raise DcpMemError(f"{self._peer} is gone")
+            self._line.wait(self.seconds_left())
+        return self._came.popleft()
