@@ -10,21 +10,24 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from dcp_mem.comm import relay
 from dcp_mem.comm.collectives import Message
 from dcp_mem.comm.relay import dumped
 from dcp_mem.comm.tree import Tree, tree_of
 from dcp_mem.common.values import Segment
 from dcp_mem.format.names import segment_file
+from dcp_mem.planning.joint_plan import Holders, JointPlan
 from dcp_mem.planning.plan_catalog import WrittenItems
-from dcp_mem.planning.plan_columns import ItemKind, LocalPlan
+from dcp_mem.planning.plan_columns import ItemKind
 from dcp_mem.runtime.topology import Home
 from dcp_mem.saving.ballot import Ballot, RankReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dcp_mem.comm.collectives import Channel, Share
+    from dcp_mem.comm.collectives import Channel, Join, Share
 
 T = TypeVar("T")
 RANKS_PER_NODE = 8
@@ -115,6 +118,11 @@ class ManyRanks:
         self.calls["gather"] += 1
         return list(share([value, *(self._of_rank(value, rank) for rank in range(1, self.size))]))
 
+    def reduce(self, value: T, join: Join[T]) -> T | None:
+        self.calls["reduce"] += 1
+        others: list[T] = [self._of_rank(value, rank) for rank in range(1, self.size)]
+        return join([value, *others]) if others else value
+
     def all_reduce(self, value: T, join: Callable[[T, T], T]) -> T:
         self.calls["all_reduce"] += 1
         start = time.thread_time()
@@ -167,11 +175,8 @@ class ManyRanks:
             return value._replace(proposal=None)
         if isinstance(value, RankReport):
             return replace(value, proposal=None, node=None if rank % RANKS_PER_NODE else value.node)
-        if isinstance(value, LocalPlan):
-            step = (value.kind == ItemKind.SHARD) * value.extent[:, 0]
-            offset = value.offset.copy()
-            offset[:, 0] += rank * step
-            return replace(value, offset=offset)
+        if isinstance(value, JointPlan):
+            return _plan_of_rank(value, rank)
         if isinstance(value, Segment):
             save_id = value.file.rpartition("-")[2].partition(".")[0]
             return replace(
@@ -180,3 +185,18 @@ class ManyRanks:
         if isinstance(value, WrittenItems):
             return WrittenItems(rank, value.rows, value.layout)
         return value  # receipts, publication: nothing to report
+
+
+def _plan_of_rank(plan: JointPlan, rank: int) -> JointPlan:
+    """Return another rank's plan, where this is rank 0's: its shards lie behind each other."""
+    bases = plan.bases.astype(np.int64)
+    bases[:, 1] += rank * bases[:, 1 + plan.width] * (plan.kind == ItemKind.SHARD)
+    first = rank << 32
+    return replace(
+        plan,
+        ranks=plan.ranks + rank,
+        named=plan.named + first,
+        tabled=plan.tabled + first,
+        bases=bases,
+        groups=(Holders(np.array([rank]), plan.groups[0].columns),),
+    )

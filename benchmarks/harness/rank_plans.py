@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
     from dcp_mem.format.catalog import Ints
     from dcp_mem.format.layout import Layout
-    from dcp_mem.planning.global_plan import GlobalPlan
     from dcp_mem.planning.plan_columns import LocalPlan
 
-HIDDEN, INNER = 8192, 28672
-"""Multiples of 4,096, so that all shards are equally large."""
+HIDDEN, INNER = 16384, 49152
+"""Multiples of 16,384, so that all shards are equally large."""
 SHARDED: Mapping[str, tuple[int, ...]] = {
     "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
     "self_attn.k_proj.weight": (HIDDEN, HIDDEN),
@@ -90,10 +89,16 @@ class Model:
         ]
         return SavePlan(items, planner_data=dict(zip(self._names, self._paths, strict=True)))
 
-    def written(self, whole: GlobalPlan) -> list[WrittenItems]:
-        """Return what every rank writes into its segment; byte items lie behind the layout."""
+    def written(self, masks: Sequence[bytes]) -> list[WrittenItems]:
+        """Return what every rank writes into its segment; byte items lie behind the layout.
+
+        Args:
+            masks: Of each rank: which rows of its plan it writes, as bits.
+        """
         layouts: dict[bytes, Layout] = {}
-        return [self._written(rank, whole.rows_of(rank), layouts) for rank in range(self._ranks)]
+        rows = {mask: _rows_of(mask, len(self._first)) for mask in masks}
+        alike = {mask: self._written(0, rows[mask], layouts) for mask in rows}
+        return [replace(alike[mask], rank=rank) for rank, mask in enumerate(masks)]
 
     def segments(self, parts: Sequence[WrittenItems], nodes: Sequence[str]) -> list[Segment]:
         """Return the segments of what the ranks have written."""
@@ -149,6 +154,10 @@ class Model:
                 size=torch.Size(size),
             ),
         )
+
+
+def _rows_of(mask: bytes, count: int) -> Ints:
+    return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), count=count))
 
 
 def _tensors(parts: Mapping[str, tuple[int, ...]], count: int) -> list[tuple[str, tuple[int, ...]]]:

@@ -13,6 +13,9 @@ Message = tuple[int, memoryview]
 Share = Callable[[Sequence[T]], Sequence[T]]
 """Makes equal parts of several values the same object, so that they are sent, and kept, once."""
 
+Join = Callable[[Sequence[T]], T]
+"""Joins the values of some ranks to one, whatever the order of the ranks."""
+
 
 class PendingMessage(Protocol):
     """A message that is being sent or received."""
@@ -142,6 +145,14 @@ class Ranks(Protocol):
             share: Called with a list of values on their way, to have equal ones as one object.
         """
 
+    def reduce(self, value: T, join: Join[T]) -> T | None:
+        """Join all ranks' values on their way; return the result on rank 0, None on other ranks.
+
+        Args:
+            value: This rank's value.
+            join: Called with values of some ranks, or joined ones; it must not raise.
+        """
+
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on every rank.
 
@@ -230,6 +241,9 @@ class SingleRank:
 
     def gather(self, value: T, share: Share[T] = list) -> list[T]:
         return [value]
+
+    def reduce(self, value: T, join: Join[T]) -> T | None:
+        return value
 
     def broadcast(self, value: T) -> T:
         return value

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from dcp_mem.comm import relay
 from dcp_mem.comm.addresses import check_open_files
-from dcp_mem.comm.collectives import Channel, Message, Ranks, Share, SingleRank
+from dcp_mem.comm.collectives import Channel, Join, Message, Ranks, Share, SingleRank
 from dcp_mem.comm.peers import PeerLost, Peers
 from dcp_mem.comm.timed_store import TimedStore, own_connection
 from dcp_mem.comm.transports import Pair, connected
@@ -132,6 +132,9 @@ class JobRanks:
 
     def gather(self, value: T, share: Share[T] = list) -> list[T]:
         return self._guarded("gather", lambda wire: relay.gather(wire, self._tree, value, share))
+
+    def reduce(self, value: T, join: Join[T]) -> T | None:
+        return self._guarded("reduction", lambda wire: relay.reduce(wire, self._tree, value, join))
 
     def broadcast(self, value: T) -> T:
         return self._guarded("broadcast", lambda wire: relay.broadcast(wire, self._tree, value))

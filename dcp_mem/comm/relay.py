@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from dcp_mem.comm.collectives import Share
+from dcp_mem.comm.collectives import Join, Share
 from dcp_mem.comm.tree import Tree
 
 T = TypeVar("T")
@@ -134,6 +134,23 @@ def gather(wire: Wire, tree: Tree, value: T, share: Share[T]) -> list[T]:
         return list(values)
     wire.send([tree.parent], dumped(dict(zip(ranks, values, strict=True))))
     return []
+
+
+def reduce(wire: Wire, tree: Tree, value: T, join: Join[T]) -> T | None:
+    """Join all ranks' values; return the result on the root, and None on the other ranks.
+
+    Args:
+        wire: Carries the bytes.
+        tree: This rank's position.
+        value: This rank's value.
+        join: Called on each rank that has children, with its value and theirs.
+    """
+    received = [pickle.loads(one) for one in wire.receive(tree.children)]
+    joined = join([value, *received]) if received else value
+    if tree.parent is None:
+        return joined
+    wire.send([tree.parent], dumped(joined))
+    return None
 
 
 def scatter(wire: Wire, tree: Tree, values: Sequence[T]) -> T:

@@ -24,8 +24,11 @@ from dcp_mem.format.column_file import Packed, pack, unpack
 from dcp_mem.format.layout import Layout, layout_of
 from dcp_mem.format.name_columns import Path as Path
 from dcp_mem.format.name_columns import pack_texts, unpack_texts
+from dcp_mem.format.shared_runs import RunPool, Runs
 
 VERSION = 1
+SHARED_VERSION = 2
+"""The version of catalogs whose rows are stored as runs (`SharedCatalog`)."""
 Extent = tuple[int, int]
 """(offset, length) of an item in its segment."""
 BYTES = -1
@@ -49,6 +52,12 @@ _COLUMNS = (
     "ranks",
     "layout_of",
 )
+_OF_ENTRIES = ("name", "properties", "dimensions", "size")
+_OF_SEGMENTS = ("ranks", "layout_of")
+_RUNS = ("offset_runs", "extent_runs", "writer_runs", "number_runs")
+_BOXES, _PLACES = "boxes", "places"
+_ROWS_PER_BYTE = 256
+"""The most rows for each byte of a catalog's file; zeros make it long enough."""
 _LAYOUT_ROWS = ("offsets", "lengths", "payload_offsets", "payload_nbytes")
 _MOST_DIMENSIONS = 64
 _MOST = (1 << 62) - 1
@@ -138,18 +147,8 @@ class Catalog:
             ManifestInvalid: The catalog contradicts itself.
         """
         _refuse_contradictions(self)
-        texts = pack_texts(self.names, self.paths)
         columns = {name: getattr(self, name) for name in _COLUMNS}
-        layouts = {
-            row: _joined([getattr(layout, row) for layout in self.layouts]) for row in _LAYOUT_ROWS
-        }
-        lengths = np.fromiter(map(len, self.layouts), np.int64, len(self.layouts))
-        facts = {"table": [_written(one) for one in self.table]}
-        blobs = {**texts.blobs, "planner_pickle": self.planner_pickle}
-        return pack(
-            Packed(facts, {**columns, **layouts, "layouts": lengths, **texts.columns}, blobs),
-            VERSION,
-        )
+        return _packed(self, columns, {"planner_pickle": self.planner_pickle}, VERSION)
 
     def layout(self, rank: int) -> Layout:
         """Return the layout of a rank's segment; an empty one where the catalog has none.
@@ -177,7 +176,7 @@ class Catalog:
         Raises:
             ManifestInvalid: The data isn't a catalog, or it is damaged.
         """
-        packed = unpack(data, VERSION)
+        packed = unpack(data, (VERSION, SHARED_VERSION))
         try:
             names, paths = unpack_texts(packed)
             catalog = Catalog(
@@ -186,7 +185,7 @@ class Catalog:
                 table=tuple(_read(one) for one in packed.facts["table"]),
                 layouts=_layouts(packed.columns),
                 planner_pickle=packed.blobs["planner_pickle"],
-                **{name: packed.columns[name] for name in _COLUMNS},
+                **_columns(packed, len(memoryview(data))),
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ManifestInvalid(
@@ -194,6 +193,51 @@ class Catalog:
             ) from None
         _refuse_contradictions(catalog)
         return catalog
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SharedCatalog:
+    """A catalog to be written down whose rows are runs, which entries share.
+
+    It is for jobs of many ranks: their rows would take a thousand times as much. What
+    `Catalog.from_bytes` makes of it has the rows.
+
+    Attributes:
+        boxes: The runs of offsets and extents.
+        places: The runs of writers and numbers.
+        offset_runs: Of each entry: the runs of its rows' offsets, int64[entries, width].
+        extent_runs: Of each entry: the runs of its rows' extents, int64[entries, width].
+        writer_runs: Of each entry: the run of its rows' writers.
+        number_runs: Of each entry: the run of its rows' numbers.
+
+    All others are those of a `Catalog`.
+    """
+
+    names: Sequence[str]
+    paths: Sequence[Path | None] | None
+    table: Sequence[Properties]
+    name: Ints
+    properties: Ints
+    dimensions: Ints
+    size: Ints
+    boxes: RunPool
+    places: RunPool
+    offset_runs: Ints
+    extent_runs: Ints
+    writer_runs: Ints
+    number_runs: Ints
+    ranks: Ints
+    layout_of: Ints
+    layouts: Sequence[Layout]
+
+    def to_bytes(self) -> bytes:
+        """Return the catalog as a file, the same for the same content."""
+        named = (*_OF_ENTRIES, *_RUNS, *_OF_SEGMENTS)
+        columns = {name: getattr(self, name) for name in named}
+        runs = self.boxes.columns(_BOXES) | self.places.columns(_PLACES)
+        rows = int(runs[f"{_PLACES}_length"][self.writer_runs].sum())
+        room = {"room": bytes(rows // _ROWS_PER_BYTE)}
+        return _packed(self, columns | runs, {"planner_pickle": b"", **room}, SHARED_VERSION)
 
 
 def catalog_key(data: bytes | memoryview | mmap) -> str:
@@ -218,6 +262,66 @@ def catalog_named(key: str, data: bytes | mmap) -> Catalog:
     if catalog_key(data) != key:
         raise ManifestInvalid(f"catalog {key} is damaged")
     return Catalog.from_bytes(data)
+
+
+# -- as columns -----------------------------------------------------------------------------------
+
+
+def _packed(
+    catalog: Catalog | SharedCatalog,
+    columns: Mapping[str, Ints],
+    blobs: Mapping[str, bytes],
+    version: int,
+) -> bytes:
+    """Return the file of a catalog with these columns and blobs."""
+    texts = pack_texts(catalog.names, catalog.paths)
+    layouts = {
+        row: _joined([getattr(layout, row) for layout in catalog.layouts]) for row in _LAYOUT_ROWS
+    }
+    lengths = np.fromiter(map(len, catalog.layouts), np.int64, len(catalog.layouts))
+    facts = {"table": [_written(one) for one in catalog.table]}
+    columns = {**columns, **layouts, "layouts": lengths, **texts.columns}
+    return pack(Packed(facts, columns, {**texts.blobs, **blobs}), version)
+
+
+def _columns(packed: Packed, nbytes: int) -> dict[str, Ints]:
+    """Return the columns of a catalog, of whose file so many bytes are there."""
+    if _RUNS[0] not in packed.columns:
+        return {name: packed.columns[name] for name in _COLUMNS}
+    boxes, places = Runs(packed.columns, _BOXES), Runs(packed.columns, _PLACES)
+    offsets, extents, writers, numbers = (packed.columns[name] for name in _RUNS)
+    if offsets.ndim != 2 or offsets.shape != extents.shape or offsets.shape[1] > _MOST_DIMENSIONS:
+        raise ValueError("runs of other dimensions")
+    if not offsets.shape[:1] == writers.shape == numbers.shape == packed.columns["name"].shape:
+        raise ValueError("runs of other entries")
+    if not all(_within(one, 0, len(boxes.lengths) - 1) for one in (offsets, extents)) or not all(
+        _within(one, 0, len(places.lengths) - 1) for one in (writers, numbers)
+    ):
+        raise ValueError("runs that aren't there")
+    lengths = places.lengths[writers]
+    # Before memory is taken for them; as floats, whose sum doesn't overflow.
+    if float(lengths.sum(dtype=np.float64)) > _ROWS_PER_BYTE * nbytes:
+        raise ValueError("more rows than a catalog of this size has")
+    others = (places.lengths[numbers][:, None], boxes.lengths[offsets], boxes.lengths[extents])
+    if not all((one == lengths[:, None]).all() for one in others):
+        raise ValueError("runs of other lengths")
+    rows = int(lengths.sum())
+    return {
+        **{name: packed.columns[name] for name in (*_OF_ENTRIES, *_OF_SEGMENTS)},
+        "first": np.append(0, np.cumsum(lengths)),
+        "offset": _side_by_side(boxes, offsets, rows),
+        "extent": _side_by_side(boxes, extents, rows),
+        "writer": places.joined(writers),
+        "number": places.joined(numbers),
+    }
+
+
+def _side_by_side(runs: Runs, numbers: Ints, rows: int) -> Ints:
+    """Return int64[rows, width] of the runs of each entry's dimensions."""
+    result = np.empty((rows, numbers.shape[1]), np.int64)
+    for dimension, column in enumerate(numbers.T):
+        result[:, dimension] = runs.joined(column)
+    return result
 
 
 # -- properties and layouts as JSON and columns ---------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -73,12 +73,12 @@ def pack(packed: Packed, version: int) -> bytes:
     return bytes(data)
 
 
-def unpack(data: bytes | memoryview | mmap, version: int) -> Packed:
+def unpack(data: bytes | memoryview | mmap, versions: Collection[int]) -> Packed:
     """Read what `pack` wrote; nothing of `data` is kept.
 
     Args:
         data: The file.
-        version: The format version that the caller knows.
+        versions: The format versions that the caller knows.
 
     Raises:
         ManifestInvalid: The file is damaged, or of another kind or version.
@@ -93,9 +93,9 @@ def unpack(data: bytes | memoryview | mmap, version: int) -> Packed:
         raise ManifestInvalid("a catalog is damaged (checksum)")
     try:
         head = json.loads(bytes(view[_FRAME.size : _FRAME.size + length]))
-        if head["version"] != version:
+        if head["version"] not in versions:
             raise ManifestInvalid(
-                f"a catalog of version {head['version']}, not {version}: use a newer dcp_mem"
+                f"a catalog of version {head['version']}, not {max(versions)}: use a newer dcp_mem"
             )
         return _unpack(head, view[_FRAME.size + length :])
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -121,6 +121,17 @@ def _unpack(head: Mapping[str, Any], body: memoryview) -> Packed:
         else:
             columns[name] = np.frombuffer(piece, kind).astype(np.int64).reshape(shape)
     return Packed(head["facts"], columns, blobs)
+
+
+def in_32_bits(column: Ints) -> Ints:
+    """Return the same integers in 32 bits, where they fit: half the memory.
+
+    Args:
+        column: Sums of what is returned may need 64 bits.
+    """
+    least, most = column.min(initial=0), column.max(initial=0)
+    fits = np.iinfo(np.int32).min <= least and most <= np.iinfo(np.int32).max
+    return column.astype(np.int32) if fits else column
 
 
 def _smallest(column: Ints) -> str:

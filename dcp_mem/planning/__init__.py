@@ -9,6 +9,10 @@ Read it in this order. Of a save:
 - `flatten`: a rank's state dict taken apart into leaves.
 - `plain_tensors`, `dtensors`, `sharded_tensors`: how tensors of each kind become items of the plan.
 - `state_structure`: a state dict, described once and recognised from then on.
+- `joint_plan`: the plans of some ranks joined, with what they have in common held once.
+- `contradictions`: what is refused of the ranks' plans.
+- `dealing`: who writes a chunk that several ranks hold.
+- `series_plan`: the global plan of many ranks, made from what they have in common.
 - `global_plan`: all ranks' plans merged: which rank writes what.
 - `plan_catalog`: the catalog of what the ranks have written.
 

@@ -95,33 +95,6 @@ class LocalPlan(PlanItems):
         )
 
 
-def share_columns(plans: Sequence[LocalPlan]) -> list[LocalPlan]:
-    """Return the same plans, with equal names and columns as one object.
-
-    Ranks have most of them in common.
-
-    Args:
-        plans: One for each rank.
-    """
-    texts: list[LocalPlan] = []
-    known: dict[tuple[str, bytes], Ints] = {}
-    return [_shared(plan, texts, known) for plan in plans]
-
-
-def _shared(
-    plan: LocalPlan, texts: list[LocalPlan], known: dict[tuple[str, bytes], Ints]
-) -> LocalPlan:
-    own = plan.names, plan.paths, plan.table
-    equal = next((one for one in texts if (one.names, one.paths, one.table) == own), None)
-    if equal is None:
-        texts.append(plan)
-    columns: dict[str, Any] = {
-        name: known.setdefault((str(column.shape), column.tobytes()), column)
-        for name, column in zip(COLUMNS, map(plan.__getattribute__, COLUMNS), strict=True)
-    }
-    return replace(equal or plan, **columns)
-
-
 def widened(columns: Ints, width: int, value: int) -> Ints:
     """Return sizes, offsets or extents with `width` columns, padded with `value`.
 

@@ -21,7 +21,7 @@ from dcp_mem.comm import Ranks, SingleRank
 from dcp_mem.comm.agreement import Attempted, leaving_on_error
 from dcp_mem.comm.dcp_call import PlanningCall
 from dcp_mem.common.log import log
-from dcp_mem.planning.global_plan import PlanInvalid
+from dcp_mem.planning.contradictions import PlanInvalid
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.ahead import AheadCopy, StagedState, staged_in
 from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of

@@ -26,13 +26,14 @@ from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all
 from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.format.byte_items import stream_of
-from dcp_mem.format.catalog import Catalog
+from dcp_mem.format.catalog import Catalog, SharedCatalog
 from dcp_mem.format.frames import QUANTISED, Specs, frame
 from dcp_mem.format.torch_names import dtype_named
-from dcp_mem.planning.global_plan import GlobalPlan, merge
+from dcp_mem.planning.global_plan import WholePlan, merge
+from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
 from dcp_mem.planning.plain_tensors import Addresses
-from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_plan, share_written
-from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable, share_columns
+from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_written, share_written
+from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
@@ -158,7 +159,7 @@ class _Plan:
     specs: Specs
     is_strided: bool
     is_complex: bool
-    whole: GlobalPlan | None
+    whole: WholePlan | None
     to_lowest_rank: bool
     split: Split | None = None
 
@@ -224,7 +225,7 @@ class OwnPlans:
     ) -> None:
         """Make one plan of all ranks' state dicts.
 
-        1. Gather the local plans on rank 0.
+        1. Join the local plans on their way up the tree.
         2. Rank 0 merges them: that settles which rank writes what.
         3. Scatter which rows each rank writes, or why the plans don't fit together.
 
@@ -249,18 +250,18 @@ class OwnPlans:
 
     def _merge_on_rank_0(
         self, context: SaveContext, part: LocalPlan | _Refusal, *, to_lowest_rank: bool
-    ) -> tuple[str, bytes, GlobalPlan | None]:
+    ) -> tuple[str, bytes, WholePlan | None]:
         """Return the plan's id, which rows this rank writes, and on rank 0 the whole plan."""
         ranks = context.ranks
-        gathered = ranks.gather(part, _shared)
-        whole: GlobalPlan | None = None
+        joined = ranks.reduce(_part_of_joint_plan(ranks.rank, part), _joined)
+        whole: WholePlan | None = None
         parts: Sequence[tuple[str, bytes, str]] = ()
         if ranks.rank == 0:
-            merged = attempt(lambda: _merged(gathered, to_lowest_rank))
+            merged = attempt(lambda: _merged(joined, to_lowest_rank))
             if merged.error is None:
                 whole, parts = merged.value
             else:
-                parts = [("", b"", described(merged.error))] * len(gathered)
+                parts = [("", b"", described(merged.error))] * ranks.size
         plan_id, mask, error = ranks.scatter(parts)
         if error:
             raise known_to_all(RankFailed(f"planning {context.name}", [(0, error)]))
@@ -311,7 +312,8 @@ class OwnPlans:
         Raises:
             RankFailed: The plan has failed.
         """
-        self._merge_on_rank_0(context, _Refusal(why), to_lowest_rank=False)
+        refusal = _Refusal(context.ranks.rank, why)
+        self._merge_on_rank_0(context, refusal, to_lowest_rank=False)
 
     def _like(self, group: GroupKey, to_lowest_rank: bool) -> list[_Plan]:
         """Return the plans of a group of ranks, the last used one last."""
@@ -363,12 +365,23 @@ class OwnPlans:
 class _Refusal:
     """Stands for the plan of a rank that can't have another one."""
 
+    rank: int
     why: str
 
 
-def _shared(plans: Sequence[Any]) -> Sequence[Any]:
-    """Return the plans, with what is equal in several of them as one object."""
-    return plans if any(isinstance(one, _Refusal) for one in plans) else share_columns(plans)
+def _part_of_joint_plan(rank: int, part: LocalPlan | _Refusal) -> JointPlan | _Refusal:
+    if isinstance(part, _Refusal):
+        return part
+    made = attempt(lambda: plan_of_rank(rank, part))
+    return made.value if made.error is None else _Refusal(rank, described(made.error))
+
+
+def _joined(parts: Sequence[JointPlan | _Refusal]) -> JointPlan | _Refusal:
+    """Return the plans joined, or the refusal of the first rank that refuses."""
+    refusals = [one for one in parts if isinstance(one, _Refusal)]
+    if refusals:
+        return min(refusals, key=lambda one: one.rank)
+    return join_plans([one for one in parts if isinstance(one, JointPlan)])
 
 
 _own_plans: WeakKeyDictionary[Session, OwnPlans] = WeakKeyDictionary()
@@ -386,16 +399,14 @@ def own_plans_of(session: Session) -> OwnPlans:
 
 
 def _merged(
-    plans: Sequence[Any], to_lowest_rank: bool
-) -> tuple[GlobalPlan, Sequence[tuple[str, bytes, str]]]:
+    joined: JointPlan | _Refusal | None, to_lowest_rank: bool
+) -> tuple[WholePlan, Sequence[tuple[str, bytes, str]]]:
     """Merge all ranks' plans; return the global plan, and for each rank which rows it writes."""
-    refusal = next((one for one in plans if isinstance(one, _Refusal)), None)
-    if refusal is not None:
-        raise DcpMemError(refusal.why)
-    whole, plan_id = merge(plans, to_lowest_rank=to_lowest_rank), uuid.uuid4().hex[:12]
-    return whole, [
-        (plan_id, _mask(len(plan), whole.rows_of(rank)), "") for rank, plan in enumerate(plans)
-    ]
+    assert joined is not None
+    if isinstance(joined, _Refusal):
+        raise DcpMemError(joined.why)
+    whole, plan_id = merge(joined, to_lowest_rank=to_lowest_rank), uuid.uuid4().hex[:12]
+    return whole, [(plan_id, mask, "") for mask in whole.masks()]
 
 
 def _check_dtypes(structure: Structure) -> None:
@@ -417,19 +428,12 @@ def _why_not_saved(dtype: torch.dtype) -> str:
     return ""
 
 
-def _mask(count: int, rows: Any) -> bytes:
-    """Return these rows among so many, as bits."""
-    mask = np.zeros(count, bool)
-    mask[rows] = True
-    return np.packbits(mask).tobytes()
-
-
 def _plan_of(
     plan_id: str,
     group: GroupKey,
     structure: Structure,
     mask: bytes,
-    whole: GlobalPlan | None,
+    whole: WholePlan | None,
     to_lowest_rank: bool,
 ) -> _Plan:
     local = structure.plan
@@ -520,7 +524,7 @@ class CatalogOfOwnPlan:
         whole: The global plan on rank 0; None on the other ranks.
     """
 
-    def __init__(self, whole: GlobalPlan | None) -> None:
+    def __init__(self, whole: WholePlan | None) -> None:
         self._whole = whole
 
     def part(self, rank: int, staged: Staged) -> _Written:
@@ -537,11 +541,11 @@ class CatalogOfOwnPlan:
         shared = iter(share_written([one for part in parts for one in part]))
         return [tuple(islice(shared, len(part))) for part in parts]
 
-    def catalog(self, parts: Sequence[_Written]) -> Catalog:
+    def catalog(self, parts: Sequence[_Written]) -> Catalog | SharedCatalog:
         """Join the parts with the global plan."""
         assert self._whole is not None
         second = [one for part in parts for one in part[1:]]
-        return catalog_of_plan(self._whole, [*(part[0] for part in parts), *second])
+        return catalog_of_written(self._whole, [*(part[0] for part in parts), *second])
 
 
 class _RowItems:

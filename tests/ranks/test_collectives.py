@@ -232,6 +232,27 @@ def test_gather_and_scatter_go_by_rank(trees: list[Tree], data: st.DataObject) -
 
 
 @settings(max_examples=40)
+@given(any_trees(), st.data())
+def test_reduce_joins_every_rank_once_on_the_way_and_only_the_root_has_it(
+    trees: list[Tree], data: st.DataObject
+) -> None:
+    values = data.draw(st.lists(VALUES, min_size=len(trees), max_size=len(trees)))
+    joined: list[int] = []
+
+    def join(parts: Sequence[Counter[tuple[int, Any]]]) -> Counter[tuple[int, Any]]:
+        joined.append(len(parts))
+        return sum(parts, Counter())
+
+    def act(wire: relay.Wire, tree: Tree) -> Counter[tuple[int, Any]] | None:
+        return relay.reduce(wire, tree, Counter([(tree.rank, values[tree.rank])]), join)
+
+    root, *others = _together(trees, act)
+    assert root == Counter(enumerate(values))
+    assert others == [None] * len(others)
+    assert sorted(joined) == sorted(1 + len(tree.children) for tree in trees if tree.children)
+
+
+@settings(max_examples=40)
 @given(any_trees(), VALUES, st.binary(max_size=300))
 def test_broadcast_reaches_all_and_what_leaders_are_told_only_these(
     trees: list[Tree], value: Any, told: bytes
@@ -314,6 +335,8 @@ def _talk(ranks: Ranks, rank: int, world: int, of_ranks: list[bytes], nodes: Nod
     mine = of_ranks[rank]
     assert ranks.all_reduce({mine}, lambda one, other: one | other) == set(of_ranks)
     assert ranks.gather(mine) == (of_ranks if rank == 0 else [])
+    reduced = ranks.reduce({mine}, lambda parts: set().union(*parts))
+    assert reduced == (set(of_ranks) if rank == 0 else None)
     assert ranks.broadcast(mine) == of_ranks[0]
     assert ranks.scatter(of_ranks if rank == 0 else []) == mine
     assert ranks.exchange(mine) == of_ranks
@@ -411,6 +434,7 @@ OPERATIONS: dict[str, Callable[[Ranks], object]] = {
     "exchange": lambda ranks: ranks.exchange(b"x" * 5000),
     "all_reduce": lambda ranks: ranks.all_reduce(1, int.__add__),
     "gather": lambda ranks: ranks.gather(b"x" * 5000),
+    "reduce": lambda ranks: ranks.reduce(b"x" * 5000, max),
     "broadcast": lambda ranks: ranks.broadcast(b"x" * 5000),
     "scatter": lambda ranks: ranks.scatter([b"x" * 5000] * ranks.size),
     "tell_leaders": lambda ranks: ranks.tell_leaders(b"x" * 5000),

@@ -315,7 +315,7 @@ def test_a_catalog_of_a_later_version_asks_for_a_newer_release(
 ) -> None:
     catalog, _ = _random_catalog(Random(1))
     with monkeypatch.context() as patch:
-        patch.setattr(catalog_module, "VERSION", 2)
+        patch.setattr(catalog_module, "VERSION", 3)
         data = catalog.to_bytes()
     with pytest.raises(ManifestInvalid, match="use a newer dcp_mem"):
         Catalog.from_bytes(data)

@@ -62,6 +62,7 @@ def test_files_that_the_hostile_ones_are_made_of_are_sound() -> None:
     assert Manifest.from_json(hostile.manifest()).nbytes == 8
     assert NodeManifest.from_json(hostile.node_manifest()).node == "n"
     assert read_metadata(hostile.foreign_metadata(4)).storage_data
+    assert len(Catalog.from_bytes(hostile.shared_catalog(entries=3)).writer) == 3
 
 
 # -- fuzzing ---------------------------------------------------------------------------------------
@@ -121,15 +122,19 @@ def test_any_node_manifest_is_read_or_refused(body: Any) -> None:
             assert len(table.offsets) == len(table.lengths)
 
 
-_SOUND_CATALOG = catalog_of(read_metadata(hostile.foreign_metadata(4)), []).to_bytes()
+_SOUND_CATALOGS = (
+    catalog_of(read_metadata(hostile.foreign_metadata(4)), []).to_bytes(),
+    hostile.shared_catalog(entries=3),
+)
 
 
 @st.composite
 def mutated_catalogs(draw: st.DrawFn) -> bytes:
     """A catalog's file with another head, or other bytes in its body, and a right checksum."""
-    (length,) = struct.unpack_from("<I", _SOUND_CATALOG, 12)
-    head = json.loads(_SOUND_CATALOG[16 : 16 + length])
-    body = bytearray(_SOUND_CATALOG[16 + length :])
+    sound = draw(st.sampled_from(_SOUND_CATALOGS))
+    (length,) = struct.unpack_from("<I", sound, 12)
+    head = json.loads(sound[16 : 16 + length])
+    body = bytearray(sound[16 + length :])
     if draw(st.booleans()):
         changed = draw(mutated(head))
         return hostile.column_file(json.dumps(changed).encode(), bytes(body))

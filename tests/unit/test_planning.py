@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_mem.format.catalog import Path, Properties
 from dcp_mem.format.metadata import LazyMetadata
 from dcp_mem.format.names import segment_file
-from dcp_mem.format.torch_names import dtype_named, layout_named, properties
+from dcp_mem.format.torch_names import dtype_named, layout_named
 from dcp_mem.planning import dtensors
-from dcp_mem.planning.global_plan import GlobalPlan, PlanInvalid, merge
-from dcp_mem.planning.plan_columns import ItemKind, ItemRow, LocalPlan, NotDescribable, local_plan
+from dcp_mem.planning.contradictions import PlanInvalid
+from dcp_mem.planning.global_plan import GlobalPlan
+from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import DescribedState, Structure
 from tests.support.checkpoints.plans import (
     Box,
@@ -46,73 +46,39 @@ from tests.support.checkpoints.plans import (
     assert_noticed,
     assert_same_content,
     is_valid,
+    merge,
     metadata_of_plan,
     written,
+)
+from tests.support.checkpoints.worlds import (
+    BYTE,
+    Item,
+    World,
+    byte_item,
+    chunks_of_a_mesh,
+    path_of,
+    plan_of,
+    plans_of,
+    random_world,
+    shard_item,
+    tensor_item,
 )
 
 State = dict[str, Any]
 
 SEEDS = st.integers(0, 1 << 32)
-FLOAT = properties(torch.float32, torch.strided, requires_grad=False, pin_memory=False)
-HALF = properties(torch.bfloat16, torch.strided, requires_grad=True, pin_memory=False)
-BYTE = properties(torch.uint8, torch.strided, requires_grad=False, pin_memory=True)
+
+# -- plans as torch has them -----------------------------------------------------------------------
 
 
-# -- worlds of plans -------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Item:
-    """What a rank has under a name. size: of the whole; () and an empty box for byte items."""
-
-    name: str
-    kind: ItemKind
-    properties: Properties | None = None
-    size: tuple[int, ...] = ()
-    box: Box = ((), ())
-
-
-World = list[list[_Item]]
-"""Items of each rank, in its order."""
-
-
-def _object(name: str) -> _Item:
-    return _Item(name, ItemKind.OBJECT)
-
-
-def _tensor(name: str, *size: int, properties: Properties = FLOAT) -> _Item:
-    return _Item(name, ItemKind.TENSOR, properties, size, ((0,) * len(size), size))
-
-
-def _shard(name: str, size: Sequence[int], offset: Sequence[int], extent: Sequence[int]) -> _Item:
-    return _Item(name, ItemKind.SHARD, FLOAT, tuple(size), (tuple(offset), tuple(extent)))
-
-
-def _path_of(name: str) -> Path:
-    return tuple(name.split("."))
-
-
-def _plan(items: Sequence[_Item], more_names: Sequence[str] = ()) -> LocalPlan:
-    names = list(dict.fromkeys([*(item.name for item in items), *more_names]))
-    rows = [
-        ItemRow(names.index(item.name), item.kind, item.properties, (item.size, *item.box))
-        for item in items
-    ]
-    return local_plan(names, [_path_of(name) for name in names], rows)
-
-
-def _plans(world: World) -> list[LocalPlan]:
-    return [_plan(items) for items in world]
-
-
-def _torch_plan(items: Sequence[_Item], more_names: Sequence[str] = ()) -> SavePlan:
+def _torch_plan(items: Sequence[Item], more_names: Sequence[str] = ()) -> SavePlan:
     names = dict.fromkeys([*(item.name for item in items), *more_names])
     return SavePlan(
-        list(map(_write_item, items)), planner_data={name: _path_of(name) for name in names}
+        list(map(_write_item, items)), planner_data={name: path_of(name) for name in names}
     )
 
 
-def _write_item(item: _Item) -> WriteItem:
+def _write_item(item: Item) -> WriteItem:
     if item.properties is None:
         return WriteItem(MetadataIndex(item.name), WriteItemType.BYTE_IO)
     offset, extent = map(torch.Size, item.box)
@@ -128,77 +94,6 @@ def _write_item(item: _Item) -> WriteItem:
     return WriteItem(MetadataIndex(item.name, offset), kind, tensor_data=data)
 
 
-def _random_world(random: Random, ranks: int) -> World:
-    """Draw valid plans: replicated tensors and byte items, and shards of 1 to 3 dimensions."""
-    world: World = [[] for _ in range(ranks)]
-    for number in range(random.randint(1, 12)):
-        name = f"part{number % 3}.layer{number}"
-        kind = random.choice(["object", "whole", "grid", "hybrid", "uneven"])
-        properties = random.choice([FLOAT, HALF, BYTE])
-        size = tuple(random.randint(0, 9) for _ in range(random.randint(1, 3)))
-        if kind in ("object", "whole"):
-            scalar = random.random() < 0.2
-            item = (
-                _object(name)
-                if kind == "object"
-                else _tensor(name, *(() if scalar else size), properties=properties)
-            )
-            for rank in random.sample(
-                range(ranks), random.choice([ranks, random.randint(1, ranks)])
-            ):
-                world[rank].append(item)
-            continue
-        boxes = _grid(random, size) if kind == "grid" else _chunks_of_a_mesh(random, size, ranks)
-        shards = [_Item(name, ItemKind.SHARD, properties, size, box) for box in boxes]
-        if kind == "grid":
-            for shard in shards:
-                for rank in random.sample(range(ranks), random.randint(1, ranks)):
-                    world[rank].append(shard)
-        else:
-            for rank in range(ranks):
-                shard = shards[rank % len(shards)]
-                if shard not in world[rank]:
-                    world[rank].append(shard)
-    if random.random() < 0.3:
-        for items in world:
-            random.shuffle(items)
-    return world
-
-
-def _grid(random: Random, size: Sequence[int]) -> list[Box]:
-    """Cells between random cuts, all of them non-empty, unless the tensor is empty."""
-    sides = []
-    for length in size:
-        cuts = (
-            sorted(random.sample(range(1, length), random.randint(0, min(2, length - 1))))
-            if length > 1
-            else []
-        )
-        sides.append(list(itertools.pairwise([0, *cuts, length])))
-    return [_box(cell) for cell in itertools.product(*sides)]
-
-
-def _chunks_of_a_mesh(random: Random, size: Sequence[int], ranks: int) -> list[Box]:
-    """Chunk as DTensor does: sizes are rounded up; the last may be smaller, or empty."""
-    parts = [1] * len(size)
-    for dimension in random.sample(range(len(size)), len(size)):
-        parts[dimension] = random.choice(
-            [each for each in (1, 2, 3, 4, 6, 12) if ranks % each == 0]
-        )
-        ranks //= parts[dimension]
-    sides = []
-    for length, count in zip(size, parts, strict=True):
-        step = max(-(-length // count), 1)
-        sides.append(
-            [(min(each * step, length), min((each + 1) * step, length)) for each in range(count)]
-        )
-    return [_box(cell) for cell in itertools.product(*sides)]
-
-
-def _box(cell: Sequence[tuple[int, int]]) -> Box:
-    return tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell)
-
-
 Place = tuple[str, tuple[int, ...]]
 
 
@@ -212,7 +107,7 @@ def _place_of(plan: LocalPlan | GlobalPlan, row: int) -> Place:
 @settings(max_examples=150)
 @given(SEEDS, st.integers(1, 12))
 def test_every_chunk_is_written_once_by_a_rank_that_holds_it(seed: int, ranks: int) -> None:
-    plans = _plans(_random_world(Random(seed), ranks))
+    plans = plans_of(random_world(Random(seed), ranks))
     held = [{_place_of(plan, row): row for row in range(len(plan))} for plan in plans]
     merged = merge(plans)
     written = [_place_of(merged, row) for row in range(len(merged))]
@@ -234,12 +129,12 @@ def test_every_chunk_is_written_once_by_a_rank_that_holds_it(seed: int, ranks: i
 @given(SEEDS, st.integers(1, 12))
 def test_the_metadata_is_what_torch_makes_of_the_same_plans(seed: int, ranks: int) -> None:
     random = Random(seed)
-    world = _random_world(random, ranks)
+    world = random_world(random, ranks)
     # Names without an item on this rank.
     elsewhere = [[f"mesh.of.others{rank}"] * random.randint(0, 1) for rank in range(ranks)]
     everyones, theirs = zip(
         *(
-            (_plan(items, more), _torch_plan(items, more))
+            (plan_of(items, more), _torch_plan(items, more))
             for items, more in zip(world, elsewhere, strict=True)
         ),
         strict=True,
@@ -268,7 +163,9 @@ def test_replicated_bytes_are_balanced(seed: int, ranks: int) -> None:
     random = Random(seed)
     sizes = [random.randint(0, 100) for _ in range(random.randint(3, 15) * ranks)]
     merged = merge(
-        _plans([[_tensor(f"t{i}", size, properties=BYTE) for i, size in enumerate(sizes)]] * ranks)
+        plans_of(
+            [[tensor_item(f"t{i}", size, properties=BYTE) for i, size in enumerate(sizes)]] * ranks
+        )
     )
     loads = np.bincount(merged.writer, weights=merged.extent.prod(axis=1), minlength=ranks)
     mean, largest = sum(sizes) / ranks, max(sizes)
@@ -283,9 +180,9 @@ def test_what_is_replicated_fills_up_the_ranks_that_hold_less_alone(seed: int, r
     random = Random(seed)
     own = [random.randint(0, 50) for _ in range(ranks)]
     sizes = [random.randint(1, 9) for _ in range(20 * ranks)]
-    shared = [_tensor(f"t{i}", size, properties=BYTE) for i, size in enumerate(sizes)]
+    shared = [tensor_item(f"t{i}", size, properties=BYTE) for i, size in enumerate(sizes)]
     merged = merge(
-        _plans([[*shared, _tensor(f"own{r}", own[r], properties=BYTE)] for r in range(ranks)])
+        plans_of([[*shared, tensor_item(f"own{r}", own[r], properties=BYTE)] for r in range(ranks)])
     )
     loads = np.bincount(merged.writer, weights=merged.extent.prod(axis=1), minlength=ranks)
     assert loads.max() <= max((sum(sizes) + sum(own)) / ranks, *own) + max(sizes)
@@ -295,10 +192,10 @@ def test_each_rank_writes_a_run_of_neighbours_of_what_its_replica_group_holds() 
     replicas, shards = 3, 4
     names = [f"layer{number}" for number in range(50)]
     world = [
-        [_shard(name, (shards * 8,), (rank % shards * 8,), (8,)) for name in names]
+        [shard_item(name, (shards * 8,), (rank % shards * 8,), (8,)) for name in names]
         for rank in range(replicas * shards)
     ]
-    merged = merge(_plans(world))
+    merged = merge(plans_of(world))
     writer_of = {_place_of(merged, row): int(merged.writer[row]) for row in range(len(merged))}
     for shard in range(shards):
         writers = [writer_of[name, (shard * 8,)] for name in names]
@@ -309,7 +206,7 @@ def test_each_rank_writes_a_run_of_neighbours_of_what_its_replica_group_holds() 
 @settings(max_examples=100)
 @given(SEEDS, st.integers(1, 12))
 def test_places_that_the_same_ranks_hold_are_dealt_out_in_runs(seed: int, ranks: int) -> None:
-    plans = _plans(_random_world(Random(seed), ranks))
+    plans = plans_of(random_world(Random(seed), ranks))
     merged = merge(plans)
     writer_of = {_place_of(merged, row): int(merged.writer[row]) for row in range(len(merged))}
     held_by: dict[Place, list[int]] = {}
@@ -324,7 +221,7 @@ def test_places_that_the_same_ranks_hold_are_dealt_out_in_runs(seed: int, ranks:
 
 
 def test_the_same_plans_merge_to_the_same_and_are_left_as_they_were() -> None:
-    plans = _plans(_random_world(Random(5), 6))
+    plans = plans_of(random_world(Random(5), 6))
     before = pickle.dumps(plans)
     first, second = merge(plans), merge(pickle.loads(before))
     assert pickle.dumps(plans) == before
@@ -343,10 +240,10 @@ def test_the_same_plans_merge_to_the_same_and_are_left_as_they_were() -> None:
 
 
 def test_ranks_without_items_are_fine() -> None:
-    assert len(merge(_plans([[], []]))) == 0
-    nothing = metadata_of_plan(merge(_plans([[]])), 1)
+    assert len(merge(plans_of([[], []]))) == 0
+    nothing = metadata_of_plan(merge(plans_of([[]])), 1)
     assert (nothing.state_dict_metadata, nothing.planner_data, nothing.storage_data) == ({}, {}, {})
-    assert merge(_plans([[], [_tensor("a", 3)], []])).writer.tolist() == [1]
+    assert merge(plans_of([[], [tensor_item("a", 3)], []])).writer.tolist() == [1]
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -355,55 +252,67 @@ def test_ranks_without_items_are_fine() -> None:
 @pytest.mark.parametrize(
     ("world", "message"),
     [
-        ([[_shard("a", (4,), (0,), (2,))], [_shard("a", (4,), (3,), (1,))]], "cover 3 of 4"),
-        ([[_shard("a", (4,), (0,), (2,))], []], "cover 2 of 4"),
-        ([[_shard("a", (4,), (0,), (3,))], [_shard("a", (4,), (2,), (2,))]], "overlapping"),
-        ([[_shard("a", (4,), (0,), (1,))], [_shard("a", (4,), (0,), (4,))]], "overlapping"),
         (
-            [[_shard("a", (4, 2), (0, 0), (2, 2))], [_shard("a", (4, 2), (1, 0), (2, 2))]],
+            [[shard_item("a", (4,), (0,), (2,))], [shard_item("a", (4,), (3,), (1,))]],
+            "cover 3 of 4",
+        ),
+        ([[shard_item("a", (4,), (0,), (2,))], []], "cover 2 of 4"),
+        ([[shard_item("a", (4,), (0,), (3,))], [shard_item("a", (4,), (2,), (2,))]], "overlapping"),
+        ([[shard_item("a", (4,), (0,), (1,))], [shard_item("a", (4,), (0,), (4,))]], "overlapping"),
+        (
+            [[shard_item("a", (4, 2), (0, 0), (2, 2))], [shard_item("a", (4, 2), (1, 0), (2, 2))]],
             "overlapping",
         ),
-        ([[_shard("a", (4,), (0,), (2,))], [_shard("a", (4,), (2,), (3,))]], "out of bounds"),
-        ([[_shard("a", (4,), (0,), (4,))], [_shard("a", (4,), (-1,), (1,))]], "out of bounds"),
-        ([[_shard("a", (4,), (0,), (5,))], [_shard("a", (4,), (4,), (-1,))]], "out of bounds"),
-        ([[_shard("a", (4,), (0,), (4,))] * 2], "twice"),
-        ([[_tensor("a", 4)] * 2], "twice"),
-        ([[_object("a")] * 2], "twice"),
         (
-            [[_tensor("a", 4)], [_shard("a", (4,), (0,), (4,))]],
+            [[shard_item("a", (4,), (0,), (2,))], [shard_item("a", (4,), (2,), (3,))]],
+            "out of bounds",
+        ),
+        (
+            [[shard_item("a", (4,), (0,), (4,))], [shard_item("a", (4,), (-1,), (1,))]],
+            "out of bounds",
+        ),
+        (
+            [[shard_item("a", (4,), (0,), (5,))], [shard_item("a", (4,), (4,), (-1,))]],
+            "out of bounds",
+        ),
+        ([[shard_item("a", (4,), (0,), (4,))] * 2], "twice"),
+        ([[tensor_item("a", 4)] * 2], "twice"),
+        ([[byte_item("a")] * 2], "twice"),
+        (
+            [[tensor_item("a", 4)], [shard_item("a", (4,), (0,), (4,))]],
             "sharded on one rank and not on another",
         ),
         (
-            [[_object("a")], [_shard("a", (4,), (0,), (4,))]],
+            [[byte_item("a")], [shard_item("a", (4,), (0,), (4,))]],
             "sharded on one rank and not on another",
         ),
         (
-            [[_tensor("a", 4)], [_shard("a", (4,), (2,), (2,))]],
+            [[tensor_item("a", 4)], [shard_item("a", (4,), (2,), (2,))]],
             "sharded on one rank and not on another",
         ),
         (
-            [[_shard("a", (4,), (0,), (2,))], [_shard("a", (5,), (2,), (2,))]],
+            [[shard_item("a", (4,), (0,), (2,))], [shard_item("a", (5,), (2,), (2,))]],
             "different sizes of the whole",
         ),
     ],
 )
 def test_plans_that_do_not_fit_together_are_refused(world: World, message: str) -> None:
-    good = [_tensor("fine", 3), _object("too")]
+    good = [tensor_item("fine", 3), byte_item("too")]
     for order in (1, -1):
         with pytest.raises(PlanInvalid, match=f"^a: .*{message}"):
-            merge(_plans([[*good, *items] for items in world[::order]]))
+            merge(plans_of([[*good, *items] for items in world[::order]]))
     with pytest.raises(ValueError, match=message):
-        merge(_plans(world))
+        merge(plans_of(world))
 
 
 @pytest.mark.parametrize(
     "world",
     [
-        [[_object("a")], [_tensor("a", 4)]],
-        [[_object("a")], [_tensor("a")]],
-        [[_tensor("a", 4)], [_tensor("a", 4, 1)]],
-        [[_tensor("a")], [_tensor("a", 1)]],
-        [[_shard("a", (4,), (0,), (2,))], [_shard("a", (4, 1), (2, 0), (2, 1))]],
+        [[byte_item("a")], [tensor_item("a", 4)]],
+        [[byte_item("a")], [tensor_item("a")]],
+        [[tensor_item("a", 4)], [tensor_item("a", 4, 1)]],
+        [[tensor_item("a")], [tensor_item("a", 1)]],
+        [[shard_item("a", (4,), (0,), (2,))], [shard_item("a", (4, 1), (2, 0), (2, 1))]],
     ],
     ids=[
         "object and tensor",
@@ -416,20 +325,20 @@ def test_plans_that_do_not_fit_together_are_refused(world: World, message: str) 
 def test_a_name_that_is_something_else_on_another_rank_is_refused(world: World) -> None:
     for order in (1, -1):
         with pytest.raises(PlanInvalid, match=r"^a: "):
-            merge(_plans(world[::order]))
+            merge(plans_of(world[::order]))
 
 
 def test_a_rank_alone_may_save_a_part() -> None:
-    world = [[_shard("a", (4,), (0,), (1,)), _shard("a", (4,), (3,), (1,))]]
-    assert len(merge(_plans(world))) == 2
+    world = [[shard_item("a", (4,), (0,), (1,)), shard_item("a", (4,), (3,), (1,))]]
+    assert len(merge(plans_of(world))) == 2
     with pytest.raises(PlanInvalid, match="cover 2 of 4"):
-        merge(_plans([*world, []]))
+        merge(plans_of([*world, []]))
 
 
 def test_ten_problems_are_named_and_the_others_counted() -> None:
-    world = [[_shard(f"t{number}", (4,), (0,), (2,)) for number in range(13)], []]
+    world = [[shard_item(f"t{number}", (4,), (0,), (2,)) for number in range(13)], []]
     with pytest.raises(PlanInvalid, match=r"(.*cover 2 of 4.*; ){9}.*\(and 3 more\)$"):
-        merge(_plans(world))
+        merge(plans_of(world))
 
 
 @settings(max_examples=300)
@@ -440,7 +349,7 @@ def test_overlaps_of_random_boxes_are_found(seed: int, dimensions: int) -> None:
     boxes = [_random_box(random, size) for _ in range(random.randint(1, 6))]
     expected = (_counts(size, boxes) > 1).any() or len({offset for offset, _ in boxes}) < len(boxes)
     # For one rank by itself, gaps are allowed.
-    assert _refusal([[_shard("a", size, *box) for box in boxes]]) == expected
+    assert _refusal([[shard_item("a", size, *box) for box in boxes]]) == expected
 
 
 def _random_box(random: Random, size: Sequence[int]) -> Box:
@@ -466,7 +375,7 @@ def _counts(size: Sequence[int], boxes: Sequence[Box]) -> np.ndarray[Any, np.dty
 
 def _refusal(world: World) -> bool:
     try:
-        merge(_plans(world))
+        merge(plans_of(world))
     except PlanInvalid:
         return True
     return False
@@ -487,7 +396,7 @@ def test_irregular_tilings_pass_and_gaps_and_overlaps_in_them_are_found(
     world: World = [[] for _ in range(random.randint(2, 5))]
     for box in boxes:  # some on several ranks
         for rank in random.sample(range(len(world)), random.randint(1, 2)):
-            world[rank].append(_shard("a", size, *box))
+            world[rank].append(shard_item("a", size, *box))
     assert _refusal(world) == expected
 
 
@@ -532,16 +441,18 @@ def _disturbed(random: Random, boxes: Sequence[Box], size: Sequence[int]) -> Ite
 def test_a_valid_world_that_loses_or_moves_a_chunk_is_refused(seed: int, ranks: int) -> None:
     random = Random(seed)
     size = (ranks * 2 + random.randint(0, 3), 3)
-    boxes = [box for box in _chunks_of_a_mesh(random, size, ranks) if all(box[1])]
+    boxes = [box for box in chunks_of_a_mesh(random, size, ranks) if all(box[1])]
     assume(len(boxes) > 1)
     chosen = random.choice(boxes)
-    world: World = [[_shard("a", size, *box)] for box in boxes]
+    world: World = [[shard_item("a", size, *box)] for box in boxes]
     assert not _refusal([*world, []])
-    without = [[_shard("a", size, *box)] for box in boxes if box != chosen]
+    without = [[shard_item("a", size, *box)] for box in boxes if box != chosen]
     assert _refusal([*without, []])
     offset, extent = chosen
     along = random.randrange(2)
-    moved = _shard("a", size, _with(offset, along, offset[along] + random.choice([-1, 1])), extent)
+    moved = shard_item(
+        "a", size, _with(offset, along, offset[along] + random.choice([-1, 1])), extent
+    )
     assert _refusal([*without, [moved]])
 
 
@@ -848,7 +759,7 @@ def _rendered() -> tuple[LazyMetadata, list[int]]:
 
     def make() -> Metadata:
         calls.append(1)
-        return metadata_of_plan(merge([_plan([_tensor("a.b", 2, 3), _object("c")])]), 1)
+        return metadata_of_plan(merge([plan_of([tensor_item("a.b", 2, 3), byte_item("c")])]), 1)
 
     return LazyMetadata(make), calls
 

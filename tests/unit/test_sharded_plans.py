@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_mem.planning.global_plan import GlobalPlan, merge
+from dcp_mem.planning.global_plan import GlobalPlan
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import Structure
 from tests.support.checkpoints import sharding
@@ -32,6 +32,7 @@ from tests.support.checkpoints.plans import (
     assert_noticed,
     assert_same_content,
     is_valid,
+    merge,
     metadata_of_plan,
 )
 from tests.support.checkpoints.roundtrip import State

@@ -23,9 +23,10 @@ import dcp_mem
 from dcp_mem.format.catalog import Catalog, Ints
 from dcp_mem.format.catalog_conversion import metadata_of
 from dcp_mem.format.layout import layout_of
-from dcp_mem.planning.global_plan import GlobalPlan
+from dcp_mem.planning.global_plan import GlobalPlan, merge_rows
+from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
 from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_plan
-from dcp_mem.planning.plan_columns import NotDescribable
+from dcp_mem.planning.plan_columns import LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import DescribedState, Structure
 from tests.support.checkpoints.roundtrip import State, properties_of
 
@@ -91,6 +92,16 @@ def why_torch_plans(lines: Sequence[str]) -> list[str]:
     """Return why saves were left to torch, going by the log."""
     found = (re.search(r"is planned by torch(?:, which takes longer)?: (.*)", one) for one in lines)
     return [match[1] for match in found if match]
+
+
+def joint(plans: Sequence[LocalPlan]) -> JointPlan:
+    """Join the plans of all ranks at once."""
+    return join_plans([plan_of_rank(rank, plan) for rank, plan in enumerate(plans)])
+
+
+def merge(plans: Sequence[LocalPlan], *, to_lowest_rank: bool = False) -> GlobalPlan:
+    """Merge the plans of all ranks item by item."""
+    return merge_rows(joint(plans), to_lowest_rank=to_lowest_rank)
 
 
 def written(plan: GlobalPlan, rank: int) -> Ints:

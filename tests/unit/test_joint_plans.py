@@ -1,0 +1,334 @@
+"""A plan that is made along the tree is the plan that rank 0 would make of all ranks' plans."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_mem.comm.relay import dumped
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format import catalog
+from dcp_mem.format.catalog import Catalog
+from dcp_mem.format.layout import layout_of
+from dcp_mem.format.names import FROZEN
+from dcp_mem.planning import global_plan, series_plan
+from dcp_mem.planning.contradictions import PlanInvalid
+from dcp_mem.planning.global_plan import GlobalPlan, merge, merge_rows
+from dcp_mem.planning.joint_plan import (
+    JointPlan,
+    in_order,
+    join_plans,
+    plan_of_rank,
+    plan_rows,
+)
+from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_written, share_written
+from dcp_mem.planning.plan_columns import COLUMNS, LocalPlan, widened
+from dcp_mem.planning.series_plan import SeriesPlan, merge_series
+from tests.support.checkpoints.plans import joint
+from tests.support.checkpoints.worlds import (
+    plan_of,
+    plans_of,
+    random_world,
+    regular_world,
+    shard_item,
+    tensor_item,
+    wrong_world,
+)
+
+SEEDS = st.integers(0, 1 << 32)
+RANKS = st.integers(1, 24)
+
+
+def _draw(random: Random, ranks: int) -> list[LocalPlan]:
+    """Draw plans; some ranks also have names without items."""
+    draw = random.choice([random_world, regular_world, regular_world])
+    return [
+        plan_of(items, [f"names.of{rank}"] * (random.random() < 0.2))
+        for rank, items in enumerate(draw(random, ranks))
+    ]
+
+
+def _joined_along_a_tree(random: Random, plans: Sequence[LocalPlan]) -> JointPlan:
+    """Join the plans of neighbours, and such joint plans, in any order, until one is left."""
+    parts = [plan_of_rank(rank, plan) for rank, plan in enumerate(plans)]
+    while len(parts) > 1:
+        random.shuffle(parts)
+        count = random.randint(1, 5)
+        parts = [join_plans([_sent(one) for one in parts[:count]]), *parts[count:]]
+    return _sent(parts[0])
+
+
+def _sent(plan: JointPlan) -> JointPlan:
+    import pickle
+
+    sent: JointPlan = pickle.loads(dumped(plan))
+    return sent
+
+
+def _rows_of_all(plans: Sequence[LocalPlan]) -> dict[str, Any]:
+    """Return what rank 0 has of all plans, one below the other: joined in the plainest way."""
+    names = list(dict.fromkeys(name for plan in plans for name in plan.names))
+    paths = {
+        name: path
+        for plan in plans[::-1]
+        for name, path in zip(plan.names, plan.paths, strict=True)
+    }
+    table = list(dict.fromkeys(one for plan in plans for one in plan.table))
+    width = max(plan.size.shape[1] for plan in plans)
+    rows = [
+        (
+            rank,
+            row,
+            names.index(plan.names[plan.name[row]]),
+            plan.kind[row],
+            -1 if plan.properties[row] < 0 else table.index(plan.table[plan.properties[row]]),
+            plan.dimensions[row],
+            *widened(plan.size, width, 1)[row],
+            *widened(plan.offset, width, 0)[row],
+            *widened(plan.extent, width, 1)[row],
+        )
+        for rank, plan in enumerate(plans)
+        for row in range(len(plan))
+    ]
+    columns = np.array(rows, np.int64).reshape(-1, 6 + 3 * width).T
+    return {
+        "names": tuple(names),
+        "paths": tuple(paths[name] for name in names),
+        "table": tuple(table),
+        **dict(
+            zip(("rank", "row", "name", "kind", "properties", "dimensions"), columns, strict=False)
+        ),
+        "size": columns[6 : 6 + width].T,
+        "offset": columns[6 + width : 6 + 2 * width].T,
+        "extent": columns[6 + 2 * width :].T,
+    }
+
+
+@settings(max_examples=150)
+@given(SEEDS, RANKS)
+def test_a_plan_joined_along_any_tree_has_every_item_of_every_rank(seed: int, ranks: int) -> None:
+    random = Random(seed)
+    plans = _draw(random, ranks)
+    joined = _joined_along_a_tree(random, plans)
+    found = plan_rows(in_order(joined), np.arange(len(joined.name)))
+    expected = _rows_of_all(plans)
+    for field in ("names", "paths", "table"):
+        assert getattr(found, field) == expected[field], field
+    for field in (*COLUMNS, "rank", "row"):
+        assert np.array_equal(getattr(found, field), expected[field]), field
+    assert joined.ranks.tolist() == list(range(ranks))
+    assert joined.lengths.tolist() == list(map(len, plans))
+    assert joined.count == sum(map(len, plans))
+
+
+@settings(max_examples=50)
+@given(SEEDS, RANKS)
+def test_some_series_of_a_joint_plan_are_those_items_of_the_whole(seed: int, ranks: int) -> None:
+    random = Random(seed)
+    plan = in_order(joint(_draw(random, ranks)))
+    whole = plan_rows(plan, np.arange(len(plan.name)))
+    some = np.array(random.sample(range(len(plan.name)), len(plan.name) // 2), np.int64)
+    wanted, found = np.isin(whole.series, some), plan_rows(plan, some)
+    for field in (*COLUMNS, "rank", "row", "series", "place"):
+        assert np.array_equal(getattr(found, field), getattr(whole, field)[wanted]), field
+
+
+@pytest.mark.parametrize("to_lowest_rank", [False, True], ids=["balanced", "to the lowest rank"])
+@pytest.mark.parametrize("rows_at_once", [1, 40, 1 << 20])
+def test_both_ways_of_planning_lead_to_the_same_files(
+    rows_at_once: int, to_lowest_rank: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(series_plan, "_ROWS_AT_ONCE", rows_at_once)
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=120)
+    @given(SEEDS, RANKS)
+    def plan_both_ways(seed: int, ranks: int) -> None:
+        random = Random(seed)
+        plans = _draw(random, ranks)
+        joined = _joined_along_a_tree(random, plans)
+        by_rows = merge_rows(joint(plans), to_lowest_rank=to_lowest_rank)
+        by_series = merge_series(joined, to_lowest_rank=to_lowest_rank)
+        masks = by_series.masks()
+        assert masks == by_rows.masks()
+        written = _written(random, by_rows, masks)
+        expected = _read(by_rows, written)
+        _assert_same(_read(by_series, share_written(written)), expected)
+        seen["alike"] += len(by_series.classes) < len(expected.name)
+        seen["several series"] += any(one.alike.series.shape[1] > 1 for one in by_series.classes)
+        seen["dealt out"] += any(one.share.any() for one in by_series.classes)
+
+    plan_both_ways()
+    assert seen["alike"]
+    assert seen["several series"]
+    assert bool(seen["dealt out"]) is not to_lowest_rank
+
+
+def _written(random: Random, plan: GlobalPlan, masks: Sequence[bytes]) -> list[WrittenItems]:
+    """Return what ranks may have written: in another order, and in part in second segments."""
+    layouts = [layout_of(np.array([[0], [64 + size], [8], [9]], np.int64)) for size in range(2)]
+    firsts, seconds = [], []
+    for rank, mask in enumerate(masks):
+        count = int(plan.lengths[rank])
+        rows = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), count=count))
+        assert rows.tolist() == plan.rows_of(rank).tolist()
+        if random.random() < 0.3:
+            rows = np.array(random.sample(rows.tolist(), len(rows)), np.int64)
+        cut = random.randint(0, len(rows)) if random.random() < 0.3 else len(rows)
+        firsts.append(WrittenItems(rank, rows[:cut], random.choice(layouts)))
+        if cut < len(rows):
+            seconds.append(WrittenItems(FROZEN + rank, rows[cut:], layouts[0]))
+    return [*firsts, *seconds]
+
+
+def _read(plan: GlobalPlan | SeriesPlan, written: Sequence[WrittenItems]) -> Catalog:
+    data = catalog_of_written(plan, written).to_bytes()
+    assert data == catalog_of_written(plan, written).to_bytes()
+    return Catalog.from_bytes(data)
+
+
+def _assert_same(found: Catalog, expected: Catalog) -> None:
+    """The same, so that `.metadata` and all files that are made of them are the same."""
+    assert found.to_bytes() == expected.to_bytes()
+
+
+def test_offsets_that_do_not_fit_in_32_bits_are_kept() -> None:
+    step = 1_500_000_000
+    world = [
+        [
+            shard_item("a", (9 * step,), (rank * 3 * step + turn * step,), (step,))
+            for turn in (1, 0, 2)
+        ]
+        for rank in range(3)
+    ]
+    plans = plans_of(world)
+    parts = [plan_of_rank(rank, plan) for rank, plan in enumerate(plans)]
+    for several in (parts, parts[::-1], [join_plans(parts[1:]), parts[0]]):
+        plan = join_plans(several)
+        rows = plan_rows(in_order(plan), np.arange(len(plan.name)))
+        expected = np.concatenate([one.offset for one in plans])
+        assert rows.offset.tolist() == expected.tolist()
+        assert merge_series(plan).masks() == [bytes([0b11100000])] * 3
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 40, 1 << 20])
+def test_both_ways_refuse_the_same_with_the_same_words(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(series_plan, "_ROWS_AT_ONCE", rows_at_once)
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=200)
+    @given(SEEDS, RANKS)
+    def plan_both_ways(seed: int, ranks: int) -> None:
+        random = Random(seed)
+        world = random.choice([random_world, regular_world])(random, ranks)
+        if not any(world):
+            return
+        plans = plans_of(wrong_world(random, world))
+        joined = _joined_along_a_tree(random, plans)
+        expected = _outcome(merge_rows, joint(plans))
+        assert _outcome(merge_series, joined) == expected
+        seen.update(words for words in WORDS if isinstance(expected, str) and words in expected)
+
+    plan_both_ways()
+    assert not set(WORDS) - seen.keys()
+
+
+WORDS = (
+    "twice",
+    "overlapping chunks at",
+    "something else on another rank",
+    "sharded on one rank and not on another",
+    "different sizes of the whole",
+    "out of bounds",
+    "cover",
+)
+
+
+def _outcome(way: Any, plan: JointPlan) -> str | list[bytes]:
+    try:
+        masks: list[bytes] = way(plan).masks()
+    except PlanInvalid as error:
+        return str(error)
+    return masks
+
+
+def test_what_is_refused_is_named_though_thousands_of_names_are_like_it() -> None:
+    names = [f"layer{number}" for number in range(30)]
+    world = [[shard_item(name, (9,), (rank * 3,), (3,)) for name in names] for rank in range(3)]
+    world[1][7] = shard_item("layer7", (9,), (2,), (3,))
+    for way in (merge_rows, merge_series):
+        with pytest.raises(PlanInvalid, match=r"^layer7: overlapping chunks$"):
+            way(joint(plans_of(world)))
+    del world[2][:]
+    for way in (merge_rows, merge_series):
+        with pytest.raises(PlanInvalid, match=r"^layer0: chunks cover 6 of 9.*\(and 21 more\)$"):
+            way(joint(plans_of(world)))
+
+
+# -- how much it is --------------------------------------------------------------------------------
+
+
+def test_a_joint_plan_of_many_ranks_that_are_alike_is_hardly_larger_than_one() -> None:
+    names = [f"model.layers.{number}.weight" for number in range(200)]
+
+    def plan(rank: int) -> LocalPlan:
+        items = [shard_item(name, (1024, 8), (rank * 2, 0), (2, 8)) for name in names]
+        return plan_of([*items, tensor_item("step")])
+
+    one = len(dumped(plan_of_rank(0, plan(0))))
+    many = len(dumped(join_plans([plan_of_rank(rank, plan(rank)) for rank in range(512)])))
+    assert many < one + 512 * 64
+
+
+def test_a_large_job_is_planned_by_series_unless_its_ranks_have_little_in_common(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(global_plan, "_LARGE", 100)
+    alike = [[tensor_item(f"t{number}", 3) for number in range(5)]] * 20
+    unlike = [[tensor_item(f"t{number}.{rank}", 3) for number in range(5)] for rank in range(20)]
+    assert isinstance(merge(joint(plans_of(alike))), SeriesPlan)
+    assert isinstance(merge(joint(plans_of(alike[:19]))), GlobalPlan)
+    assert isinstance(merge(joint(plans_of(unlike))), GlobalPlan)
+
+
+def _regular_catalog(ranks: int) -> bytes:
+    """Write the catalog of 100 names on so many ranks."""
+    items = [shard_item(f"layer{number}", (ranks * 2, 4), (0, 0), (2, 4)) for number in range(100)]
+    plan = plan_of(items)
+    parts = [
+        plan_of_rank(rank, replace(plan, offset=plan.offset + np.array([rank * 2, 0])))
+        for rank in range(ranks)
+    ]
+    merged = merge_series(join_plans(parts))
+    layout = layout_of(np.zeros((4, 0), np.int64))
+    written = [WrittenItems(rank, np.arange(100), layout) for rank in range(ranks)]
+    return catalog_of_written(merged, share_written(written)).to_bytes()
+
+
+def test_the_catalog_of_a_regular_job_grows_by_bytes_a_rank() -> None:
+    few, many = _regular_catalog(10), _regular_catalog(2000)
+    assert len(many) < len(few) + 2000 * 5
+    found = Catalog.from_bytes(many)
+    assert len(found.writer) == 100 * 2000
+    assert len(found.to_bytes()) > 50 * len(many)
+
+
+def test_a_catalog_of_many_rows_is_long_enough_for_a_reader_to_believe_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short = _regular_catalog(500)
+    monkeypatch.setattr(catalog, "_ROWS_PER_BYTE", 1)
+    with pytest.raises(ManifestInvalid, match="more rows"):
+        Catalog.from_bytes(short)
+    assert len(Catalog.from_bytes(_regular_catalog(500)).writer) == 100 * 500
