@@ -30,7 +30,7 @@ _RUNS_EACH = 16
 """Runs of blocks that a thread takes at a time."""
 _AT_ONCE = 512 << 10
 """Bytes that are read with one system call and then summed up. The processor's cache holds them."""
-_LONGEST_STRETCH = 1 << 20
+_LONGEST_STRETCH = 4 << 20
 """Bytes of neighbouring large blocks that are looked at together."""
 _MOST_BETWEEN = 4 << 10
 """Bytes between blocks that are rather read than left out; the frame of a tensor has fewer."""
@@ -141,34 +141,20 @@ class CheckedReader:
             longer than `_AT_ONCE`, or belongs to two blocks.
         """
         _, scratch = self._scratch_memory()
-        end = self._stops[stretch[-1][1]]
+        numbers = [number for number, _ in stretch]
+        bounds = sorted({at[number] for number in numbers for at in (self._starts, self._stops)})
+        end = bounds[-1]
         pieces: list[_Piece] = []
-        at, used = self._starts[stretch[0][0]], 0
+        at, used = bounds[0], 0
         for address, start, stop in [*inside, (0, end, end)]:
             if start < at or used + start - at > len(scratch):
                 return None
-            pieces += self._cut(at, scratch[used : used + start - at], stretch)
-            pieces += self._cut(start, view_of(address, stop - start), stretch)
+            if start > at:
+                pieces += _cut(at, scratch[used : used + start - at], bounds)
+            if stop > start:
+                pieces += _cut(start, view_of(address, stop - start), bounds)
             at, used = stop, used + start - at
         return pieces
-
-    def _cut(
-        self, offset: int, data: memoryview, stretch: Sequence[tuple[int, int]]
-    ) -> Iterator[_Piece]:
-        """Cut memory for a stretch's bytes from `offset` on where blocks begin and end."""
-        bounds = [bound for number, _ in stretch for bound in self._bounds(number)]
-        start, end = offset, offset + len(data)
-        for bound in [*bounds[bisect_right(bounds, offset) :], end]:
-            stop = min(bound, end)
-            for first in range(start, stop, _AT_ONCE):
-                last = min(first + _AT_ONCE, stop)
-                yield first, data[first - offset : last - offset]
-            start = stop
-            if start == end:
-                return
-
-    def _bounds(self, number: int) -> tuple[int, int]:
-        return self._starts[number], self._stops[number]
 
     def _read_run(self, first: int, last: int, parts: _Parts) -> Iterator[tuple[int, int]]:
         low, high = self._starts[first], self._stops[last]
@@ -195,6 +181,19 @@ class CheckedReader:
         if memory is None:
             memory = self._scratch.memory = np.empty(MOST_RUN, np.uint8)
         return memory.ctypes.data, memory.data
+
+
+def _cut(offset: int, data: memoryview, bounds: Sequence[int]) -> Iterator[_Piece]:
+    """Cut memory for the bytes from `offset` on at bounds, and into pieces of `_AT_ONCE` bytes."""
+    start, end = offset, offset + len(data)
+    number = bisect_right(bounds, start)
+    while start < end:
+        stop = min(start + _AT_ONCE, end)
+        if number < len(bounds) and bounds[number] <= stop:
+            stop = bounds[number]
+            number += 1
+        yield start, data[start - offset : stop - offset]
+        start = stop
 
 
 def _reads(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
