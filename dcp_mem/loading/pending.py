@@ -366,7 +366,8 @@ def _check_shape(request: ReadItem, target: torch.Tensor) -> None:
 
 def _narrowed(whole: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        whole = whole.narrow(dimension, offset, length)
+        if length != whole.size(dimension):  # sparse tensors can't be narrowed at all
+            whole = whole.narrow(dimension, offset, length)
     return whole
 
 

@@ -235,7 +235,9 @@ def test_ranks_that_save_alone_share_each_by_itself(memory_job: Job) -> None:
 
 
 @needs_no_collectives
-@pytest.mark.parametrize("options", [{"use_collectives": False}, {"planner": Own()}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"use_collectives": False}, {"planner": Own()}], ids=["alone", "planner"]
+)
 def test_copies_of_an_asynchronous_save_share_nothing_and_say_so(
     memory_job: Job, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
