@@ -1,8 +1,8 @@
 """Which writer and reader DCP takes for a call that names only a path.
 
 `dcp.save`, `dcp.async_save` and `dcp.load` ask torch's `_storage_setup`. `install` puts a function
-in its place that asks a `Choose` first. `dcp.async_save` of torch 2.7 and later decides who stages
-before it asks, so a function in its place hands it the writer. Nothing else of torch is replaced.
+in its place that asks a `Choose` first. `dcp.async_save` of newer torches decides who stages before
+it asks, so a function in its place hands it the writer. Nothing else of torch is replaced.
 """
 
 from __future__ import annotations
