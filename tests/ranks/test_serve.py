@@ -319,7 +319,7 @@ def _others_replace(job: Job) -> None:
         calls.append(checkpoint_id)
         return ours(storage, checkpoint_id, reader)
 
-    state_dict_saver._storage_setup = theirs  # type: ignore[assignment]
+    state_dict_saver._storage_setup = theirs
     served.stop()
     assert state_dict_saver._storage_setup is theirs
     _save(f"{job.url}/step-1", 1)
