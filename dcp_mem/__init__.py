@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from dcp_mem.operations.housekeeping import Reclaimed, collect_orphans, delete, reclaim
     from dcp_mem.reader import MemoryStorageReader
     from dcp_mem.saving.overlap import Overlap
+    from dcp_mem.serving import Served, serve
     from dcp_mem.train_state import TrainState
     from dcp_mem.writer import MemoryStorageWriter
 
@@ -63,6 +64,7 @@ _LAZY = {
     "MemoryStorageWriter": "dcp_mem.writer",
     "Overlap": "dcp_mem.saving.overlap",
     "Reclaimed": "dcp_mem.operations.housekeeping",
+    "Served": "dcp_mem.serving",
     "TrainState": "dcp_mem.train_state",
     "async_save": "dcp_mem.functional",
     "collect_orphans": "dcp_mem.operations.housekeeping",
@@ -70,6 +72,7 @@ _LAZY = {
     "load": "dcp_mem.functional",
     "reclaim": "dcp_mem.operations.housekeeping",
     "save": "dcp_mem.functional",
+    "serve": "dcp_mem.serving",
 }
 
 __all__ = [
@@ -102,6 +105,7 @@ __all__ = [
     "Retention",
     "Saved",
     "SegmentCorrupt",
+    "Served",
     "SizeRefused",
     "State",
     "StorageKeyMissing",
@@ -129,6 +133,7 @@ __all__ = [
     "parity",
     "reclaim",
     "save",
+    "serve",
 ]
 
 

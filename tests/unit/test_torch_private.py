@@ -130,6 +130,8 @@ _MODULES_NAMES = {
     ("_get_default_store", "dist"),
     ("_MEM_FORMAT_ENCODING", "dcp_metadata"),
     ("_save_state_dict", "state_dict_saver"),
+    ("_storage_setup", "state_dict_loader"),
+    ("_storage_setup", "state_dict_saver"),
 }
 """Names of the first table, as they are written."""
 

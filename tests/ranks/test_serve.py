@@ -1,0 +1,544 @@
+"""`dcp_mem.serve`: programs that name only a path go through dcp_mem below a root."""
+
+import inspect
+import io
+import logging
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+import dcp_mem
+from dcp_mem import ConfigError, MemoryStorageWriter
+from dcp_mem.run import main
+from tests.support import REPOSITORY
+from tests.support.checkpoints.jobs import (
+    Job,
+    committed_in,
+    load_as_torch,
+    make_state,
+    number_of,
+    save_two_with_torch,
+    wait_until,
+)
+from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.launch import TETHER, run_ranks
+
+_SECONDS = 120
+_TORCHS = {"__0_0.distcp", "__1_0.distcp"}
+
+# Nothing of dcp_mem: it saves to paths, and goes on from the newest directory with `.metadata`.
+_PROGRAM = """\
+import os, signal, sys
+from torch.distributed.checkpoint import async_save, load, save
+import torch
+import torch.distributed as dist
+
+root, begin = sys.argv[1], sys.argv[2]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+found = [
+    int(name.removeprefix("step-"))
+    for name in (os.listdir(root) if os.path.isdir(root) else [])
+    if os.path.exists(f"{root}/{name}/.metadata")
+]
+newest = [max(found, default=0)]
+dist.broadcast_object_list(newest)
+state = {"total": torch.zeros(4), f"own-{rank}": torch.zeros(2), "step": 0}
+if newest[0]:
+    load(state, checkpoint_id=f"{root}/step-{newest[0]}")
+    print(f"rank {rank} goes on from {state['step']}", flush=True)
+for step in range(state["step"] + 1, 8):
+    state["step"] = step
+    state["total"] += step
+    state[f"own-{rank}"] += rank
+    path = os.path.join(root, f"step-{step}")
+    if begin == "async":
+        begun = async_save(state, checkpoint_id=path)
+        getattr(begun, "upload_completion", begun).result()
+    else:
+        save(state, checkpoint_id=path)
+    if step == 4 and rank == 1 and not newest[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+print(f"rank {rank} ends with {state['total'][0]:.0f}, {state[f'own-{rank}'][0]:.0f}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+needs_a_stager = pytest.mark.skipif(
+    "async_stager" not in inspect.signature(dcp.async_save).parameters,
+    reason="torch 2.6 copies nothing that is on the CPU already",
+)
+
+
+@contextmanager
+def _serving(job: Job, **options: Any) -> Iterator[dcp_mem.Served]:
+    assert job.url is not None
+    options = {"agent": "thread", "memory_root": job.memory, **options}
+    with dcp_mem.serve(job.url, **options) as served:
+        yield served
+
+
+def _save(path: str | Path, number: int) -> None:
+    dcp.save(make_state(number), checkpoint_id=path)
+
+
+def _load(path: str | Path) -> int:
+    state = make_state(0)
+    for tensor in (state["sharded"], state["replicated"], state["nested"]["scalar"]):
+        tensor.fill_(-1)
+    dcp.load(state, checkpoint_id=path)
+    return number_of(state)
+
+
+def _names(served: dcp_mem.Served) -> set[str]:
+    return {one.name for one in served.writer.status()}
+
+
+def _files_of_torch(directory: Path) -> set[str]:
+    return {path.name for path in directory.glob("*.distcp")}
+
+
+def _torchs_functions() -> tuple[Any, ...]:
+    return (
+        state_dict_saver._storage_setup,
+        state_dict_loader._storage_setup,
+        state_dict_saver.async_save,
+        state_dict_saver.save,
+        state_dict_loader.load,
+        dcp.async_save,
+        dcp.save,
+        dcp.load,
+    )
+
+
+def _saves_and_loads_by_path(job: Job) -> None:
+    with _serving(job) as served:
+        for number in (1, 2):
+            _save(f"{job.url}/step-{number}", number)
+        begun: Any = dcp.async_save(make_state(3), checkpoint_id=f"{job.url}/step-3")
+        getattr(begun, "upload_completion", begun).result()
+        assert [_load(f"{job.url}/step-{number}") for number in (3, 2)] == [3, 2]
+        assert _names(served) >= {"step-2", "step-3"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saves_and_loads_by_path_go_through_dcp_mem(job: Job, ranks: int) -> None:
+    run_ranks(_saves_and_loads_by_path, ranks, job)
+    assert job.url is not None
+    assert committed_in(Path(job.url)) == {"step-1", "step-2", "step-3"}
+    assert re.match("__0_0-", min(_files_of_torch(Path(job.url, "step-1"))))
+    assert load_as_torch(Path(job.url, "step-3")) == 3
+
+
+def _leaves_the_rest(job: Job, directory: Path) -> None:
+    assert job.url is not None
+    with _serving(job) as served:
+        elsewhere = [
+            directory / "step-1",
+            Path(f"{job.url}-2") / "step-1",
+            Path(job.url),
+            Path(job.url) / "a" / "step-1",
+            Path(job.url) / "a name",
+            Path(job.url) / ".hidden",
+        ]
+        for number, path in enumerate(elsewhere):
+            _save(path, number)
+            begun: Any = dcp.async_save(make_state(number), checkpoint_id=f"{path}-again")
+            getattr(begun, "upload_completion", begun).result()
+        assert not _names(served) - {"run-again"}
+        for number, path in enumerate(elsewhere):
+            assert _files_of_torch(path) == {"__0_0.distcp"}
+            assert _load(path) == number
+
+
+def test_what_lies_elsewhere_is_left_to_torch(job: Job, tmp_path: Path) -> None:
+    forked(_leaves_the_rest, job, tmp_path / "other")
+
+
+def _leaves_given_writers(job: Job) -> None:
+    assert job.url is not None
+    with _serving(job) as served:
+        path = f"{job.url}/step-1"
+        dcp.save(make_state(1), checkpoint_id=path, storage_writer=dcp.FileSystemWriter(path))
+        assert not _names(served)
+        state = make_state(0)
+        dcp.load(state, checkpoint_id=path, storage_reader=dcp.FileSystemReader(path))
+        assert number_of(state) == 1
+
+
+def test_a_writer_or_reader_that_is_given_is_used(job: Job) -> None:
+    forked(_leaves_given_writers, job)
+
+
+def _takes_the_same_directory_by_any_name(job: Job, directory: Path) -> None:
+    assert job.url is not None
+    root = Path(job.url)
+    root.mkdir()
+    (directory / "link").symlink_to(root)
+    (directory / "outside").mkdir()
+    (root / "to-outside").symlink_to(directory / "outside")
+    os.chdir(directory)
+    with _serving(job) as served:
+        _save(os.path.relpath(root / "step-1"), 1)
+        _save(directory / "link" / "step-2", 2)
+        _save(f"{root}/sub/../step-3/", 3)
+        begun: Any = dcp.async_save(make_state(4), checkpoint_id=os.path.relpath(root / "step-4"))
+        getattr(begun, "upload_completion", begun).result()
+        assert _names(served) == {f"step-{number}" for number in range(1, 5)}
+        assert _load(f"link/../{root.name}/step-4") == 4
+        # The kernel takes `to-outside/..` for the parent of `outside`.
+        _save(f"{root}/to-outside/../step-5", 5)
+        assert _files_of_torch(directory / "step-5") == {"__0_0.distcp"}
+        served.writer.wait("step-4", timeout=60)
+        (root / "latest").symlink_to(root / "step-4")
+        assert _load(root / "latest") == 4
+        save_two_with_torch(directory / "outside")
+        (root / "foreign").symlink_to(directory / "outside" / "step-2")
+        assert _load(root / "foreign") == 2
+
+
+def test_links_and_relative_paths_are_seen_through(job: Job, tmp_path: Path) -> None:
+    forked(_takes_the_same_directory_by_any_name, job, tmp_path)
+
+
+def _takes_urls(memory: str) -> None:
+    options: dict[str, Any] = {"memory_root": memory, "agent": "thread"}
+    with dcp_mem.serve("memory://bucket/run/", **options) as served:
+        _save("memory://bucket/run/step-1", 1)
+        assert _load("memory://bucket/run/step-1") == 1
+        assert _names(served) == {"step-1"}
+        assert served._choose("memory://bucket/run-2/step-1", False) is None
+        assert served._choose("memory://bucket/run/../step-1", False) is None
+        assert served._choose("/bucket/run/step-1", False) is None
+        assert served._choose("no-protocol-of://bucket/run/step-1", True) is None
+        assert served._choose(b"memory://bucket/run/step-1", False) is None
+
+
+def test_urls_are_served(memory_root: Path) -> None:
+    forked(_takes_urls, str(memory_root))
+
+
+def _loads_what_torch_wrote(job: Job) -> None:
+    assert job.url is not None
+    save_two_with_torch(Path(job.url))
+    missing = f"{job.url}/step-7"
+    with pytest.raises(dcp.CheckpointException):
+        _load(missing)
+    with _serving(job):
+        assert _load(f"{job.url}/step-1") == 1
+        with pytest.raises(dcp.CheckpointException, match="no step-7 in memory"):
+            _load(missing)
+        _save(f"{job.url}/step-2", 22)
+        assert _load(f"{job.url}/step-2") == 22
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_torch_wrote_is_loaded_and_what_is_missing_raises_as_in_torch(
+    job: Job, ranks: int
+) -> None:
+    forked_ranks(_loads_what_torch_wrote, ranks, job)
+
+
+def _serves_two(job: Job, directory: Path) -> None:
+    before = _torchs_functions()
+    first = dcp_mem.serve(str(job.url), agent="thread", memory_root=job.memory)
+    assert dcp_mem.serve(f"{job.url}/", agent="thread", memory_root=job.memory) is first
+    with pytest.raises(ConfigError, match="other options"):
+        dcp_mem.serve(str(job.url), agent="thread", memory_root=job.memory, keep_memory=3)
+    second = dcp_mem.serve(directory, agent="thread", memory_root=job.memory, verify=False)
+    assert "(served)" in repr(second)
+    _save(f"{job.url}/step-1", 1)
+    _save(directory / "step-2", 2)
+    assert (_names(first), _names(second)) == ({"step-1"}, {"step-2"})
+    first.stop()
+    first.stop()
+    assert "(stopped)" in repr(first)
+    _save(f"{job.url}/step-3", 3)
+    assert _files_of_torch(Path(str(job.url), "step-3")) == {"__0_0.distcp"}
+    _save(directory / "step-4", 4)
+    assert _names(second) == {"step-2", "step-4"}
+    second.stop()
+    assert _torchs_functions() == before
+    assert committed_in(directory) == {"step-2", "step-4"}
+
+
+def test_roots_are_served_side_by_side_and_torch_gets_its_functions_back(
+    job: Job, tmp_path: Path
+) -> None:
+    forked(_serves_two, job, tmp_path / "second")
+
+
+def _is_refused(job: Job) -> None:
+    before = _torchs_functions()
+    for options in ({"keep": 2}, {"keep_memory": 0}, {"on_full": "burst"}, {"transport": "pigeon"}):
+        with pytest.raises(ConfigError):
+            dcp_mem.serve(str(job.url), memory_root=job.memory, **options)
+    with pytest.raises(ConfigError, match="root=None"):
+        dcp_mem.serve(None, job="run", memory_root=job.memory)  # type: ignore[arg-type]
+    assert _torchs_functions() == before
+
+
+def test_bad_options_raise_and_nothing_is_replaced(job: Job) -> None:
+    forked(_is_refused, job)
+
+
+def _stops_under_way(job: Job) -> None:
+    served = dcp_mem.serve(str(job.url), agent="thread", memory_root=job.memory)
+    begun: list[Future[Any]] = []
+    for number in (1, 2, 3):
+        response: Any = dcp.async_save(make_state(number), checkpoint_id=f"{job.url}/s{number}")
+        begun.append(getattr(response, "upload_completion", response))
+    served.stop()
+    for future in begun:
+        future.result(timeout=60)
+    assert committed_in(Path(str(job.url))) >= {"s3"}
+
+
+def test_saves_under_way_are_completed_when_it_stops(job: Job) -> None:
+    forked(_stops_under_way, job)
+
+
+def _others_replace(job: Job) -> None:
+    served = dcp_mem.serve(str(job.url), agent="thread", memory_root=job.memory)
+    ours = state_dict_saver._storage_setup
+    calls: list[object] = []
+
+    def theirs(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
+        calls.append(checkpoint_id)
+        return ours(storage, checkpoint_id, reader)
+
+    state_dict_saver._storage_setup = theirs
+    served.stop()
+    assert state_dict_saver._storage_setup is theirs
+    _save(f"{job.url}/step-1", 1)
+    assert calls == [f"{job.url}/step-1"]
+    assert _files_of_torch(Path(str(job.url), "step-1")) == {"__0_0.distcp"}
+
+
+def test_a_replacement_of_ours_by_others_stays(job: Job) -> None:
+    forked(_others_replace, job)
+
+
+def _says_what_it_does(job: Job) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dcp_mem")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with _serving(job):
+        for name in ("a/step-1", "a/step-2", ""):
+            _save(f"{job.url}/{name}", 1)
+    return said
+
+
+def test_the_log_says_what_is_served_and_what_is_left(job: Job) -> None:
+    said = "\n".join(forked(_says_what_it_does, job))
+    assert f"directly below {job.url} that name only a path go through node memory" in said
+    assert said.count(f"leaves {job.url}/a/step-1 to torch") == 1
+    assert f"(serve {job.url}/a, if checkpoints lie directly in it)" in said
+    assert f"leaves {job.url}/ to torch" in said
+    assert f"{job.url} is left to torch again" in said
+
+
+def _stages(job: Job) -> list[str]:
+    imported_before: Any = dcp.async_save
+    staged: list[str] = []
+    stage = MemoryStorageWriter.stage
+
+    def noted(writer: MemoryStorageWriter, state: dict[str, Any]) -> dict[str, Any]:
+        staged.append("staged")
+        return stage(writer, state)
+
+    with _serving(job) as served, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryStorageWriter, "stage", noted)
+        for begin, name in [(dcp.async_save, "step-1"), (imported_before, "step-2")]:
+            state = make_state(1)
+            begun: Any = begin(state, checkpoint_id=f"{job.url}/{name}")
+            state["sharded"].fill_(-7)
+            getattr(begun, "upload_completion", begun).result()
+            staged.append(name)
+        assert _names(served) == {"step-1", "step-2"}
+        assert [_load(f"{job.url}/step-{number}") for number in (1, 2)] == [1, 1]
+    return staged
+
+
+@needs_a_stager
+def test_the_writer_stages_asynchronous_saves(job: Job) -> None:
+    staged = forked(_stages, job)
+    assert staged[:2] == ["staged", "step-1"]
+    assert "step-2" in staged
+
+
+def _saves_in_a_process(job: Job) -> None:
+    with _serving(job, agent="process"):
+        begun: Any = dcp.async_save(
+            make_state(1),
+            checkpoint_id=f"{job.url}/step-1",
+            async_checkpointer_type=state_dict_saver.AsyncCheckpointerType.PROCESS,
+        )
+        getattr(begun, "upload_completion", begun).result()
+        assert _load(f"{job.url}/step-1") == 1
+    assert not _files_of_torch(Path(str(job.url), "step-1")) & {"__0_0.distcp"}
+
+
+@pytest.mark.skipif(
+    not hasattr(state_dict_saver, "AsyncCheckpointerType"), reason="torch 2.6 has threads alone"
+)
+def test_a_save_in_another_process_is_served(job: Job) -> None:
+    run_ranks(_saves_in_a_process, 1, job)
+    assert committed_in(Path(str(job.url))) == {"step-1"}
+
+
+def _saves_in_a_fork(job: Job) -> None:
+    with _serving(job, agent="process"):
+        child = multiprocessing.get_context("fork").Process(target=threading.active_count)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        _save(f"{job.url}/step-1", 1)
+        assert _load(f"{job.url}/step-1") == 1
+
+
+def test_a_child_that_ends_leaves_its_parents_root_alone(job: Job) -> None:
+    forked(_saves_in_a_fork, job)
+
+
+# -- unmodified programs ---------------------------------------------------------------------------
+
+
+def _run(*command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [*TETHER, sys.executable, *command],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("begin", ["sync", "async"])
+def test_an_unmodified_program_is_killed_and_goes_on(
+    tmp_path: Path, memory_root: Path, begin: str
+) -> None:
+    script, root = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(_PROGRAM)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "dcp_mem.run", str(script), str(root), begin]
+    places = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_SERVE": str(root)}
+    killed = _run(*command, **places)
+    assert killed.returncode != 0
+    assert "SIGKILL" in killed.stdout, killed.stdout
+    ended = _run(*command, **places)
+    assert ended.returncode == 0, ended.stdout
+    resumed = set(re.findall(r"goes on from (\d+)", ended.stdout))
+    assert resumed == {"4"}, ended.stdout  # What was complete in memory is durable by then.
+    assert "rank 0 ends with 28, 0" in ended.stdout
+    assert "rank 1 ends with 28, 7" in ended.stdout
+    assert "step-7" in committed_in(root)
+    assert not [path for path in root.rglob("*.distcp") if path.name in _TORCHS], "torch wrote it"
+
+
+def test_the_newest_checkpoint_is_durable_when_a_program_ends(
+    tmp_path: Path, memory_root: Path
+) -> None:
+    script, root = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(
+        "import sys, torch, dcp_mem\n"
+        "import torch.distributed.checkpoint as dcp\n"
+        "dcp_mem.serve(sys.argv[1], persist=dcp_mem.every_n_saves(10))\n"
+        "for step in range(1, 4):\n"
+        "    dcp.save({'w': torch.ones(3)}, checkpoint_id=f'{sys.argv[1]}/step-{step}')\n"
+    )
+    ended = _run(str(script), str(root), DCP_MEM_ROOT=str(memory_root))
+    assert ended.returncode == 0, ended.stdout
+    assert "step-3" in committed_in(root)
+
+
+def test_an_error_of_the_program_is_its_own_and_ends_it_without_a_flush(
+    tmp_path: Path, memory_root: Path
+) -> None:
+    script, root = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(
+        "import sys, torch\n"
+        "import torch.distributed.checkpoint as dcp\n"
+        "dcp.save({'w': torch.ones(3)}, checkpoint_id=f'{sys.argv[1]}/step-1')\n"
+        "raise LookupError('no such shard')\n"
+    )
+    ended = _run(
+        "-m", "dcp_mem.run", "--root", str(root), str(script), str(root),
+        DCP_MEM_ROOT=str(memory_root),
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "LookupError: no such shard" in ended.stdout
+    # The agent goes on.
+    wait_until(lambda: committed_in(root) == {"step-1"})
+
+
+def test_the_launcher_runs_scripts_and_modules_as_python_does(
+    tmp_path: Path, memory_root: Path
+) -> None:
+    package = tmp_path / "program"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "beside.py").write_text("NAME = 'beside'\n")
+    shows = "import sys, __main__\nprint([__name__, sys.argv[1:], NAME, __main__.NAME])\n"
+    (package / "script.py").write_text(f"from beside import NAME\n{shows}")
+    (package / "__main__.py").write_text(f"from .beside import NAME\n{shows}")
+    serve = ("-m", "dcp_mem.run", "--root", str(tmp_path / "run"))
+    places = {"DCP_MEM_ROOT": str(memory_root)}
+    script = _run(*serve, str(package / "script.py"), "--root", "x", "-m", **places)
+    paths = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    module = _run(*serve, "-m", "program", "--root", "x", "-m", **places, PYTHONPATH=paths)
+    for ended in (script, module):
+        assert ended.stdout.endswith("['__main__', ['--root', 'x', '-m'], 'beside', 'beside']\n"), (
+            ended.stdout
+        )
+
+
+def _refused(arguments: list[str]) -> tuple[object, str]:
+    said = io.StringIO()
+    with redirect_stderr(said), pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "required: program"),
+        (["--root", "run", "none.py"], "can't open none.py"),
+        (["--root", "run", "-m", "no.such"], "No module named 'no'"),
+        (["--root", "run", "-m", "tests.no_such"], "no module tests.no_such to run"),
+        (["none.py"], "DCP_MEM_SERVE"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(
+    arguments: list[str], said: str, memory_root: Path
+) -> None:
+    code, text = forked(_refused, arguments, env={"DCP_MEM_ROOT": str(memory_root)})
+    assert code == 2
+    assert said in text
