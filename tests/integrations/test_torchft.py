@@ -107,12 +107,26 @@ def _assert_equal(found: Any, expected: Any) -> None:
         assert found == expected
 
 
+_open_before: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def _what_other_tests_left_open() -> None:
+    _open_before.clear()
+    _open_before.update(_nameless())
+
+
 def _slots() -> int:
-    """The slots without a name that this process has open for torchft."""
-    return sum(
-        path.startswith("/dev/shm/dcp_mem-test") and path.endswith(" (deleted)")
+    """The slots without a name that this process has opened for torchft in this test."""
+    return len(_nameless() - _open_before)
+
+
+def _nameless() -> set[str]:
+    return {
+        path
         for path in map(_target, os.listdir("/proc/self/fd"))
-    )
+        if path.startswith("/dev/shm/dcp_mem-test") and path.endswith(" (deleted)")
+    }
 
 
 def _target(descriptor: str) -> str:
@@ -457,7 +471,7 @@ def test_a_receiver_that_dies_holds_up_no_other_and_its_share_of_memory_is_given
     road: str, made: Callable[..., Transport], memory_root: Path
 ) -> None:
     sender, state = made(), _state()
-    sender.send_checkpoint([1, 2], 1, state, timedelta(seconds=5))
+    sender.send_checkpoint([1, 2], 1, state, _SECONDS)  # the first process takes a while to start
     armed = "torchft.pulling:kill:1"
     with forking(_receives, None, str(memory_root), sender.metadata(), road, armed) as dying:
         wait_until(lambda: dying._processes[0].exitcode == -signal.SIGKILL, "it is killed")
