@@ -1,4 +1,4 @@
-"""Which writer and reader DCP takes for a call that names only a path.
+"""Choose the writer or the reader of DCP calls that name only a path.
 
 `dcp.save`, `dcp.async_save` and `dcp.load` ask torch's `_storage_setup`. `install` puts a function
 in its place that asks a `Choose` first. `dcp.async_save` of newer torches decides who stages before
@@ -23,7 +23,7 @@ from dcp_mem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a call of DCP goes through.
+    """The storage that a DCP call uses, and the checkpoint's name there.
 
     Attributes:
         storage: The writer or the reader.

@@ -23,7 +23,7 @@ from dcp_mem.comm.agreement import was_voted_on
 from dcp_mem.comm.dcp_errors import failures_by_rank
 
 DistWrapper = _DistWrapper
-"""What DCP's calls exchange objects with."""
+"""DCP's helper for one call, which exchanges objects between the ranks."""
 
 
 class DcpExchanges:
@@ -67,9 +67,9 @@ class _OnlyErrors(DistWrapper):
         self.is_coordinator = True
         if not has_failed:
             return [object] * self.get_world_size()
-        error = object[0]
-        known = failures_by_rank(error, self.rank) if isinstance(error, Exception) else {}
-        known = known or {self.rank: object}
+        error, known = object[0], {self.rank: object}
+        if isinstance(error, Exception):
+            known = failures_by_rank(error, self.rank)
         return [known.get(rank) for rank in range(self.get_world_size())]
 
     def scatter_object(self, object_list: Any) -> Any:

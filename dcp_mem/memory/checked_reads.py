@@ -23,7 +23,8 @@ from dcp_mem.memory.views import fill, view_of
 
 Columns = npt.NDArray[np.int64]
 
-_memmove = ctypes.PyDLL(None).memmove  # keeps the interpreter's lock: what it copies is small
+# Keeps the interpreter's lock: a move is of a block at most, and of far less mostly.
+_memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
 _RUNS_EACH = 16

@@ -29,7 +29,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.replicating import earlier
 from dcp_mem.replicating.earlier import EarlierCopy
 from dcp_mem.runtime.session import open_session
-from tests.support.channels import UsedChannel
+from tests.support.channels import SentBytes
 from tests.support.processes import kill_targets
 from tests.support.processes.forks import forked_ranks
 
@@ -86,24 +86,6 @@ def _state(values: Values) -> dict[str, Any]:
     return {**state, f"rank{rank}.note": "." * (values["note"] % 3 * 100)}
 
 
-class _Wire:
-    """Counts what this process sends over channels."""
-
-    def __init__(self) -> None:
-        self.nbytes, send = 0, UsedChannel.send
-
-        def counted(channel: Any, data: Any) -> Any:
-            self.nbytes += len(data)
-            return send(channel, data)
-
-        UsedChannel.send = counted  # type: ignore[assignment,method-assign]
-
-    def during(self, act: Callable[[], object]) -> int:
-        before = self.nbytes
-        act()
-        return self.nbytes - before
-
-
 def _save(writer: MemoryStorageWriter, name: str, values: Values) -> None:
     dcp_mem.save(_state(values), checkpoint_id=name, storage_writer=writer)
     writer.wait(name, "replicated", timeout=60)
@@ -134,7 +116,7 @@ def _assert_copies_are_equal(nodes: Nodes, count: int, name: str, copies: int = 
 
 def _trains(nodes: Nodes, steps: int, options: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     """For each save: bytes that this rank put on the wire, and all ranks' that were reported."""
-    wire, found = _Wire(), []
+    wire, found = SentBytes(), []
     with nodes.writer(**options) as writer:
         for step in range(1, steps + 1):
             name = f"step-{step}"
@@ -168,7 +150,7 @@ def test_two_copies_of_a_segment_take_what_has_changed_each(nodes: Nodes) -> Non
 
 
 def _saves_what_changes(nodes: Nodes, changes: Sequence[Collection[str]]) -> list[tuple[int, int]]:
-    wire, found, values = _Wire(), [], dict(_trained(0))
+    wire, found, values = SentBytes(), [], dict(_trained(0))
     with nodes.writer() as writer:
         _save(writer, "first", values)
         for step, changed in enumerate(changes, 1):

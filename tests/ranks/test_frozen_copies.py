@@ -30,7 +30,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import Slot, SlotPool
 from dcp_mem.runtime import frozen as frozen_module
 from dcp_mem.runtime.session import Session, open_session
-from tests.support.channels import UsedChannel
+from tests.support.channels import SentBytes
 from tests.support.processes import kill_targets
 from tests.support.processes.forks import forked_ranks, raised_by
 
@@ -136,24 +136,6 @@ def _session(writer: MemoryStorageWriter) -> Session:
     return session
 
 
-class _Wire:
-    """Counts what this process sends over channels."""
-
-    def __init__(self) -> None:
-        self.nbytes, send = 0, UsedChannel.send
-
-        def counted(channel: Any, data: Any) -> Any:
-            self.nbytes += len(data)
-            return send(channel, data)
-
-        UsedChannel.send = counted  # type: ignore[assignment,method-assign]
-
-    def during(self, act: Callable[[], object]) -> int:
-        before = self.nbytes
-        act()
-        return self.nbytes - before
-
-
 def _differs(nodes: Nodes, state: dict[str, Any], step: int) -> list[str]:
     """Load a checkpoint; return what isn't as it was saved."""
     out = {name: torch.full_like(value, -1) for name, value in state.items()}
@@ -166,7 +148,7 @@ def _differs(nodes: Nodes, state: dict[str, Any], step: int) -> list[str]:
 
 
 def _trains(nodes: Nodes, steps: int, road: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    wire, state, sent = _Wire(), _tensors(), []
+    wire, state, sent = SentBytes(), _tensors(), []
     with nodes.writer(**options) as writer:
         for step in range(1, steps + 1):
             nbytes = wire.during(partial(_save, writer, state, step, road))

@@ -5,6 +5,8 @@ over NIXL; DCP_MEM_NIXL_TCP=1 beside it those between nodes, too, which have onl
 """
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.nixl_channel import NixlChannel
@@ -12,3 +14,22 @@ from dcp_mem.comm.nixl_channel import NixlChannel
 UsedChannel: type[GlooChannel] | type[NixlChannel] = (
     NixlChannel if os.environ.get("DCP_MEM_TRANSPORT") == "nixl" else GlooChannel
 )
+
+
+class SentBytes:
+    """Counts what this process sends over channels, from when it is made."""
+
+    def __init__(self) -> None:
+        self.nbytes, send = 0, UsedChannel.send
+
+        def counted(channel: Any, data: Any) -> Any:
+            self.nbytes += len(data)
+            return send(channel, data)
+
+        UsedChannel.send = counted  # type: ignore[assignment,method-assign]
+
+    def during(self, act: Callable[[], object]) -> int:
+        """Act, and return how many bytes were sent meanwhile."""
+        before = self.nbytes
+        act()
+        return self.nbytes - before
