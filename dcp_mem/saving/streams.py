@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import IO, Any
 
@@ -81,17 +82,30 @@ class Streams:
             MemoryBudgetExceeded: There is no room.
             Exception: What `write` raises. Nothing of the stream counts then.
         """
+        with self.writing(name) as file:
+            write(file)
+        return self._extents[name][1]
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
+        """Append a stream, as `add` does, by a file that is open until the block ends.
+
+        Args:
+            name: Of the stream. Of a block that ends by an error nothing counts.
+
+        Raises:
+            MemoryBudgetExceeded: There is no room.
+        """
         offset = align(
             max((start + max(nbytes, 1) for start, nbytes in self._extents.values()), default=0)
         )
         end = _End(self._own_slot(), offset)
         with io.BufferedWriter(end, _BUFFER) as buffered:
-            write(buffered)
+            yield buffered
         nbytes = end.place - offset
         end.write(bytes(align(offset + max(nbytes, 1)) - end.place))  # as between other items
         self._extents.pop(name, None)
         self._extents[name] = (offset, nbytes)
-        return nbytes
 
     def add_copies(self, path: str, extents: Mapping[str, Extent]) -> None:
         """Append streams of a complete checkpoint, but for those whose names are here already.

@@ -1,4 +1,4 @@
-"""The recipes of docs/fsdp2.md, as they stand there: trained, killed, started again."""
+"""The recipe of docs/fsdp2.md, as it stands there: trained, killed, started again."""
 
 import os
 import re
@@ -20,64 +20,6 @@ _BLOCKS = re.findall(
 )
 _SECONDS = 200
 _IN_THE_THIRD_SAVE = {"DCP_MEM_FAULTS": "stage.copied:kill:3"}
-
-# What torchtitan's trainer has, and hands to its checkpoint manager; a step's data follow from its
-# number.
-_TITAN = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import \
-get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-class Optimizers:
-    def state_dict(self):
-        return get_optimizer_state_dict(model, optimizer)
-
-    def load_state_dict(self, state):
-        set_optimizer_state_dict(model, optimizer, state)
-
-class Trainer:
-    step = 0
-
-    def state_dict(self):
-        return {"step": torch.tensor(self.step)}
-
-    def load_state_dict(self, state):
-        self.step = int(state["step"])
-
-root, steps = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-fully_shard(model, mesh=mesh)
-optimizer, trainer = torch.optim.AdamW(model.parameters(), lr=1e-3), Trainer()
-config = MemoryCheckpointManager.Config(enable=True, folder="checkpoint", \
-interval=10, last_save_model_only=False)
-manager = config.build(
-    dataloader=None, model_parts=[model], optimizers=Optimizers(), lr_schedulers=Trainer(),
-    states={"train_state": trainer}, sd_adapter=None, base_folder=root,
-)
-is_loaded = manager.load(step=-1)
-if dist.get_rank() == 0:
-    print(f"step {trainer.step} is loaded" if is_loaded else "starting", flush=True)
-while trainer.step < steps:
-    trainer.step += 1
-    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(trainer.step))
-    loss = (model(x) - x.flip(1)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    manager.save(trainer.step, last_step=trainer.step == steps)
-if dist.get_rank() == 0:
-    print(f"step {steps}, loss {loss.item():.9f}", flush=True)
-manager.close()
-dist.destroy_process_group()
-"""
 
 
 @contextmanager
@@ -149,16 +91,3 @@ def test_plain_fsdp2_goes_on_to_the_bit(
     script = tmp_path / "train.py"
     script.write_text(_BLOCKS[0])
     assert "step 10 is loaded from memory" in _is_resumed(script, tmp_path)
-
-
-@needs_fsdp_on_cpu
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_torchtitan_goes_on_to_the_bit(
-    tmp_path: Path, memory_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("torchtitan.components.checkpointer", exc_type=ImportError)
-    monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root))
-    script = tmp_path / "train.py"
-    script.write_text(_BLOCKS[1] + _TITAN)
-    assert "step 20 is loaded" in _is_resumed(script, tmp_path)

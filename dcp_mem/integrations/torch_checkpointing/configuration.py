@@ -1,0 +1,88 @@
+"""`in_memory`: what a CheckpointManager's Config needs for checkpoints in node memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch_checkpointing.checkpoint_writer import CallbackArgs
+
+from dcp_mem.errors import ConfigError
+from dcp_mem.integrations.torch_checkpointing.storage import MemoryStorageConfig, complete
+from dcp_mem.writer import MemoryStorageWriter
+
+_count = itertools.count()
+
+
+def in_memory(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    then: Callable[[CallbackArgs], None] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return arguments for torch_checkpointing's `CheckpointManager.Config`.
+
+    Call it on all ranks, once for each manager, and after init_process_group.
+
+    Args:
+        path: The job's root on storage: a directory or an fsspec URL. None for memory alone.
+        then: Called, as `finalize_callback`, when a checkpoint is complete in memory.
+        **options: Further arguments of `MemoryStorageWriter`. Here `overwrite` is False by default,
+            as torch_checkpointing asks of a storage, and `on_slow_storage` is "all": each
+            checkpoint gets to storage.
+
+    Returns:
+        Storage, callback, and what connects the processes that write checkpoints.
+
+    Raises:
+        ConfigError: The options can't work, or the ranks' store can't be reached by others.
+    """
+    config = MemoryStorageConfig(
+        None if path is None else os.fspath(path),
+        {"overwrite": False, "on_slow_storage": "all", **options},
+        ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+    )
+    MemoryStorageWriter(config.path, **config.options)  # Bad options raise now.
+    return {
+        "storage_config": config,
+        "finalize_callback": complete if then is None else partial(_complete_then, then),
+        **_connected(),
+    }
+
+
+def _complete_then(then: Callable[[CallbackArgs], None], arguments: CallbackArgs) -> None:
+    complete(arguments)
+    then(arguments)
+
+
+def _connected() -> dict[str, Any]:
+    """Return what lets the ranks' writing processes form a group of their own."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            raise ConfigError(
+                "WORLD_SIZE is above 1, but torch.distributed isn't initialised: "
+                "call init_process_group before in_memory"
+            )
+        return {}
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise ConfigError(
+            "the processes that write checkpoints meet in the store at MASTER_ADDR and "
+            "MASTER_PORT: set both, as torchrun does"
+        )
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"dcp_mem/torch_checkpointing/{restart}.{next(_count)}"
+    place = (address, int(port), prefix, dist.get_rank(), dist.get_world_size())
+    return {"subprocess_init_fn": _join, "subprocess_init_args": place}
+
+
+def _join(address: str, port: int, prefix: str, rank: int, world_size: int) -> None:
+    """Form the group of the processes that write checkpoints, in one of them."""
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=world_size
+    )

@@ -1,0 +1,473 @@
+"""`MemoryStorage`: torch_checkpointing's storage of files, kept as checkpoints of dcp_mem.
+
+A rank's files go, one behind the other, into its slot in tmpfs. When all ranks have written
+theirs (`complete`), the slots become a checkpoint of dcp_mem, whole or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import torch.distributed as dist
+from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX, CallbackArgs
+from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
+
+from dcp_mem.config import Settings, is_checkpoint_name, settings
+from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError, FlushFailed
+from dcp_mem.integrations.torch_checkpointing.reading import (
+    CheckpointFiles,
+    FileOfCheckpoint,
+    counts,
+    found,
+)
+from dcp_mem.operations import housekeeping, inventory
+from dcp_mem.operations.flush import flush_now
+from dcp_mem.saving.streams import Streams
+from dcp_mem.storage import Storage as OurStorage
+from dcp_mem.storage.routes import open_storage
+from dcp_mem.writer import MemoryStorageWriter
+
+_PLACES = ("memory_root", "job", "storage_options")
+
+
+@dataclass
+class MemoryStorageConfig(StorageConfig):  # type: ignore[misc]
+    """What `MemoryStorage` is made from, in the trainer and in the process that writes.
+
+    Attributes:
+        path: The job's root on storage; None for memory alone.
+        options: Further arguments of `MemoryStorageWriter`.
+        ranks: How many ranks save together.
+        temp_dir_prefix: As in CheckpointWriterConfig.
+    """
+
+    path: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    temp_dir_prefix: str = DEFAULT_TEMP_DIR_PREFIX
+
+    def create_storage(self) -> MemoryStorage:
+        """Make a storage; a writing one takes hold of the job's memory with its first file."""
+        return MemoryStorage(self)
+
+    def settings(self) -> Settings:
+        """Return the job's settings, as far as readers need them."""
+        places = {name: self.options[name] for name in _PLACES if name in self.options}
+        return settings(self.path, **places)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all complete checkpoints of this node's memory are on storage.
+
+        Args:
+            timeout: Seconds; None waits for as long as it takes.
+
+        Raises:
+            WaitTimeout: The time ran out.
+            FlushFailed: Storage refuses one.
+            ConfigError: There is no storage.
+        """
+        failed = [one for one in flush_now(self.settings(), timeout=timeout) if one.error]
+        if failed:
+            raise FlushFailed(failed[0].name, failed[0].error)
+
+
+def complete(arguments: CallbackArgs) -> None:
+    """Make a checkpoint of the files that all ranks have written; a `finalize_callback`.
+
+    When it returns, the checkpoint is complete in memory. Storage gets it behind training.
+
+    Args:
+        arguments: From torch_checkpointing.
+
+    Raises:
+        CheckpointExists: There is a checkpoint of that name; `overwrite=True` replaces it.
+        RankFailed: Another rank has failed.
+    """
+    storage = arguments.storage
+    if not isinstance(storage, MemoryStorage):
+        raise ConfigError(
+            f"{type(storage).__name__} is no MemoryStorage: pass all that in_memory() returns"
+        )
+    storage.complete(arguments.path)
+
+
+class MemoryStorage(Storage):  # type: ignore[misc]
+    """Files of checkpoints in this node's tmpfs, and on storage behind training.
+
+    A path is a checkpoint's name and a file in it ("step-100/model_0.pt"), or the same below the
+    job's root. Nothing that isn't complete can be read. Bytes are compared with their checksums.
+
+    Args:
+        config: Where it lies.
+    """
+
+    def __init__(self, config: MemoryStorageConfig) -> None:
+        self._config = config
+        self._settings = config.settings()
+        self._writer: MemoryStorageWriter | None = None
+        self._pending: dict[str, Streams] = {}
+        self._writing = threading.RLock()
+        self._opened: dict[str, CheckpointFiles] = {}
+        self._opening = threading.RLock()
+
+    # -- writing, in the order of torch_checkpointing's calls --------------------------------------
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        """Begin a checkpoint's files anew.
+
+        Args:
+            path: Of the checkpoint, or a directory in it.
+            recursive: Ignored.
+        """
+        name, _ = self._split(path)
+        with self._writing:
+            left = self._pending.pop(name, None)
+            if left is not None:
+                left.close()
+
+    def stream_write(self, path: Path) -> io.IOBase:
+        """Return a file to write; it counts once it is closed without an error.
+
+        Files are written one after the other: another one waits until this one is closed.
+
+        Args:
+            path: Of the file.
+        """
+        name, file = self._split(path)
+        if not name or not file:
+            raise ConfigError(f"{path} is no file of a checkpoint: write to <checkpoint>/<file>")
+        return _Writing(self, name, file)
+
+    def write(self, path: Path, data: Any) -> None:
+        """Write a whole file.
+
+        Args:
+            path: Of the file.
+            data: Its bytes.
+        """
+        with self.stream_write(path) as stream:
+            stream.write(data)  # type: ignore[attr-defined]
+
+    def rename(
+        self,
+        src_path: Path,
+        dst_path: Path,
+        is_directory: bool = False,
+        background_cleanup: bool = False,
+    ) -> None:
+        """Give files that aren't complete yet their checkpoint's name.
+
+        Args:
+            src_path: The directory that they were written to.
+            dst_path: The checkpoint.
+            is_directory: Ignored.
+            background_cleanup: Ignored.
+
+        Raises:
+            FileNotFoundError: Nothing was written there.
+            ConfigError: Single files, and complete checkpoints, can't be renamed.
+        """
+        (source, source_file), (target, target_file) = self._split(src_path), self._split(dst_path)
+        if source_file or target_file:
+            raise ConfigError(f"{src_path}: only a checkpoint's directory can be renamed")
+        with self._writing:
+            if source not in self._pending:
+                if self._names(source):
+                    raise ConfigError(f"{src_path} is complete, and keeps its name")
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(src_path))
+            moved = self._pending.pop(source)
+            self.mkdir(dst_path)
+            self._pending[target] = moved
+
+    def complete(self, path: str | os.PathLike[str]) -> None:
+        """Make a checkpoint of the files under this name, with all ranks; see `complete`.
+
+        Args:
+            path: The checkpoint's.
+        """
+        name, _ = self._split(Path(path))
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if ranks != self._config.ranks:
+            # Else each rank would make a checkpoint of its own, of the same name.
+            raise ConfigError(
+                f"{self._config.ranks} ranks save {name}, but the group of this process has "
+                f"{ranks}: pass all that in_memory() returns, subprocess_init_fn among it"
+            )
+        with self._writing:
+            streams = self._pending.pop(name, None)
+            if streams is None:  # On ranks that don't rename.
+                streams = self._pending.pop(self._config.temp_dir_prefix + name, None)
+            writer = self._own_writer()
+            writer._saver.save_streams(
+                lambda: streams if streams is not None else writer._saver.new_streams(),
+                name,
+                has_new=streams is not None,
+            )
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
+        """Open a file of a complete checkpoint.
+
+        Args:
+            path: Of the file.
+            read_args: Whether to read all of it at once; all else is ignored.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            SegmentCorrupt: It is damaged wherever it lies, or in another node's memory alone.
+        """
+        stream = self._open(path)
+        if read_args is not None and not read_args.pre_read_full_file:
+            return stream
+        with stream:
+            return io.BytesIO(stream.read())  # type: ignore[return-value]
+
+    def getsize(self, path: Path) -> int:
+        """Return a file's bytes. Raises FileNotFoundError."""
+        with self._open(path) as stream:
+            return stream.nbytes
+
+    def exists(self, path: Path) -> bool:
+        """Return whether there is a file, a complete checkpoint, or one that is being written."""
+        name, file = self._split(path)
+        known = self._names(name) if name else []
+        return not name or file in known or _has_below(known, file)
+
+    def isdir(self, path: Path) -> bool:
+        """Return whether there are files below the path."""
+        name, file = self._split(path)
+        return not name or _has_below(self._names(name), file)
+
+    def ls(self, path: Path) -> list[str]:
+        """List complete checkpoints, newest first, or what lies in one.
+
+        Args:
+            path: The root, a checkpoint, or a directory in it.
+
+        Raises:
+            FileNotFoundError: There is no such directory.
+        """
+        name, directory = self._split(path)
+        if not name:
+            return self._checkpoints()
+        known, prefix = self._names(name), f"{directory}/" if directory else ""
+        if not _has_below(known, directory):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        below = (one.removeprefix(prefix) for one in known if one.startswith(prefix))
+        return sorted({one.partition("/")[0] for one in below})
+
+    def remap_path(self, path: Path) -> str:
+        """Return a path's URL under the job's root."""
+        name, file = self._split(path)
+        return "/".join(part for part in (self._settings.url or "", name, file) if part)
+
+    # -- removing ----------------------------------------------------------------------------------
+
+    def rmdir(self, path: Path) -> None:
+        """Delete a checkpoint, from this node's memory and from storage.
+
+        Args:
+            path: Of the checkpoint.
+
+        Raises:
+            CheckpointInUse: It is being flushed.
+            ConfigError: It is no checkpoint: its files are deleted together.
+        """
+        name, file = self._split(path)
+        if not name or file:
+            raise ConfigError(f"{path}: a checkpoint's files are deleted together, by its own path")
+        self.mkdir(path)
+        housekeeping.evict(self._settings, name)
+        if self._settings.url is not None:
+            with suppress(CheckpointNotFound):
+                housekeeping.delete(
+                    self._settings.url, name, storage_options=self._settings.storage_options
+                )
+
+    def delete(self, path: Path) -> None:
+        """Refuse: a checkpoint's files are deleted together."""
+        raise ConfigError(f"{path}: a checkpoint's files are deleted together, by rmdir")
+
+    def close(self) -> None:
+        """Give slots back; the agent goes on flushing. Closing twice is fine."""
+        with self._writing:
+            for streams in self._pending.values():
+                streams.close()
+            self._pending.clear()
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                writer.close(flush=False)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _split(self, path: Path) -> tuple[str, str]:
+        """Return the checkpoint and the file that a path names; "" for what it doesn't name."""
+        text, root = str(path), self._settings.url
+        if root is not None:
+            # A Path has one slash where a URL has two.
+            for start in {root, str(Path(root))}:
+                if text == start or text.startswith(f"{start}/"):
+                    text = text[len(start) :].lstrip("/")
+                    break
+        name, _, file = ("" if text == "." else text).partition("/")
+        if text.startswith("/") or (name and not is_checkpoint_name(name)):
+            raise ConfigError(
+                f"{path} is no path of this storage: give a checkpoint's name, such as 'step-100', "
+                f"or a path directly under {root or 'the job'}"
+            )
+        return name, file
+
+    def _own_writer(self) -> MemoryStorageWriter:
+        if self._writer is None:
+            self._writer = MemoryStorageWriter(self._config.path, **self._config.options)
+            # In multiprocessing's children no other hook is called at their end.
+            Finalize(None, self._close_at_end, exitpriority=10)
+        return self._writer
+
+    def _close_at_end(self) -> None:
+        with suppress(DcpMemError):
+            self.close()
+
+    def _storage(self) -> OurStorage | None:
+        chosen = self._settings
+        return open_storage(chosen.url, chosen.storage_options) if chosen.url is not None else None
+
+    def _checkpoints(self) -> list[str]:
+        known = inventory.in_memory(self._settings)
+        storage = self._storage()
+        if storage is not None:
+            known = inventory.merged(known, inventory.on_storage(storage))
+        return list(dict.fromkeys(one.name for one in known if counts(one)))
+
+    def _names(self, name: str) -> list[str]:
+        """Return the files of a checkpoint, complete or not; none where there is no such one."""
+        if name in self._pending:
+            return list(self._pending[name].extents)
+        with self._files(name) as files:
+            return [] if files is None else list(files.places)
+
+    def _open(self, path: Path) -> FileOfCheckpoint:
+        name, file = self._split(path)
+        with ExitStack() as stack:
+            files = stack.enter_context(self._files(name)) if name else None
+            if files is None or file not in files.places:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            stream = files.open(file)
+            stream.on_close = stack.pop_all().close
+            return stream
+
+    @contextmanager
+    def _files(self, name: str) -> Iterator[CheckpointFiles | None]:
+        """Yield a complete checkpoint's files. Who uses them at the same time shares them.
+
+        They aren't kept: a lease would keep memory from being recycled.
+        """
+        with self._opening:
+            files = self._opened.get(name)
+            if files is None:
+                storage = self._storage()
+                checkpoint = found(self._settings, storage, name)
+                if checkpoint is not None:
+                    files = self._opened[name] = CheckpointFiles(
+                        self._settings, storage, checkpoint
+                    )
+            if files is not None:
+                files.users += 1
+        try:
+            yield files
+        finally:
+            if files is not None:
+                with self._opening:
+                    files.users -= 1
+                    if not files.users:
+                        del self._opened[name]
+                        files.close()
+
+
+def _has_below(known: list[str], directory: str) -> bool:
+    prefix = f"{directory}/" if directory else ""
+    return any(one.startswith(prefix) for one in known)
+
+
+class _Writing(io.RawIOBase):
+    """A file that is being written. From its first byte to its end no other file is."""
+
+    def __init__(self, storage: MemoryStorage, name: str, file: str) -> None:
+        super().__init__()
+        self._storage, self._name, self._file = storage, name, file
+        self._block: AbstractContextManager[IO[bytes]] | None = None
+        self._stream: IO[bytes] | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write at the end. Raises MemoryBudgetExceeded."""
+        return self._begun().write(data)
+
+    def _begun(self) -> IO[bytes]:
+        if self._stream is None:
+            storage = self._storage
+            storage._writing.acquire()
+            try:
+                streams = storage._pending.get(self._name)
+                if streams is None:
+                    streams = storage._own_writer()._saver.new_streams()
+                    storage._pending[self._name] = streams
+                block = streams.writing(self._file)
+                self._stream, self._block = block.__enter__(), block
+            except BaseException:
+                storage._writing.release()
+                raise
+        return self._stream
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._end(kind, error, traceback)
+            super().close()
+
+    def close(self) -> None:
+        """End the file, which counts from now on. Closing twice is fine."""
+        if not self.closed:
+            self._begun()  # An empty file is a file, too.
+            try:
+                self._end(None, None, None)
+            finally:
+                super().close()
+
+    def __del__(self) -> None:
+        """Discard what was neither closed nor left; a file that was only made leaves nothing."""
+        self._end(EOFError, EOFError("the file was never closed"), None)
+
+    def _end(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        block, self._block = self._block, None
+        if block is None:
+            return
+        try:
+            with suppress(BaseException if error is not None else ()):
+                block.__exit__(kind, error, traceback)
+        finally:
+            self._storage._writing.release()

@@ -1,0 +1,346 @@
+"""torch_checkpointing on dcp_mem's storage: killed in the middle of a save, and started again."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcp_mem.cli.main import main as command
+from dcp_mem.errors import CheckpointExists, ConfigError, SegmentCorrupt
+from tests.support import REPOSITORY
+from tests.support.checkpoints.jobs import Job, committed_in
+from tests.support.docs import blocks
+from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.launch import TETHER
+
+pytest.importorskip("torch_checkpointing")
+
+from torch_checkpointing.checkpoint_layout import JsonSerialization, LayoutInfo
+from torch_checkpointing.checkpoint_manager import CheckpointManager
+from torch_checkpointing.config import SyncCheckpointSaverConfig
+from torch_checkpointing.default_resharder import DefaultResharder
+from torch_checkpointing.schema import ItemSpec
+from torch_checkpointing.storage.base_storage import ReadArgs
+
+from dcp_mem.integrations.torch_checkpointing import (
+    MemoryStorage,
+    MemoryStorageConfig,
+    in_memory,
+)
+
+_SECONDS = 120
+_IN_THE_THIRD_SAVE = {"DCP_MEM_FAULTS": "stage.copied:kill:3"}
+_JOB = REPOSITORY / "tests" / "support" / "frameworks" / "torch_checkpointing_job.py"
+
+
+def _manager(job: Job, items: dict[str, ItemSpec] | None = None, **options: Any) -> Any:
+    return CheckpointManager(
+        CheckpointManager.Config(
+            items=items or {}, save=SyncCheckpointSaverConfig(), **_places(job, **options)
+        )
+    )
+
+
+def _places(job: Job, **options: Any) -> dict[str, Any]:
+    return in_memory(job.url, memory_root=job.memory, job=job.name, agent="thread", **options)
+
+
+def _storage(job: Job) -> MemoryStorage:
+    options = {"memory_root": job.memory, "job": job.name, "agent": "thread"}
+    return MemoryStorageConfig(job.url, options).create_storage()
+
+
+def _state(number: int) -> dict[str, Any]:
+    return {
+        "model": {"w": torch.arange(1000.0) + number, "b": torch.full((3,), float(number))},
+        "bytes": f"bytes {number}".encode(),
+        "step": number,
+    }
+
+
+def _load(manager: Any, name: str) -> int:
+    state = _state(-1)
+    loaded = manager.load(name, into=state)
+    number = int(loaded["step"])
+    for key, tensor in _state(number)["model"].items():
+        assert torch.equal(state["model"][key], tensor)
+    assert loaded["bytes"] == f"bytes {number}".encode()
+    return number
+
+
+# -- a training that is killed ---------------------------------------------------------------------
+
+
+def _train(root: Path, how: str, faults: dict[str, str] | None = None) -> tuple[int, str]:
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **(faults or {}),
+    }
+    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run(
+        [*TETHER, sys.executable, *launcher, str(_JOB), str(root), "14", how],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    return ended.returncode, ended.stdout
+
+
+def _ends(run: tuple[int, str]) -> list[str]:
+    code, output = run
+    assert code == 0, output
+    found = sorted(set(re.findall(r"rank \d ends with \w+", output)))
+    assert len(found) == 2, output
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_a_killed_training_goes_on_from_memory_and_from_storage_to_the_bit(
+    how: str, memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root / "first"))
+    undisturbed = _ends(_train(tmp_path / "undisturbed", how))
+    root = tmp_path / "run"
+    code, output = _train(root, how, _IN_THE_THIRD_SAVE)
+    assert code != 0, output
+    again = _train(root, how)
+    assert "rank 0 goes on from 6" in again[1], again[1]
+    assert _ends(again) == undisturbed
+    with (
+        MemoryStorageConfig(str(root))
+        .create_storage()
+        .stream_read(Path("step-12/table_1.pt")) as file
+    ):
+        assert torch.load(file)[0, 0] == 1 + sum(range(13))
+    MemoryStorageConfig(str(root)).flush(timeout=60)
+    assert {f"step-{step}" for step in (3, 6, 9, 12)} == committed_in(root)
+    monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root / "second"))
+    elsewhere = _train(root, how)
+    assert "rank 1 goes on from 12" in elsewhere[1], elsewhere[1]
+    assert _ends(elsewhere) == undisturbed
+
+
+# -- one process -----------------------------------------------------------------------------------
+
+
+def _saves_and_loads(job: Job) -> None:
+    manager = _manager(job)
+    for number in (1, 2):
+        manager.save(f"step-{number}", _state(number))
+    assert [_load(manager, f"step-{number}") for number in (2, 1)] == [2, 1]
+    if job.url is not None:
+        assert _load(manager, f"{job.url}/step-2") == 2
+    manager.close()
+
+
+@pytest.mark.parametrize("where", ["memory", "storage"])
+def test_what_was_saved_is_loaded(where: str, job: Job, memory_job: Job) -> None:
+    forked(_saves_and_loads, job if where == "storage" else memory_job)
+
+
+def _loads_all(job: Job) -> list[int]:
+    manager = _manager(job)
+    return [_load(manager, f"step-{number}") for number in (1, 2)]
+
+
+def test_another_process_loads_from_memory_and_without_it_from_storage(job: Job) -> None:
+    forked(_saves_and_flushes, job)
+    assert job.url is not None
+    stored = Path(job.url).rename(Path(f"{job.url}-away"))
+    assert forked(_loads_all, job) == [1, 2]
+    stored.rename(job.url)
+    shutil.rmtree(job.directory)
+    assert forked(_loads_all, job) == [1, 2]
+
+
+def _saves_and_flushes(job: Job) -> None:
+    manager = _manager(job)
+    for number in (1, 2):
+        manager.save(f"step-{number}", _state(number))
+    manager._saver._writer._storage._writer.close()  # waits for storage
+
+
+def _reads_what_is_damaged(job: Job) -> None:
+    assert _loads_all(job) == [1, 2]
+    segments = [*job.directory.glob("step-1/*.distcp")]
+    for segment in segments:
+        _flip(segment)
+    assert _loads_all(job) == [1, 2]
+    assert job.url is not None
+    for segment in Path(job.url).glob("step-1/*.distcp"):
+        _flip(segment)
+    assert isinstance(raised_by(lambda: _loads_all(job)), SegmentCorrupt)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.write(data)
+
+
+def test_what_is_damaged_in_memory_is_read_from_storage_or_refused(job: Job) -> None:
+    forked(_saves_and_flushes, job)
+    forked(_reads_what_is_damaged, job)
+
+
+def _names_are_kept(job: Job) -> None:
+    manager = _manager(job)
+    manager.save("step-1", _state(1))
+    assert isinstance(raised_by(lambda: manager.save("step-1", _state(2))), CheckpointExists)
+    assert _load(manager, "step-1") == 1
+    manager.close()
+    manager = _manager(job, overwrite=True)
+    manager.save("step-1", _state(3))
+    assert _load(manager, "step-1") == 3
+
+
+def test_a_name_that_is_there_is_refused_unless_it_may_be_replaced(memory_job: Job) -> None:
+    forked(_names_are_kept, memory_job)
+
+
+def _layouts(job: Job) -> None:
+    config = LayoutInfo("deep/down/config.json", JsonSerialization())
+    items = {
+        "config": ItemSpec(layout=lambda rank: config),
+        "big": ItemSpec(resharder=DefaultResharder()),
+    }
+    manager = _manager(job, items)
+    big = {"t": torch.arange(3_000_000.0)}
+    manager.save("step-1", {"config": {"lr": 0.1}, "big": big})
+    into = {"config": {"lr": 0.0}, "big": {"t": torch.zeros(3_000_000)}}
+    assert manager.load("step-1", into=into)["config"] == {"lr": 0.1}
+    assert torch.equal(into["big"]["t"], big["t"])  # type: ignore[arg-type, index]
+    storage = _storage(job)
+    assert storage.ls(Path(".")) == ["step-1"]
+    assert {"big_0.pt", "deep"} <= set(storage.ls(Path("step-1")))
+    assert storage.ls(Path("step-1/deep")) == ["down"]
+    assert storage.isdir(Path("step-1/deep"))
+    assert not storage.isdir(Path("step-1/deep/down/config.json"))
+    assert storage.exists(Path("step-1/deep/down/config.json"))
+    assert not storage.exists(Path("step-1/deep/down/other.json"))
+    assert not storage.exists(Path("step-2"))
+    assert storage.glob("step-1/big_*") == ["step-1/big_0.pt"]
+    whole = storage.read(Path("step-1/big_0.pt"))
+    assert storage.getsize(Path("step-1/big_0.pt")) == len(whole)
+    with storage.stream_read(Path("step-1/big_0.pt"), ReadArgs(pre_read_full_file=False)) as file:
+        for start, count in ((5_000_001, 70_003), (3, 9), (len(whole) - 5, 10)):
+            assert file.seek(start) == start
+            assert file.read(count) == whole[start : start + count]
+    storage.rmdir(Path("step-1"))
+    assert not storage.exists(Path("step-1"))
+    assert isinstance(raised_by(lambda: storage.read(Path("step-1/big_0.pt"))), FileNotFoundError)
+
+
+def test_layouts_directories_and_ranges(memory_job: Job) -> None:
+    forked(_layouts, memory_job)
+
+
+def _unfinished(job: Job) -> None:
+    storage = _storage(job)
+    storage.mkdir(Path("tmp_step-1"))
+    storage.write(Path("tmp_step-1/a"), b"old")
+    storage.mkdir(Path("tmp_step-1"))  # the next attempt
+    with storage.stream_write(Path("tmp_step-1/b")) as file:
+        file.write(b"new")  # type: ignore[attr-defined]
+
+    def fails() -> None:
+        with storage.stream_write(Path("tmp_step-1/c")) as file:
+            file.write(b"half")  # type: ignore[attr-defined]
+            raise KeyError("c")
+
+    assert isinstance(raised_by(fails), KeyError)
+    assert _storage(job).ls(Path(".")) == []
+    assert isinstance(raised_by(lambda: storage.read(Path("step-1/b"))), FileNotFoundError)
+    storage.rename(Path("tmp_step-1"), Path("step-1"), is_directory=True)
+    storage.complete("step-1")
+    assert _storage(job).ls(Path("step-1")) == ["b"]
+    assert storage.read(Path("step-1/b")) == b"new"
+    for refused in (
+        lambda: storage.rename(Path("step-1"), Path("step-2")),
+        lambda: storage.delete(Path("step-1/b")),
+        lambda: storage.read(Path("/elsewhere/step-1/b")),
+        lambda: storage.write(Path("step-1"), b""),
+    ):
+        assert isinstance(raised_by(refused), ConfigError)
+
+
+def test_only_whole_files_of_the_last_attempt_become_a_checkpoint(memory_job: Job) -> None:
+    forked(_unfinished, memory_job)
+
+
+def _refuses(job: Job) -> None:
+    assert isinstance(raised_by(lambda: in_memory(job.url, nonsense=1)), TypeError)
+    os.environ.update(WORLD_SIZE="2")
+    error = raised_by(lambda: in_memory(job.url))
+    assert isinstance(error, ConfigError)
+    assert "init_process_group" in str(error)
+
+
+def test_what_cannot_work_is_refused_at_once(job: Job) -> None:
+    forked(_refuses, job)
+
+
+def _exports(job: Job, target: Path) -> None:
+    _saves_and_flushes(job)
+    with pytest.raises(SystemExit) as ended:
+        command(["export", str(job.url), "step-2", str(target), "--format", "files"])
+    assert not ended.value.code
+    manager = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig()))
+    assert _load(manager, str(target)) == 2
+
+
+def test_exported_files_are_loaded_without_dcp_mem(job: Job, tmp_path: Path) -> None:
+    forked(_exports, job, tmp_path / "files", env={"DCP_MEM_ROOT": job.memory})
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+def _fails_on_one(job: Job) -> list[str]:
+    rank = dist.get_rank()
+    manager = _manager(job)
+    manager.save("step-1", {f"own-{rank}": torch.full((4,), float(rank)), "both": rank})
+    errors = [raised_by(lambda: manager.save("step-1", {"both": rank}))]
+    state = {f"own-{rank}": torch.zeros(4), "both": -1}
+    assert manager.load("step-1", into=state)["both"] == rank
+    assert state[f"own-{rank}"].tolist() == [rank] * 4
+    other = 1 - rank
+    file = Path(f"step-1/own-{other}_{other}.pt")
+    assert torch.load(_storage(job).stream_read(file)).tolist() == [other] * 4
+    manager.close()
+    return [type(error).__name__ for error in errors]
+
+
+def test_all_ranks_have_one_checkpoint_and_the_same_errors(job: Job) -> None:
+    assert (
+        forked_ranks(_fails_on_one, 2, job, env={"MASTER_ADDR": "localhost"})
+        == [["CheckpointExists"]] * 2
+    )
+
+
+def _runs_the_page(text: str, url: str) -> None:
+    exec(text.replace("/mnt/ckpts/run-42", url), {"__name__": "__main__"})
+
+
+def test_the_page_runs(job: Job) -> None:
+    text = blocks("python")["docs/torch-checkpointing.md 1"]
+    forked(_runs_the_page, text, str(job.url), env={"DCP_MEM_ROOT": job.memory})
+    assert committed_in(Path(str(job.url))) == {"step-100"}
