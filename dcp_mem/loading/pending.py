@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from dcp_mem.errors import DcpMemError, SegmentCorrupt, SizeRefused
+from dcp_mem.errors import DcpMemError, SegmentCorrupt, SizeRefused, UntrustedObject
 from dcp_mem.format.checksums import BLOCK
-from dcp_mem.format.saved_streams import is_whole
+from dcp_mem.format.saved_streams import is_whole, why_refused
 from dcp_mem.format.sizes import refuse_packed_stream
 from dcp_mem.loading.payloads import TableIndex, hull, strides
 from dcp_mem.memory.copying import Move, copy
@@ -52,6 +53,7 @@ class PendingItem:
         index: TableIndex | None,
         *,
         by_blocks: bool,
+        weights_only: bool,
         corrupt: Callable[[str], SegmentCorrupt],
     ) -> None:
         """Find out which bytes the item needs, and whether they go directly into its tensor.
@@ -61,12 +63,14 @@ class PendingItem:
             planner: Resolves the tensor, and is given the values.
             index: The segment's table; None for one that torch's own writer made.
             by_blocks: Whether bytes are checked, by whole blocks.
+            weights_only: Whether a tensor that was pickled whole is unpickled with restrictions.
             corrupt: Makes an error of what is wrong with the segment.
 
         Raises:
             DcpMemError: The planner's tensor has another shape than it asked for.
         """
         self.item, self._planner, self._corrupt = item, planner, corrupt
+        self._weights_only = weights_only
         self._payload = index.payload(item) if index is not None else None
         self._hull = hull(self._payload, item.request) if self._payload is not None else None
         self.start, self.stop = _extent(item, self._hull, by_blocks=by_blocks)
@@ -167,6 +171,7 @@ class PendingItem:
 
         Raises:
             SegmentCorrupt: The bytes are no values.
+            UntrustedObject: A tensor's class isn't one that `weights_only` admits.
             Exception: What the planner raises of values that are whole.
         """
         with _delivering:
@@ -198,13 +203,27 @@ class PendingItem:
         if payload is None or self._hull is None:
             stream = self._plain_stream(data)
             with self._damage_told(stream):
-                whole = torch.load(io.BytesIO(stream), map_location="cpu", weights_only=True)
+                whole = self._unpickled(stream)
             return _narrowed(whole, request.storage_offsets, request.lengths)
         low, high = self._hull
         if low == high:
             return torch.empty(request.lengths, dtype=payload.dtype)
         values = torch.frombuffer(data[low - self.start : high - self.start], dtype=payload.dtype)
         return values.as_strided(request.lengths, strides(payload.shape))
+
+    def _unpickled(self, stream: bytes) -> torch.Tensor:
+        """Return a tensor that was pickled whole: a subclass, or one without a plain layout."""
+        restricted = self._weights_only
+        try:
+            whole = torch.load(io.BytesIO(stream), map_location="cpu", weights_only=restricted)
+        except UnpicklingError as error:
+            if not restricted or not is_whole(stream):
+                raise
+            name = self.item.request.storage_index.fqn
+            raise UntrustedObject(name, why_refused(error)) from None
+        if not isinstance(whole, torch.Tensor):
+            raise UnpicklingError(f"a {type(whole).__name__} in place of a tensor")
+        return whole
 
     def _plain_stream(self, data: memoryview) -> bytes:
         """Return the item's stream, with DCP's transforms undone. Raises SizeRefused as well."""

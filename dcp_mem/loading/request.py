@@ -45,6 +45,7 @@ class LoadRequest:
         verify: Whether bytes from storage, and copied ones in memory, are held against checksums.
         across_nodes: Whether nodes send each other what they have fetched from storage.
         leaves_record: Whether `recoveries.jsonl` gets a line.
+        weights_only: Whether tensors that were pickled whole are unpickled with restrictions.
     """
 
     settings: Settings
@@ -57,3 +58,4 @@ class LoadRequest:
     verify: bool
     across_nodes: bool
     leaves_record: bool
+    weights_only: bool = True
