@@ -24,8 +24,9 @@ from dcp_mem.format.sizes import refuse_packed_stream
 from dcp_mem.loading.payloads import TableIndex, hull, strides
 from dcp_mem.memory.copying import Move, copy
 from dcp_mem.memory.views import view_of
-from dcp_mem.planning.plain_tensors import is_plain
+from dcp_mem.planning.plain_tensors import PLAIN, is_plain
 from dcp_mem.planning.reads import ItemRead
+from dcp_mem.planning.wrapper_tensors import class_name, copy_values, detached, naming
 
 _MOST_NAMES = 8
 _MOST_UNPACKED_BYTES, _MOST_RATIO = 64 << 20, 100
@@ -87,11 +88,19 @@ class PendingItem:
         request = self.item.request
         if high - low != math.prod(request.lengths) * dtype.itemsize:
             return
-        target = self._planner.resolve_tensor(request).detach()
+        target = self._target_of(request)
         _check_shape(request, target)
         if target.dtype is dtype and is_plain(target):
             self._target, self._address = target, target.data_ptr()
             self._low, self._high = low, high
+
+    def _target_of(self, request: ReadItem) -> torch.Tensor:
+        with torch.no_grad():  # Of a DTensor, its local tensor itself, not a view of it.
+            target = self._planner.resolve_tensor(request)
+        if target.layout is not torch.strided:
+            return target  # Values copied into a detached sparse tensor would not reach the tensor.
+        with naming(request.dest_index.fqn):
+            return detached(target)
 
     @property
     def is_direct(self) -> bool:
@@ -189,13 +198,11 @@ class PendingItem:
             with self._damage_told(stream):
                 self._planner.load_bytes(request, io.BytesIO(stream))
             return
-        target = self._planner.resolve_tensor(request)
-        if target.layout is torch.strided:
-            # Values copied into a detached sparse tensor would not reach the tensor itself.
-            target = target.detach()
+        target = self._target_of(request)
         _check_shape(request, target)
-        with torch.no_grad():
-            target.copy_(self._values(data))
+        values = self._values(data)
+        with torch.no_grad(), naming(request.storage_index.fqn):
+            copy_values(target, values)
         self._planner.commit_tensor(request, target)
 
     def _values(self, data: memoryview) -> torch.Tensor:
@@ -204,12 +211,25 @@ class PendingItem:
             stream = self._plain_stream(data)
             with self._damage_told(stream):
                 whole = self._unpickled(stream)
-            return _narrowed(whole, request.storage_offsets, request.lengths)
+            return self._part_of(whole)
         low, high = self._hull
         if low == high:
             return torch.empty(request.lengths, dtype=payload.dtype)
         values = torch.frombuffer(data[low - self.start : high - self.start], dtype=payload.dtype)
         return values.as_strided(request.lengths, strides(payload.shape))
+
+    def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        request = self.item.request
+        try:
+            return _narrowed(whole, request.storage_offsets, request.lengths)
+        except Exception as error:
+            if type(whole) in PLAIN:
+                raise
+            why = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+            raise DcpMemError(
+                f"{request.storage_index.fqn} was saved as {class_name(whole)}, no part of which "
+                f"can be taken ({why}): load it sharded as it was saved"
+            ) from error
 
     def _unpickled(self, stream: bytes) -> torch.Tensor:
         """Return a tensor that was pickled whole: a subclass, or one without a plain layout."""
