@@ -91,6 +91,7 @@ ELSEWHERE = {
     "docs/fsdp2.md 2",
     "docs/huggingface.md 1",
     "docs/huggingface.md 2",
+    "docs/huggingface.md 4",
     "docs/nebula.md 3",
     "docs/torchft.md 1",
     "docs/trackers.md 1",
