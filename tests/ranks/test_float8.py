@@ -62,7 +62,7 @@ def _save(writer: MemoryStorageWriter, road: str, state: dict[str, Any], name: s
     if road in ("save", "dcp.save"):
         (dcp_mem.save if road == "save" else dcp.save)(state, **options)
         return
-    save = dcp_mem.async_save if road == "async" else dcp.async_save
+    save: Any = dcp_mem.async_save if road == "async" else dcp.async_save
     save(state, **options).result()
 
 
@@ -79,7 +79,7 @@ def _roundtrips(places: Places, road: str) -> None:
         writer.wait("step-2", timeout=60)
         comes_back(places, "step-2", _state(2))
         blank = _blank(_state(2))
-        dcp_mem.load(blank, checkpoint_id="step-2", storage_reader=places.reader("memory", ""))  # type: ignore[arg-type]
+        dcp_mem.load(blank, checkpoint_id="step-2", storage_reader=places.reader("memory", ""))
         assert_same(_state(2), blank, "dcp_mem.load")
 
 

@@ -36,7 +36,7 @@ class Closed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, numbers: torch.Tensor, scale: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls, numbers.shape, dtype=torch.float32, device=numbers.device
         )
 
@@ -47,7 +47,9 @@ class Closed(torch.Tensor):
         return self.numbers.float() * self.scale
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         plain = [one.values() if isinstance(one, Closed) else one for one in args]
         return func(*plain, **(kwargs or {}))
 
@@ -174,7 +176,7 @@ def _save(writer: MemoryStorageWriter, road: str, state: dict[str, Any], name: s
     options: dict[str, Any] = {"checkpoint_id": name, "storage_writer": writer}
     if road.startswith("async"):
         save = dcp_mem.async_save if road == "async" else dcp.async_save
-        future = save(state, **options)
+        future: Any = save(state, **options)
         state["w"].zero_()
         if isinstance(state["scaled"], Scaled):
             state["scaled"].numbers.zero_()

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined, unused-ignore]
 
 from dcp_mem.integrations.huggingface import TrainerCheckpoints
 
@@ -36,7 +36,7 @@ _WORDS = 2048
 def main(spec: dict[str, Any]) -> None:
     torch.manual_seed(7)
     account = _Account(spec["killed_at"])
-    trainer = SFTTrainer(
+    trainer: Any = SFTTrainer(
         model=_base(),
         args=SFTConfig(
             spec["output"],
@@ -118,7 +118,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     vocabulary |= {"<unk>": _WORDS - 2, "<end>": _WORDS - 1}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", pad_token="<end>"
     )
 
