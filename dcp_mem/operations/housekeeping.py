@@ -132,6 +132,7 @@ def evict(settings: Settings, name: str) -> tuple[int, str]:
     if memory is None:
         return 0, ""
     freed = 0
+    memory.drop_dead_links()
     for checkpoint in memory.find(name):
         nbytes = checkpoint.local_nbytes()
         if not memory.evict(checkpoint, "removed by hand"):

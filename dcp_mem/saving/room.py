@@ -42,6 +42,7 @@ def node_memory(
         checkpoints: All that lie in memory on this node, newest first.
     """
     memory, settings = context.session.memory, context.settings
+    memory.drop_dead_links()
     kept = kept_checkpoints(
         checkpoints,
         context.scope,
