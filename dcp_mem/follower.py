@@ -242,6 +242,7 @@ class _HoldingReader(MemoryStorageReader):
         if self.settings.url is not None:
             self._storage = open_storage(self.settings.url, self.settings.storage_options)
         self.watch = StorageWatch(self._storage)
+        self.linked: LinkedCheckpoint | None = None
 
     def memory(self) -> JobMemory | None:
         """Return the job's memory on this node; None where it has none, and none is made."""
@@ -270,12 +271,34 @@ class _HoldingReader(MemoryStorageReader):
     def hold(self, load: LoadAttempt, opened: OpenCheckpoint) -> None:
         """Keep an open checkpoint, for the next load or until `close`.
 
+        Its files in this node's memory are linked, so that no save has to wait for this process.
+
         Args:
             load: Has opened it.
             opened: What it has opened.
         """
         self.close()
         self._load, self._opened = load, opened
+        source = next((one for one in opened.sources if isinstance(one, MemorySource)), None)
+        if source is None or load.memory is None:
+            return
+        try:
+            self.linked = load.memory.link(source.checkpoint)
+            damaged = load.damaged_ranks(source.checkpoint)
+            linked = MemorySource(self.linked.local, load.memory.node, damaged)
+        except (OSError, DcpMemError) as error:
+            log.info("%s stays leased: its files can't be linked: %s", opened.choice.name, error)
+            return
+        sources = tuple(linked if one is source else one for one in opened.sources)
+        self._opened = replace(opened, sources=sources)
+        source.close()
+
+    def close(self) -> None:
+        """Let go of the open checkpoint. Closing twice is fine."""
+        super().close()
+        if self.linked is not None:
+            self.linked.close()
+            self.linked = None
 
     @property
     def held(self) -> tuple[LoadAttempt, OpenCheckpoint] | None:
@@ -603,13 +626,16 @@ class Follower:
     def _read(
         self, state_dict: dict[str, Any], weights_only: bool, skip: TensorChoice | None
     ) -> RecoveryReport:
-        load_or_raise_cause(
-            state_dict,
-            storage_reader=self._reader,
-            process_group=self._process_group,
-            weights_only=weights_only,
-            skip=skip,
-        )
+        try:
+            load_or_raise_cause(
+                state_dict,
+                storage_reader=self._reader,
+                process_group=self._process_group,
+                weights_only=weights_only,
+                skip=skip,
+            )
+        finally:
+            self._reader.close()
         return self._reader.report()
 
     def _release(self) -> None:
@@ -627,11 +653,12 @@ class Follower:
 
     @contextmanager
     def _files(self, checkpoint: FollowedCheckpoint) -> Iterator[CheckpointFiles]:
-        load, opened = self._held(checkpoint)
-        links = _links(load, opened)
-        if links is not None:
-            with links:
-                yield CheckpointFiles(links.path, (links.descriptor,))
+        load, _ = self._held(checkpoint)
+        linked = self._reader.linked
+        if linked is not None and load.memory is not None and linked.is_whole:
+            with load.memory.link(linked.local) as links:  # The program may do away with its own.
+                links.add_stock_metadata()
+                yield CheckpointFiles(links.local.directory, (links.descriptor,))
             return
         if not checkpoint.is_durable or load.storage is None:
             raise ConfigError(
@@ -645,23 +672,6 @@ class Follower:
         finally:
             if lease is not None:
                 lease.close()
-
-
-def _links(load: LoadAttempt, opened: OpenCheckpoint) -> LinkedCheckpoint | None:
-    """Link a checkpoint's files in this node's memory; None where not all of them lie there."""
-    manifest, memory = opened.description.manifest, load.memory
-    sources = [one for one in opened.sources if isinstance(one, MemorySource)]
-    if manifest is None or memory is None or not sources:
-        return None
-    if not all(sources[0].has(segment.file) for segment in manifest.segments):
-        return None
-    try:
-        for one in memory.find(manifest.name):
-            if one.manifest.save_id == manifest.save_id:
-                return memory.link(one)
-    except FileNotFoundError:
-        pass
-    raise DcpMemError(f"{manifest.name} was replaced just now by a newer save of its name")
 
 
 def _is_same_place(one: str, other: str) -> bool:

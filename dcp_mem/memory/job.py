@@ -544,9 +544,14 @@ class JobMemory:
         """Make a directory of links to a checkpoint's files; see `LinkedCheckpoint`.
 
         Args:
-            checkpoint: All of its segments lie here; the caller holds leases on them.
+            checkpoint: The caller holds leases on its segments, or they are links themselves.
         """
         return LinkedCheckpoint(self._links, checkpoint)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether there are links to files here: they may keep memory of what has left."""
+        return bool(files_in(self._links))
 
     def drop_dead_links(self) -> None:
         """Remove links whose processes have ended without doing so: they would keep memory."""

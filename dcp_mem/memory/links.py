@@ -1,9 +1,10 @@
-"""Links to a checkpoint's files in memory, for programs that take a path.
+"""Links to a checkpoint's files in memory, for followers of the run and for other programs.
 
-A link is one more name of a segment's file. While it is there, the file is recycled by nobody
-(`recycling.retire`), and deleting it deletes the link alone. Each directory of links has a lease,
-which vanishes with the processes that hold it. Links without a lease would keep memory for ever, so
-whoever looks for memory removes them first (ADR 32).
+A link is one more name of a segment's file. While it is there, nobody recycles the file
+(`recycling.retire`), and deleting it deletes the link alone. The checkpoint itself may leave memory
+meanwhile, so a save waits for no follower unless memory is short. Each directory of links has a
+lease, which vanishes with the processes that hold it. Links without a lease would keep memory for
+ever, so saves remove them first (ADR 32).
 """
 
 from __future__ import annotations
@@ -11,51 +12,76 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 
-from dcp_mem.common.files import raise_if_full
+from dcp_mem.common import files
 from dcp_mem.format import names
-from dcp_mem.memory.checkpoint import LocalCheckpoint, files_in
+from dcp_mem.memory.checkpoint import LocalCheckpoint, files_in, own_files
 from dcp_mem.memory.locks import end_lease, share, try_lease
 from dcp_mem.memory.root import private_directory
 from dcp_mem.memory.stock_metadata import lend_stock_metadata
 
 
 class LinkedCheckpoint:
-    """A directory with links to all files that torch's readers need of a checkpoint.
-
-    Args:
-        links: The job's directory of links; made where it is missing.
-        checkpoint: All of its segments lie on this node; the caller holds leases on them.
+    """A checkpoint whose files are links, in a directory of their own, until it is closed.
 
     Attributes:
-        path: The directory, called as the checkpoint.
+        local: The checkpoint; its directory is called as the checkpoint.
         descriptor: Of the lease. A process that inherits it keeps the links as well.
-
-    Raises:
-        FileNotFoundError: The checkpoint was replaced just now by a newer save of its name.
-        ManifestInvalid: Its catalog is damaged.
-        MemoryBudgetExceeded: Memory is full.
     """
 
     def __init__(self, links: str, checkpoint: LocalCheckpoint) -> None:
+        """Link the segments that lie here, and what describes them.
+
+        Args:
+            links: The job's directory of links; made where it is missing.
+            checkpoint: The caller holds leases on its segments, or they are links themselves.
+
+        Raises:
+            FileNotFoundError: It has just left memory, or was replaced by a newer save.
+            MemoryBudgetExceeded: Memory is full.
+        """
         self._directory, self.descriptor = _leased_directory(private_directory(links))
         try:
-            self.path = private_directory(os.path.join(self._directory, checkpoint.name))
+            path = private_directory(os.path.join(self._directory, checkpoint.name))
+            self.local = replace(checkpoint, directory=path)
             self._link(checkpoint)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise_if_full(error, self._directory)
+                files.raise_if_full(error, self._directory)
             raise
 
     def _link(self, checkpoint: LocalCheckpoint) -> None:
-        manifest = checkpoint.manifest
-        for segment in manifest.segments:
-            target = os.path.join(self.path, segment.file)
-            os.link(checkpoint.segment_path(segment.file), target)
-        metadata = os.path.join(self.path, names.metadata_file(manifest.scope))
-        lend_stock_metadata(checkpoint.directory, manifest, metadata)  # last, as in a commit
+        manifest, path = checkpoint.manifest, self.local.directory
+        segments = {segment.file for segment in manifest.segments}
+        here = segments.intersection(files_in(checkpoint.directory))
+        for file in here:
+            os.link(os.path.join(checkpoint.directory, file), os.path.join(path, file))
+        own = private_directory(os.path.join(path, names.OWN))
+        of_manifest = os.path.basename(self.local.manifest_path)
+        for file in own_files(manifest, here) - {of_manifest}:
+            with suppress(FileNotFoundError):  # not all of them are made at once
+                os.link(os.path.join(checkpoint.directory, names.OWN, file), f"{own}/{file}")
+        # A copy: a lease on the manifest itself would keep the checkpoint in memory.
+        files.write_atomically(self.local.manifest_path, manifest.to_json())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all segments are here."""
+        here = set(files_in(self.local.directory))
+        return here.issuperset(segment.file for segment in self.local.manifest.segments)
+
+    def add_stock_metadata(self) -> None:
+        """Add what torch's readers need beside the segments.
+
+        Raises:
+            FileNotFoundError, ManifestInvalid: The catalog is missing or damaged.
+            MemoryBudgetExceeded: Memory is full.
+        """
+        lend_stock_metadata(self.local.directory, self.local.manifest)
 
     def close(self) -> None:
         """Remove the links, and whatever else was put there. Closing twice is fine."""

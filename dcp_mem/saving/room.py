@@ -58,6 +58,7 @@ def node_memory(
         limit=settings.memory_limit,
         needed=0,
         records=0 if settings.memory_limit is None else records_nbytes(checkpoints),
+        is_lent=memory.is_lent,
     )
 
 
