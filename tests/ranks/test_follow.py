@@ -3,12 +3,13 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from dcp_mem import (
     SegmentCorrupt,
     WaitTimeout,
 )
-from dcp_mem.common.files import allocated_bytes
 from tests.support import REPOSITORY
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import (
@@ -40,10 +40,11 @@ from tests.support.checkpoints.jobs import (
     make_state,
     number_of,
     save,
-    wait_for_spare_slots,
     wait_until,
 )
+from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import Forks, forking, raised_by
+from tests.support.processes.launch import TETHER
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,9 +61,9 @@ def notes(tmp_path: Path) -> Path:
 
 
 def _follow(job: Job, state: dict[str, Any] | None = None, **options: Any) -> Follower:
-    options = {"poll_seconds": 0.02, "timeout": _PATIENCE_SECONDS, **options}
-    places = {"memory_root": job.memory, "job": job.name, "storage_options": job.storage_options}
-    return dcp_mem.follow(job.url, state, **places, **options)
+    options = {"poll_seconds": 0.02, "timeout": _PATIENCE_SECONDS} | options
+    options |= {"memory_root": job.memory, "job": job.name}
+    return dcp_mem.follow(job.url, state, **options)
 
 
 def _part() -> dict[str, Any]:
@@ -197,9 +198,10 @@ def test_a_checkpoint_of_the_same_name_that_is_saved_anew_comes_again(
 
 
 def test_rejected_checkpoints_are_not_handed_out(job: Job) -> None:
-    places = {"memory_root": job.memory, "job": job.name, "agent": "thread"}
     state, seen = _part(), []
-    with CheckpointManager(job.url, keep_memory=3, **places) as manager:
+    with CheckpointManager(
+        job.url, keep_memory=3, memory_root=job.memory, job=job.name, agent="thread"
+    ) as manager:
         for step in (1, 2):
             manager.save(step, make_state(step))
             manager.wait(step, progress=False)
@@ -324,10 +326,10 @@ def test_retention_leaves_the_bytes_of_what_is_held_and_no_save_waits(
 
 
 def test_within_a_memory_limit_a_save_waits_until_a_follower_lets_go(
-    memory_job: Job, notes: Path, memory_root: Path
+    memory_job: Job, notes: Path
 ) -> None:
-    options = {"keep_memory": 1, "memory_limit": _limit_for_two(Job(None, str(memory_root / "m")))}
-    with _training(memory_job, notes, **options) as trainer:
+    """A slot takes 2 MiB here: the limit has room for two of them."""
+    with _training(memory_job, notes, keep_memory=1, memory_limit="5MiB") as trainer:
         trainer.save(1)
         for checkpoint in _follow(memory_job):
             trainer.save(2)
@@ -342,22 +344,12 @@ def test_within_a_memory_limit_a_save_waits_until_a_follower_lets_go(
         trainer.end()
 
 
-def _limit_for_two(job: Job) -> int:
-    """The bytes that a job of these states occupies with keep_memory=1."""
-    with job.writer(keep_memory=1) as writer:
-        for number in (1, 2, 3, 4):
-            save(writer, number)
-        wait_for_spare_slots()
-        return allocated_bytes(str(job.directory))
-
-
 def test_retention_on_storage_leaves_a_checkpoint_that_is_held(
     job: Job, memory_root: Path, notes: Path
 ) -> None:
     elsewhere = Job(job.url, str(memory_root / "other"), name=None)
     root = Path(job.url or "")
-    options = {"keep_memory": 1, "keep_storage": 1, "on_slow_storage": "all"}
-    with _training(job, notes, **options) as trainer:
+    with _training(job, notes, keep_memory=1, keep_storage=1, on_slow_storage="all") as trainer:
         trainer.save(1)
         for checkpoint in _follow(elsewhere):
             trainer.save(2, 3, 4)
@@ -845,3 +837,106 @@ def test_wrong_input_is_one_line(job: Job, arguments: Sequence[str], code: int, 
     assert result.returncode == code, result.stderr
     assert said in result.stderr
     assert "Traceback" not in result.stderr
+
+
+# -- the guide, under torchrun --------------------------------------------------------------------
+
+_MODEL = """
+import torch
+from torch import nn
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+
+@torch.no_grad()
+def evaluate(model):
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(7))
+    return (model(x) - x.flip(1)).square().mean().item()
+"""
+_TRAINER = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from dcp_mem import CheckpointManager, TrainState
+from model import evaluate, make_model
+
+root, steps, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+dist.init_process_group()
+model = make_model()
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+state = {"app": TrainState(model, optimizer)}
+with CheckpointManager(root, keep_memory=2) as manager:
+    last = manager.restore(state) or 0
+    for step in range(last + 1, steps + 1):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+        (model(x) - x.flip(1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        manager.save(step, state)
+        loss = evaluate(model)
+        if dist.get_rank() == 0:
+            print(f"step {step}: loss {loss:.6f}", flush=True)
+        time.sleep(seconds)
+dist.destroy_process_group()
+"""
+
+
+@contextlib.contextmanager
+def _torchrun(
+    script: Path, *arguments: str, env: Mapping[str, str] | None = None
+) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(script.parent)]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **(env or {}),
+    }
+    with subprocess.Popen(
+        [*TETHER, *command, str(script), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)  # torchrun ends its ranks; SIGKILL would leave them
+            process.wait()
+
+
+def _losses(output: str) -> dict[int, str]:
+    return {int(step): loss for step, loss in re.findall(r"step (\d+): loss (\S+)", output)}
+
+
+@needs_fsdp_on_cpu
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_guide_s_evaluator_follows_a_training_that_is_killed_and_started_again(
+    memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root))
+    guide = (REPOSITORY / "docs" / "following.md").read_text()
+    (tmp_path / "evaluate.py").write_text(guide.split("```python\n")[1].split("```")[0])
+    (tmp_path / "model.py").write_text(_MODEL)
+    (tmp_path / "train.py").write_text(_TRAINER)
+    root = str(tmp_path / "run")
+    with _torchrun(tmp_path / "evaluate.py", root) as evaluator:
+        killed = {"DCP_MEM_FAULTS": "stage.copied:kill:8"}
+        with _torchrun(tmp_path / "train.py", root, "30", "0.5", env=killed) as first:
+            before, _ = first.communicate(timeout=150)
+        assert first.returncode != 0, before
+        with _torchrun(tmp_path / "train.py", root, "16", "0.5") as second:
+            after, _ = second.communicate(timeout=150)
+        assert second.returncode == 0, after
+        evaluated, _ = evaluator.communicate(timeout=60)
+    assert evaluator.returncode == 0, evaluated
+    found, trained = _losses(evaluated), _losses(before) | _losses(after)
+    assert found == {step: trained[step] for step in found}
+    assert max(found) == 16
+    assert min(found) <= max(_losses(before)), "it followed the second life alone"
