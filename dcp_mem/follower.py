@@ -283,11 +283,12 @@ class _HoldingReader(MemoryStorageReader):
         if source is None or load.memory is None:
             return
         try:
-            self.linked = load.memory.link(source.checkpoint)
+            self.linked = load.memory.link(source.checkpoint, source.files)
             damaged = load.damaged_ranks(source.checkpoint)
             linked = MemorySource(self.linked.local, load.memory.node, damaged)
         except (OSError, DcpMemError) as error:
             log.info("%s stays leased: its files can't be linked: %s", opened.choice.name, error)
+            self._end_links()
             return
         sources = tuple(linked if one is source else one for one in opened.sources)
         self._opened = replace(opened, sources=sources)
@@ -296,9 +297,12 @@ class _HoldingReader(MemoryStorageReader):
     def close(self) -> None:
         """Let go of the open checkpoint. Closing twice is fine."""
         super().close()
-        if self.linked is not None:
-            self.linked.close()
-            self.linked = None
+        self._end_links()
+
+    def _end_links(self) -> None:
+        linked, self.linked = self.linked, None
+        if linked is not None:
+            linked.close()
 
     @property
     def held(self) -> tuple[LoadAttempt, OpenCheckpoint] | None:
@@ -656,14 +660,16 @@ class Follower:
         load, _ = self._held(checkpoint)
         linked = self._reader.linked
         if linked is not None and load.memory is not None and linked.is_whole:
-            with load.memory.link(linked.local) as links:  # The program may do away with its own.
+            segments = [one.file for one in linked.local.manifest.segments]
+            # The program may do away with these.
+            with load.memory.link(linked.local, segments) as links:
                 links.add_stock_metadata()
                 yield CheckpointFiles(links.local.directory, (links.descriptor,))
             return
         if not checkpoint.is_durable or load.storage is None:
             raise ConfigError(
-                f"{checkpoint.name} lies in the memory of several nodes, and isn't on storage yet: "
-                "only_durable=True waits for that"
+                f"this node's memory hasn't all of {checkpoint.name}, nor has storage so far: "
+                "only_durable=True waits for storage"
             )
         # Other ranks may let go of the checkpoint earlier than this one.
         lease = read_lease(load.storage, checkpoint.name)

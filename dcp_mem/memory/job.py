@@ -540,13 +540,14 @@ class JobMemory:
 
     # -- for other programs -----------------------------------------------------------------------
 
-    def link(self, checkpoint: LocalCheckpoint) -> LinkedCheckpoint:
+    def link(self, checkpoint: LocalCheckpoint, segments: Collection[str]) -> LinkedCheckpoint:
         """Make a directory of links to a checkpoint's files; see `LinkedCheckpoint`.
 
         Args:
-            checkpoint: The caller holds leases on its segments, or they are links themselves.
+            checkpoint: In memory, or linked itself.
+            segments: Files to link; the caller holds leases on them.
         """
-        return LinkedCheckpoint(self._links, checkpoint)
+        return LinkedCheckpoint(self._links, checkpoint, segments)
 
     @property
     def is_lent(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -32,12 +33,13 @@ class LinkedCheckpoint:
         descriptor: Of the lease. A process that inherits it keeps the links as well.
     """
 
-    def __init__(self, links: str, checkpoint: LocalCheckpoint) -> None:
-        """Link the segments that lie here, and what describes them.
+    def __init__(self, links: str, checkpoint: LocalCheckpoint, segments: Collection[str]) -> None:
+        """Link segments, and what describes the checkpoint.
 
         Args:
             links: The job's directory of links; made where it is missing.
-            checkpoint: The caller holds leases on its segments, or they are links themselves.
+            checkpoint: In memory, or linked itself.
+            segments: Their files; the caller holds leases on them.
 
         Raises:
             FileNotFoundError: It has just left memory, or was replaced by a newer save.
@@ -47,22 +49,20 @@ class LinkedCheckpoint:
         try:
             path = private_directory(os.path.join(self._directory, checkpoint.name))
             self.local = replace(checkpoint, directory=path)
-            self._link(checkpoint)
+            self._link(checkpoint, segments)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
                 files.raise_if_full(error, self._directory)
             raise
 
-    def _link(self, checkpoint: LocalCheckpoint) -> None:
+    def _link(self, checkpoint: LocalCheckpoint, segments: Collection[str]) -> None:
         manifest, path = checkpoint.manifest, self.local.directory
-        segments = {segment.file for segment in manifest.segments}
-        here = segments.intersection(files_in(checkpoint.directory))
-        for file in here:
-            os.link(os.path.join(checkpoint.directory, file), os.path.join(path, file))
+        for file in segments:
+            os.link(checkpoint.segment_path(file), self.local.segment_path(file))
         own = private_directory(os.path.join(path, names.OWN))
         of_manifest = os.path.basename(self.local.manifest_path)
-        for file in own_files(manifest, here) - {of_manifest}:
+        for file in own_files(manifest, segments) - {of_manifest}:
             with suppress(FileNotFoundError):  # not all of them are made at once
                 os.link(os.path.join(checkpoint.directory, names.OWN, file), f"{own}/{file}")
         # A copy: a lease on the manifest itself would keep the checkpoint in memory.

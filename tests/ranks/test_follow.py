@@ -45,6 +45,7 @@ from tests.support.checkpoints.jobs import (
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import Forks, forking, raised_by
 from tests.support.processes.launch import TETHER
+from tests.support.storage.servers import StorageRoot
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -63,6 +64,7 @@ def notes(tmp_path: Path) -> Path:
 def _follow(job: Job, state: dict[str, Any] | None = None, **options: Any) -> Follower:
     options = {"poll_seconds": 0.02, "timeout": _PATIENCE_SECONDS} | options
     options |= {"memory_root": job.memory, "job": job.name}
+    options |= {"storage_options": job.storage_options}
     return dcp_mem.follow(job.url, state, **options)
 
 
@@ -150,8 +152,12 @@ def test_new_checkpoints_come_as_they_are_saved_and_a_slow_follower_skips_to_the
     assert seen == [("step-2", 2, 1 / 2), ("step-3", 3, 1 / 3), ("step-6", 6, 1 / 6)]
 
 
-def test_another_node_follows_by_storage(job: Job, memory_root: Path, notes: Path) -> None:
-    elsewhere = Job(job.url, str(memory_root / "other"), name=None)
+def test_another_node_follows_by_storage(
+    storage_root: StorageRoot, memory_root: Path, notes: Path
+) -> None:
+    options = storage_root.storage_options
+    job = Job(storage_root.url, str(memory_root), options)
+    elsewhere = Job(storage_root.url, str(memory_root / "other"), options, name=None)
     state, seen = _part(), []
     with _training(job, notes) as trainer:
         trainer.save(1)

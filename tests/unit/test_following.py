@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.links import LinkedCheckpoint, drop_dead_links
 from dcp_mem.memory.locks import end_lease
 from dcp_mem.policy.admission import Admission, NodeMemory, admit, still_full
@@ -113,7 +114,7 @@ def test_links_go_with_their_holder_and_dead_ones_with_the_next_save(memory_job:
         session = writer._saver.open_session()
         memory = session.memory
         (checkpoint,) = memory.checkpoints()
-        held, dead = memory.link(checkpoint), memory.link(checkpoint)
+        held, dead = (memory.link(checkpoint, _segments(checkpoint)) for _ in range(2))
         end_lease(dead.descriptor)  # as the system does for a process that was killed
         save(writer, 2)
         assert memory.is_lent
@@ -133,13 +134,17 @@ def test_a_file_that_has_a_link_is_no_slot_while_it_has(memory_job: Job) -> None
         (checkpoint,) = memory.checkpoints()
         (segment,) = checkpoint.manifest.segments
         inode = os.stat(checkpoint.segment_path(segment.file)).st_ino
-        with memory.link(checkpoint):
+        with memory.link(checkpoint, _segments(checkpoint)):
             assert memory.evict(checkpoint)
             assert not memory.checkpoints()
             assert inode not in _slots(memory.slots)
             save(writer, 2)
             (newer,) = memory.checkpoints()
             assert os.stat(newer.segment_path(newer.manifest.segments[0].file)).st_ino != inode
+
+
+def _segments(checkpoint: LocalCheckpoint) -> list[str]:
+    return [segment.file for segment in checkpoint.manifest.segments]
 
 
 def _slots(directory: str) -> set[int]:
@@ -155,7 +160,7 @@ def test_a_checkpoint_that_has_left_can_t_be_linked(memory_job: Job, tmp_path: P
         memory.evict(checkpoint)
         links = memory_job.directory / ".links"
         with pytest.raises(FileNotFoundError):
-            LinkedCheckpoint(str(links), checkpoint)
+            LinkedCheckpoint(str(links), checkpoint, _segments(checkpoint))
         assert not list(links.iterdir())
 
 

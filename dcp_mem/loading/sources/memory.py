@@ -111,6 +111,11 @@ class MemorySource:
             return
         self._descriptors[segment.file] = descriptor
 
+    @property
+    def files(self) -> Collection[str]:
+        """The segments that lie here whole, under leases."""
+        return self._descriptors.keys()
+
     def has(self, file: str) -> bool:
         """Return whether the segment lies here whole.
 
