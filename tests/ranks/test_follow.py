@@ -274,6 +274,98 @@ def test_all_ranks_of_an_evaluator_get_the_same_checkpoint_resharded(
     assert first == second == [(f"step-{number}", number, source) for number in (1, 2, 3)]
 
 
+def _on_node(job: Job) -> Job:
+    """The job on this rank's node: each rank has a memory root of its own here."""
+    return Job(job.url, f"{job.memory}/node-{dist.get_rank()}")
+
+
+def _train_on_two_nodes(job: Job, notes: Path, options: dict[str, Any]) -> None:
+    _train(_on_node(job), notes, options)
+
+
+def _evaluate_on_two_nodes(job: Job, notes: Path, count: int) -> list[tuple[str, int, str]]:
+    return _evaluate_on_ranks(_on_node(job), notes, count)
+
+
+@contextlib.contextmanager
+def _training_on_two_nodes(job: Job, notes: Path, **options: Any) -> Iterator[_Trainer]:
+    with forking(_train_on_two_nodes, 2, job, notes, options) as forks:
+        yield _Trainer(forks, notes)
+
+
+def test_what_lies_on_several_nodes_is_put_together_by_an_evaluator_on_all_of_them(
+    memory_job: Job, notes: Path
+) -> None:
+    with (
+        _training_on_two_nodes(memory_job, notes) as trainer,
+        forking(_evaluate_on_two_nodes, 2, memory_job, notes, 2) as evaluator,
+    ):
+        for number in (1, 2):
+            trainer.save(number)
+            wait_until((notes / f"rank-0-has-{number}").exists)
+            wait_until((notes / f"rank-1-has-{number}").exists)
+        first, second = evaluator.join()
+        alone = Job(None, f"{memory_job.memory}/node-0")
+        with pytest.raises(WaitTimeout):
+            next(iter(_follow(alone, timeout=0.2)))
+        trainer.end()
+    source = "memory and peers"
+    assert first == second == [(f"step-{number}", number, source) for number in (1, 2)]
+
+
+def test_copies_make_a_checkpoint_of_several_nodes_whole_on_one(
+    memory_job: Job, notes: Path
+) -> None:
+    alone = Job(None, f"{memory_job.memory}/node-0")
+    with _training_on_two_nodes(memory_job, notes, replicas=1) as trainer:
+        trainer.save(1)
+        for checkpoint in _follow(alone):
+            with checkpoint.files() as files:
+                assert load(dcp.FileSystemReader(files.path)) == 1
+            state = _part()
+            assert checkpoint.load(state).source == "memory"
+            assert _number(state) == 1
+            break
+        trainer.end()
+
+
+def test_files_of_several_nodes_need_storage(memory_job: Job, notes: Path) -> None:
+    with (
+        _training_on_two_nodes(memory_job, notes) as trainer,
+        forking(_ask_for_files, 2, memory_job) as evaluator,
+    ):
+        trainer.save(1)
+        assert evaluator.join() == ["ConfigError"] * 2
+        trainer.end()
+
+
+def _ask_for_files(job: Job) -> str:
+    checkpoints = iter(_follow(_on_node(job)))
+    checkpoint = next(checkpoints)
+    return type(raised_by(checkpoint.files().__enter__)).__name__
+
+
+def _load_what_isn_t_there(job: Job) -> list[str]:
+    state = {"sharded": torch.zeros(60, 10)}
+    if dist.get_rank() == 1:
+        state["no-such-tensor"] = torch.zeros(3)
+    error = raised_by(lambda: list(_follow(job, state, timeout=5)))
+    again = _part()
+    next(iter(_follow(job, again)))
+    return [type(error).__name__, str(_number(again))]
+
+
+def test_what_the_checkpoint_lacks_is_raised_on_all_ranks(memory_job: Job, notes: Path) -> None:
+    with _training(memory_job, notes) as trainer:
+        trainer.save(1)
+        with forking(_load_what_isn_t_there, 2, memory_job) as ranks:
+            first, second = ranks.join()
+        trainer.end()
+    assert first == ["RankFailed", "1"]
+    assert second[0] != "NoneType"
+    assert second[1] == "1"
+
+
 def _stop_on_one_rank(job: Job) -> int:
     follower, count = _follow(job, timeout=None), 0
     for _ in follower:
@@ -396,6 +488,21 @@ def _names_in(job: Job) -> set[str]:
 def _links_of(job: Job) -> list[Path]:
     links = job.directory / ".links"
     return list(links.iterdir()) if links.exists() else []
+
+
+def test_memory_of_a_dead_job_stays_while_a_follower_reads_it(memory_job: Job) -> None:
+    with memory_job.writer() as writer:
+        save(writer, 1)
+    for checkpoint in _follow(memory_job):
+        (kept,) = dcp_mem.reclaim(memory_job.memory)
+        assert "being read" in kept.kept
+        state = _part()
+        checkpoint.load(state)
+        assert _number(state) == 1
+        break
+    (freed,) = dcp_mem.reclaim(memory_job.memory)
+    assert not freed.kept
+    assert not memory_job.directory.exists()
 
 
 # -- files for other programs ---------------------------------------------------------------------
