@@ -519,7 +519,10 @@ class Follower:
             assert isinstance(watch.error, StorageRefused)
             return watch.error
         if watch.error is not None:
-            self._complain(f"{watch.error}; following what memory has until storage answers again")
+            self._complain(
+                f"{watch.error}; following what memory has until storage answers again",
+                about=type(watch.error).__name__,
+            )
         has_ended = self._until_ended and self._has_ended(looks)
         if is_news:
             return _Verdict.TAKE
@@ -537,10 +540,11 @@ class Follower:
 
     def _has_ended(self, looks: Sequence[_Look]) -> bool:
         """Tell whether the run has ended, and everything of it was there to be seen."""
-        runs = {look.run: look.has_ended for look in looks if look.run is not None}
+        known = [look for look in looks if look.run is not None]
         # An earlier run may have left memory on this node, and this one runs elsewhere.
-        is_known = self._last is None or not self._last.run or self._last.run in runs
-        if not runs or not all(runs.values()) or not is_known:
+        last = "" if self._last is None else self._last.run
+        is_of_run = not last or any(look.run == last for look in known)
+        if not known or not all(look.has_ended for look in known) or not is_of_run:
             self._ended_since = None
             return False
         if self._ended_since is None:
@@ -566,9 +570,10 @@ class Follower:
             "those that the run's writer was given"
         )
 
-    def _complain(self, text: str) -> None:
-        if text not in self._complaints:
-            self._complaints.add(text)
+    def _complain(self, text: str, about: str = "") -> None:
+        """Log a warning, unless one about the same has been logged before."""
+        if (about or text) not in self._complaints:
+            self._complaints.add(about or text)
             log.warning("%s", text)
 
     # -- taking ------------------------------------------------------------------------------------

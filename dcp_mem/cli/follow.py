@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from types import FrameType
 import click
 
 from dcp_mem.cli.options import CommonOptions, searched_places, subcommand
-from dcp_mem.cli.screen import figures
+from dcp_mem.cli.screen import figures, finite
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.follower import FollowedCheckpoint, Follower, follow
@@ -149,6 +150,7 @@ def _has_failed(
     state = "durable" if checkpoint.is_durable else "complete"
     facts = [step, state, figures(checkpoint.metrics)]
     common.screen.line(f"{checkpoint.name}  " + ", ".join(filter(None, facts)))
+    sys.stdout.flush()  # before what the command prints
     begun, code, trouble = time.monotonic(), None, ""
     if words:
         try:
@@ -160,12 +162,13 @@ def _has_failed(
         name=checkpoint.name,
         save_id=checkpoint.save_id,
         step=checkpoint.step,
-        metrics=dict(checkpoint.metrics),
+        metrics=finite(checkpoint.metrics),
         is_durable=checkpoint.is_durable,
         exit_code=code,
         seconds=took if words else None,
         error=trouble,
     )
+    sys.stdout.flush()
     if code and not stopping.number:
         trouble = f"{words[0]} {_ended(code)} after {took:.1f} s"
     if trouble:

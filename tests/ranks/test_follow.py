@@ -877,6 +877,14 @@ def test_a_failing_exec_is_told_to_people(memory_job: Job) -> None:
     assert "step-1: false ended with exit code 1" in result.stderr
 
 
+def test_a_metric_that_is_no_number_is_null_in_json(memory_job: Job) -> None:
+    with memory_job.writer() as writer:
+        writer.annotate_next_save(step=1, metrics={"loss": float("nan"), "accuracy": 0.5})
+        save(writer, 1)
+        result = _run(memory_job, "--times", "1", "--json")
+    assert json.loads(result.stdout)["metrics"] == {"loss": None, "accuracy": 0.5}
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_command_and_the_follower_and_leaves_nothing(
     memory_job: Job, notes: Path, number: signal.Signals
