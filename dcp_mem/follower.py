@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dcp_mem.comm import Ranks
-from dcp_mem.comm.agreement import from_all_ranks, known_to_all, leaving_on_error
+from dcp_mem.comm.agreement import from_all_ranks, is_shared, known_to_all, leaving_on_error
 from dcp_mem.comm.dcp_call import DcpCall, direct_call
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
@@ -24,7 +25,9 @@ from dcp_mem.errors import (
     MemoryRootRefused,
     MemoryUnavailable,
     NoRecoverableCheckpoint,
+    RankFailed,
     StorageRefused,
+    StorageUnavailable,
     WaitTimeout,
 )
 from dcp_mem.functional import load_or_raise_cause
@@ -78,8 +81,9 @@ def follow(
             report(checkpoint.step, evaluate(model))
 
     With `state_dict`, each checkpoint is loaded into it, in place and resharded, before it is
-    handed out. One that turns out to be damaged is passed over, with a warning. Without it, the
-    loop body calls `checkpoint.load` or `checkpoint.files`. Until it is loaded, or the next one is
+    handed out. One that turns out to be damaged is passed over, with a warning; a storage that
+    doesn't answer is asked again. Without it, the loop body calls `checkpoint.load` or
+    `checkpoint.files`. Until it is loaded, or the next one is
     asked for, a lease keeps the checkpoint in memory and on storage.
 
     On several ranks, call it on all of them, and iterate alike: all get the same checkpoints, in a
@@ -599,7 +603,7 @@ class Follower:
         """Load what is open, if a state dict is given; an older new one where it is damaged.
 
         Returns:
-            None where all that is new is damaged.
+            None where all that is new is damaged, or storage has failed meanwhile.
         """
         if self._state_dict is None:
             # What the loop body loads is this checkpoint, or nothing.
@@ -611,6 +615,11 @@ class Follower:
         except NoRecoverableCheckpoint:
             self._damaged.update(map(identity, load.tried))
             self._say_passed_over(load.reasons[known:])
+            return None
+        except Exception as error:
+            if not is_shared(error) or not _is_passing(load.ranks, error):
+                raise
+            log.warning("%s is not loaded: %s; trying again", load.tried[-1].name, error)
             return None
         self._damaged.update(map(identity, load.tried[:-1]))
         return self._described(load, report)
@@ -683,6 +692,17 @@ class Follower:
         finally:
             if lease is not None:
                 lease.close()
+
+
+def _is_passing(ranks: Ranks, error: Exception) -> bool:
+    """Tell whether an error that all ranks raise comes of a storage that doesn't answer just now.
+
+    Such a rank has its own error; the others know only that it has failed.
+    """
+    try:
+        return ranks.all_reduce(isinstance(error, StorageUnavailable), operator.or_)
+    except RankFailed:
+        return False
 
 
 def _is_same_place(one: str, other: str) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
+import dcp_mem.follower as follower_module
 from dcp_mem import (
     CheckpointManager,
     ConfigError,
@@ -28,8 +30,10 @@ from dcp_mem import (
     MemoryRootRefused,
     RankFailed,
     SegmentCorrupt,
+    StorageUnavailable,
     WaitTimeout,
 )
+from dcp_mem.loading.sources.stored import StorageSource
 from tests.support import REPOSITORY
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import (
@@ -677,6 +681,45 @@ def test_load_of_a_damaged_checkpoint_raises_and_the_next_one_comes(
     assert seen == [2]
 
 
+def _follow_with_an_outage(job: Job) -> tuple[int, list[str]]:
+    """Storage doesn't answer to a rank's first reads of segments, for longer than it is asked."""
+    said: list[str] = []
+    failures: list[str] = []
+    read_into = StorageSource.read_into
+
+    def read_or_fail(self: StorageSource, file: str, *arguments: Any) -> None:
+        if dist.get_rank() == 0 and len(failures) < 2:
+            failures.append(file)
+            raise StorageUnavailable(self.label, "an outage")
+        read_into(self, file, *arguments)
+
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcp_mem").addHandler(handler)
+    StorageSource.read_into = read_or_fail  # type: ignore[method-assign, assignment]
+    follower_module._LOOK_AGAIN_SECONDS = 0.1
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        "sharded": DTensor.from_local(torch.zeros(30, 10), mesh, [Shard(0)]),
+        "nested": {"step": -1},
+    }
+    next(iter(_follow(job, state)))
+    return _number(state), [one for one in said if "trying again" in one]
+
+
+def test_a_storage_that_doesn_t_answer_during_a_load_is_asked_again_by_all_ranks(
+    job: Job, memory_root: Path
+) -> None:
+    with job.writer(agent="thread") as writer:
+        save(writer, 1)
+    elsewhere = Job(job.url, str(memory_root / "other"), name=None)
+    with forking(_follow_with_an_outage, 2, elsewhere) as ranks:
+        first, second = ranks.join()
+    assert (first[0], second[0]) == (1, 1)
+    assert first[1], "storage was not missed"
+    assert len(first[1]) == len(second[1])
+
+
 # -- the end, and wrong input ---------------------------------------------------------------------
 
 
@@ -744,7 +787,7 @@ def test_nothing_in_time_is_an_error_that_says_where_it_looked(job: Job) -> None
 def test_nothing_for_some_time_is_said_once(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dcp_mem.follower, "_COMPLAIN_SECONDS", 0.05)
+    monkeypatch.setattr(follower_module, "_COMPLAIN_SECONDS", 0.05)
     with pytest.raises(WaitTimeout):
         list(_follow(job, timeout=0.3))
     said = [one for one in caplog.records if "waiting for it" in one.getMessage()]
