@@ -44,6 +44,7 @@ from tests.support.checkpoints.jobs import (
     make_state,
     number_of,
     save,
+    wait_for_spare_slots,
     wait_until,
 )
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
@@ -100,6 +101,7 @@ def _train(job: Job, notes: Path, options: dict[str, Any]) -> None:
                 number = int(path.name[5:])
                 writer.annotate_next_save(step=number, metrics={"loss": 1 / number})
                 save(writer, number)
+                wait_for_spare_slots()  # as a training step takes longer than these
                 done.add(path.name)
                 if not dist.is_initialized() or dist.get_rank() == 0:
                     (notes / f"saved-{number}").touch()
