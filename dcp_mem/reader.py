@@ -228,19 +228,14 @@ class MemoryStorageReader(StorageReader):
             What `make_state` returned, with the values loaded.
         """
         state = attempt(make_state)
-        self.reset(checkpoint_id)
-        started = time.monotonic()
-        self.close()
-        group = process_group if process_group is not None else self._process_group
-        call = direct_call(group, no_dist, f"load {self.settings.job}")
-        self._is_coordinator = call.rank == 0
-        with leaving_on_error(call.ranks), collector_paused():
-            self._load = LoadAttempt(self._request(call, started, planner.weights_only))
-            self._opened = open_newest(self._load)
+        load, opened = self._open(
+            checkpoint_id, process_group, no_dist, weights_only=planner.weights_only
+        )
+        with leaving_on_error(load.ranks), collector_paused():
             try:
                 plan = plan_together(
-                    call.ranks,
-                    self._opened,
+                    load.ranks,
+                    opened,
                     planner,
                     lambda: state.value,
                     is_coordinator=self._is_coordinator,
@@ -265,6 +260,26 @@ class MemoryStorageReader(StorageReader):
             yield
         finally:
             self._weights_only = True
+
+    def _open(
+        self,
+        checkpoint_id: str | os.PathLike[str] | None,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+        *,
+        weights_only: bool,
+    ) -> tuple[LoadAttempt, OpenCheckpoint]:
+        """Survey, elect, and open the newest checkpoint, or the one that was asked for."""
+        self.reset(checkpoint_id)
+        started = time.monotonic()
+        self.close()
+        group = process_group if process_group is not None else self._process_group
+        call = direct_call(group, no_dist, f"load {self.settings.job}")
+        self._is_coordinator = call.rank == 0
+        with leaving_on_error(call.ranks), collector_paused():
+            self._load = LoadAttempt(self._request(call, started, weights_only))
+            self._opened = open_newest(self._load)
+            return self._load, self._opened
 
     # -- around the load ---------------------------------------------------------------------------
 
