@@ -178,6 +178,15 @@ class Slot:
             self.capacity = min(self.capacity, wanted)
             os.ftruncate(self.descriptor, wanted)
 
+    @property
+    def is_populated(self) -> bool:
+        """Whether all of its pages are there; some are not where making it ready was broken off.
+
+        Such a slot counts as memory by its size, and would grow by its pages as well.
+        """
+        facts = os.fstat(self.descriptor)
+        return facts.st_blocks * 512 >= facts.st_size
+
     def set_aside(self, nbytes: int) -> None:
         """Have the file's size tell others that memory for `nbytes` will be taken.
 
@@ -329,7 +338,7 @@ class SlotPool:
                     left.remove(kept)
                     slot = self._open[kept.inode]
                     slot.see_truncation()
-                    slot.cut(need.nbytes)
+                    slot.cut(need.nbytes if slot.is_populated else 0)
                     self.share(slot)
             for one in filter(self._is_alone, left):
                 self._delete(self._open[one.inode], one.name)
