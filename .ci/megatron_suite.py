@@ -41,6 +41,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -55,6 +56,7 @@ STRAGGLER_SECONDS = 25.0
 START_SECONDS = 120.0
 FLUSH_SECONDS = 60.0
 LONGEST_REASON = 160
+LOG_CHARACTERS = 3000
 
 
 def _module(path: Path) -> Any:
@@ -122,7 +124,8 @@ def use_gloo() -> None:
 
 
 def do_without_downloads() -> None:
-    """Have Megatron's fixture for test data get nothing: these tests don't read any."""
+    """Have Megatron's fixture for test data get nothing, and its GPU kernels not be imported."""
+    sys.modules["megatron.core.transformer.custom_layers.batch_invariant_kernels"] = MagicMock()
     name = "tests.test_utils.python_scripts.download_unit_tests_dataset"
     stub: Any = types.ModuleType(name)
     stub.download_and_extract_asset = lambda assets_dir: False
@@ -354,7 +357,7 @@ class Batch:
         """Fork the ranks."""
         self.channels: list[socket.socket] = []
         self._pids: list[int] = []
-        place = Path(tempfile.mkdtemp(dir=work.place))
+        place = self._place = Path(tempfile.mkdtemp(dir=work.place))
         (place / "temporary").mkdir()
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -395,6 +398,10 @@ class Batch:
                         limit = min(limit, time.monotonic() + after_first)
         return found
 
+    def end_of_log(self) -> str:
+        """Return the end of what rank 0 has printed."""
+        return (self._place / "rank0.log").read_text(errors="replace")[-LOG_CHARACTERS:]
+
     def go_on(self) -> None:
         """Let the ranks begin the next test."""
         for channel in self.channels:
@@ -425,7 +432,7 @@ def run_file(work: Work) -> Iterator[tuple[str, Fate]]:
             for test, fate in _run(batch, work):
                 yield test, fate
                 done.add(test)
-                is_over = fate[0] != "failed"
+                is_over = fate[0] != "failed" or "::" not in test
         finally:
             batch.end()
 
@@ -434,7 +441,7 @@ def _run(batch: Batch, work: Work) -> Iterator[tuple[str, Fate]]:
     """Run tests up to the first that fails, and with it."""
     told = batch.answers(START_SECONDS, START_SECONDS).get(0)
     if told is None or "collected" not in told:
-        told = told or {"refused": "the ranks didn't start", "outcome": "failed"}
+        told = told or {"refused": f"no start: {batch.end_of_log()}", "outcome": "failed"}
         yield f"{work.file} as a whole", (told["outcome"], told["refused"])
         return
     for test in told["collected"]:
@@ -473,7 +480,10 @@ def run_all(arguments: argparse.Namespace) -> dict[str, dict[str, Fate]]:
                 for test, fate in of_file:
                     fates[way][test] = fate
                     if arguments.verbose:
-                        print(f"  {way:10} {fate[0]:8} {test}  {fate[1][:300]}", flush=True)
+                        print(
+                            f"  {way:10} {fate[0]:8} {test}  {fate[1][-LOG_CHARACTERS:]}",
+                            flush=True,
+                        )
             counts = Counter(fate for test, (fate, _) in fates[way].items() if _is_of(test, file))
             print(
                 f"{file} by {way}: {_said(counts)}, {time.monotonic() - started:.0f} s", flush=True
