@@ -43,6 +43,7 @@ from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_every, k
 
 if TYPE_CHECKING:
     from dcp_mem.flushing.orphans import Orphan
+    from dcp_mem.follower import CheckpointFiles, FollowedCheckpoint, Follower, follow
     from dcp_mem.functional import async_save, load, save
     from dcp_mem.manager.checkpoint_manager import CheckpointManager
     from dcp_mem.manager.saved import Saved
@@ -57,6 +58,10 @@ __version__ = "0.1.0"
 
 # What needs torch is imported on first use: the agent imports this package, and needs no torch.
 _LAZY = {
+    "CheckpointFiles": "dcp_mem.follower",
+    "FollowedCheckpoint": "dcp_mem.follower",
+    "Follower": "dcp_mem.follower",
+    "follow": "dcp_mem.follower",
     "CheckpointManager": "dcp_mem.manager.checkpoint_manager",
     "Saved": "dcp_mem.manager.saved",
     "Orphan": "dcp_mem.flushing.orphans",
@@ -79,6 +84,7 @@ __all__ = [
     "Advice",
     "Auto",
     "CheckpointExists",
+    "CheckpointFiles",
     "CheckpointInUse",
     "CheckpointManager",
     "CheckpointNotFound",
@@ -87,6 +93,8 @@ __all__ = [
     "CredentialsExpired",
     "DcpMemError",
     "FlushFailed",
+    "FollowedCheckpoint",
+    "Follower",
     "JobInUse",
     "ManifestInvalid",
     "MemoryBudgetExceeded",
@@ -126,6 +134,7 @@ __all__ = [
     "every_n_saves",
     "every_n_steps",
     "every_seconds",
+    "follow",
     "keep_best",
     "keep_every",
     "keep_last",

@@ -17,6 +17,8 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -27,6 +29,8 @@ DTYPES = {
     torch.uint64: "U64",
     torch.bool: "BOOL",
 }
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
+    DTYPES[torch.float8_e8m0fnu] = "F8_E8M0"
 """Names of the dtypes that the format has."""
 
 

@@ -45,6 +45,14 @@ def load_state_dict(state):
 def train(iteration):
     weight.fill_(iteration)
 """
+FOLLOWED = """
+import os, signal, subprocess, threading, torch, dcp_mem
+import torch.distributed.checkpoint as dcp
+root, state = "abfs://ckpts/run-42", {"w": torch.ones(3)}
+with dcp_mem.MemoryStorageWriter(root) as writer:
+    writer.annotate_next_save(step=1000)
+    dcp_mem.save({"w": torch.full((3,), 5.0)}, checkpoint_id="step-1000", storage_writer=writer)
+"""
 TRAINER = """
 from tests.support.frameworks.lightning_job import Model
 model = Model()
@@ -55,6 +63,11 @@ BEFORE = {
     "docs/README.md 1": LOOP,
     "docs/async.md 1": LOOP,
     "docs/async.md 2": LOOP,
+    "docs/following.md 2": FOLLOWED
+    + "threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()",
+    "docs/following.md 3": FOLLOWED,
+    "docs/following.md 4": FOLLOWED
+    + "checkpoints = iter(dcp_mem.follow(root)); checkpoint = next(checkpoints)",
     "docs/huggingface.md 3": LOOP,
     "docs/lightning.md 1": TRAINER,
     "docs/manager.md 1": LOOP,
@@ -72,6 +85,9 @@ AFTER = {
     "docs/README.md 1": "assert manager.latest() == 20",
     "docs/async.md 1": "assert [one.name for one in writer.status()][0] == 'step-24'",
     "docs/async.md 2": "assert manager.latest() == 20",
+    "docs/following.md 2": "assert state['w'][0] == 5",
+    "docs/following.md 3": "assert state['w'][0] == 5",
+    "docs/following.md 4": "dcp.load(state, checkpoint_id='kept'); assert state['w'][0] == 5",
     "docs/huggingface.md 3": "assert manager.latest() == 20",
     "docs/lightning.md 1": "assert trainer.global_step == 120",
     "docs/manager.md 1": "assert manager.latest() == 20",
@@ -87,10 +103,12 @@ AFTER = {
 ELSEWHERE = {
     "docs/deepspeed.md 1",
     "docs/deepspeed.md 2",
+    "docs/following.md 1",
     "docs/fsdp2.md 1",
     "docs/fsdp2.md 2",
     "docs/huggingface.md 1",
     "docs/huggingface.md 2",
+    "docs/huggingface.md 4",
     "docs/nebula.md 3",
     "docs/torchft.md 1",
     "docs/trackers.md 1",
