@@ -305,7 +305,7 @@ class _LooksUp(MCoreLoadPlanner):  # type: ignore[misc]
     files: ClassVar[set[str]] = set()
 
     def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
+        plan: LoadPlan = super().create_local_plan()
         for item in plan.items:
             self.files.add(self.metadata.storage_data[item.storage_index].relative_path)
         return plan
