@@ -12,6 +12,9 @@ from dcp_mem.flushing.exporter import Exporter
 from dcp_mem.flushing.flusher import JobFlusher
 from dcp_mem.flushing.registration import Registration
 
+_EXPORT_LOOK = 0.2
+"""Seconds between two looks at an export that runs."""
+
 
 class FlushScheduler:
     """Flushes the pending checkpoints of registered jobs.
@@ -73,7 +76,9 @@ class FlushScheduler:
     def seconds_until_next(self) -> float | None:
         """Return how long it is until something is due; None where nothing is pending."""
         due = [one for job in self._all() for one in job.due_times()]
-        if not self._exporter.is_busy:
+        if self._exporter.is_busy:
+            due.append(time.monotonic() + _EXPORT_LOOK)
+        else:
             due += [one for job in self._all() for one in job.exports_due]
         return max(0.0, min(due) - time.monotonic()) if due else None
 

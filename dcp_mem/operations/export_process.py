@@ -163,7 +163,7 @@ def main() -> None:
         log.exception("%s can't be exported", task.checkpoint.name)
         state, error = ExportState.FAILED, f"{type(failure).__name__}: {failure}"
     facts = {"state": state.value, "error": error, "target": made.target, "nbytes": made.nbytes}
-    with answers:
+    with contextlib.suppress(BrokenPipeError), answers:  # the agent may have died by now
         answers.write(json.dumps(facts).encode())
 
 
