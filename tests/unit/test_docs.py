@@ -49,12 +49,28 @@ TRAINER = """
 from tests.support.frameworks.lightning_job import Model
 model = Model()
 """
+BASE = """
+import os
+os.mkdir("base")
+with open("base/config.json", "w") as stream:
+    stream.write("{}")
+"""
+EXPORTED = """
+from safetensors.torch import load_file
+assert sorted(os.listdir(export.to)) == ["step-10", "step-20"]
+assert [one.name for one in manager.status() if one.exported_to] == ["step-20", "step-10", "step-0"]
+assert os.path.exists(export.to + "/step-20/config.json")
+found = load_file(export.to + "/step-20/model-00001-of-00001.safetensors")
+assert {name: str(tensor.dtype) for name, tensor in found.items()} == {
+    "weight": "torch.bfloat16", "bias": "torch.bfloat16"}
+"""
 BEFORE = {
     "README.md 1": LOOP,
     "README.md 2": FIRST_SAVE,
     "docs/README.md 1": LOOP,
     "docs/async.md 1": LOOP,
     "docs/async.md 2": LOOP,
+    "docs/export.md 1": LOOP + BASE,
     "docs/huggingface.md 3": LOOP,
     "docs/lightning.md 1": TRAINER,
     "docs/manager.md 1": LOOP,
@@ -72,6 +88,7 @@ AFTER = {
     "docs/README.md 1": "assert manager.latest() == 20",
     "docs/async.md 1": "assert [one.name for one in writer.status()][0] == 'step-24'",
     "docs/async.md 2": "assert manager.latest() == 20",
+    "docs/export.md 1": EXPORTED,
     "docs/huggingface.md 3": "assert manager.latest() == 20",
     "docs/lightning.md 1": "assert trainer.global_step == 120",
     "docs/manager.md 1": "assert manager.latest() == 20",
