@@ -14,7 +14,6 @@ from dcp_mem.format.exports import ExportRecord, ExportRecords
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.exports import read_exports, write_exports
 from dcp_mem.policy.exports import is_exported, why_undecided
-from dcp_mem.policy.order import SaveNumber
 
 _MOST_TRIES = 8
 _FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0
@@ -47,6 +46,8 @@ class JobExports:
         if manifest.save_id in records.seen:
             return
         step, last = manifest.step, records.records[-1] if records.records else None
+        # Of two that were saved in a row, the newer one may be on storage first.
+        is_late = last is not None and manifest.number < last.number
         why_not = why_undecided(order.every, step)
         record = ExportRecord(
             name=manifest.name,
@@ -59,14 +60,17 @@ class JobExports:
             state=ExportState.SKIPPED if why_not else ExportState.WAITING,
             error=why_not,
         )
-        is_chosen = bool(why_not) or is_exported(
-            order.every,
-            step=step,
-            created=manifest.created,
-            last=None if last is None else (last.step, last.created),
-            passed=records.passed,
+        is_chosen = not is_late and (
+            bool(why_not)
+            or is_exported(
+                order.every,
+                step=step,
+                created=manifest.created,
+                last=None if last is None else (last.step, last.created),
+                passed=records.passed,
+            )
         )
-        if why_not:
+        if is_chosen and why_not:
             log.warning("%s isn't exported: %s", manifest.name, why_not)
         self._put(records.looked_at(manifest.save_id, record if is_chosen else None))
 
@@ -76,7 +80,7 @@ class JobExports:
         due = [one for one in self._open() if self._due.get(one.save_id, 0.0) <= now]
         return min(
             due,
-            key=lambda one: (one.attempts, -SaveNumber(one.generation, one.count).packed),
+            key=lambda one: (one.attempts, -one.number.packed),
             default=None,
         )
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dcp_mem.common.values import ExportState
+from dcp_mem.policy.order import SaveNumber
 
 _VERSION = 1
 _MOST_RECORDS, _MOST_SEEN = 256, 64
@@ -51,6 +52,11 @@ class ExportRecord:
     attempts: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+
+    @property
+    def number(self) -> SaveNumber:
+        """The number of the save: its place in the job's order."""
+        return SaveNumber(self.generation, self.count)
 
     @property
     def is_open(self) -> bool:

