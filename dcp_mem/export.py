@@ -142,46 +142,55 @@ class HuggingFaceExport:
         }.items():
             object.__setattr__(self, name, value)
 
-    def order(self) -> ExportOrder:
-        """Return what the agent must know.
 
-        Raises:
-            ConfigError: It can't be sent to the agent.
-        """
-        try:
-            request = zlib.compress(pickle.dumps(self))
-        except Exception as error:
-            raise ConfigError(
-                f"export= can't be sent to the agent ({type(error).__name__}: {error}): give plain "
-                f"values as storage_options"
-            ) from None
-        if len(request) > _MOST_BYTES:
-            raise ConfigError("names= is too large a table: give a function instead")
-        return ExportOrder(
-            program=_PROGRAM,
-            to=self.to,
-            every=self.every,
-            of_complete=self.of == "complete",
-            request=request,
-        )
+def order_of(export: HuggingFaceExport) -> ExportOrder:
+    """Return what the agent must know of an export.
 
-    @staticmethod
-    def of_request(request: bytes) -> HuggingFaceExport:
-        """Return what `order` has packed.
+    Args:
+        export: As the user gave it.
 
-        Args:
-            request: Of an order that a process of this user has made.
-        """
-        found = pickle.loads(zlib.decompress(request))
-        assert isinstance(found, HuggingFaceExport)
-        return found
+    Raises:
+        ConfigError: It can't be sent to the agent.
+    """
+    try:
+        request = zlib.compress(pickle.dumps(export))
+    except Exception as error:
+        raise ConfigError(
+            f"export= can't be sent to the agent ({type(error).__name__}: {error}): give plain "
+            f"values as storage_options"
+        ) from None
+    if len(request) > _MOST_BYTES:
+        raise ConfigError("names= is too large a table: give a function instead")
+    return ExportOrder(
+        program=_PROGRAM,
+        to=export.to,
+        every=export.every,
+        of_complete=export.of == "complete",
+        request=request,
+    )
 
-    def renaming(self) -> Rename:
-        """Return what gives tensors their names in the export, `part` being taken off."""
-        if isinstance(self.names, ImportedFunction):
-            return self.names.load()
-        table = self.names or {}
-        return lambda name: table.get(name, name)
+
+def export_of(request: bytes) -> HuggingFaceExport:
+    """Return what an order's request holds.
+
+    Args:
+        request: Of an order that a process of this user has made.
+    """
+    found = pickle.loads(zlib.decompress(request))
+    assert isinstance(found, HuggingFaceExport)
+    return found
+
+
+def renaming_of(export: HuggingFaceExport) -> Rename:
+    """Return what gives tensors their names in an export, `part` being taken off.
+
+    Args:
+        export: Its function of names is imported.
+    """
+    if isinstance(export.names, ImportedFunction):
+        return export.names.load()
+    table = export.names or {}
+    return lambda name: table.get(name, name)
 
 
 def _renaming(

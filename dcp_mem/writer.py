@@ -32,7 +32,7 @@ from dcp_mem.config import (
     settings,
 )
 from dcp_mem.errors import ConfigError, picklable
-from dcp_mem.export import HuggingFaceExport
+from dcp_mem.export import HuggingFaceExport, order_of
 from dcp_mem.planning.tensor_choice import TensorChoice, tensor_rule
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.retention import Retention
@@ -522,7 +522,7 @@ def _order(export: HuggingFaceExport | None) -> ExportOrder | None:
     if not isinstance(export, HuggingFaceExport):
         raise ConfigError(f"export={export!r}: give a dcp_mem.HuggingFaceExport")
     refuse_unusable(export.to, export.storage_options or {}, is_flushed_elsewhere=True)
-    return export.order()
+    return order_of(export)
 
 
 def _check_that_it_can_be_flushed(chosen: Settings) -> None:

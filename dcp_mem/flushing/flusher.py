@@ -166,9 +166,12 @@ class JobFlusher:
         order = self._registration.export
         if order is None or not order.of_complete:
             return
-        for one in reversed(self.queue.in_memory()):
-            if not one.manifest.persist and not one.rejected and self._has_all(one):
-                self.exports.look_at(order, one.manifest)
+        try:
+            for one in reversed(self.queue.in_memory()):
+                if not one.manifest.persist and not one.rejected and self._has_all(one):
+                    self.exports.look_at(order, one.manifest)
+        except Exception:  # a defect, or memory that has vanished: flushes go on all the same
+            log.exception("no exports are chosen for %s", self.queue.job)
 
     def _has_all(self, one: LocalCheckpoint) -> bool:
         """Return whether this node is to export a checkpoint, and has all of it."""
@@ -183,8 +186,12 @@ class JobFlusher:
         Before it is recorded as durable: whoever waits for exports then sees this one.
         """
         order, manifest = self._registration.export, turn.checkpoint.manifest
-        if order is not None and not manifest.scope:
+        if order is None or manifest.scope:
+            return
+        try:
             self.exports.look_at(order, turn.memory.raised(manifest))
+        except Exception:  # the checkpoint is durable, whatever this may be
+            log.exception("%s isn't exported", manifest.name)
 
     def _claim_generation(self, claim: _Claim) -> None:
         """Claim a generation for a run that has just begun, before its first checkpoint is flushed.

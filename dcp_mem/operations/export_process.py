@@ -14,6 +14,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import IO
 
@@ -21,7 +22,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import ExportState
 from dcp_mem.config import Settings, settings
 from dcp_mem.errors import CheckpointNotFound, DcpMemError
-from dcp_mem.export import HuggingFaceExport
+from dcp_mem.export import HuggingFaceExport, export_of
 from dcp_mem.flushing.exporter import PAUSE, ExportTask
 from dcp_mem.flushing.metering import Throttle
 from dcp_mem.operations.huggingface_directory import Gone, Made, make_directory
@@ -82,8 +83,8 @@ class AgentsGate:
                 self._may_go.set()
         self._has_ended.set()
         self._may_go.set()
-        if not threading.Event().wait(_ENDING_SECONDS):
-            os._exit(_AGENT_DIED)
+        time.sleep(_ENDING_SECONDS)
+        os._exit(_AGENT_DIED)
 
 
 def run(task: ExportTask, gate: AgentsGate) -> Made:
@@ -98,7 +99,7 @@ def run(task: ExportTask, gate: AgentsGate) -> Made:
         CheckpointNotFound: Likewise.
         DcpMemError: The export can't be made, or not now.
     """
-    export = HuggingFaceExport.of_request(task.request)
+    export = export_of(task.request)
     os.umask(export.umask)
     chosen = settings(
         task.url,

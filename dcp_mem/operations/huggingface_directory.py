@@ -31,7 +31,7 @@ from dcp_mem.common.parallel import in_parallel
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError, DcpMemError, StorageKeyMissing
 from dcp_mem.export import DTYPES as CONVERTIBLE
-from dcp_mem.export import INDEX, HuggingFaceExport
+from dcp_mem.export import INDEX, HuggingFaceExport, renaming_of
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.exports import ExportRecord
 from dcp_mem.operations.modes import open_up
@@ -166,7 +166,7 @@ def _token(save_id: str, export: HuggingFaceExport) -> str:
 
 def _tensors(reading: Reading, checkpoint: str, export: HuggingFaceExport) -> dict[str, _Tensor]:
     """Return the tensors to export, by their new names. Raises ConfigError."""
-    prefix, rename = f"{export.part}." if export.part else "", export.renaming()
+    prefix, rename = f"{export.part}." if export.part else "", renaming_of(export)
     found: dict[str, _Tensor] = {}
     for source, entry in reading.entries:
         if not isinstance(entry, TensorStorageMetadata) or not source.startswith(prefix):

@@ -36,6 +36,7 @@ from dcp_mem.operations.inventory import list_checkpoints
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, agents, committed_in, wait_until
 from tests.support.frameworks.exports import GATE, Names, failing, made_within, once_open, shouted
+from tests.support.private import private_directory
 from tests.support.processes.forks import forked, forked_ranks
 from tests.support.storage.servers import StorageRoot
 
@@ -259,6 +260,24 @@ def test_an_export_takes_the_memory_of_a_shard(
     assert many - one < 64 << 10, "half of what 16 tensors take"
 
 
+def test_an_export_in_tmpfs_is_a_copy_that_its_reader_may_take_away(
+    job: Job, tmp_path: Path
+) -> None:
+    with private_directory("export") as out:
+        forked(save_as, job, HuggingFaceExport(out), timeout=120)
+        assert_equal(load_export(out / "step-3"), make_weights(3))
+        slots = {path.stat().st_ino for path in job.directory.rglob("*")}
+        for path in (out / "step-3").iterdir():
+            assert path.stat().st_ino not in slots
+            path.write_bytes(b"something else")
+            path.unlink()
+        found = make_state(0)
+        with job.reader() as reader:
+            dcp.load(found, checkpoint_id="step-3", storage_reader=reader)
+            assert reader.report().source == "memory"
+        assert_equal(found["model"], make_weights(3))
+
+
 # -- which checkpoints -----------------------------------------------------------------------------
 
 
@@ -323,17 +342,19 @@ def test_an_export_to_an_object_store_may_lie_below_the_jobs_root(
 ) -> None:
     root: StorageRoot = request.getfixturevalue(kind)
     job = root.job(memory_root)
+    forked(save_as, job, HuggingFaceExport(f"{job.url}/hf"), timeout=120)
     forked(save_anew, job, HuggingFaceExport(f"{job.url}/hf", keep=1), timeout=120)
     options = root.storage_options
     assert collect_orphans(str(job.url), older_than=0.0, storage_options=options) == []
     storage = open_storage(f"{job.url}/hf", root.storage_options)
     copied = tmp_path / "copied"
     copied.mkdir()
+    assert [entry.name for entry in storage.ls("")] == ["step-1"]
     for entry in storage.ls("step-1"):
         (copied / entry.name).write_bytes(storage.get(f"step-1/{entry.name}"))
     assert_equal(load_export(copied), make_weights(2))
     listed = [one.name for one in list_checkpoints(job.writer().settings)]
-    assert listed == ["step-1"], "an export is taken for a checkpoint"
+    assert listed == ["step-1", "step-3"], "an export is taken for a checkpoint"
 
 
 # -- kills, pauses, errors -------------------------------------------------------------------------
