@@ -53,7 +53,7 @@ class ImportedFunction:
         return found
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, kw_only=True)
 class HuggingFaceExport:
     """Turns checkpoints into directories that Hugging Face's `from_pretrained` loads.
 

@@ -53,7 +53,7 @@ class ExportTask:
     request: bytes = field(repr=False)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Running:
     process: subprocess.Popen[bytes]
     exports: JobExports
@@ -127,7 +127,9 @@ class Exporter:
             exports.end(replace(record, state=ExportState.FAILED, error=text))
             return
         exports.begin(record)
-        self._running = _Running(process, exports, record, time.monotonic())
+        self._running = _Running(
+            process=process, exports=exports, record=record, started=time.monotonic()
+        )
 
     def _rejection(self, job: str, record: ExportRecord) -> str:
         """Return why the checkpoint was rejected since it was chosen; "" where it wasn't."""
