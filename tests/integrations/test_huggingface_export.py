@@ -32,10 +32,12 @@ from dcp_mem import (
     every_n_steps,
 )
 from dcp_mem.export import INDEX
+from dcp_mem.integrations.huggingface import TrainerCheckpoints
 from dcp_mem.operations.inventory import list_checkpoints
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, agents, committed_in, wait_until
 from tests.support.frameworks.exports import GATE, Names, failing, made_within, once_open, shouted
+from tests.support.frameworks.huggingface_jobs import Account, make_trainer, tiny_model
 from tests.support.private import private_directory
 from tests.support.processes.forks import forked, forked_ranks
 from tests.support.storage.servers import StorageRoot
@@ -153,6 +155,27 @@ def test_from_pretrained_loads_an_export(job: Job, tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert not (out / "step-1" / "expected.pt").exists(), "weights were handed in as a file"
+
+
+def train_with_a_trainer(job: Job, export: HuggingFaceExport, output: str) -> None:
+    trainer = make_trainer(output, Account(), max_steps=4)
+    places = {"memory_root": job.memory, "job": job.name}
+    TrainerCheckpoints(trainer, job.url, export=export, **places)
+    trainer.train()
+    trainer.save_model(f"{output}/final")
+
+
+def test_a_trainers_checkpoints_are_exported_with_a_tied_tensor(job: Job, tmp_path: Path) -> None:
+    out, base = tmp_path / "out", tmp_path / "base"
+    tiny_model().config.save_pretrained(base)
+    export = HuggingFaceExport(out, part="app.model", files=[base], keep=1)
+    forked(train_with_a_trainer, job, export, str(tmp_path / "trainer"), timeout=180)
+    assert exported_in(out) == ["step-4"]
+    found, expected = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (out / "step-4", tmp_path / "trainer" / "final")
+    )
+    assert_equal(found, expected)
 
 
 def save_sharded(job: Job, export: HuggingFaceExport) -> list[str]:
