@@ -352,6 +352,9 @@ def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
         "problem": checkpoint.problem,
         "rejected": checkpoint.rejected,
         "is_foreign": checkpoint.is_foreign,
+        "export": checkpoint.export,
+        "exported_to": checkpoint.exported_to,
+        "export_error": checkpoint.export_error,
     }
 
 

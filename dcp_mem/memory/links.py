@@ -4,7 +4,7 @@ A link is one more name of a segment's file. While it is there, nobody recycles 
 (`recycling.retire`), and deleting it deletes the link alone. The checkpoint itself may leave memory
 meanwhile, so a save waits for no follower unless memory is short. Each directory of links has a
 lease, which vanishes with the processes that hold it. Links without a lease would keep memory for
-ever, so saves remove them first (ADR 33).
+ever, so saves remove them first (ADR 34).
 """
 
 from __future__ import annotations

@@ -57,6 +57,21 @@ TRAINER = """
 from tests.support.frameworks.lightning_job import Model
 model = Model()
 """
+BASE = """
+import os
+os.mkdir("base")
+with open("base/config.json", "w") as stream:
+    stream.write("{}")
+"""
+EXPORTED = """
+from safetensors.torch import load_file
+assert manager.status()[0].exported_to == export.to + "/step-20"
+assert 1 <= len(os.listdir(export.to)) <= 2
+assert os.path.exists(export.to + "/step-20/config.json")
+found = load_file(export.to + "/step-20/model-00001-of-00001.safetensors")
+assert {name: str(tensor.dtype) for name, tensor in found.items()} == {
+    "weight": "torch.bfloat16", "bias": "torch.bfloat16"}
+"""
 BEFORE = {
     "README.md 1": LOOP,
     "README.md 2": FIRST_SAVE,
@@ -68,6 +83,7 @@ BEFORE = {
     "docs/following.md 3": FOLLOWED,
     "docs/following.md 4": FOLLOWED
     + "checkpoints = iter(dcp_mem.follow(root)); checkpoint = next(checkpoints)",
+    "docs/export.md 1": LOOP + BASE,
     "docs/huggingface.md 3": LOOP,
     "docs/lightning.md 1": TRAINER,
     "docs/manager.md 1": LOOP,
@@ -88,6 +104,7 @@ AFTER = {
     "docs/following.md 2": "assert state['w'][0] == 5",
     "docs/following.md 3": "assert state['w'][0] == 5",
     "docs/following.md 4": "dcp.load(state, checkpoint_id='kept'); assert state['w'][0] == 5",
+    "docs/export.md 1": EXPORTED,
     "docs/huggingface.md 3": "assert manager.latest() == 20",
     "docs/lightning.md 1": "assert trainer.global_step == 120",
     "docs/manager.md 1": "assert manager.latest() == 20",
