@@ -40,8 +40,10 @@ EXTRAS = (
     "mlflow",
     "nixl",
     "openmetrics",
+    "opentelemetry",
     "s3",
     "tensorboard",
+    "wandb",
 )
 """Those for users; `bench`, `docs`, `lint`, `release` and `test` are developers'."""
 NOT_INSTALLED = {"nixl": "the gate installs NIXL without what it asks of CUDA"}

@@ -84,6 +84,16 @@ def _trackers(extra: str) -> list[Any]:
         from dcp_mem.integrations.trackers.openmetrics import OpenMetrics
 
         return [OpenMetrics("dcp_mem.prom")]
+    if extra == "opentelemetry":
+        from dcp_mem.integrations.trackers.opentelemetry import OpenTelemetry
+
+        return [OpenTelemetry()]
+    if extra == "wandb":
+        import wandb
+
+        from dcp_mem.integrations.trackers.wandb import WandB
+
+        return [WandB(wandb.init(mode="offline"))]
     if extra == "tensorboard":
         from dcp_mem.integrations.trackers.tensorboard import TensorBoard
 

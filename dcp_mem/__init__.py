@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dcp_mem.common.values import CheckpointStatus, State, Transfer
+from dcp_mem.common.values import CheckpointStatus, ExportState, State, Transfer
 from dcp_mem.config import Parity, parity
 from dcp_mem.errors import (
     CheckpointExists,
@@ -42,7 +42,9 @@ from dcp_mem.policy.persistence import Persist, every_n_saves, every_n_steps, ev
 from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_every, keep_last
 
 if TYPE_CHECKING:
+    from dcp_mem.export import HuggingFaceExport
     from dcp_mem.flushing.orphans import Orphan
+    from dcp_mem.follower import CheckpointFiles, FollowedCheckpoint, Follower, follow
     from dcp_mem.functional import async_save, load, save
     from dcp_mem.manager.checkpoint_manager import CheckpointManager
     from dcp_mem.manager.saved import Saved
@@ -57,7 +59,12 @@ __version__ = "0.1.0"
 
 # What needs torch is imported on first use: the agent imports this package, and needs no torch.
 _LAZY = {
+    "CheckpointFiles": "dcp_mem.follower",
+    "FollowedCheckpoint": "dcp_mem.follower",
+    "Follower": "dcp_mem.follower",
+    "follow": "dcp_mem.follower",
     "CheckpointManager": "dcp_mem.manager.checkpoint_manager",
+    "HuggingFaceExport": "dcp_mem.export",
     "Saved": "dcp_mem.manager.saved",
     "Orphan": "dcp_mem.flushing.orphans",
     "MemoryStorageReader": "dcp_mem.reader",
@@ -79,6 +86,7 @@ __all__ = [
     "Advice",
     "Auto",
     "CheckpointExists",
+    "CheckpointFiles",
     "CheckpointInUse",
     "CheckpointManager",
     "CheckpointNotFound",
@@ -86,7 +94,11 @@ __all__ = [
     "ConfigError",
     "CredentialsExpired",
     "DcpMemError",
+    "ExportState",
     "FlushFailed",
+    "FollowedCheckpoint",
+    "Follower",
+    "HuggingFaceExport",
     "JobInUse",
     "ManifestInvalid",
     "MemoryBudgetExceeded",
@@ -126,6 +138,7 @@ __all__ = [
     "every_n_saves",
     "every_n_steps",
     "every_seconds",
+    "follow",
     "keep_best",
     "keep_every",
     "keep_last",

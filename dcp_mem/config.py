@@ -58,6 +58,25 @@ def parity(k: int) -> Parity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOrder:
+    """What the agent must know of an export: when it is due, and which program makes it.
+
+    Attributes:
+        program: Name of the module to run.
+        to: Where the exports go, for people.
+        every: Which checkpoints are exported.
+        of_complete: Whether those are as well that stay in memory.
+        request: The program's own arguments, pickled once; they may hold secrets.
+    """
+
+    program: str
+    to: str
+    every: Persist
+    of_complete: bool
+    request: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The user's settings, checked and with defaults filled in.
 
@@ -83,6 +102,7 @@ class Settings:
             complete.
         reuse_stored: Whether what storage has already isn't sent again.
         transport: What moves bytes between nodes.
+        export: What is made of checkpoints for other programs, behind training.
     """
 
     url: str | None
@@ -105,6 +125,7 @@ class Settings:
     on_nonfinite: OnNonfinite = "ignore"
     reuse_stored: bool = True
     transport: TransportChoice = "gloo"
+    export: ExportOrder | None = None
 
     @property
     def keep(self) -> int:
@@ -139,6 +160,7 @@ def settings(
     on_nonfinite: str = "ignore",
     reuse_stored: bool = True,
     transport: str | None = None,
+    export: ExportOrder | None = None,
 ) -> Settings:
     """Check the arguments of `MemoryStorageWriter` and fill in the defaults.
 
@@ -165,6 +187,7 @@ def settings(
         on_nonfinite: "ignore", "warn" or "reject".
         reuse_stored: Whether what storage has already isn't sent again.
         transport: "auto", "gloo" or "nixl"; default $DCP_MEM_TRANSPORT, else "gloo".
+        export: What is made of checkpoints for other programs, behind training.
 
     Raises:
         ConfigError: An argument or an environment variable can't be used.
@@ -185,6 +208,8 @@ def settings(
             "takes it"
         )
     url = root_url(path)
+    if export is not None:
+        _refuse_unexportable(url, agent, export)
     return Settings(
         url=url,
         memory_root=memory_root_path(memory_root),
@@ -206,7 +231,21 @@ def settings(
         on_nonfinite=on_nonfinite,  # type: ignore[arg-type]
         reuse_stored=reuse_stored,
         transport=_transport(transport),
+        export=export,
     )
+
+
+def _refuse_unexportable(url: str | None, agent: str, export: ExportOrder) -> None:
+    """Refuse an export that nobody would make: a process beside the agent makes it."""
+    if agent != "process":
+        raise ConfigError("export= needs agent='process': a process beside the agent exports")
+    if url is None:
+        raise ConfigError(
+            "export= needs a path: give one, and persist=False with of='complete' for checkpoints "
+            "that are to stay in memory"
+        )
+    if url.rstrip("/") == export.to.rstrip("/"):
+        raise ConfigError(f"export= to {export.to}, the job's own root: give another directory")
 
 
 def _bounded_in_number(policy: Retention) -> Retention:

@@ -447,7 +447,7 @@ class UntrustedMetadata(DcpMemError):
 
 
 class UntrustedObject(DcpMemError):
-    """A byte item holds more than loading with `weights_only=True` admits.
+    """An item holds more than loading with `weights_only=True` admits.
 
     If you trust the checkpoint, pass `weights_only=False` or admit the item's classes.
 

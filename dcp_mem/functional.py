@@ -327,11 +327,11 @@ def load(
         state_dict: What to load into, item by item; stateful objects are given theirs.
         checkpoint_id: Name of the checkpoint.
         storage_reader: A MemoryStorageReader; any other goes through torch's planner.
-        planner: Default dcp_mem's own. A planner of your own decides for itself what it unpickles.
+        planner: Default dcp_mem's own. A planner of your own unpickles byte items as it likes.
         process_group: The ranks that load together; default all.
         no_dist: Load alone.
-        weights_only: Refuse byte items that could run code when unpickled (UntrustedObject). False
-            loads whatever was saved, as torch's planner does.
+        weights_only: Refuse items that could run code when unpickled (UntrustedObject): byte items,
+            and tensors of classes that torch doesn't know. False loads whatever was saved.
         skip: Tensors that this rank has already, as a frozen base that was loaded from elsewhere:
             names or patterns ("model.base.*") of the flattened state dict, or a function of name
             and tensor. They stay as they are, and the checkpoint may lack them.
@@ -484,7 +484,10 @@ def _load(
         )
         made = attempt(partial(_checked, states, planner, skip))
         loaded = made.value if made.error is None else {}
-        with _raised_together(made.error):
+        restrictions: AbstractContextManager[None] = nullcontext()
+        if isinstance(storage_reader, MemoryStorageReader):
+            restrictions = storage_reader._unpickling(weights_only=weights_only)
+        with restrictions, _raised_together(made.error):
             dcp.load(
                 loaded,
                 checkpoint_id=checkpoint_id,

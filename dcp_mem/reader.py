@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -108,6 +109,7 @@ class MemoryStorageReader(StorageReader):
         self._failure: Exception | None = None
         self._report: RecoveryReport | None = None
         self._is_coordinator = True
+        self._weights_only = True  # As torch's readers have it, whatever a planner does.
 
     # -- DCP's contract, in the order of its calls -------------------------------------------------
 
@@ -134,7 +136,7 @@ class MemoryStorageReader(StorageReader):
             guard_planner(planning, call.ranks)
         try:
             with leaving_on_error(call.ranks), collector_paused():
-                self._load = LoadAttempt(self._request(call, started))
+                self._load = LoadAttempt(self._request(call, started, self._weights_only))
                 self._opened = open_newest(self._load)
         except (DcpMemError, OSError) as error:
             if not is_called_by_dcp():
@@ -226,19 +228,14 @@ class MemoryStorageReader(StorageReader):
             What `make_state` returned, with the values loaded.
         """
         state = attempt(make_state)
-        self.reset(checkpoint_id)
-        started = time.monotonic()
-        self.close()
-        group = process_group if process_group is not None else self._process_group
-        call = direct_call(group, no_dist, f"load {self.settings.job}")
-        self._is_coordinator = call.rank == 0
-        with leaving_on_error(call.ranks), collector_paused():
-            self._load = LoadAttempt(self._request(call, started))
-            self._opened = open_newest(self._load)
+        load, opened = self._open(
+            checkpoint_id, process_group, no_dist, weights_only=planner.weights_only
+        )
+        with leaving_on_error(load.ranks), collector_paused():
             try:
                 plan = plan_together(
-                    call.ranks,
-                    self._opened,
+                    load.ranks,
+                    opened,
                     planner,
                     lambda: state.value,
                     is_coordinator=self._is_coordinator,
@@ -248,6 +245,41 @@ class MemoryStorageReader(StorageReader):
                 raise
         self._read(plan, planner)
         return state.value
+
+    @contextmanager
+    def _unpickling(self, *, weights_only: bool) -> Iterator[None]:
+        """Unpickle tensors with these restrictions in the `dcp.load` inside.
+
+        What DCP tells a reader of a load doesn't include what its caller said.
+
+        Args:
+            weights_only: As given to `dcp_mem.load`.
+        """
+        self._weights_only = weights_only
+        try:
+            yield
+        finally:
+            self._weights_only = True
+
+    def _open(
+        self,
+        checkpoint_id: str | os.PathLike[str] | None,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+        *,
+        weights_only: bool,
+    ) -> tuple[LoadAttempt, OpenCheckpoint]:
+        """Survey, elect, and open the newest checkpoint, or the one that was asked for."""
+        self.reset(checkpoint_id)
+        started = time.monotonic()
+        self.close()
+        group = process_group if process_group is not None else self._process_group
+        call = direct_call(group, no_dist, f"load {self.settings.job}")
+        self._is_coordinator = call.rank == 0
+        with leaving_on_error(call.ranks), collector_paused():
+            self._load = LoadAttempt(self._request(call, started, weights_only))
+            self._opened = open_newest(self._load)
+            return self._load, self._opened
 
     # -- around the load ---------------------------------------------------------------------------
 
@@ -262,7 +294,7 @@ class MemoryStorageReader(StorageReader):
         call = direct_call(self._process_group, False, f"load {self.settings.job}")
         self._id = None
         with leaving_on_error(call.ranks):
-            load = LoadAttempt(self._request(call, time.monotonic()))
+            load = LoadAttempt(self._request(call, time.monotonic(), True))
             plan = elect_together(load, Search(None, names.COLLECTIVE))
         return list(dict.fromkeys(choice.name for choice in plan.choices))
 
@@ -295,7 +327,7 @@ class MemoryStorageReader(StorageReader):
 
     # -- details -----------------------------------------------------------------------------------
 
-    def _request(self, call: DcpCall, started: float) -> LoadRequest:
+    def _request(self, call: DcpCall, started: float, weights_only: bool) -> LoadRequest:
         """Return what this load was asked for; an error goes with it, to be raised on all ranks."""
         asked_for, self._id = self._id, None
         wanted = attempt(partial(self._wanted, asked_for))
@@ -311,6 +343,7 @@ class MemoryStorageReader(StorageReader):
             verify=self._verify,
             across_nodes=self._across_nodes,
             leaves_record=self._leaves_record,
+            weights_only=weights_only,
         )
 
     def _wanted(self, asked_for: str | os.PathLike[str] | None) -> str | None:

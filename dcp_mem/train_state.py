@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError
+from dcp_mem.planning.wrapper_tensors import has_memory
 
 
 class TrainState:
@@ -141,7 +142,7 @@ class TrainState:
             name: Of the tensor in the flattened state dict; any.
             tensor: Of the last `state_dict`; of a DTensor, this rank's part.
         """
-        return tensor.untyped_storage().data_ptr() in self._frozen
+        return has_memory(tensor) and tensor.untyped_storage().data_ptr() in self._frozen
 
     def is_optional(self, key: str) -> bool:
         """Return whether a checkpoint may lack this entry.
@@ -352,6 +353,7 @@ def _frozen_storages(model: nn.Module) -> set[int]:
     """Return the addresses of storages with parameters of which none trains."""
     found: dict[bool, set[int]] = {True: set(), False: set()}
     for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        found[parameter.requires_grad].add(local.untyped_storage().data_ptr())
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if has_memory(local):
+            found[parameter.requires_grad].add(local.untyped_storage().data_ptr())
     return found[False] - found[True] - {0}

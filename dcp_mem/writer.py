@@ -23,6 +23,7 @@ from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.progress_bar import progress_bar
 from dcp_mem.common.values import CheckpointStatus, SaveInfo, State
 from dcp_mem.config import (
+    ExportOrder,
     Parity,
     Settings,
     checked_metrics,
@@ -31,6 +32,7 @@ from dcp_mem.config import (
     settings,
 )
 from dcp_mem.errors import ConfigError, picklable
+from dcp_mem.export import HuggingFaceExport, order_of
 from dcp_mem.planning.tensor_choice import TensorChoice, tensor_rule
 from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.retention import Retention
@@ -109,6 +111,8 @@ class MemoryStorageWriter(StorageWriter):
             of them in memory, and on other nodes with `replicas`. Each save checks whether they
             still are as they were, and copies them again where they aren't. With parity it has no
             effect.
+        export: What is made of checkpoints for other programs, behind training and in the agent's
+            free time: a `HuggingFaceExport`.
         process_group: The ranks that save together; by default those of the dcp.save call.
 
     Raises:
@@ -139,6 +143,7 @@ class MemoryStorageWriter(StorageWriter):
         on_nonfinite: str = "ignore",
         reuse_stored: bool = True,
         frozen: TensorChoice | None = None,
+        export: HuggingFaceExport | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -163,6 +168,7 @@ class MemoryStorageWriter(StorageWriter):
             transport=transport,
             on_nonfinite=on_nonfinite,
             reuse_stored=reuse_stored,
+            export=_order(export),
         )
         _check_that_it_can_be_flushed(self.settings)
         self._saver = Saver(self.settings, process_group, tensor_rule("frozen", frozen))
@@ -431,6 +437,7 @@ class MemoryStorageWriter(StorageWriter):
 
         The newest checkpoint goes to storage as well, whichever saves `persist=` has chosen; only
         persist=False keeps it in memory. What `keep_memory` keeps stays in memory, for a restart.
+        Exports that this node has begun or chosen are waited for as well, but not their repeats.
         Closing twice is fine.
 
         Args:
@@ -458,6 +465,7 @@ class MemoryStorageWriter(StorageWriter):
                     states.wait_for_all(
                         self.settings, self._saver.wake_agent, show, promoted=promoted
                     )
+                states.wait_for_exports(self.settings, self._saver.wake_agent)
             self._apply_retention()
         finally:
             close_session(self.settings, keep_slots=keep_slots)
@@ -506,6 +514,15 @@ class MemoryStorageWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_dcp_plans": DcpPlanTracker()}
+
+
+def _order(export: HuggingFaceExport | None) -> ExportOrder | None:
+    if export is None:
+        return None
+    if not isinstance(export, HuggingFaceExport):
+        raise ConfigError(f"export={export!r}: give a dcp_mem.HuggingFaceExport")
+    refuse_unusable(export.to, export.storage_options or {}, is_flushed_elsewhere=True)
+    return order_of(export)
 
 
 def _check_that_it_can_be_flushed(chosen: Settings) -> None:

@@ -33,6 +33,7 @@ _COMMANDS = {
     "flush": "Bring complete checkpoints in memory to storage, and wait for that.",
     "doctor": "Check this machine and the storage for what training needs.",
     "export": "Write a checkpoint out for other programs.",
+    "follow": "Run a command for each new checkpoint of a training run.",
 }
 """Commands and their short help, in the order of the help.
 

@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -338,10 +338,7 @@ def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
         "name": checkpoint.name,
         "save_id": checkpoint.save_id,
         "step": checkpoint.step,
-        "metrics": {
-            name: value if abs(value) < float("inf") else None
-            for name, value in checkpoint.metrics.items()
-        },
+        "metrics": finite(checkpoint.metrics),
         "created": checkpoint.created,
         "generation": checkpoint.generation,
         "count": checkpoint.count,
@@ -355,7 +352,19 @@ def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
         "problem": checkpoint.problem,
         "rejected": checkpoint.rejected,
         "is_foreign": checkpoint.is_foreign,
+        "export": checkpoint.export,
+        "exported_to": checkpoint.exported_to,
+        "export_error": checkpoint.export_error,
     }
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics as they are in JSON, which has no NaN and no infinity.
+
+    Args:
+        metrics: Numbers by name.
+    """
+    return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
 
 
 def _plain(value: Any) -> Any:

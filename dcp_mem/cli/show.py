@@ -94,6 +94,7 @@ def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: 
         ["size", f"{size(checkpoint.nbytes)} in {_count(len(inside.segments), 'segment')}"],
         ["copies", _moved(sent, reused, "")],
         ["upload", _moved(transfer.sent_nbytes, transfer.reused_nbytes, " on storage")],
+        ["export", _export(checkpoint)],
         ["saved by", _savers(checkpoint, inside)],
         ["catalog", inside.catalog],
     ]
@@ -102,6 +103,16 @@ def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: 
             screen.line(Text.assemble((f"{name:<10}", "dim"), value))
     _show_items(screen, inside, most)
     _show_files(screen, inside, most)
+
+
+def _export(checkpoint: CheckpointStatus) -> Text | str:
+    """Return where a checkpoint is exported to, or how far that is; "" where it isn't chosen."""
+    if checkpoint.export is None:
+        return ""
+    if checkpoint.exported_to:
+        return checkpoint.exported_to
+    why = f": {shown(checkpoint.export_error)}" if checkpoint.export_error else ""
+    return Text(f"{checkpoint.export}{why}", "red" if why else "")
 
 
 def _moved(sent_nbytes: int, reused_nbytes: int, where: str) -> str:

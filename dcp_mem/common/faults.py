@@ -48,6 +48,9 @@ POINTS = (
     "flush.commit",  # just before the put of .metadata
     "flush.committed",  # just after it, before that is recorded in memory
     "flush.recorded",
+    "export.shard",  # one shard of an export is whole
+    "export.shards",  # all are, and there is no index
+    "export.shown",  # the export is there, and the agent doesn't know it
     "recover.surveyed",  # every rank knows what every node holds
     "recover.told",  # nodes that hold nothing of the checkpoint have its catalog
     "load.batch",  # one batch from other nodes or from storage is in the node's window

@@ -11,8 +11,10 @@ from mmap import mmap
 
 from dcp_mem.errors import MemoryBudgetExceeded
 
-_renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate
 
 
 def write_atomically(
@@ -75,7 +77,9 @@ def swap_names(one: str, other: str) -> None:
     Raises:
         OSError: The names couldn't be swapped; FileNotFoundError where one of them is missing.
     """
-    if _renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+    if _libc.renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    ):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), one)
 
@@ -111,6 +115,20 @@ def remove(path: str) -> None:
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+
+
+def give_back_memory(descriptor: int) -> None:
+    """Give the memory of a tmpfs file without a name back, whoever has it open or mapped as well.
+
+    Else it stays until the last of them has closed it. What still looks at the bytes finds zeros.
+    Nothing happens to a file that has a name, or where the file system can't do this.
+
+    Args:
+        descriptor: Of the file, open for writing.
+    """
+    facts = os.fstat(descriptor)
+    if facts.st_nlink == 0 and facts.st_size:
+        _libc.fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, 0, facts.st_size)
 
 
 def remove_directory_if_empty(path: str) -> None:

@@ -43,6 +43,19 @@ class Outcome(str, Enum):
     __str__ = str.__str__
 
 
+class ExportState(str, Enum):
+    """A state in the life of one checkpoint's export, as files spell it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    EXPORTED = "exported"
+    FAILED = "failed"  # is tried again
+    GIVEN_UP = "given up"  # failed too often
+    SKIPPED = "skipped"  # the checkpoint is gone, or nobody knows whether its turn has come
+
+    __str__ = str.__str__
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """One rank's file of one checkpoint.
@@ -173,6 +186,10 @@ class CheckpointStatus:
         run: Token of the run.
         stored_at: When storage got its `.metadata`, in seconds since the epoch by the storage's
             clock; 0.0 if unknown.
+        export: How far this node's export of it is; None where `export=` doesn't choose it, or
+            another node exports it.
+        exported_to: The directory that the export has made; "" for none.
+        export_error: Why the last attempt at the export failed, or why there is none.
     """
 
     name: str
@@ -208,6 +225,9 @@ class CheckpointStatus:
     count: int = 0
     run: str = ""
     stored_at: float = 0.0
+    export: ExportState | None = None
+    exported_to: str = ""
+    export_error: str = ""
 
     @property
     def is_durable(self) -> bool:

@@ -30,7 +30,7 @@ _LINGER = 5.0
 """Seconds that the agent goes on with nothing to do."""
 _LOOK = 1.0
 """Longest time between two looks at the memory root, in seconds."""
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 16 << 20
 """Longest registration."""
 
 

@@ -22,9 +22,11 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from dcp_mem.common import faults
@@ -303,9 +305,12 @@ def commit(job: FlushJob) -> bytes:
     catalog = catalog_of(job.checkpoint)
     file = names.catalog_file(manifest.catalog)
     job.storage.put(job.key(file), read_bytes(os.path.join(job.checkpoint.directory, file)))
-    job.storage.put(job.key(names.stored_manifest(manifest.save_id)), manifest.to_json())
-    faults.point("flush.manifest")
     metadata = template_of(catalog).render(manifest.save_id, manifest.tails, manifest.name)
+    stored = replace(
+        manifest, metadata_md5=hashlib.md5(metadata, usedforsecurity=False).hexdigest()
+    )
+    job.storage.put(job.key(names.stored_manifest(manifest.save_id)), stored.to_json())
+    faults.point("flush.manifest")
     key = job.key(names.metadata_file(manifest.scope))
     # In this order: what another run commits after the first line lets the put fail, and what it
     # has committed before lets the check fail.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dcp_mem.common import faults
@@ -12,6 +13,7 @@ from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError, StorageUnavailable
 from dcp_mem.flushing.commit import Evicted, NotYet, Superseded, flush
 from dcp_mem.flushing.destination import Destination
+from dcp_mem.flushing.exports import JobExports
 from dcp_mem.flushing.parts import FlushJob, drop_part
 from dcp_mem.flushing.progress import FlushAttempt, add_to_stored_history
 from dcp_mem.flushing.queue import FlushQueue
@@ -76,10 +78,18 @@ class JobFlusher:
     Args:
         root: The memory root.
         registration: How the job's checkpoints are flushed.
+        before_flush: Called before each flush.
     """
 
-    def __init__(self, root: str, registration: Registration) -> None:
+    def __init__(
+        self,
+        root: str,
+        registration: Registration,
+        before_flush: Callable[[], None] = lambda: None,
+    ) -> None:
         self.queue = FlushQueue(root, registration.job)
+        self.exports = JobExports(root, registration.job)
+        self._before_flush = before_flush
         self.last_turn = 0.0
         self._registration = registration
         self._destination = Destination(self.queue.is_live)
@@ -96,12 +106,24 @@ class JobFlusher:
         known = self._registration
         if registration.nodes is None:
             registration = replace(registration, nodes=known.nodes)
+        if not registration.run and registration.export is None:
+            registration = replace(registration, export=known.export)
         self._registration = registration
         self.queue.admit(registration.run)
         self._claim = self._claim or _Claim()
         is_same = registration.has_same_destination(known) and registration.nodes == known.nodes
         if registration.now or not is_same:
             self.queue.retry()
+
+    @property
+    def registration(self) -> Registration:
+        """How the job's checkpoints are flushed, and exported, just now."""
+        return self._registration
+
+    @property
+    def exports_due(self) -> list[float]:
+        """When exports are due that are still to be made; empty where the job exports nothing."""
+        return [] if self._registration.export is None else self.exports.due_times()
 
     def due_times(self) -> list[float]:
         """Return when a checkpoint or a claim is due."""
@@ -125,6 +147,7 @@ class JobFlusher:
         if checkpoint is None:
             return False
         self.last_turn = time.monotonic()
+        self._before_flush()
         try:
             self._flush(checkpoint)
         except Exception:
@@ -134,6 +157,41 @@ class JobFlusher:
         return True
 
     # -- beside the flushes -----------------------------------------------------------------------
+
+    def look_for_exports(self) -> None:
+        """Choose from checkpoints that stay in memory what is exported, if the job wants that.
+
+        What goes to storage is looked at as it becomes durable.
+        """
+        order = self._registration.export
+        if order is None or not order.of_complete:
+            return
+        try:
+            for one in reversed(self.queue.in_memory()):
+                if not one.manifest.persist and not one.rejected and self._has_all(one):
+                    self.exports.look_at(order, one.manifest)
+        except Exception:  # a defect, or memory that has vanished: flushes go on all the same
+            log.exception("no exports are chosen for %s", self.queue.job)
+
+    def _has_all(self, one: LocalCheckpoint) -> bool:
+        """Return whether this node is to export a checkpoint, and has all of it."""
+        manifest = one.manifest
+        is_ours = manifest.committer == self.queue.memory().node and not manifest.scope
+        here = set(one.segment_files()) if is_ours else set()
+        return is_ours and all(segment.file in here for segment in manifest.segments)
+
+    def _look_at_committed(self, turn: _Turn) -> None:
+        """Choose a checkpoint that this node has just committed, if it is to be exported.
+
+        Before it is recorded as durable: whoever waits for exports then sees this one.
+        """
+        order, manifest = self._registration.export, turn.checkpoint.manifest
+        if order is None or manifest.scope:
+            return
+        try:
+            self.exports.look_at(order, turn.memory.raised(manifest))
+        except Exception:  # the checkpoint is durable, whatever this may be
+            log.exception("%s isn't exported", manifest.name)
 
     def _claim_generation(self, claim: _Claim) -> None:
         """Claim a generation for a run that has just begun, before its first checkpoint is flushed.
@@ -213,6 +271,8 @@ class JobFlusher:
             self._destination.forget_storage()
             self._fail(turn, error)
             return
+        if has_committed:
+            self._look_at_committed(turn)
         self.queue.record(memory, checkpoint, record)
         faults.point("flush.recorded")
         self.queue.end(checkpoint)

@@ -58,8 +58,9 @@ class FlushLoop:
         """Flush whatever is due, and wait in between.
 
         1. Flush one checkpoint, if one is due, and begin again.
-        2. Otherwise end, if there has been nothing to do for long enough.
-        3. Otherwise wait until a checkpoint is due, or a job is registered.
+        2. Otherwise let an export go on, or begin one; it runs beside this loop.
+        3. End, if there has been nothing to do for long enough.
+        4. Otherwise wait until a checkpoint is due, or a job is registered.
 
         Args:
             may_go_on: Asked before each round; the loop ends where it says no.
@@ -69,6 +70,7 @@ class FlushLoop:
         try:
             self._run(may_go_on, linger_seconds, look_seconds)
         finally:
+            self._scheduler.stop()
             self._checksums.stop()
 
     def _run(
@@ -80,6 +82,7 @@ class FlushLoop:
             if self._scheduler.flush_next():
                 idle_since = time.monotonic()
                 continue
+            self._scheduler.export_next()
             if linger_seconds is not None:
                 if self._scheduler.is_needed() or self._checksums.is_busy:
                     idle_since = time.monotonic()

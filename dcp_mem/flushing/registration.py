@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dcp_mem.config import Settings
+from dcp_mem.config import ExportOrder, Settings
 from dcp_mem.policy.retention import Retention
 
 _CREDENTIAL_PREFIXES = (
@@ -53,6 +53,7 @@ class Registration:
         on_nonfinite: As in `Settings`.
         reuse_stored: As in `Settings`.
         run: Token of the run that registers; "": the registration holds for all runs' checkpoints.
+        export: As in `Settings`. A registration without a run leaves it as it was.
     """
 
     job: str
@@ -68,6 +69,7 @@ class Registration:
     on_nonfinite: str = "ignore"
     reuse_stored: bool = True
     run: str = ""
+    export: ExportOrder | None = None
 
     def has_same_destination(self, other: Registration) -> bool:
         """Return whether both reach the same storage in the same way.
@@ -89,6 +91,7 @@ class Registration:
             on_nonfinite="ignore",
             reuse_stored=True,
             run="",
+            export=None,
         )
 
 
@@ -122,6 +125,7 @@ def registration_of(
         on_nonfinite=settings.on_nonfinite,
         reuse_stored=settings.reuse_stored,
         run=run,
+        export=settings.export,
     )
 
 

@@ -52,6 +52,8 @@ class Manifest:
             an older dcp_mem saved it.
         count: Of the save, within the generation.
         run: Token of the run that saved it.
+        metadata_md5: On storage: of the `.metadata` that commits it, in hexadecimal digits. A
+            listing that shows it proves the commit without a read.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Manifest:
     generation: int = 0
     count: int = 0
     run: str = ""
+    metadata_md5: str = ""
 
     @property
     def number(self) -> SaveNumber:
@@ -144,7 +147,7 @@ class Manifest:
 def _refuse_odd_fields(manifest: Manifest) -> None:
     """Raise ValueError where a field holds what no manifest has."""
     texts = (manifest.name, manifest.save_id, manifest.scope, manifest.job, manifest.committer)
-    if {type(one) for one in (*texts, manifest.catalog)} != {str}:
+    if {type(one) for one in (*texts, manifest.catalog, manifest.metadata_md5)} != {str}:
         raise ValueError("a name that is no text")
     if any("/" in one for one in (*texts, *manifest.segments.node)):
         raise ValueError("a name with a slash")

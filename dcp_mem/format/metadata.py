@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -99,6 +100,8 @@ for _one in fields(Metadata):
 def read_metadata(data: bytes) -> Metadata:
     """Unpickle a `.metadata`, admitting only what DCP metadata is made of.
 
+    Megatron-LM keeps the ranks' plans with it, so the parts of save plans are admitted as well.
+
     Args:
         data: The content of a `.metadata` file.
 
@@ -132,7 +135,7 @@ def _mutable() -> list[Any]:
     """
     classes = [thing for thing in _MetadataUnpickler.ADMITTED.values() if isinstance(thing, type)]
     ours = [kind for kind in classes if kind.__module__.startswith("torch.distributed.")]
-    return [*ours, *dcp_metadata._MEM_FORMAT_ENCODING]
+    return [*ours, *dcp_metadata._MEM_FORMAT_ENCODING, *dcp_planner.WriteItemType]
 
 
 def _restore(thing: Any, attributes: Mapping[str, Any]) -> bool:
@@ -195,6 +198,14 @@ def _admitted() -> Mapping[tuple[str, str], Any]:
     admitted: dict[tuple[str, str], Any] = {
         (module, name): getattr(dcp_metadata, name) for name in names
     }
+    parts_of_plans = [
+        dcp_planner.SavePlan,
+        dcp_planner.WriteItem,
+        dcp_planner.WriteItemType,
+        dcp_planner.TensorWriteData,
+        dcp_planner.BytesIOWriteData,
+    ]
+    admitted |= {(dcp_planner.__name__, part.__name__): part for part in parts_of_plans}
     admitted |= {
         ("torch", "Size"): torch.Size,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,

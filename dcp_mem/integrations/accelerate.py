@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_mem.errors import ConfigError
 from dcp_mem.manager import CheckpointManager, Saved
+from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.train_state import TrainState, has_tensors, rng_state, set_rng_state
 
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
@@ -29,6 +30,8 @@ class AcceleratorCheckpoints:
         accelerator: Has prepared model, optimizers, schedulers and dataloaders before the first
             save or restore, as usual: DDP, FSDP2 or a single process.
         path: As in `CheckpointManager`.
+        frozen: As in `CheckpointManager`; True for all parameters that don't train, as the base
+            below adapters of peft.
         **options: Further arguments of `CheckpointManager`, which is the attribute `manager`.
 
     Raises:
@@ -41,10 +44,14 @@ class AcceleratorCheckpoints:
         accelerator: Accelerator,
         path: str | os.PathLike[str] | None = None,
         /,
+        *,
+        frozen: TensorChoice | bool | None = None,
         **options: Any,
     ) -> None:
         refuse_engines(accelerator)
-        self.manager = CheckpointManager(path, **options)
+        self._untrained = Untrained()
+        frozen = self._untrained.instead_of(frozen)
+        self.manager = CheckpointManager(path, frozen=frozen, **options)
         self._accelerator = accelerator
         self._random_numbers: dict[str, Any] | None = None
 
@@ -58,7 +65,7 @@ class AcceleratorCheckpoints:
             metrics: Figures by name to keep with the checkpoint; None for none.
             force_persist: Whether the checkpoint goes to storage whatever the policy says.
         """
-        state = {"app": _app(self._accelerator)}
+        state = {"app": self._untrained.noted(_app(self._accelerator))}
         return self.manager.save(step, state, metrics=metrics, force_persist=force_persist)
 
     def restore(self, step: int | None = None, *, weights_only: bool = True) -> int | None:
@@ -125,6 +132,35 @@ class AcceleratorCheckpoints:
         traceback: TracebackType | None,
     ) -> None:
         self.close(flush=kind is None)
+
+
+class Untrained:
+    """What `frozen=True` declares: parameters that don't train, as the last state has them."""
+
+    def __init__(self) -> None:
+        self._state: TrainState | None = None
+
+    def noted(self, state: TrainState) -> TrainState:
+        """Go by this state from now on, and return it.
+
+        Args:
+            state: That is about to be saved.
+        """
+        self._state = state
+        return state
+
+    def instead_of(self, frozen: TensorChoice | bool | None) -> TensorChoice | None:
+        """Return what a manager is told to take for frozen.
+
+        Args:
+            frozen: As the caller gave it; True for all parameters that don't train.
+        """
+        if isinstance(frozen, bool):
+            return self if frozen else None
+        return frozen
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> bool:
+        return self._state is not None and self._state.is_frozen(name, tensor)
 
 
 def refuse_engines(accelerator: Accelerator) -> None:

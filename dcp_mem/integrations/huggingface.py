@@ -19,8 +19,14 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import CheckpointNotFound, ConfigError
-from dcp_mem.integrations.accelerate import bare_model, bare_optimizer, refuse_engines
+from dcp_mem.integrations.accelerate import (
+    Untrained,
+    bare_model,
+    bare_optimizer,
+    refuse_engines,
+)
 from dcp_mem.manager import CheckpointManager, Saved
+from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_last
 from dcp_mem.train_state import TrainState, rng_state, set_rng_state
 
@@ -49,6 +55,8 @@ class TrainerCheckpoints:
         trainer: A `transformers.Trainer` or a subclass: DDP, FSDP2 or a single process. Its
             arguments say when to save, as before (save_strategy, save_steps).
         path: As in `CheckpointManager`.
+        frozen: As in `CheckpointManager`; True for all parameters that don't train, as the base
+            below adapters of peft.
         **options: Further arguments of `CheckpointManager`, which is the attribute `manager`. By
             default storage keeps save_total_limit checkpoints, and with load_best_model_at_end both
             memory and storage keep the best one.
@@ -63,10 +71,15 @@ class TrainerCheckpoints:
         trainer: transformers.Trainer,
         path: str | os.PathLike[str] | None = None,
         /,
+        *,
+        frozen: TensorChoice | bool | None = None,
         **options: Any,
     ) -> None:
         _check(trainer)
-        self.manager = CheckpointManager(path, **{**_retention(trainer.args), **options})
+        self._untrained = Untrained()
+        frozen = self._untrained.instead_of(frozen)
+        chosen = {**_retention(trainer.args), **options}
+        self.manager = CheckpointManager(path, frozen=frozen, **chosen)
         self.last_saved: Saved | None = None
         self._trainer: Any = trainer
         self._stock = {name: getattr(trainer, name) for name in _TAKEN_OVER}
@@ -169,7 +182,10 @@ class TrainerCheckpoints:
         state.best_model_checkpoint = self._best(state.best_global_step)
         self.last_saved = self.manager.save(
             state.global_step,
-            {"app": self._app(), "trainer": json.dumps(dataclasses.asdict(state))},
+            {
+                "app": self._untrained.noted(self._app()),
+                "trainer": json.dumps(dataclasses.asdict(state)),
+            },
             metrics=_figures(state),
             force_persist=state.best_model_checkpoint is not None
             and state.best_global_step == state.global_step,

@@ -132,7 +132,13 @@ def _read_together(
     with collector_paused():
         read = attempt(
             lambda: read_items(
-                opened, plan, planner, group, verify=request.verify, troubles=troubles
+                opened,
+                plan,
+                planner,
+                group,
+                verify=request.verify,
+                weights_only=request.weights_only,
+                troubles=troubles,
             )
         )
     text, damaged = _failure_text(read.error), _damaged_in_memory(load, opened, read.error)

@@ -24,6 +24,7 @@ class LoadAttempt:
 
     Args:
         request: What was asked for.
+        storage_survey: Asks storage; None: a new one, which asks once.
 
     Attributes:
         request: What was asked for.
@@ -31,14 +32,16 @@ class LoadAttempt:
         memory: What this node's memory has of the job. A rebuild gives one to a node without.
         storage_survey: Asks storage, and remembers whether it is silent.
         reasons: Why candidates were passed over.
+        tried: The candidates so far, in the order in which they were tried.
     """
 
-    def __init__(self, request: LoadRequest) -> None:
+    def __init__(self, request: LoadRequest, storage_survey: StorageSurvey | None = None) -> None:
         self.request = request
         self.search = Search(request.wanted, names.COLLECTIVE)
         self.memory: JobMemory | None = request.places.memory
-        self.storage_survey = StorageSurvey(request.places.storage)
+        self.storage_survey = storage_survey or StorageSurvey(request.places.storage)
         self.reasons: list[str] = []
+        self.tried: list[ElectedCheckpoint] = []
         self._candidates: tuple[ElectedCheckpoint, ...] = ()
         self._tried = 0
         self._damaged: set[tuple[str, int]] = set()  # (save id, rank), in this node's memory
@@ -75,7 +78,7 @@ class LoadAttempt:
             plan: What the ranks have elected.
         """
         self.reasons = list(dict.fromkeys([*self.reasons, *plan.reasons]))
-        self._candidates, self._tried = plan.choices, 0
+        self._candidates, self._tried = self._eligible(plan), 0
 
     def adopt_again(self, plan: RecoveryPlan) -> None:
         """Try the candidates of this plan, without those passed over before the last one.
@@ -84,15 +87,20 @@ class LoadAttempt:
             plan: What the ranks have elected since.
         """
         passed_over = {_identity(choice) for choice in self._candidates[: self._tried - 1]}
-        left = [choice for choice in plan.choices if _identity(choice) not in passed_over]
+        left = [choice for choice in self._eligible(plan) if _identity(choice) not in passed_over]
         self._candidates, self._tried = tuple(left), 0
+
+    def _eligible(self, plan: RecoveryPlan) -> tuple[ElectedCheckpoint, ...]:
+        eligible = self.request.eligible
+        return plan.choices if eligible is None else tuple(eligible(plan.choices))
 
     def next_candidate(self) -> ElectedCheckpoint | None:
         """Return the next candidate to try; None where there are no more."""
         if self._tried == len(self._candidates):
             return None
         self._tried += 1
-        return self._candidates[self._tried - 1]
+        self.tried.append(self._candidates[self._tried - 1])
+        return self.tried[-1]
 
     def contradiction(self) -> str:
         """Return how steps contradict the choice of the last candidate; "" where they don't."""

@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,16 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from dcp_mem.errors import DcpMemError, SegmentCorrupt, SizeRefused
+from dcp_mem.errors import DcpMemError, SegmentCorrupt, SizeRefused, UntrustedObject
 from dcp_mem.format.checksums import BLOCK
-from dcp_mem.format.saved_streams import is_whole
+from dcp_mem.format.saved_streams import is_whole, why_refused
 from dcp_mem.format.sizes import refuse_packed_stream
 from dcp_mem.loading.payloads import TableIndex, hull, strides
 from dcp_mem.memory.copying import Move, copy
 from dcp_mem.memory.views import view_of
-from dcp_mem.planning.plain_tensors import is_plain
+from dcp_mem.planning.plain_tensors import PLAIN, is_plain
 from dcp_mem.planning.reads import ItemRead
+from dcp_mem.planning.wrapper_tensors import class_name, copy_values, detached, naming
 
 _MOST_NAMES = 8
 _MOST_UNPACKED_BYTES, _MOST_RATIO = 64 << 20, 100
@@ -52,6 +54,7 @@ class PendingItem:
         index: TableIndex | None,
         *,
         by_blocks: bool,
+        weights_only: bool,
         corrupt: Callable[[str], SegmentCorrupt],
     ) -> None:
         """Find out which bytes the item needs, and whether they go directly into its tensor.
@@ -61,12 +64,14 @@ class PendingItem:
             planner: Resolves the tensor, and is given the values.
             index: The segment's table; None for one that torch's own writer made.
             by_blocks: Whether bytes are checked, by whole blocks.
+            weights_only: Whether a tensor that was pickled whole is unpickled with restrictions.
             corrupt: Makes an error of what is wrong with the segment.
 
         Raises:
             DcpMemError: The planner's tensor has another shape than it asked for.
         """
         self.item, self._planner, self._corrupt = item, planner, corrupt
+        self._weights_only = weights_only
         self._payload = index.payload(item) if index is not None else None
         self._hull = hull(self._payload, item.request) if self._payload is not None else None
         self.start, self.stop = _extent(item, self._hull, by_blocks=by_blocks)
@@ -83,11 +88,19 @@ class PendingItem:
         request = self.item.request
         if high - low != math.prod(request.lengths) * dtype.itemsize:
             return
-        target = self._planner.resolve_tensor(request).detach()
+        target = self._target_of(request)
         _check_shape(request, target)
         if target.dtype is dtype and is_plain(target):
             self._target, self._address = target, target.data_ptr()
             self._low, self._high = low, high
+
+    def _target_of(self, request: ReadItem) -> torch.Tensor:
+        with torch.no_grad():  # Of a DTensor, its local tensor itself, not a view of it.
+            target = self._planner.resolve_tensor(request)
+        if target.layout is not torch.strided:
+            return target  # Values copied into a detached sparse tensor would not reach the tensor.
+        with naming(request.dest_index.fqn):
+            return detached(target)
 
     @property
     def is_direct(self) -> bool:
@@ -167,6 +180,7 @@ class PendingItem:
 
         Raises:
             SegmentCorrupt: The bytes are no values.
+            UntrustedObject: A tensor's class isn't one that `weights_only` admits.
             Exception: What the planner raises of values that are whole.
         """
         with _delivering:
@@ -184,13 +198,11 @@ class PendingItem:
             with self._damage_told(stream):
                 self._planner.load_bytes(request, io.BytesIO(stream))
             return
-        target = self._planner.resolve_tensor(request)
-        if target.layout is torch.strided:
-            # Values copied into a detached sparse tensor would not reach the tensor itself.
-            target = target.detach()
+        target = self._target_of(request)
         _check_shape(request, target)
-        with torch.no_grad():
-            target.copy_(self._values(data))
+        values = self._values(data)
+        with torch.no_grad(), naming(request.storage_index.fqn):
+            copy_values(target, values)
         self._planner.commit_tensor(request, target)
 
     def _values(self, data: memoryview) -> torch.Tensor:
@@ -198,13 +210,40 @@ class PendingItem:
         if payload is None or self._hull is None:
             stream = self._plain_stream(data)
             with self._damage_told(stream):
-                whole = torch.load(io.BytesIO(stream), map_location="cpu", weights_only=True)
-            return _narrowed(whole, request.storage_offsets, request.lengths)
+                whole = self._unpickled(stream)
+            return self._part_of(whole)
         low, high = self._hull
         if low == high:
             return torch.empty(request.lengths, dtype=payload.dtype)
         values = torch.frombuffer(data[low - self.start : high - self.start], dtype=payload.dtype)
         return values.as_strided(request.lengths, strides(payload.shape))
+
+    def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        request = self.item.request
+        try:
+            return _narrowed(whole, request.storage_offsets, request.lengths)
+        except Exception as error:
+            if type(whole) in PLAIN:
+                raise
+            why = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+            raise DcpMemError(
+                f"{request.storage_index.fqn} was saved as {class_name(whole)}, no part of which "
+                f"can be taken ({why}): load it sharded as it was saved"
+            ) from error
+
+    def _unpickled(self, stream: bytes) -> torch.Tensor:
+        """Return a tensor that was pickled whole: a subclass, or one without a plain layout."""
+        restricted = self._weights_only
+        try:
+            whole = torch.load(io.BytesIO(stream), map_location="cpu", weights_only=restricted)
+        except UnpicklingError as error:
+            if not restricted or not is_whole(stream):
+                raise
+            name = self.item.request.storage_index.fqn
+            raise UntrustedObject(name, why_refused(error)) from None
+        if not isinstance(whole, torch.Tensor):
+            raise UnpicklingError(f"a {type(whole).__name__} in place of a tensor")
+        return whole
 
     def _plain_stream(self, data: memoryview) -> bytes:
         """Return the item's stream, with DCP's transforms undone. Raises SizeRefused as well."""

@@ -33,6 +33,7 @@ def read_items(
     group: LoadGroup,
     *,
     verify: bool,
+    weights_only: bool,
     troubles: list[str],
 ) -> Counter[str]:
     """Read every item of the plan, from the nearest source that has it whole.
@@ -46,6 +47,7 @@ def read_items(
         planner: Resolves tensors, and is given the bytes.
         group: The ranks that load together.
         verify: Hold bytes against checksums.
+        weights_only: Unpickle tensors that were pickled whole with `torch.load`'s restrictions.
         troubles: Is given what was wrong with a source, where another one had the bytes whole.
 
     Returns:
@@ -53,8 +55,16 @@ def read_items(
 
     Raises:
         SegmentCorrupt: No source has an item whole.
+        UntrustedObject: An item holds more than `weights_only` admits.
     """
-    reading = _Reading(opened=opened, plan=plan, planner=planner, verify=verify, troubles=troubles)
+    reading = _Reading(
+        opened=opened,
+        plan=plan,
+        planner=planner,
+        verify=verify,
+        weights_only=weights_only,
+        troubles=troubles,
+    )
     if opened.choice.holders:
         return _read_from_all_nodes(reading, group)
     if not opened.choice.memory:
@@ -73,6 +83,7 @@ class _Reading:
     plan: LoadPlan | Reads
     planner: LoadPlanner
     verify: bool
+    weights_only: bool
     troubles: list[str]
 
     def go_on(self, error: Exception, further: Source) -> None:
@@ -259,6 +270,7 @@ def _prepared(
             reading.planner,
             fetcher.table(item.file),
             by_blocks=fetcher.checks(item.file),
+            weights_only=reading.weights_only,
             corrupt=partial(SegmentCorrupt, name, names.rank_of(item.file), source.label),
         )
         for item in items

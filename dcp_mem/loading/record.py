@@ -5,9 +5,9 @@ Nothing of this can fail a load.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
-from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -20,7 +20,7 @@ from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveri
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.report import RecoveryReport
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.recoveries import add_recovery
+from dcp_mem.memory.recoveries import add_recovery, recoveries_in
 from dcp_mem.storage import Storage
 
 _MOST_LINES = 1_000
@@ -59,16 +59,15 @@ def leave_record(record: RecoveryRecord, memory: JobMemory | None, storage: Stor
         memory: What this node's memory has of the job.
         storage: The job's; None also where it was silent.
     """
-    known: Sequence[RecoveryRecord] = [record]
     if memory is not None:
         try:
-            known = add_recovery(memory, record)
+            add_recovery(memory, record)
         except (OSError, DcpMemError) as error:
             log.warning(
                 "that %s was loaded can't be written down in memory: %s", record.name, error
             )
     if storage is not None:
-        daemon(lambda: _put(storage, record.name, known)).join(_STORAGE_TIMEOUT)
+        daemon(lambda: _put(storage, record, memory)).join(_STORAGE_TIMEOUT)
 
 
 def recoveries_on(storage: Storage) -> list[RecoveryRecord]:
@@ -87,12 +86,15 @@ def recoveries_on(storage: Storage) -> list[RecoveryRecord]:
         return []
 
 
-def _put(storage: Storage, name: str, known: Sequence[RecoveryRecord]) -> None:
-    """Add records to those on storage; also earlier ones, which it may not have taken then."""
+def _put(storage: Storage, record: RecoveryRecord, memory: JobMemory | None) -> None:
+    """Add a record to those on storage; also earlier ones, which it may not have taken then."""
+    name, earlier = record.name, list[RecoveryRecord]()
+    if memory is not None:
+        with contextlib.suppress(OSError):  # it was said, when the record was to go there
+            earlier = recoveries_in(memory)
     try:
-        storage.put(
-            RECOVERIES, to_lines(merge_recoveries(recoveries_on(storage), known, most=_MOST_LINES))
-        )
+        known = merge_recoveries(recoveries_on(storage), earlier, [record], most=_MOST_LINES)
+        storage.put(RECOVERIES, to_lines(known))
     except StorageRefused as error:  # a job that only reads may not be allowed to
         log.info("that %s was loaded isn't written down in %s: %s", name, storage.url, error)
     except Exception as error:  # the checkpoint is loaded, whatever this may be

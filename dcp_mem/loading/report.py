@@ -30,6 +30,7 @@ class RecoveryReport:
         step: Training step of the checkpoint; None where the writer wasn't told.
         sources: Bytes that ranks took, by "memory", "peers" and "storage". What several ranks need
             counts for each.
+        metrics: The figures given with the save.
     """
 
     checkpoint_id: str
@@ -39,6 +40,7 @@ class RecoveryReport:
     seconds: float
     step: int | None = None
     sources: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +72,7 @@ def report_together(
         seconds=time.monotonic() - load.request.started,
         step=opened.description.step,
         sources=sources,
+        metrics=opened.description.metrics,
     )
     return report, recorder if recorder < load.ranks.size else 0
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
 from dcp_mem.config import Settings
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.storage import Storage
+
+Eligible = Callable[[Sequence[ElectedCheckpoint]], Sequence[ElectedCheckpoint]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class LoadRequest:
         verify: Whether bytes from storage, and copied ones in memory, are held against checksums.
         across_nodes: Whether nodes send each other what they have fetched from storage.
         leaves_record: Whether `recoveries.jsonl` gets a line.
+        weights_only: Whether tensors that were pickled whole are unpickled with restrictions.
+        eligible: Returns those of the candidates that will do, in their order; None: all do.
     """
 
     settings: Settings
@@ -57,3 +63,5 @@ class LoadRequest:
     verify: bool
     across_nodes: bool
     leaves_record: bool
+    weights_only: bool = True
+    eligible: Eligible | None = None

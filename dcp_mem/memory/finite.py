@@ -22,6 +22,7 @@ _BITS = {
     "torch.bfloat16": ("<u2", 0x7F80),
     "torch.float8_e5m2": ("u1", 0x7C),
     "torch.float8_e4m3fn": ("u1", 0x7F),
+    "torch.float8_e8m0fnu": ("u1", 0xFF),
 }
 """By dtype: how to look at the bytes, and the bits that are all set where a value isn't finite."""
 

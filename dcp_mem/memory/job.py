@@ -39,6 +39,7 @@ from dcp_mem.memory.checkpoint import (
     files_in,
     local_checkpoint,
 )
+from dcp_mem.memory.links import LinkedCheckpoint, drop_dead_links
 from dcp_mem.memory.locks import end_lease, in_turn, open_leased, try_lease
 from dcp_mem.memory.records import LocalHistory
 from dcp_mem.memory.recycling import drop_free_slots, remove_unlisted, retire
@@ -79,6 +80,7 @@ class JobMemory:
         self.node = node_id(root)
         self.directory = private_directory(os.path.join(root, job))
         self.slots = private_directory(os.path.join(self.directory, ".slots"))
+        self._links = os.path.join(self.directory, ".links")
         self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
         self._generations: tuple[tuple[int, ...], dict[str, int]] = (), {}
         self._history = LocalHistory(self.directory)
@@ -536,6 +538,26 @@ class JobMemory:
                     if names.PARITY.fullmatch(file) and file not in keep:
                         retire(checkpoint.segment_path(file), self.slots)
 
+    # -- for other programs -----------------------------------------------------------------------
+
+    def link(self, checkpoint: LocalCheckpoint, segments: Collection[str]) -> LinkedCheckpoint:
+        """Make a directory of links to a checkpoint's files; see `LinkedCheckpoint`.
+
+        Args:
+            checkpoint: In memory, or linked itself.
+            segments: Files to link; the caller holds leases on them.
+        """
+        return LinkedCheckpoint(self._links, checkpoint, segments)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether there are links to files here: they may keep memory of what has left."""
+        return bool(files_in(self._links))
+
+    def drop_dead_links(self) -> None:
+        """Remove links whose processes have ended without doing so: they would keep memory."""
+        drop_dead_links(self._links)
+
     # -- leaving memory ---------------------------------------------------------------------------
 
     def evict(
@@ -597,6 +619,7 @@ class JobMemory:
 
         A segment that a live process stages or holds is left alone.
         """
+        self.drop_dead_links()
         for directory in list(self._checkpoint_directories()):
             self.tidy(directory, show=True)
 

@@ -15,11 +15,11 @@ import struct
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
 from dcp_mem.common.files import read_bytes, write_atomically
-from dcp_mem.errors import JobInUse
+from dcp_mem.errors import DcpMemError, JobInUse
 
 _PROBE_SECONDS = 0.2
 """The longest time, in seconds, to hold a lease only to find out whether there is another one."""
@@ -198,16 +198,24 @@ class JobLock:
         fcntl.lockf(self._descriptor, fcntl.LOCK_SH)
         return True
 
-    def note_run(self, run: str) -> None:
-        """Write down which run saves here from now on; flushers go by it.
+    def note_run(self, run: str, url: str | None = None) -> None:
+        """Write down which run saves here from now on; flushers and followers go by it.
 
         Args:
             run: Token of the run, as its checkpoints have it.
+            url: The job's root on storage; None for a job without.
 
         Raises:
             OSError: It can't be written.
         """
-        write_atomically(self._owner_path, _owner(self._identity, run))
+        note = SavingRun(run, url or "")
+        write_atomically(self._owner_path, _owner(self._identity, note))
+
+    def note_end(self) -> None:
+        """Write down that the run has ended well, for followers; nothing where that can't be."""
+        note = replace(run_in(self._directory), has_ended=True)
+        with suppress(OSError, DcpMemError):
+            write_atomically(self._owner_path, _owner(self._identity, note))
 
     def close(self) -> None:
         """Give the lock back."""
@@ -235,16 +243,42 @@ def job_is_live(directory: str) -> bool:
         os.close(descriptor)
 
 
+@dataclass(frozen=True, slots=True)
+class SavingRun:
+    """The run that saves a job on this node, or did last.
+
+    Attributes:
+        token: As its checkpoints have it; "" before the first one.
+        url: The job's root on storage; "" for none, and where it isn't known.
+        has_ended: Whether a writer of the run has been closed, rather than killed.
+    """
+
+    token: str = ""
+    url: str = ""
+    has_ended: bool = False
+
+
+def run_in(directory: str) -> SavingRun:
+    """Return what is written down of the run that saves here.
+
+    Args:
+        directory: The job's.
+    """
+    try:
+        facts = json.loads(read_bytes(os.path.join(directory, _OWNER)))
+        url, has_ended = str(facts.get("url", "")), facts.get("ended") is True
+        return SavingRun(str(facts["saves"]), url, has_ended)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return SavingRun()
+
+
 def saving_run(directory: str) -> str:
     """Return the token of the run that saves here, or did last; "" before its first checkpoint.
 
     Args:
         directory: The job's.
     """
-    try:
-        return str(json.loads(read_bytes(os.path.join(directory, _OWNER)))["saves"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return run_in(directory).token
 
 
 def _holder(descriptor: int) -> int | None:
@@ -259,13 +293,16 @@ def new_token() -> str:
     return uuid.uuid4().hex
 
 
-def _owner(identity: RunIdentity, saving: str = "") -> bytes:
+def _owner(identity: RunIdentity, note: SavingRun | None = None) -> bytes:
+    note = note or SavingRun()
     facts = {
         "run": identity.run,
         "token": identity.token,
         "pid": os.getpid(),
         "host": os.uname().nodename,
-        "saves": saving,
+        "saves": note.token,
+        "url": note.url,
+        "ended": note.has_ended,
     }
     return json.dumps(facts).encode()
 

@@ -21,7 +21,6 @@ from dcp_mem.policy.slots import HUGE
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
-_REMOVE = 9  # MADV_REMOVE
 _STEP = 16 << 20
 _FIRST_STEP = 4 << 20
 _SLOW_COLLAPSE = 1e-3 / (1 << 20)
@@ -74,13 +73,6 @@ class Mapping:
                 return False
             self._populate(step)
         return True
-
-    def give_back(self) -> None:
-        """Give the file's memory back to the system, whoever has it open or mapped as well.
-
-        What still looks at the bytes finds zeros.
-        """
-        _madvise(self.address, self.nbytes, _REMOVE)
 
     def _populate(self, step: tuple[int, int]) -> None:
         offset, nbytes = step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 from dcp_mem.common import files
 from dcp_mem.common.values import RECOVERIES
@@ -26,23 +25,23 @@ def recoveries_in(memory: JobMemory) -> list[RecoveryRecord]:
         return []
 
 
-def add_recovery(memory: JobMemory, recovery: RecoveryRecord) -> Sequence[RecoveryRecord]:
-    """Add a record.
+def add_recovery(memory: JobMemory, recovery: RecoveryRecord) -> None:
+    """Add a record; others are kept as they are, unread, since every load waits for this.
 
     Args:
         memory: The job's.
         recovery: The oldest records make room for it.
 
-    Returns:
-        All records, this one included.
-
     Raises:
         OSError, MemoryBudgetExceeded: It can't be written.
     """
     with in_turn(memory.directory):
-        after = merge_recoveries(recoveries_in(memory), [recovery], most=_MOST_RECORDS)
-        files.write_atomically(_path(memory), to_lines(after))
-    return after
+        try:
+            before = files.read_bytes(_path(memory)).splitlines()
+        except FileNotFoundError:
+            before = []
+        kept = b"".join(line + b"\n" for line in before[1 - _MOST_RECORDS :])
+        files.write_atomically(_path(memory), kept + to_lines([recovery]))
 
 
 def _path(memory: JobMemory) -> str:

@@ -92,6 +92,7 @@ def _remove_unless_leased(path: str) -> None:
     try:
         if try_lease(descriptor, exclusive=True):
             files.remove(path)
+            files.give_back_memory(descriptor)
             end_lease(descriptor)
     finally:
         os.close(descriptor)

@@ -178,6 +178,15 @@ class Slot:
             self.capacity = min(self.capacity, wanted)
             os.ftruncate(self.descriptor, wanted)
 
+    @property
+    def is_populated(self) -> bool:
+        """Whether all of its pages are there; some are not where making it ready was broken off.
+
+        Such a slot counts as memory by its size, and would grow by its pages as well.
+        """
+        facts = os.fstat(self.descriptor)
+        return facts.st_blocks * 512 >= facts.st_size
+
     def set_aside(self, nbytes: int) -> None:
         """Have the file's size tell others that memory for `nbytes` will be taken.
 
@@ -193,6 +202,13 @@ class Slot:
         if nbytes < self.capacity:
             self.unmap()
             self.capacity, self.frames = nbytes, ""
+
+    def give_back(self) -> None:
+        """Give the memory of a slot without a name back, even where others have it open or mapped.
+
+        Checksums are made without a lease, and a forked child has copies of what its parent had.
+        """
+        files.give_back_memory(self.descriptor)
 
     def unmap(self) -> None:
         """Drop the mapping."""
@@ -322,11 +338,10 @@ class SlotPool:
                     left.remove(kept)
                     slot = self._open[kept.inode]
                     slot.see_truncation()
-                    slot.cut(need.nbytes)
+                    slot.cut(need.nbytes if slot.is_populated else 0)
                     self.share(slot)
             for one in filter(self._is_alone, left):
-                files.remove(os.path.join(self._directory, one.name))
-                self._forget(self._open[one.inode])
+                self._delete(self._open[one.inode], one.name)
 
     def free_count(self) -> int:
         """Return how many free slots this process could claim, by their leases alone."""
@@ -497,8 +512,7 @@ class SlotPool:
         with self._guard, in_turn(self._directory):
             for one in self._free():
                 if one.present > nbytes and self._is_alone(one):
-                    files.remove(os.path.join(self._directory, one.name))
-                    self._forget(self._open[one.inode])
+                    self._delete(self._open[one.inode], one.name)
 
     def settle(self) -> None:
         """Keep files and mappings for later use; nothing may be claimed, nor relied on, any more.
@@ -521,8 +535,9 @@ class SlotPool:
             for slot in list(self._open.values()):
                 name = self._name_of(slot.inode)
                 if name and not keep_free and try_lease(slot.descriptor, exclusive=True):
-                    files.remove(os.path.join(self._directory, name))
-                self._forget(slot)
+                    self._delete(slot, name)
+                else:
+                    self._forget(slot)
 
     def _claim_free(self, nbytes: int, frames: str) -> Slot | None:
         for one in preferred(SlotNeed(nbytes, frames), self._free()):
@@ -548,7 +563,21 @@ class SlotPool:
     def _is_alone(self, one: FreeSlot) -> bool:
         """Take the exclusive lease of a slot that this process has open, if nobody else has one."""
         slot = self._open.get(one.inode)
-        return slot is not None and try_lease(slot.descriptor, exclusive=True)
+        if slot is None or try_lease(slot.descriptor, exclusive=True):
+            return slot is not None
+        self.share(slot)  # a lease that can't be converted is lost
+        return False
+
+    def _is_claimable(self, slot: Slot) -> bool:
+        """Tell whether a claim could take a slot of this process's: nobody else reads it any more.
+
+        Who reads a segment while its checkpoint leaves memory holds a lease on the slot.
+        """
+        if not _is_idle(slot):
+            return False
+        is_alone = try_lease(slot.descriptor, exclusive=True)
+        self.share(slot)
+        return is_alone and self._open.get(slot.inode) is slot
 
     def _adopt(self, name: str, *, is_claimed: bool = True) -> Slot | None:
         path = os.path.join(self._directory, name)
@@ -600,7 +629,7 @@ class SlotPool:
                 if facts.st_nlink > 1:  # it is a segment, too
                     continue
                 own = self._open.get(facts.st_ino)
-                if _is_idle(own) if own is not None else _is_unleased(entry.path):
+                if self._is_claimable(own) if own is not None else _is_unleased(entry.path):
                     found.append(
                         FreeSlot(
                             name=entry.name,
@@ -622,6 +651,12 @@ class SlotPool:
     def _name_of(self, inode: int) -> str:
         with os.scandir(self._directory) as entries:
             return next((entry.name for entry in entries if entry.inode() == inode), "")
+
+    def _delete(self, slot: Slot, name: str) -> None:
+        """Delete a free slot that is this caller's alone, unless it is a segment as well."""
+        files.remove(os.path.join(self._directory, name))
+        slot.give_back()
+        self._forget(slot)
 
     def _forget(self, slot: Slot) -> None:
         with self._guard:

@@ -45,6 +45,26 @@ def put_stock_metadata(
     files.remove(temporary)  # a rename onto another name of the same file leaves both
 
 
+def lend_stock_metadata(directory: str, manifest: Manifest) -> None:
+    """Put `.metadata` beside links to all segments of a checkpoint, of whichever nodes they are.
+
+    Args:
+        directory: The links'; the caller's alone.
+        manifest: Of the checkpoint.
+
+    Raises:
+        FileNotFoundError, ManifestInvalid: The catalog is missing or damaged.
+        MemoryBudgetExceeded: Memory is full.
+    """
+    target = os.path.join(directory, names.metadata_file(manifest.scope))
+    try:
+        os.link(_own_path(directory, manifest), target)
+    except FileNotFoundError:  # it was about to be made, or the segments are of several nodes
+        template = template_of(read_catalog(directory, manifest.catalog))
+        metadata = template.render(manifest.save_id, manifest.tails, manifest.name)
+        files.write_atomically(target, metadata)
+
+
 def has_stock_metadata(directory: str, manifest: Manifest) -> bool:
     """Return whether the `.metadata` that lies in the directory is that of this checkpoint.
 

@@ -8,7 +8,6 @@ as needed: only what is on its way takes memory of the process.
 from __future__ import annotations
 
 import functools
-import json
 import mmap
 import operator
 import os
@@ -20,30 +19,36 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_mem.common.values import STORAGE, CheckpointStatus
 from dcp_mem.config import Settings, checkpoint_name, root_url
 from dcp_mem.errors import ConfigError, DcpMemError, SegmentCorrupt
+from dcp_mem.export import INDEX
 from dcp_mem.flushing.commit import Evicted, NotYet, flush
 from dcp_mem.flushing.parts import FlushJob
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable
-from dcp_mem.functional import load_or_raise_cause
 from dcp_mem.loading.sources.stored import StorageSource
 from dcp_mem.memory.root import node_id
 from dcp_mem.operations.contents import contents_of, local_checkpoint_of
-from dcp_mem.operations.safetensors_file import DTYPES, create_file, cut_into_shards, nbytes_of
+from dcp_mem.operations.modes import missing_directories, open_up
+from dcp_mem.operations.reading import Reading, open_reading
+from dcp_mem.operations.safetensors_file import (
+    DTYPES,
+    SHARD_NBYTES,
+    Shape,
+    create_file,
+    cut_into_shards,
+    index_json,
+    shard_file,
+)
 from dcp_mem.operations.streams import open_stream
 from dcp_mem.operations.verify import Observer
 from dcp_mem.planning.whole_checkpoint import blank_tensors, nested, paths_of
-from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.storage import Storage, part_count
 from dcp_mem.storage.routes import open_storage
-
-SHARD_NBYTES = 5_000_000_000
-"""Bytes of a safetensors file, as Hugging Face cuts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,43 +106,19 @@ def export_dcp(
     destination = open_storage(url, target_options)
     if any(entry.name == names.metadata_file(checkpoint.scope) for entry in destination.ls(name)):
         raise ConfigError(f"there is a checkpoint at {target} already: give another target")
-    missing = _missing_directories(url)
+    missing = missing_directories(url)
     if STORAGE in checkpoint.places and storage is not None:
         _copy(storage, checkpoint, destination, name, observer)
     else:
         _flush_to(settings, checkpoint, destination, name)
     if url.startswith("/"):
-        _open_up(missing, os.path.join(url, name))
+        open_up(missing, os.path.join(url, name))
     files = [
         (f"{name}/{entry.name}", entry.nbytes)
         for entry in destination.ls(name)
         if not entry.is_directory
     ]
     return Exported(target, tuple(file for file, _ in files), sum(nbytes for _, nbytes in files))
-
-
-def _missing_directories(path: str) -> list[str]:
-    """Return the directories that an export will make on the way to its target."""
-    found = []
-    while path.startswith("/") and not os.path.isdir(path):
-        found.append(path)
-        path = os.path.dirname(path)
-    return found
-
-
-def _open_up(directories: Sequence[str], top: str) -> None:
-    """Give what was written the modes that the umask asks for, as all other files get.
-
-    A job's own directory is private; an export is for others as well.
-    """
-    mask = os.umask(0o077)
-    os.umask(mask)
-    for directory in directories:
-        os.chmod(directory, 0o777 & ~mask)
-    for directory, _, files in os.walk(top):
-        for file in files:
-            os.chmod(os.path.join(directory, file), 0o666 & ~mask)
-        os.chmod(directory, 0o777 & ~mask)
 
 
 def _flush_to(
@@ -264,7 +245,7 @@ def export_torch(
         UntrustedObject: A byte item would run code, and `trust` is False.
     """
     os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
-    with _reading(settings, checkpoint) as reading, _new_file(target) as path:
+    with open_reading(settings, checkpoint.name) as reading, _new_file(target) as path:
         items: dict[str, Any] = {
             name: None for name, entry in reading.entries if not _is_tensor(entry)
         }
@@ -308,42 +289,41 @@ def export_safetensors(
     """
     if os.path.isdir(target) and os.listdir(target):
         raise ConfigError(f"{target} is not empty: give another directory")
-    with _reading(settings, checkpoint) as reading:
+    with open_reading(settings, checkpoint.name) as reading:
         tensors = _tensors_of(reading, checkpoint.name, prefix)
-        shards = list(cut_into_shards(tensors, shard_nbytes))
+        sizes = {name: shape.nbytes for name, shape in tensors.items()}
+        shards = list(cut_into_shards(sizes, shard_nbytes))
         os.makedirs(target, exist_ok=True)
-        files, index = [], dict[str, str]()
+        files, weight_map = [], dict[str, str]()
         for number, of_shard in enumerate(shards, 1):
-            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            file = shard_file("model", number, len(shards))
             with _new_file(os.path.join(target, file)) as path:
-                reading.load(
-                    create_file(path, {name: tensors[name] for name in of_shard}, prefix),
-                    trust=False,
-                )
-            index.update((name.removeprefix(prefix), file) for name in of_shard)
+                made = create_file(path, {name: tensors[name] for name in of_shard})
+                reading.load({prefix + name: tensor for name, tensor in made.items()})
+            weight_map.update(dict.fromkeys(of_shard, file))
             files.append(os.path.join(target, file))
-    total = sum(map(nbytes_of, tensors.values()))
-    listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
-    files.append(os.path.join(target, "model.safetensors.index.json"))
-    with _new_file(files[-1]) as path, open(path, "w") as stream:
-        json.dump(listing, stream, indent=2)
+    total = sum(sizes.values())
+    files.append(os.path.join(target, INDEX))
+    with _new_file(files[-1]) as path, open(path, "wb") as stream:
+        stream.write(index_json(weight_map, total))
     return Exported(target, tuple(files), total)
 
 
-def _tensors_of(
-    reading: _Reading, checkpoint: str, prefix: str
-) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors whose names begin with the prefix; raise where the format lacks one."""
+def _tensors_of(reading: Reading, checkpoint: str, prefix: str) -> dict[str, Shape]:
+    """Return the tensors whose names begin with the prefix, without it.
+
+    Raises ConfigError where the format lacks a dtype.
+    """
     tensors = {
-        name: entry
+        name.removeprefix(prefix): Shape(entry.properties.dtype, entry.size)
         for name, entry in reading.entries
         if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix) and name != prefix
     }
     if not tensors:
         raise ConfigError(f"{checkpoint} has no tensor whose name begins with {prefix!r}")
-    for name, entry in tensors.items():
-        if entry.properties.dtype not in DTYPES:
-            raise ConfigError(f"{name} is {entry.properties.dtype}, which safetensors don't have")
+    for name, shape in tensors.items():
+        if shape.dtype not in DTYPES:
+            raise ConfigError(f"{prefix}{name} is {shape.dtype}, which safetensors don't have")
     return tensors
 
 
@@ -396,39 +376,6 @@ def _if_present(name: str, streams: Sequence[str]) -> str | None:
 
 def _is_tensor(entry: object) -> bool:
     return isinstance(entry, TensorStorageMetadata)
-
-
-class _Reading:
-    """A checkpoint from which several state dicts are loaded."""
-
-    def __init__(self, reader: MemoryStorageReader, name: str) -> None:
-        self._reader, self._name = reader, name
-        reader.reset(name)
-        self.metadata: Metadata = reader.read_metadata()
-        self.entries = list(self.metadata.state_dict_metadata.items())
-
-    def load(self, state: dict[str, Any], *, trust: bool) -> None:
-        if state:
-            load_or_raise_cause(
-                state,
-                checkpoint_id=self._name,
-                storage_reader=self._reader,
-                no_dist=True,
-                weights_only=not trust,
-            )
-
-
-@contextmanager
-def _reading(settings: Settings, checkpoint: CheckpointStatus) -> Iterator[_Reading]:
-    reader = MemoryStorageReader(
-        settings.url,
-        memory_root=settings.memory_root,
-        job=settings.job,
-        storage_options=settings.storage_options,
-        record=False,
-    )
-    with reader:
-        yield _Reading(reader, checkpoint.name)
 
 
 @contextmanager

@@ -132,6 +132,7 @@ def evict(settings: Settings, name: str) -> tuple[int, str]:
     if memory is None:
         return 0, ""
     freed = 0
+    memory.drop_dead_links()
     for checkpoint in memory.find(name):
         nbytes = checkpoint.local_nbytes()
         if not memory.evict(checkpoint, "removed by hand"):
@@ -183,8 +184,10 @@ def _reclaim_one(root: str, name: str, *, force: bool, dry_run: bool) -> Reclaim
         for checkpoint in memory.checkpoints()
         if is_leased(checkpoint.manifest_path)
     ]
-    if reading:
-        return Reclaimed(name, nbytes, f"{', '.join(reading)} is being read or flushed")
+    memory.drop_dead_links()
+    if reading or memory.is_lent:
+        what = ", ".join(reading) or "a checkpoint"
+        return Reclaimed(name, nbytes, f"{what} is being read or flushed")
     if pending and not force:
         return Reclaimed(
             name, nbytes, f"{', '.join(pending)} never reached storage (force=True gives it up)"

@@ -12,10 +12,11 @@ from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Outcome, St
 from dcp_mem.config import Settings, is_checkpoint_name
 from dcp_mem.errors import CheckpointNotFound
 from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.exports import read_exports
 from dcp_mem.memory.job import JobMemory, jobs_in, last_use
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.policy.order import newest_first
-from dcp_mem.runtime.states import place_of, status_of
+from dcp_mem.runtime.states import place_of, status_of, with_exports
 from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import StoredCheckpoint, checkpoint_names, committed_under
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
@@ -63,15 +64,15 @@ def list_checkpoints(
     """
     local = in_memory(settings)
     if settings.url is None:
-        return local
+        return _with_exports(settings, local)
     storage = open_storage(settings.url, settings.storage_options, retry_policy)
     if settings.url.startswith("/"):  # the file system keeps what it has read
-        return merged(local, on_storage(storage))
+        return _with_exports(settings, merged(local, on_storage(storage)))
     cache = cache_under(settings.memory_root, settings.url)
     found = on_storage(Snapshot(storage, cache))
     if cache is not None:
         cache.drop_unused()
-    return merged(local, found)
+    return _with_exports(settings, merged(local, found))
 
 
 def find(checkpoints: Sequence[CheckpointStatus], name: str, where: str) -> CheckpointStatus:
@@ -133,7 +134,7 @@ def find_one(
         local = [one for one in in_memory(settings) if one.name == name]
         found = merged(local, stored(committed_under(storage, name)))
         if found:
-            return found[0]
+            return _with_exports(settings, found[:1])[0]
     return find(list_checkpoints(settings, retry_policy=retry_policy), name, where)
 
 
@@ -249,6 +250,13 @@ def merged(
         else:
             found.append(one)
     return _newest_first([*found, *unmatched.values()])
+
+
+def _with_exports(
+    settings: Settings, checkpoints: Sequence[CheckpointStatus]
+) -> list[CheckpointStatus]:
+    directory = os.path.join(settings.memory_root, settings.job)
+    return with_exports(checkpoints, read_exports(directory))
 
 
 def _newest_first(checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:

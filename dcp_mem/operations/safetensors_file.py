@@ -1,15 +1,17 @@
-"""Lay out files in the safetensors format, to be filled through their mapped pages."""
+"""Lay out files in the safetensors format, and name them as Hugging Face does."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 _ALIGNMENT = 8
+SHARD_NBYTES = 5_000_000_000
+"""Bytes of a safetensors file, as Hugging Face cuts them."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -17,6 +19,8 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -27,65 +31,130 @@ DTYPES = {
     torch.uint64: "U64",
     torch.bool: "BOOL",
 }
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
+    DTYPES[torch.float8_e8m0fnu] = "F8_E8M0"
 """Names of the dtypes that the format has."""
 
 
-def cut_into_shards(tensors: Mapping[str, TensorStorageMetadata], most: int) -> Iterator[list[str]]:
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tensor without its values."""
+
+    dtype: torch.dtype
+    size: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return self.size.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """A safetensors file without values.
+
+    Attributes:
+        head: The bytes that it begins with.
+        places: Where each tensor's values lie behind the head: bytes [start, stop).
+        nbytes: Length of the file.
+    """
+
+    head: bytes
+    places: Mapping[str, tuple[int, int]]
+    nbytes: int
+
+
+def cut_into_shards(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
     """Yield the tensors' names in order, cut where a file would have more bytes than `most`.
 
     Args:
-        tensors: The tensors, by name.
+        sizes: Bytes of the tensors, by name.
         most: Bytes of a file at most; a larger tensor has a file of its own.
     """
     shard, nbytes = list[str](), 0
-    for name in sorted(tensors):
-        if shard and nbytes + nbytes_of(tensors[name]) > most:
+    for name in sorted(sizes):
+        if shard and nbytes + sizes[name] > most:
             yield shard
             shard, nbytes = [], 0
         shard.append(name)
-        nbytes += nbytes_of(tensors[name])
+        nbytes += sizes[name]
     yield shard
 
 
-def create_file(
-    path: str, tensors: Mapping[str, TensorStorageMetadata], prefix: str
-) -> dict[str, torch.Tensor]:
-    """Make a file without values, and return its tensors, to be filled.
+def layout_of(tensors: Mapping[str, Shape]) -> FileLayout:
+    """Lay out a file.
 
     Args:
-        path: Where to make it.
         tensors: The tensors, by name.
-        prefix: What the names lose in the file.
     """
     head, end = dict[str, Any]({"__metadata__": {"format": "pt"}}), 0
     places: dict[str, tuple[int, int]] = {}
     # The largest elements come first, so that all tensors are aligned.
-    for name in sorted(tensors, key=lambda one: (-tensors[one].properties.dtype.itemsize, one)):
-        entry = tensors[name]
-        places[name] = start, end = end, end + nbytes_of(entry)
-        described = {
-            "dtype": DTYPES[entry.properties.dtype],
-            "shape": list(entry.size),
+    for name in sorted(tensors, key=lambda one: (-tensors[one].dtype.itemsize, one)):
+        shape = tensors[name]
+        places[name] = start, end = end, end + shape.nbytes
+        head[name] = {
+            "dtype": DTYPES[shape.dtype],
+            "shape": list(shape.size),
             "data_offsets": [start, end],
         }
-        head[name.removeprefix(prefix)] = described
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with open(path, "wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        stream.truncate(stream.tell() + end)
-        first = stream.tell()
-    data = torch.from_file(path, shared=True, size=first + end, dtype=torch.uint8)[first:]
+    text = len(text).to_bytes(8, "little") + text
+    return FileLayout(text, places, len(text) + end)
+
+
+def tensors_in(
+    file: torch.Tensor, layout: FileLayout, tensors: Mapping[str, Shape]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, to be filled.
+
+    Args:
+        file: Its bytes, behind which there may be others.
+        layout: Of the file.
+        tensors: The tensors, by name.
+    """
+    data = file[len(layout.head) :]
     return {
-        name: data[start:stop].view(tensors[name].properties.dtype).view(tensors[name].size)
-        for name, (start, stop) in places.items()
+        name: data[start:stop].view(tensors[name].dtype).view(tensors[name].size)
+        for name, (start, stop) in layout.places.items()
     }
 
 
-def nbytes_of(entry: TensorStorageMetadata) -> int:
-    """Return the bytes of a whole tensor.
+def create_file(path: str, tensors: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
+    """Make a file without values, and return its tensors, to be filled through its mapped pages.
 
     Args:
-        entry: What the metadata has of the tensor.
+        path: Where to make it.
+        tensors: The tensors, by name.
     """
-    return entry.size.numel() * entry.properties.dtype.itemsize
+    layout = layout_of(tensors)
+    with open(path, "wb") as stream:
+        stream.write(layout.head)
+        stream.truncate(layout.nbytes)
+    file = torch.from_file(path, shared=True, size=layout.nbytes, dtype=torch.uint8)
+    return tensors_in(file, layout, tensors)
+
+
+def shard_file(stem: str, number: int, count: int) -> str:
+    """Return the name of a shard's file.
+
+    Args:
+        stem: What it begins with.
+        number: Of the shard, from 1.
+        count: Of all shards.
+    """
+    return f"{stem}-{number:05}-of-{count:05}.safetensors"
+
+
+def index_json(weight_map: Mapping[str, str], nbytes: int, **facts: Any) -> bytes:
+    """Return the index of a directory of shards.
+
+    Args:
+        weight_map: The file of each tensor.
+        nbytes: Of all tensors.
+        **facts: Further metadata.
+    """
+    metadata = {"total_size": nbytes, **facts}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2).encode()

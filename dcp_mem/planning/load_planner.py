@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem.errors import UntrustedObject
 from dcp_mem.format.catalog import Catalog, Extent, Path
+from dcp_mem.format.saved_streams import why_refused
 from dcp_mem.planning.find_reads import find_reads
 from dcp_mem.planning.plan_columns import NotDescribable
 from dcp_mem.planning.reads import Reads
@@ -45,6 +46,9 @@ class LocalLoadPlanner(DefaultLoadPlanner):
             paths must not lead through lists.
         skip: Tensors that stay as they are, whatever the checkpoint has; None: none. A wrong one is
             told by the first plan, where all ranks hear of it.
+
+    Attributes:
+        weights_only: As given.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         skip: TensorChoice | None = None,
     ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
-        self._weights_only = weights_only
+        self.weights_only = weights_only
         self._optional = optional
         self._skip = repeatable(skip)
         self._lacking: list[Path] = []
@@ -175,9 +179,9 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         """
         fqn = read_item.dest_index.fqn
         try:
-            loaded = torch.load(value, weights_only=self._weights_only)
+            loaded = torch.load(value, weights_only=self.weights_only)
         except Exception as error:
-            if not self._weights_only:
+            if not self.weights_only:
                 raise
-            raise UntrustedObject(fqn, str(error).split("\n")[0]) from None
+            raise UntrustedObject(fqn, why_refused(error)) from None
         set_element(self.original_state_dict, self.mappings[fqn], loaded)

@@ -68,6 +68,13 @@ def catalog_of_written(
     return catalog_of_series(plan, written)
 
 
+def _layouts(written: Sequence[WrittenItems]) -> tuple[list[Layout], Ints]:
+    """Return the layouts, each once, and the number of each segment's."""
+    layouts = {one.layout.key: one.layout for one in written}
+    numbers = {key: number for number, key in enumerate(layouts)}
+    return list(layouts.values()), np.array([numbers[one.layout.key] for one in written], np.int64)
+
+
 def catalog_of_plan(plan: GlobalPlan, written: Sequence[WrittenItems]) -> Catalog:
     """Return the catalog of a plan that was made item by item.
 
@@ -78,8 +85,7 @@ def catalog_of_plan(plan: GlobalPlan, written: Sequence[WrittenItems]) -> Catalo
     Raises:
         ValueError: A rank has written other items than planned.
     """
-    layouts = {one.layout.key: one.layout for one in written}
-    numbers = {key: number for number, key in enumerate(layouts)}
+    layouts, layout_of = _layouts(written)
     names_with_items, firsts = np.unique(plan.name, return_index=True)
     order = np.argsort(firsts, kind="stable")  # entries in the order in which the plan has them
     firsts, entry_of_name = firsts[order], np.zeros(len(plan.names), np.int64)
@@ -102,8 +108,8 @@ def catalog_of_plan(plan: GlobalPlan, written: Sequence[WrittenItems]) -> Catalo
         writer=writers[by_offset],
         number=items[by_offset],
         ranks=np.array([one.rank for one in written], np.int64),
-        layout_of=np.array([numbers[one.layout.key] for one in written], np.int64),
-        layouts=list(layouts.values()),
+        layout_of=layout_of,
+        layouts=layouts,
     )
 
 
@@ -137,8 +143,7 @@ def catalog_of_series(plan: SeriesPlan, written: Sequence[WrittenItems]) -> Shar
     Raises:
         ValueError: A rank has written other items than planned.
     """
-    layouts = {one.layout.key: one.layout for one in written}
-    layout_numbers = {key: number for number, key in enumerate(layouts)}
+    layouts, layout_of = _layouts(written)
     segments = _Segments(plan.plan.lengths, written)
     boxes, places = RunPool(), RunPool()
     entries: list[tuple[int, int, tuple[int, ...]]] = []  # place, series, and the numbers of runs
@@ -169,8 +174,8 @@ def catalog_of_series(plan: SeriesPlan, written: Sequence[WrittenItems]) -> Shar
         writer_runs=runs[:, -2],
         number_runs=runs[:, -1],
         ranks=np.array([one.rank for one in written], np.int64),
-        layout_of=np.array([layout_numbers[one.layout.key] for one in written], np.int64),
-        layouts=list(layouts.values()),
+        layout_of=layout_of,
+        layouts=layouts,
     )
 
 

@@ -37,6 +37,7 @@ class NodeMemory:
         limit: The memory budget; None for none.
         needed: What the slots that this save claims take in all, on the node.
         records: What files beside the segments will take.
+        is_lent: Whether followers have links to files in it, whose memory comes back when they end.
     """
 
     kept: tuple[CheckpointFacts, ...]
@@ -46,6 +47,7 @@ class NodeMemory:
     limit: int | None
     needed: int
     records: int = 0
+    is_lent: bool = False
 
     @property
     def room(self) -> int:
@@ -72,7 +74,7 @@ class Verdict:
         needed: If FULL: bytes that the node which lacks room would need.
         limit: If FULL: bytes that this node may use.
         why: If FULL: what that node lacks, for people.
-        lasting: If FULL: no flush will make room either, so it is of no use to wait.
+        lasting: If FULL: nothing that is under way will make room either; it is no use to wait.
     """
 
     action: Admission
@@ -103,7 +105,8 @@ def admit(nodes: Sequence[NodeMemory], keep: int) -> Verdict:
     for node in nodes:
         full = _make_room(node, keep, evict, _evictable(node.kept, staying, whole))
         if full is not None:
-            return replace(full, lasting=not _will_have_room(nodes, keep))
+            is_lent = any(one.is_lent for one in nodes)
+            return replace(full, lasting=not (is_lent or _will_have_room(nodes, keep)))
     gives_back = any(node.used + node.needed + node.records > node.room for node in nodes)
     return Verdict(action=Admission.STAGE, evict=frozenset(evict), gives_back=gives_back)
 
@@ -124,7 +127,7 @@ def still_full(nodes: Sequence[NodeMemory]) -> Verdict | None:
                 needed=needed,
                 limit=node.room,
                 why="memory that was to be given back for it is still in use",
-                lasting=not any(one.busy or one.pending for one in node.kept),
+                lasting=not (node.is_lent or any(one.busy or one.pending for one in node.kept)),
             )
     return None
 

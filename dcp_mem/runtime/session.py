@@ -173,7 +173,7 @@ class Session:
             is_flushed: Whether the flusher has something to do for the checkpoint.
         """
         if run != self._noted_run:
-            self.lock.note_run(run)
+            self.lock.note_run(run, settings.url)
             self._noted_run = run
         if is_flushed and not self._agent.knows(run):
             self.wake_agent(settings)
@@ -217,6 +217,7 @@ class Session:
             self.memory.sweep()
             self.memory.drop_free_slots()
             self.catalogs.clear()
+            self.lock.note_end()
         self.lock.close()
 
     def drain(self) -> None:

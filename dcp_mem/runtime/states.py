@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_mem.common.log import log
 from dcp_mem.common.progress_bar import Show
-from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus, Outcome, State, Transfer
+from dcp_mem.common.values import (
+    MEMORY,
+    STORAGE,
+    CheckpointStatus,
+    ExportState,
+    Outcome,
+    State,
+    Transfer,
+)
 from dcp_mem.config import Settings, exchange_timeout, job_name, memory_root_path
 from dcp_mem.errors import (
     CheckpointNotFound,
@@ -20,8 +29,10 @@ from dcp_mem.errors import (
     gib,
 )
 from dcp_mem.flushing import agent_handle
+from dcp_mem.format.exports import ExportRecords
 from dcp_mem.format.history import HistoryRow
 from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.exports import read_exports
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import is_leased
 from dcp_mem.policy.order import Place, SaveNumber, newest_first
@@ -48,7 +59,31 @@ def status(settings: Settings) -> list[CheckpointStatus]:
     present = [status_of(checkpoint) for checkpoint in memory.checkpoints()]
     known = {entry.save_id for entry in present}
     past = [_of_history(row) for row in memory.history() if row.save_id not in known]
-    return newest_first([*present, *past], place_of)
+    found = with_exports([*present, *past], read_exports(memory.directory))
+    return newest_first(found, place_of)
+
+
+def with_exports(
+    entries: Sequence[CheckpointStatus], exports: ExportRecords
+) -> list[CheckpointStatus]:
+    """Return the entries with what became of their exports.
+
+    Args:
+        entries: Of checkpoints.
+        exports: Of the job, on this node.
+    """
+    records = {one.save_id: one for one in exports.records}
+    return [
+        entry
+        if (record := records.get(entry.save_id)) is None
+        else replace(
+            entry,
+            export=record.state,
+            exported_to=record.target,
+            export_error=record.error,
+        )
+        for entry in entries
+    ]
 
 
 def agent_log(settings: Settings) -> str:
@@ -176,6 +211,32 @@ def wait_for_all(
         show=show,
     )
     waiting.run(timeout)
+
+
+def wait_for_exports(settings: Settings, wake: Wake) -> None:
+    """Wait until each export of this node has been tried; log those that have failed.
+
+    Args:
+        settings: Of the job; nothing is waited for where it exports nothing.
+        wake: Wakes the agent.
+    """
+    if settings.export is None:
+        return
+    directory = os.path.join(settings.memory_root, settings.job)
+    begun = (ExportState.WAITING, ExportState.RUNNING)
+    waiting = _Wait(
+        settings=settings,
+        what=f"exports to {settings.export.to} aren't done",
+        is_over=lambda: not any(one.state in begun for one in read_exports(directory).records),
+        awaited=list,
+        wake=wake,
+        show=None,
+    )
+    waiting.run(None)
+    for one in read_exports(directory).records:
+        if one.state is ExportState.FAILED:
+            text = "%s isn't exported so far, the agent tries again: %s"
+            log.warning(text, one.name, one.error)
 
 
 def _with_remains(settings: Settings, refused: Sequence[LocalCheckpoint]) -> str:

@@ -27,6 +27,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.sharded_tensor import Shard, ShardedTensor
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, DcpMemError
+from dcp_mem.planning.wrapper_tensors import is_wrapper, rebuilt, refuse_other_class
 from dcp_mem.policy.slots import growth
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
@@ -188,6 +189,8 @@ def _copied_value(value: Any, is_shared: bool) -> Any:
     if type(value) is DTensor:
         local = _copied_value(value._local_tensor, is_shared)
         return DTensor(local, value._spec, requires_grad=value.requires_grad)
+    if isinstance(value, torch.Tensor) and is_wrapper(value):
+        return rebuilt(value, lambda part: _copied_value(part, is_shared))
     if isinstance(value, torch.Tensor):
         tensor = value.detach().to("cpu", copy=True)
         return _of_its_kind(tensor.share_memory_() if is_shared else tensor, value)
@@ -202,11 +205,16 @@ class _Stager(StateDictStager or object):  # type: ignore[misc]
             # torch takes the address of a part behind another one for that of a real storage.
             local = self.deepcopy_with_tensor_offload(x._local_tensor, memo)
             copied: torch.Tensor = DTensor(local, x._spec, requires_grad=x.requires_grad)
+        elif is_wrapper(x):
+            # torch would ask the class for an empty tensor, which may be of another class.
+            copied = rebuilt(x, lambda part: self.deepcopy_with_tensor_offload(part, memo))
         elif x.layout is not torch.strided or x.is_quantized or x.is_conj() or x.is_neg():
             # torch would fail, or lose what isn't in the storage.
             copied = _of_its_kind(x.detach().clone().cpu(), x)
         else:
             copied = _of_its_kind(super()._offload_tensor(x, memo, non_blocking=non_blocking), x)
+            if not isinstance(x, torch.nn.Parameter):
+                refuse_other_class(copied, x, "is copied for an asynchronous save")
         memo[id(x)] = copied
         return copied
 

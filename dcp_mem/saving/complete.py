@@ -277,8 +277,10 @@ def concerns_flusher(context: SaveContext, manifest: Manifest) -> bool:
         context: Of the save.
         manifest: Of the checkpoint.
     """
-    is_first = manifest.count == 1 and not context.settings.persist.is_never
-    return manifest.persist or is_first
+    settings = context.settings
+    is_first = manifest.count == 1 and not settings.persist.is_never
+    is_exported = settings.export is not None and settings.export.of_complete
+    return manifest.persist or is_first or is_exported
 
 
 def _remember(context: SaveContext, planned: Planned, saved: SavedPlan) -> None:

@@ -34,6 +34,7 @@ def apply_retention(
             newer one is.
         persists_all: Whether a checkpoint that is meant for storage stays until it is there.
     """
+    memory.drop_dead_links()
     checkpoints = memory.checkpoints()
     kept = kept_checkpoints(
         checkpoints, scope, policy, gets_copies=gets_copies, persists_all=persists_all

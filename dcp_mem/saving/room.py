@@ -42,6 +42,7 @@ def node_memory(
         checkpoints: All that lie in memory on this node, newest first.
     """
     memory, settings = context.session.memory, context.settings
+    memory.drop_dead_links()
     kept = kept_checkpoints(
         checkpoints,
         context.scope,
@@ -57,6 +58,7 @@ def node_memory(
         limit=settings.memory_limit,
         needed=0,
         records=0 if settings.memory_limit is None else records_nbytes(checkpoints),
+        is_lent=memory.is_lent,
     )
 
 
@@ -98,10 +100,8 @@ def give_back(
         RankFailed: A rank couldn't.
     """
     session, rank = context.session, context.ranks.rank
-    copies, shared = (
-        of_all(context, topology, reports)[rank] for of_all in (copies_for, shared_copies_for)
-    )
-    claims = [*own_claims(planned), *map(SlotNeed, (*shared, *copies))]
+    copies = copies_for(context, topology, reports)
+    claims = [*own_claims(planned), *map(SlotNeed, (*copies.shared[rank], *copies.own[rank]))]
 
     def grown() -> int:
         session.slots.keep_only(claims)
@@ -147,14 +147,12 @@ def node_memories(
         reports: Of all ranks.
     """
     copies = copies_for(context, topology, reports)
-    shared = shared_copies_for(context, topology, reports)
     nodes = []
     for leader, report in enumerate(reports):
         if report.node is not None:
             ranks = topology.neighbours(topology.nodes[leader])
             needed = sum(
-                reports[rank].needed + reports[rank].frozen + sum(copies[rank]) + sum(shared[rank])
-                for rank in ranks
+                reports[rank].needed + reports[rank].frozen + copies.nbytes(rank) for rank in ranks
             )
             spare = sum(one.capacity for one in report.slots if not one.is_held)
             spare += sum(_spare_of(reports[rank]) for rank in ranks)
@@ -168,33 +166,42 @@ def _spare_of(report: RankReport) -> int:
     return spare + (report.needed + report.frozen if report.is_written else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class IncomingCopies:
+    """The copies that will come to each rank: by rank, the bytes of each slot for one.
+
+    Attributes:
+        own: Of the segments of this save.
+        shared: Of frozen tensors, which several checkpoints share.
+    """
+
+    own: Sequence[Sequence[int]]
+    shared: Sequence[Sequence[int]]
+
+    def nbytes(self, rank: int) -> int:
+        """Return the bytes of all slots for them on a rank.
+
+        Args:
+            rank: The rank that gets them.
+        """
+        return sum(self.own[rank]) + sum(self.shared[rank])
+
+
 def copies_for(
     context: SaveContext, topology: Topology, reports: Sequence[RankReport]
-) -> Sequence[Sequence[int]]:
-    """Return the bytes of each slot for a copy that will come to each rank.
+) -> IncomingCopies:
+    """Return the copies that will come to the ranks.
 
     Args:
         context: Of the save.
         topology: Where the ranks run.
         reports: Of all ranks.
     """
-    sizes = tuple(report.needed for report in reports)
-    return incoming(topology.nodes, topology.domains, sizes, context.redundancy_on(topology))
-
-
-def shared_copies_for(
-    context: SaveContext, topology: Topology, reports: Sequence[RankReport]
-) -> Sequence[Sequence[int]]:
-    """Return the bytes of each slot for a copy of frozen tensors that will come to each rank.
-
-    Args:
-        context: Of the save.
-        topology: Where the ranks run.
-        reports: Of all ranks.
-    """
-    sizes = tuple(report.shared for report in reports)
-    made = context.redundancy_on(topology)
-    return incoming_seconds(topology.nodes, topology.domains, sizes, made)
+    nodes, domains, made = topology.nodes, topology.domains, context.redundancy_on(topology)
+    needed, shared = (tuple(one.needed for one in reports), tuple(one.shared for one in reports))
+    return IncomingCopies(
+        incoming(nodes, domains, needed, made), incoming_seconds(nodes, domains, shared, made)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,13 +261,13 @@ def expect(
     leaders = [leader for leader, one in enumerate(reports) if one.node is not None]
     here = topology.neighbours(topology.nodes[topology.rank])
     (node,) = (node for leader, node in zip(leaders, nodes, strict=True) if leader in here)
-    shared = shared_copies_for(context, topology, reports)
-    base = sum(reports[rank].frozen + sum(shared[rank]) for rank in here)
+    copies = copies_for(context, topology, reports)
+    base = sum(reports[rank].frozen + sum(copies.shared[rank]) for rank in here)
     per_checkpoint = max(node.needed - base, 1)
     # The other files of the newest checkpoint may still come, and so do those of the next one.
     left = node.room - node.used - base - 2 * node.records
     return Expected(
-        copies=copies_for(context, topology, reports)[topology.rank],
+        copies=copies.own[topology.rank],
         node_nbytes=per_checkpoint,
         base_nbytes=base,
         records_nbytes=node.records,

@@ -22,6 +22,13 @@ from dcp_mem.memory.copying import Move, copy
 from dcp_mem.memory.device_copies import Enqueued, copy_stream
 from dcp_mem.memory.slots import Slot
 from dcp_mem.planning.plain_tensors import PLAIN
+from dcp_mem.planning.wrapper_tensors import (
+    detached,
+    is_wrapper,
+    naming,
+    rebuilt,
+    refuse_other_class,
+)
 from dcp_mem.runtime.layouts import PlanLayout, put_frames
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.frozen import (
@@ -38,6 +45,7 @@ from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.values import Agreed, Items, Planned, SaveContext, Staged
 
 _BATCH = 256 << 20
+_NO_DATA = "a tensor on the meta device has no data to save: materialise the module first"
 
 
 DeviceCopies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -140,7 +148,9 @@ def fill(session: Session, planned: Planned, later: Later | None = None) -> Fill
     if planned.frozen is not None:
         frozen = reused(session, planned.group, planned.frozen) or _fill_frozen(session, planned)
     try:
-        return replace(_fill_all(session, planned, later), frozen=frozen)
+        # Without gradients DTensors hand over their local tensors themselves, not views of them.
+        with torch.no_grad():
+            return replace(_fill_all(session, planned, later), frozen=frozen)
     except BaseException:
         if frozen is not None:
             give_back(session, frozen)
@@ -251,20 +261,21 @@ def _spec(tensor: torch.Tensor) -> Spec | None:
 def _is_dense(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
     if plain and tensor.device.type == "meta":
-        raise DcpMemError(
-            "a tensor on the meta device has no data to save: materialise the module first"
-        )
+        raise DcpMemError(_NO_DATA)
     return plain
 
 
 def _resolve(items: Items, item: Any) -> torch.Tensor:
     tensor = items.resolve(item)
+    if type(tensor) in PLAIN:
+        return tensor.detach()  # type: ignore[no-any-return]
+    name = items.index(item).fqn
     if not isinstance(tensor, torch.Tensor):
         raise DcpMemError(
-            f"the planner resolved {items.index(item).fqn} to a {type(tensor).__name__}, "
-            f"not to a tensor"
+            f"the planner resolved {name} to a {type(tensor).__name__}, not to a tensor"
         )
-    return tensor.detach()
+    with naming(name):
+        return detached(tensor)
 
 
 def _copy_tensors(slot: Slot, planned: Planned, later: Later | None) -> list[Any]:
@@ -392,10 +403,7 @@ def _streams(items: Items, slow: Sequence[Any], objects: Sequence[Any]) -> Itera
     """Yield the bytes of each item that goes to the tail."""
     for item in slow:
         stream = io.BytesIO()
-        tensor = _resolve(items, item).cpu()
-        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # torch.save would write all of the storage behind the view
-        torch.save(tensor, stream)
+        torch.save(_to_pickle(_resolve(items, item), items.index(item).fqn), stream)
         yield stream.getbuffer()
     for item in objects:
         data = items.resolve(item)
@@ -405,6 +413,21 @@ def _streams(items: Items, slow: Sequence[Any], objects: Sequence[Any]) -> Itera
                 f"not to io.BytesIO"
             )
         yield data.getbuffer()
+
+
+def _to_pickle(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a tensor on the CPU, of the same class, that brings no more than its values along."""
+    if tensor.device.type == "meta":
+        raise DcpMemError(_NO_DATA)
+    if is_wrapper(tensor):
+        with naming(name):
+            return rebuilt(tensor, lambda part: _to_pickle(part.detach(), name))
+    here = tensor.cpu()
+    if here.layout is torch.strided and here.untyped_storage().nbytes() != here.nbytes:
+        here = here.clone()  # torch.save would write all of the storage behind the view
+    with naming(name):
+        refuse_other_class(here, tensor, "is moved to the CPU")
+    return here
 
 
 def _append(slot: Slot, offset: int, streams: Iterator[memoryview]) -> Iterator[tuple[int, int]]:

@@ -34,12 +34,16 @@ class Entry:
 
     Attributes:
         modified: Seconds since the epoch, by the storage's clock; 0.0 where it doesn't tell.
+        md5: Of the content, in hexadecimal digits; "" where the listing doesn't tell. It may be of
+            something else, of the encrypted content, say: only where it is the expected one does it
+            prove anything.
     """
 
     name: str
     nbytes: int
     is_directory: bool
     modified: float = 0.0
+    md5: str = ""
 
 
 @dataclass(frozen=True, slots=True)

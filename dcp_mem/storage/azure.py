@@ -126,9 +126,7 @@ class AzureStorage:
                 if is_marker or isinstance(item, BlobPrefix):
                     directories.add(name)
                 else:
-                    files.append(
-                        Entry(name, item.size, is_directory=False, modified=_modified(item))
-                    )
+                    files.append(_entry(name, item))
         # An empty blob with a directory's name marks that directory; what has no name is the listed
         # directory itself.
         shown = [
@@ -142,8 +140,7 @@ class AzureStorage:
             for blob in self._container.list_blobs(start, include=["metadata"]):
                 path, _, name = blob.name.rpartition("/")
                 if name and not _is_marker(blob):
-                    entry = Entry(name, blob.size, is_directory=False, modified=_modified(blob))
-                    found.append((path[len(start) :], entry))
+                    found.append((path[len(start) :], _entry(name, blob)))
                 if len(found) > most:
                     return None
         return found
@@ -420,6 +417,13 @@ def _is_marker(blob: BlobProperties) -> bool:
     """Return whether the blob stands for a directory: a real one, or a placeholder for one."""
     metadata: Any = blob.metadata  # None where it was not asked for, whatever the SDK declares
     return str((metadata or {}).get("hdi_isfolder", "")).lower() == "true"
+
+
+def _entry(name: str, blob: BlobProperties) -> Entry:
+    md5 = blob.content_settings.content_md5  # of what was put in one piece
+    return Entry(
+        name, blob.size, is_directory=False, modified=_modified(blob), md5=bytes(md5 or b"").hex()
+    )
 
 
 def _modified(blob: BlobProperties) -> float:

@@ -123,8 +123,11 @@ def committed_under(storage: Storage, name: str) -> list[StoredCheckpoint]:
         ours = [
             one
             for one in candidates
-            if one.save_id
-            and is_committed(storage, f"{name}/{file}", entries[file].nbytes, one.save_id)
+            if one.manifest is not None
+            and (
+                _shows_commit(entries[file], one.manifest)
+                or is_committed(storage, f"{name}/{file}", entries[file].nbytes, one.save_id)
+            )
         ]
         found += ours or [_without_manifest(storage, name, scope, entries, candidates)]
     return found
@@ -147,6 +150,11 @@ def is_committed(storage: Storage, key: str, nbytes: int, save_id: str) -> bool:
     end = bytearray(min(nbytes, _END_OF_METADATA))
     storage.read_into(key, nbytes - len(end), [memoryview(end)])
     return save_id.encode() in end or save_id.encode() in storage.get(key)
+
+
+def _shows_commit(metadata: Entry, manifest: Manifest) -> bool:
+    """Tell whether the listing alone proves that the `.metadata` is that of a save."""
+    return bool(manifest.metadata_md5) and metadata.md5 == manifest.metadata_md5
 
 
 def mark_rejected(storage: Storage, manifest: Manifest, why: str) -> None:

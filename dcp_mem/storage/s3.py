@@ -625,7 +625,11 @@ def _first_byte(answer: Mapping[str, Any]) -> int:
 
 def _entry(listed: Mapping[str, Any], start: str) -> Entry:
     return Entry(
-        listed["Key"][len(start) :], int(listed["Size"]), False, listed["LastModified"].timestamp()
+        listed["Key"][len(start) :],
+        int(listed["Size"]),
+        is_directory=False,
+        modified=listed["LastModified"].timestamp(),
+        md5=str(listed.get("ETag", "")).strip('"'),  # of what was put in one piece
     )
 
 

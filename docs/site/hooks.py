@@ -39,6 +39,7 @@ PARTS = {
     "manager": "manager",
     "train_state": "manager",
     "functional": "calls",
+    "follower": "following",
     "saving": "calls",
     "writer": "calls",
     "reader": "calls",
@@ -53,6 +54,7 @@ PARTS = {
 TITLES = {
     "manager": "Manager and training state",
     "calls": "Save, load, writer, reader",
+    "following": "Following a run",
     "policies": "Policies",
     "housekeeping": "States and housekeeping",
     "errors": "Errors",

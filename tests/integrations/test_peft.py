@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dcp_mem import CheckpointManager, CheckpointStatus, TrainState
+from dcp_mem.integrations.accelerate import AcceleratorCheckpoints
 from tests.support.checkpoints.jobs import Job
 from tests.support.processes.forks import forked
 
@@ -102,3 +104,30 @@ def test_each_stored_checkpoint_has_the_base(memory_root: Path, tmp_path: Path) 
 
 def _weights(state: TrainState) -> list[tuple[str, torch.Tensor]]:
     return list(state.state_dict()["model"].items())
+
+
+def _accelerate(job: Job) -> None:
+    model, _, step = _model()
+    accelerator = Accelerator(cpu=True)
+    training = [one for one in model.parameters() if one.requires_grad]
+    accelerator.prepare(model, torch.optim.AdamW(training, 1e-2))
+    places: dict[str, Any] = {"memory_root": job.memory, "job": "job", "agent": "thread"}
+    with AcceleratorCheckpoints(accelerator, job.url, frozen=True, **places) as checkpoints:
+        for number in range(1, 4):
+            step(number)
+            checkpoints.save(number)
+            checkpoints.manager.wait(progress=False)
+        status = {one.name: one.transfer.sent_nbytes for one in checkpoints.manager.status()}
+    trained = 3 * sum(one.nbytes for one in training)
+    assert all(
+        nbytes <= 1.1 * trained + (1 << 20) for name, nbytes in status.items() if name != "step-1"
+    )
+
+
+def test_an_accelerator_that_is_told_so_saves_the_base_once(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    job = Job(str(tmp_path / "run"), str(memory_root))
+    forked(_accelerate, job, timeout=120)
+    inodes = [path.stat().st_ino for path in job.directory.glob("step-*/__0_1-*.distcp")]
+    assert len(inodes) > len(set(inodes)) == 1

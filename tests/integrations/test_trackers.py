@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -436,3 +436,256 @@ def test_mlflow_takes_a_run_by_its_id_and_says_so_where_there_is_none(
     ]
     [told] = [record.message for record in caplog.records if "told no more" in record.message]
     assert "give run_id=" in told
+
+
+# -- Weights & Biases ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offline_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where W&B keeps what it would send."""
+    wandb = pytest.importorskip("wandb")
+    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield tmp_path
+    wandb.teardown()  # its service process, which remembers the environment
+
+
+def _records(directory: Path) -> Iterator[Any]:
+    """What an offline run has written: records in the blocks of LevelDB's log format."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = directory.glob("wandb/offline-run-*/*.wandb")
+    data, block, position, whole = path.read_bytes(), 32768, 7, b""
+    while position + 7 <= len(data):
+        if block - position % block < 7:  # the rest of a block is padding
+            position += block - position % block
+            continue
+        length, kind = (
+            int.from_bytes(data[position + 4 : position + 6], "little"),
+            data[position + 6],
+        )
+        position += 7 + length
+        whole += data[position - length : position]
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = vars(wandb_internal_pb2)["Record"]()  # made as it is imported
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def _rows(directory: Path) -> list[dict[str, Any]]:
+    """The rows of an offline run, with W&B's own step."""
+    rows = []
+    for record in _records(directory):
+        if record.HasField("history"):
+            items = {
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
+            rows.append({**items, "_step": record.history.step.num})
+    return rows
+
+
+def _column(rows: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
+    """The values of these keys, from the rows that have them all, in their order."""
+    return [tuple(row[key] for key in keys) for row in rows if set(keys) <= row.keys()]
+
+
+def test_wandb_has_figures_by_their_own_steps(
+    memory_root: Path, url: Path, offline_runs: Path
+) -> None:
+    import wandb
+
+    from dcp_mem.integrations.trackers.wandb import WandB
+
+    with wandb.init(project="dcp_mem", settings=wandb.Settings(console="off")) as run:
+        notes = _run(memory_root, url, WandB(run))
+        assert "step-30: durable" in run.summary["checkpoint/last_flush"]
+        assert "step-40: failed; TypeError" in run.summary["checkpoint/last_save"]
+    rows = _rows(offline_runs)
+    saves = notes.of("save")
+    assert _column(rows, "checkpoint/save_step", "checkpoint/save_seconds") == [
+        (event.step, pytest.approx(event.seconds)) for event in saves[:3]
+    ]
+    assert _column(rows, "checkpoint/save_step", "checkpoint/save_ok") == [
+        *((10, 1), (20, 1), (30, 1), (40, 0))
+    ]
+    assert _column(rows, "checkpoint/flush_step", "checkpoint/flush_bytes") == [
+        (event.step, event.nbytes) for event in notes.of("flush")
+    ]
+    [restored] = _column(rows, "checkpoint/restore_step", "checkpoint/restore_memory_bytes")
+    assert restored == (30, notes.of("restore")[0].nbytes)
+    axes = {
+        record.metric.glob_name: record.metric.step_metric
+        for record in _records(offline_runs)
+        if record.HasField("metric") and record.metric.glob_name
+    }
+    assert axes["checkpoint/flush_*"] == "checkpoint/flush_step"
+
+
+def test_wandb_leaves_the_steps_of_the_training_loop_alone(
+    memory_root: Path, offline_runs: Path
+) -> None:
+    import wandb
+
+    from dcp_mem.integrations.trackers.wandb import WandB
+
+    with (
+        wandb.init(project="dcp_mem", settings=wandb.Settings(console="off")) as run,
+        _manager(memory_root, None, WandB(), save_interval_steps=1) as manager,
+    ):
+        for step in range(12):
+            manager.save(step, {"w": torch.ones(3)})
+            if step % 3 == 0:  # the loop logs by its own numbers, of which there are fewer
+                run.log({"loss": step / 8}, step=step // 3)
+    rows = _rows(offline_runs)
+    assert _column(rows, "_step", "loss") == [(step // 3, step / 8) for step in (0, 3, 6, 9)]
+    assert _column(rows, "checkpoint/save_step") == [(step,) for step in range(12)]
+
+
+def test_wandb_says_so_where_there_is_no_run(
+    memory_root: Path, offline_runs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dcp_mem.integrations.trackers.wandb import WandB
+
+    with _manager(memory_root, None, WandB()) as manager:
+        assert manager.save(1, {"w": torch.ones(3)})
+    [told] = [record.message for record in caplog.records if "told no more" in record.message]
+    assert "make it after wandb.init" in told
+
+
+# -- OpenTelemetry ---------------------------------------------------------------------------------
+
+
+def test_opentelemetry_has_a_trace_of_each_checkpoint(memory_root: Path, url: Path) -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.trace import StatusCode
+
+    from dcp_mem.integrations.trackers.opentelemetry import OpenTelemetry
+
+    exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    notes = _run(memory_root, url, OpenTelemetry(provider))
+    spans: Sequence[Any] = exporter.get_finished_spans()
+    assert [(span.name, span.attributes["dcp_mem.checkpoint"]) for span in spans] == [
+        (f"dcp_mem.{event.kind}", event.checkpoint) for event in notes.events
+    ]
+    for span, event in zip(spans, notes.events, strict=True):
+        assert span.end_time / 1e9 == pytest.approx(event.time, abs=1e-5)
+        assert (span.end_time - span.start_time) / 1e9 == pytest.approx(event.seconds, abs=1e-6)
+        facts = {name.removeprefix("dcp_mem."): value for name, value in span.attributes.items()}
+        assert (facts["job"], facts["outcome"]) == ("job", event.outcome)
+        assert (facts["bytes"], facts["step"]) == (event.nbytes, event.step)
+        assert facts.items() >= dict(event.figures).items()
+        assert span.status.is_ok is event.is_good
+    saves = {
+        span.attributes["dcp_mem.checkpoint"]: span for span in spans if span.name == "dcp_mem.save"
+    }
+    [failed] = [span for span in spans if span.status.status_code is StatusCode.ERROR]
+    assert failed is saves["step-40"]
+    assert failed.status.description.startswith("TypeError")
+    for span in spans:
+        if span.name == "dcp_mem.flush":
+            save = saves[span.attributes["dcp_mem.checkpoint"]]
+            assert span.parent.span_id == save.context.span_id
+            assert span.context.trace_id == save.context.trace_id
+        else:
+            assert span.parent is None
+    assert len({span.context.trace_id for span in spans}) == len(saves) + 1
+
+
+def test_opentelemetry_goes_to_the_providers_of_the_application(
+    memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the SDK the API makes spans that go nowhere, and nothing fails."""
+    pytest.importorskip("opentelemetry.trace")
+    from dcp_mem.integrations.trackers.opentelemetry import OpenTelemetry
+
+    notes = _Notes()
+    with _manager(memory_root, None, OpenTelemetry(), notes) as manager:
+        assert manager.save(1, {"w": torch.ones(3)})
+    assert len(notes.events) == 1
+
+
+# -- Grafana ---------------------------------------------------------------------------------------
+
+_DASHBOARD = json.loads((REPOSITORY / "docs" / "grafana.json").read_text())
+
+
+def _queries(part: Any) -> Iterator[str]:
+    """Every expression of a dashboard, wherever it stands."""
+    if isinstance(part, dict):
+        yield from (part[key] for key in ("expr", "query") if isinstance(part.get(key), str))
+        part = list(part.values())
+    if isinstance(part, list):
+        for one in part:
+            yield from _queries(one)
+
+
+def _exported(path: Path) -> dict[str, set[str]]:
+    """Every metric that OpenMetrics can write, with its labels."""
+    from dcp_mem.integrations.trackers.openmetrics import OpenMetrics
+
+    tracker = OpenMetrics(path)
+    figures = {
+        "flush": ("attempts", "retries"),
+        "copies": ("on_nodes", "parity_over"),
+        "restore": ("memory_bytes", "peers_bytes", "storage_bytes"),
+    }
+    outcomes = {"save": "complete", "flush": "durable", "copies": "replicated"}
+    for kind in ("save", "flush", "copies", "restore"):
+        tracker.track(
+            Event(
+                kind=kind,
+                outcome=outcomes.get(kind, "restored"),
+                time=1.0,
+                job="job",
+                checkpoint="step-1",
+                step=1,
+                seconds=0.5,
+                nbytes=3,
+                figures=dict.fromkeys(figures.get(kind, ()), 1.0),
+            )
+        )
+    found: dict[str, set[str]] = {}
+    for family in openmetrics.text_string_to_metric_families(path.read_text()):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def test_the_grafana_dashboard_asks_for_nothing_that_openmetrics_doesnt_have(
+    tmp_path: Path,
+) -> None:
+    exported = _exported(tmp_path / "x.prom")
+    asked = set()
+    for query in _queries(_DASHBOARD):
+        for name, braces in re.findall(r"(dcp_mem_\w+)(?:\{([^}]*)\})?", query):
+            assert name in exported, query
+            assert set(re.findall(r"(\w+)=", braces)) <= exported[name], query
+            asked.add(name)
+    for kind, plural in {"save": "saves", "flush": "flushes", "restore": "restores"}.items():
+        assert {f"dcp_mem_{plural}_total", f"dcp_mem_last_{kind}_seconds"} <= asked
+    shown = {panel["id"] for panel in _DASHBOARD["panels"]}
+    assert len(shown) == len(_DASHBOARD["panels"])
+
+
+def test_the_figures_of_the_dashboard_test_are_those_of_real_events(
+    memory_root: Path, url: Path, tmp_path: Path
+) -> None:
+    from dcp_mem.integrations.trackers.openmetrics import OpenMetrics
+
+    path = tmp_path / "real.prom"
+    _run(memory_root, url, OpenMetrics(path))
+    real = {
+        sample.name
+        for family in openmetrics.text_string_to_metric_families(path.read_text())
+        for sample in family.samples
+    }
+    assert real <= _exported(tmp_path / "x.prom").keys()
+    assert {"dcp_mem_last_flush_retries", "dcp_mem_last_restore_memory_bytes"} <= real

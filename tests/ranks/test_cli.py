@@ -59,6 +59,7 @@ COMMANDS = (
     "flush",
     "doctor",
     "export",
+    "follow",
 )
 
 

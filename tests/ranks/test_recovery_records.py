@@ -4,6 +4,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from dcp_mem.config import checkpoint_name
 from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveries, to_lines
 from dcp_mem.loading.record import leave_record, recoveries_on
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.recoveries import recoveries_in
+from dcp_mem.memory.recoveries import add_recovery, recoveries_in
 from dcp_mem.storage import Storage
 from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.damage import flip
@@ -120,6 +121,24 @@ def test_of_too_many_the_last_ones_stay_each_once() -> None:
         for number in range(9)
     ]
     assert merge_recoveries(records[5:], records[:7], most=4) == records[5:]
+
+
+def test_in_memory_the_last_ones_stay_whatever_the_others_are(
+    memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_mem.memory.recoveries._MOST_RECORDS", 4)
+    job = Job(None, str(memory_root))
+    job.directory.mkdir(mode=0o700)
+    path = job.directory / RECOVERIES
+    path.touch(mode=0o600)
+    path.write_bytes(b"no record\n" * 5 + _LINE.rstrip())  # the last line was cut off, or edited
+    known = from_lines(_LINE)
+    for number in range(3):
+        one = replace(known[0], token=f"new-{number}", time=known[0].time + 1 + number)
+        add_recovery(JobMemory(job.memory, "job"), one)
+        known.append(one)
+        assert _in_memory(job) == known
+    assert path.read_bytes().count(b"\n") == 4
 
 
 def test_no_checkpoint_takes_the_name_of_the_file() -> None:

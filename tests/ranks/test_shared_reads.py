@@ -615,6 +615,7 @@ def test_an_item_is_whole_when_all_its_bytes_have_come_however_they_were_shared_
                 planner,
                 None,
                 by_blocks=False,
+                weights_only=True,
                 corrupt=partial(SegmentCorrupt, "step-1", 0, "memory"),
             )
             for item in items

@@ -1,7 +1,5 @@
 """A store that falls silent is given up in time, and costs whoever asks again no time at all."""
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from dcp_mem.comm.timed_store import TimedStore, connected, own_connection
 from dcp_mem.errors import RankFailed
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forking
+from tests.support.processes.stops import stop
 
 
 class _Store:
@@ -95,7 +94,7 @@ def stopped(tmp_path: Path) -> Iterator[dist.Store]:
         store = dist.TCPStore(
             "127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False
         )
-        os.kill(host.pid(), signal.SIGSTOP)
+        stop(host.pid())
         yield dist.PrefixStore("run", store)
 
 

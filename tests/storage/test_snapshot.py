@@ -73,9 +73,24 @@ def test_second_listing_takes_one_request(
     _save(job, 1, 2, 3, 4)
     first = _names(job)
     assert [name for name, _, _ in first] == ["step-4", "step-3", "step-2", "step-1"]
-    assert counted[-1].requests <= 1 + 2 * 4
+    assert counted[-1].requests == 1 + 4  # the listing proves the commits: manifests alone are read
     assert _names(job) == first
     assert counted[-1].requests == 1
+
+
+def test_a_commit_that_the_listing_does_not_prove_is_read(job: Job, counted: list[Counted]) -> None:
+    """As where a storage encrypts, or shows no digest: and what isn't the save's is found."""
+    _save(job, 1, 2)
+    storage = open_storage(job.url or "", job.storage_options)
+    metadata = storage.get("step-1/.metadata")
+    storage.put("step-1/.metadata", metadata + b"\n")  # another digest, and the same save id
+    storage.put("step-2/.metadata", metadata)  # of another save
+    found = {one.name: (one.save_id, one.problem) for one in list_checkpoints(_settings(job))}
+    assert counted[-1].requests > 1 + 2 + 2
+    assert found["step-1"][0] != ""
+    assert found["step-1"][1] == ""
+    assert found["step-2"] == ("", found["step-2"][1])
+    assert "lost" in found["step-2"][1]
 
 
 def test_listing_of_many_objects_goes_directory_by_directory(

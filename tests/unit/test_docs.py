@@ -45,9 +45,32 @@ def load_state_dict(state):
 def train(iteration):
     weight.fill_(iteration)
 """
+FOLLOWED = """
+import os, signal, subprocess, threading, torch, dcp_mem
+import torch.distributed.checkpoint as dcp
+root, state = "abfs://ckpts/run-42", {"w": torch.ones(3)}
+with dcp_mem.MemoryStorageWriter(root) as writer:
+    writer.annotate_next_save(step=1000)
+    dcp_mem.save({"w": torch.full((3,), 5.0)}, checkpoint_id="step-1000", storage_writer=writer)
+"""
 TRAINER = """
 from tests.support.frameworks.lightning_job import Model
 model = Model()
+"""
+BASE = """
+import os
+os.mkdir("base")
+with open("base/config.json", "w") as stream:
+    stream.write("{}")
+"""
+EXPORTED = """
+from safetensors.torch import load_file
+assert manager.status()[0].exported_to == export.to + "/step-20"
+assert 1 <= len(os.listdir(export.to)) <= 2
+assert os.path.exists(export.to + "/step-20/config.json")
+found = load_file(export.to + "/step-20/model-00001-of-00001.safetensors")
+assert {name: str(tensor.dtype) for name, tensor in found.items()} == {
+    "weight": "torch.bfloat16", "bias": "torch.bfloat16"}
 """
 BEFORE = {
     "README.md 1": LOOP,
@@ -55,6 +78,12 @@ BEFORE = {
     "docs/README.md 1": LOOP,
     "docs/async.md 1": LOOP,
     "docs/async.md 2": LOOP,
+    "docs/following.md 2": FOLLOWED
+    + "threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()",
+    "docs/following.md 3": FOLLOWED,
+    "docs/following.md 4": FOLLOWED
+    + "checkpoints = iter(dcp_mem.follow(root)); checkpoint = next(checkpoints)",
+    "docs/export.md 1": LOOP + BASE,
     "docs/huggingface.md 3": LOOP,
     "docs/lightning.md 1": TRAINER,
     "docs/manager.md 1": LOOP,
@@ -72,6 +101,10 @@ AFTER = {
     "docs/README.md 1": "assert manager.latest() == 20",
     "docs/async.md 1": "assert [one.name for one in writer.status()][0] == 'step-24'",
     "docs/async.md 2": "assert manager.latest() == 20",
+    "docs/following.md 2": "assert state['w'][0] == 5",
+    "docs/following.md 3": "assert state['w'][0] == 5",
+    "docs/following.md 4": "dcp.load(state, checkpoint_id='kept'); assert state['w'][0] == 5",
+    "docs/export.md 1": EXPORTED,
     "docs/huggingface.md 3": "assert manager.latest() == 20",
     "docs/lightning.md 1": "assert trainer.global_step == 120",
     "docs/manager.md 1": "assert manager.latest() == 20",
@@ -87,9 +120,11 @@ AFTER = {
 ELSEWHERE = {
     "docs/deepspeed.md 1",
     "docs/deepspeed.md 2",
+    "docs/following.md 1",
     "docs/fsdp2.md 1",
     "docs/huggingface.md 1",
     "docs/huggingface.md 2",
+    "docs/huggingface.md 4",
     "docs/nebula.md 3",
     "docs/torch-checkpointing.md 1",
     "docs/torchft.md 1",

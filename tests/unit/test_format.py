@@ -32,6 +32,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from xxhash import xxh3_128
 
 import dcp_mem.format.checksums
@@ -562,6 +569,22 @@ def test_metadata_of_torchs_own_writer_is_read_paths_and_all(tmp_path: Path) -> 
     assert os.fspath(found.storage_meta.checkpoint_id) == str(tmp_path)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
+def test_plans_that_megatron_keeps_with_its_metadata_are_read(protocol: int) -> None:
+    whole = torch.Size([2, 3])
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), whole)
+    tensor = TensorWriteData(chunk, TensorProperties.create_from_tensor(torch.ones(2, 3)), whole)
+    items = [
+        WriteItem(MetadataIndex("t", [0, 0], 0), WriteItemType.SHARD, tensor_data=tensor),
+        WriteItem(MetadataIndex("o"), WriteItemType.BYTE_IO, BytesIOWriteData(7)),
+    ]
+    metadata: Any = _metadata()
+    metadata.all_local_plans = [SavePlan(items), SavePlan([])]
+    found: Any = read_metadata(pickle.dumps(metadata, protocol=protocol))
+    assert found == metadata
+    assert found.all_local_plans == metadata.all_local_plans
+
+
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 @pytest.mark.parametrize("kind", ["PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"])
 def test_paths_of_any_system_and_python_are_labels(module: str, kind: str) -> None:
@@ -703,14 +726,38 @@ def _build(target: str, attribute: str, value: bytes) -> bytes:
         ("torch.distributed.checkpoint.metadata.Metadata", "version"),
         ("torch.distributed.checkpoint.metadata.MetadataIndex", "__eq__"),
         ("torch.distributed.checkpoint.filesystem._StorageInfo", "__init__"),
+        ("torch.distributed.checkpoint.planner.WriteItem", "__init__"),
         ("pathlib.PosixPath", "__str__"),
         ("torch.serialization._get_layout", "__wrapped__"),
     ],
 )
 def test_a_pickle_that_changes_a_class_is_refused_and_undone(target: str, attribute: str) -> None:
-    classes: Sequence[Any] = [Metadata, MetadataIndex, _StorageInfo, pathlib.PurePosixPath]
+    classes: Sequence[Any] = [
+        Metadata,
+        MetadataIndex,
+        _StorageInfo,
+        WriteItem,
+        pathlib.PurePosixPath,
+    ]
     before = [dict(vars(each)) for each in classes]
     with pytest.raises(UntrustedMetadata):
         read_metadata(_build(target, attribute, b"X\x04\x00\x00\x00evil"))
     assert [dict(vars(each)) for each in classes] == before
     assert read_metadata(pickle.dumps(_metadata())) == _metadata()
+
+
+class _Changed:
+    """Pickles as a member of an enum, with an attribute changed."""
+
+    def __init__(self, member: enum.Enum) -> None:
+        self._reduced = (type(member), (member.value,), {"_name_": "evil"})
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+def test_a_pickle_that_changes_a_member_of_an_enum_is_refused_and_undone() -> None:
+    before = dict(vars(WriteItemType.SHARD))
+    with pytest.raises(UntrustedMetadata, match="a change of"):
+        read_metadata(pickle.dumps(Metadata({}, planner_data=[_Changed(WriteItemType.SHARD)])))
+    assert vars(WriteItemType.SHARD) == before

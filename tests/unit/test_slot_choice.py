@@ -2,14 +2,19 @@
 
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dcp_mem.common import files
 from dcp_mem.common.files import allocated_bytes
+from dcp_mem.memory.recycling import drop_free_slots
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.policy.slots import HUGE, FreeSlot, SlotNeed, capacity_for, growth, preferred
+from tests.support.storage.file_systems import mounted_tmpfs
 
 MIB = 1 << 20
 
@@ -119,12 +124,14 @@ def test_a_slot_that_another_process_reads_is_left_alone(memory_root: Path) -> N
     try:
         os.pwrite(slot.descriptor, b"read", 0)
         fcntl.flock(reader, fcntl.LOCK_SH)
+        assert mine.free() == other.free() == []  # no claim could take it
         mine.keep_only([])
         other.keep_only([])
         assert os.pread(reader, 4, 0) == b"read"
         assert os.fstat(reader).st_nlink == 1
     finally:
         os.close(reader)
+    assert [one.is_held for one in mine.free()] == [True]
     mine.keep_only([])
     assert os.listdir(memory_root) == []
 
@@ -137,5 +144,50 @@ def test_memory_that_is_set_aside_counts_before_it_is_there(memory_root: Path) -
     assert allocated_bytes(str(memory_root)) == 3 * HUGE
     pool.share(slot)
     pool.keep_only([SlotNeed(MIB)])
-    assert allocated_bytes(str(memory_root)) == HUGE
+    assert allocated_bytes(str(memory_root)) + growth([SlotNeed(MIB)], pool.free()) == HUGE
     pool.close()
+
+
+def _given_up(pool: SlotPool) -> None:
+    pool.close(keep_free=True)
+    drop_free_slots(pool._directory)
+
+
+@pytest.mark.parametrize(
+    "give_back",
+    [
+        lambda pool: pool.keep_only([]),
+        lambda pool: pool.drop_larger(MIB),
+        lambda pool: pool.close(),
+        _given_up,
+    ],
+    ids=["for a save", "large ones", "at the end", "by an operator"],
+)
+def test_memory_of_deleted_slots_is_back_although_somebody_still_has_them_open(
+    memory_root: Path, give_back: Callable[[SlotPool], None]
+) -> None:
+    with mounted_tmpfs(memory_root / "small", "32m") as small:
+        pool = SlotPool(str(small))
+        slot = pool.claim(4 * MIB, "")
+        os.pwrite(slot.descriptor, b"summed up", 0)
+        pool.share(slot)
+        with open(slot.path, "rb", 0) as summed_up:  # without a lease, as checksums are made
+            give_back(pool)
+            assert os.listdir(small) == []
+            assert files.free_bytes(str(small)) == 32 * MIB
+            assert summed_up.read(9) == bytes(9)
+
+
+def test_a_slot_that_has_become_a_segment_too_keeps_its_bytes(memory_root: Path) -> None:
+    """A process was killed after it had given a slot one more name, as a segment's."""
+    slots, segment = memory_root / ".slots", memory_root / "segment"
+    slots.mkdir()
+    pool = SlotPool(str(slots))
+    slot = pool.claim(4 * MIB, "")
+    os.pwrite(slot.descriptor, b"segment", 0)
+    pool.share(slot)
+    os.link(slot.path, segment)
+    pool.close()
+    slots.rmdir()  # it is empty
+    assert segment.read_bytes()[:7] == b"segment"
+    segment.unlink()

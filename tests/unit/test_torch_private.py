@@ -121,7 +121,7 @@ def _attributes(path: Path) -> Iterator[str]:
             )
 
 
-_OTHERS = {"_fp", "_raw_stream", "_register_atexit"}
+_OTHERS = {"_exit", "_fp", "_raw_stream", "_register_atexit"}
 """Of urllib3, botocore and Python."""
 _MODULES_NAMES = {
     ("_C", "torch"),

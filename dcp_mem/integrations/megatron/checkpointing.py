@@ -30,6 +30,7 @@ from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError
 from dcp_mem.integrations.megatron.common import Common, make_directory, put_beside, stand_in
 from dcp_mem.integrations.megatron.strategies import (
     Directory,
+    MegatronCheckpointNotFound,
     MemoryLoadStrategy,
     MemorySaveStrategy,
     iteration_of,
@@ -154,8 +155,8 @@ class MemoryCheckpointing:
             **options: Further arguments of `dist_checkpointing.load`.
 
         Raises:
-            CheckpointNotFound: There is no checkpoint of that name; the error lists those that can
-                be loaded.
+            MegatronCheckpointNotFound: There is no checkpoint of that name; the error lists those
+                that can be loaded.
             DcpMemError: The checkpoint was saved again while it was loaded.
         """
         root, name = self._place(checkpoint_dir)
@@ -188,7 +189,7 @@ class MemoryCheckpointing:
             checkpoint_dir: The checkpoint's directory, as Megatron-LM names it.
 
         Raises:
-            CheckpointNotFound: There is no such checkpoint.
+            MegatronCheckpointNotFound: There is no such checkpoint.
         """
         root, name = self._place(checkpoint_dir)
         common = self._load_common(self._reader(root), root, checkpoint_dir)
@@ -354,9 +355,9 @@ class MemoryCheckpointing:
             functional.load_or_raise_cause(
                 common.state, checkpoint_id=name_of(checkpoint_dir), storage_reader=reader
             )
-        except CheckpointNotFound:
+        except CheckpointNotFound as error:
             if not self._is_megatrons(root, checkpoint_dir):
-                raise
+                raise MegatronCheckpointNotFound(*error.args) from None
         return common.data
 
     # -- directories that Megatron has written -----------------------------------------------------

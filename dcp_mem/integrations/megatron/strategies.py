@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import megatron.core
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -25,13 +27,15 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from packaging.version import Version
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     TensorStorageMetadata,
 )
 
-from dcp_mem.errors import ConfigError
+from dcp_mem.comm.dcp_errors import cause_of
+from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.integrations.megatron.common import BACKEND, COMMON, VERSION, common_object
 from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.writer import MemoryStorageWriter
@@ -39,6 +43,28 @@ from dcp_mem.writer import MemoryStorageWriter
 Directory = str | os.PathLike[str]
 
 _ITERATION = re.compile(r"iter_(\d+)")
+
+
+class MegatronCheckpointNotFound(CheckpointNotFound, CheckpointingException):  # type: ignore[misc]
+    """There is no such checkpoint; Megatron's CheckpointingException, as its callers expect it."""
+
+
+@contextmanager
+def not_found_as_megatrons() -> Iterator[None]:
+    """Raise a CheckpointNotFound of the block as one that is a CheckpointingException, too.
+
+    Raises:
+        MegatronCheckpointNotFound: There is no such checkpoint.
+    """
+    try:
+        yield
+    except MegatronCheckpointNotFound:
+        raise
+    except (CheckpointNotFound, CheckpointException) as error:
+        cause = cause_of(error, None)
+        if not isinstance(cause, CheckpointNotFound):
+            raise
+        raise MegatronCheckpointNotFound(*cause.args) from None
 
 
 class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -134,25 +160,32 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         Args:
             sharded_state_dict: As Megatron passes it.
             checkpoint_dir: Directory that names the checkpoint.
+
+        Raises:
+            MegatronCheckpointNotFound: There is no such checkpoint.
         """
         tensors = [
             value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)
         ]
         sharded, paths, keys = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(sharded, True)
-        dcp.load(
-            state,
-            checkpoint_id=name_of(checkpoint_dir),
-            storage_reader=self.reader,
-            planner=MCoreLoadPlanner(
-                shapes_validation_sharded_tensors=[
-                    one for one in tensors if not one.allow_shape_mismatch
-                ],
-                allow_shape_mismatch_sharded_tensors={
-                    one.key: one for one in tensors if one.allow_shape_mismatch
-                },
-            ),
+        planner = MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[
+                one for one in tensors if not one.allow_shape_mismatch
+            ],
+            allow_shape_mismatch_sharded_tensors={
+                one.key: one for one in tensors if one.allow_shape_mismatch
+            },
         )
+        with not_found_as_megatrons():
+            dcp.load(
+                state,
+                checkpoint_id=name_of(checkpoint_dir),
+                storage_reader=self.reader,
+                planner=planner,
+            )
+        # Megatron-LM hands it to its save strategy.
+        self.cached_global_metadata = planner.metadata
         unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(unwrapped, paths, keys)
         _restore_dict_types(loaded, sharded_state_dict)
@@ -201,10 +234,10 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             checkpoint_dir: Its last part is the checkpoint's name.
 
         Raises:
-            CheckpointNotFound: There is no such checkpoint.
+            MegatronCheckpointNotFound: There is no such checkpoint.
         """
         self.reader.reset(name_of(checkpoint_dir))
-        with self.reader:
+        with self.reader, not_found_as_megatrons():
             return self.reader.read_metadata()
 
 

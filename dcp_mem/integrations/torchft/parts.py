@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from dcp_mem.errors import DcpMemError, UntrustedObject
 from dcp_mem.format.layout import align
+from dcp_mem.format.saved_streams import why_refused
 from dcp_mem.planning.plain_tensors import PLAIN
 
 
@@ -122,7 +123,7 @@ def unpickled(structure: bytes, *, weights_only: bool) -> tuple[Any, list[Kind]]
     except pickle.UnpicklingError as error:
         if not weights_only:
             raise
-        raise UntrustedObject("the state of the other replica", _first_line(error)) from None
+        raise UntrustedObject("the state of the other replica", why_refused(error)) from None
     return state, [Kind(dtype, torch.Size(shape)) for dtype, shape in kinds]
 
 
@@ -158,7 +159,3 @@ def offsets_of(lengths: Sequence[int]) -> tuple[list[int], int]:
         offsets.append(end)
         end = align(end + nbytes)
     return offsets, end
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

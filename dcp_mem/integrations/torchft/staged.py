@@ -122,9 +122,7 @@ class StagedState:
             self._give_back()
 
     def _give_back(self) -> None:
-        if self._slot.mapping is not None:
-            # A forked child may have copies of the descriptor and the mapping.
-            self._slot.mapping.give_back()
+        self._slot.give_back()
         self._slot.close()
 
     def chunks(self) -> Iterator[OutgoingChunk]:

@@ -1,4 +1,4 @@
-"""Trackers of a manager's figures: JSON lines, OpenMetrics, TensorBoard, MLflow, or your own."""
+"""Trackers of a manager's figures: for files, tracking tools, traces, or your own."""
 
 from dcp_mem.integrations.trackers.jsonlines import JsonLines
 from dcp_mem.manager.tracker import Event, Tracker

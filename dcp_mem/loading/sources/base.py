@@ -68,6 +68,11 @@ class Description:
         return None if self.manifest is None else self.manifest.step
 
     @property
+    def metrics(self) -> Mapping[str, float]:
+        """The figures given with the save."""
+        return {} if self.manifest is None else self.manifest.metrics
+
+    @property
     def tails(self) -> Mapping[int, Sequence[Extent]]:
         """By rank, the extents of the items behind the layout of its segment."""
         return {} if self.manifest is None else self.manifest.tails

@@ -45,6 +45,7 @@ class MemorySource:
 
     Attributes:
         label: "memory".
+        checkpoint: What this node has.
         present: Ranks whose segments lie here whole.
         lacking: By rank, why segments that should lie here don't.
     """
@@ -64,7 +65,7 @@ class MemorySource:
         Raises:
             SegmentCorrupt: The checkpoint has left memory, or was replaced.
         """
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._resources = ExitStack()
         self._descriptors: dict[str, int] = {}
         self._catalog: Catalog | None = None
@@ -79,11 +80,11 @@ class MemorySource:
         self.present = frozenset(self._ranks[file] for file in self._descriptors)
 
     def _open_all(self, node: str, damaged: Collection[int]) -> None:
-        path, manifest = self._checkpoint.manifest_path, self._checkpoint.manifest
+        path, manifest = self.checkpoint.manifest_path, self.checkpoint.manifest
         self._open(path, 0)
         if Manifest.from_json(self._read_file(path)).save_id != manifest.save_id:
             raise self._corrupt(0, "it was replaced by a newer save")
-        listed = set(os.listdir(self._checkpoint.directory))
+        listed = set(os.listdir(self.checkpoint.directory))
         for segment in manifest.segments:
             if segment.rank in damaged:
                 self.lacking[segment.rank] = (
@@ -99,7 +100,7 @@ class MemorySource:
 
     def _open_segment(self, segment: Segment) -> None:
         try:
-            descriptor = self._open(self._checkpoint.segment_path(segment.file), segment.rank)
+            descriptor = self._open(self.checkpoint.segment_path(segment.file), segment.rank)
         except SegmentCorrupt as error:  # it has just been recycled
             self.lacking[segment.rank] = str(error)
             return
@@ -109,6 +110,11 @@ class MemorySource:
             self.lacking[segment.rank] = f"segment of rank {names.home_rank(segment.rank)}: {why}"
             return
         self._descriptors[segment.file] = descriptor
+
+    @property
+    def files(self) -> Collection[str]:
+        """The segments that lie here whole, under leases."""
+        return self._descriptors.keys()
 
     def has(self, file: str) -> bool:
         """Return whether the segment lies here whole.
@@ -195,7 +201,7 @@ class MemorySource:
 
     def _read_checksums(self, file: str) -> tuple[Blocks, Crcs] | None:
         try:
-            table = checksums_of(self._checkpoint, file)
+            table = checksums_of(self.checkpoint, file)
             return blocks_of(table.offsets, table.lengths), table.crc32c
         except FileNotFoundError:
             return None
@@ -204,14 +210,14 @@ class MemorySource:
 
     def describe(self) -> Description:
         try:
-            return Description(self._read_catalog(), self._checkpoint.manifest)
+            return Description(self._read_catalog(), self.checkpoint.manifest)
         except ManifestInvalid as error:
             raise self._corrupt(0, str(error)) from None
 
     def description_files(self) -> DescriptionFiles:
         """Return the files that describe the checkpoint, for other nodes. Raises SegmentCorrupt."""
-        manifest = self._checkpoint.manifest
-        path = os.path.join(self._checkpoint.directory, names.catalog_file(manifest.catalog))
+        manifest = self.checkpoint.manifest
+        path = os.path.join(self.checkpoint.directory, names.catalog_file(manifest.catalog))
         try:
             catalog = checked_catalog(manifest.catalog, self._read_file(path))
             return DescriptionFiles(manifest.to_json(), catalog)
@@ -302,9 +308,9 @@ class MemorySource:
 
     def _read_catalog(self) -> Catalog:
         if self._catalog is None:
-            key = self._checkpoint.manifest.catalog
+            key = self.checkpoint.manifest.catalog
             try:
-                self._catalog = read_catalog(self._checkpoint.directory, key)
+                self._catalog = read_catalog(self.checkpoint.directory, key)
             except OSError as error:
                 raise self._corrupt(0, _why(names.catalog_file(key), error)) from None
             except ManifestInvalid as error:
@@ -318,7 +324,7 @@ class MemorySource:
             raise self._corrupt(0, _why(path, error)) from None
 
     def _corrupt(self, rank: int, detail: str) -> SegmentCorrupt:
-        return SegmentCorrupt(self._checkpoint.name, rank, self.label, detail)
+        return SegmentCorrupt(self.checkpoint.name, rank, self.label, detail)
 
 
 def _why(path: str, error: OSError) -> str:

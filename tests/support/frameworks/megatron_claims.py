@@ -8,29 +8,36 @@ ANSWER: a file for what rank 0 finds: by the name of each function, where it fai
 from __future__ import annotations
 
 import json
+import pickle
+import re
 import sys
 import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
 from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_mem import (
     CheckpointNotFound,
@@ -40,9 +47,11 @@ from dcp_mem import (
     every_n_saves,
 )
 from dcp_mem.integrations.megatron import (
+    MegatronCheckpointNotFound,
     MemoryCheckpointing,
     MemoryLoadStrategy,
     MemorySaveStrategy,
+    strategies,
 )
 from dcp_mem.integrations.megatron.strategies import name_of
 from tests.support.checkpoints.jobs import wait_until
@@ -283,8 +292,42 @@ def megatrons_own_checkpoints_are_loaded() -> None:
     assert checkpointing.latest(root) == 7
     assert checkpointing.load_common_state_dict(directory)["iteration"] == 7
     _assert_same(checkpointing.load(_state(0), directory), 7)
+    assert checkpointing.load_tensors_metadata(directory).keys() == {"weight", "bias"}
+    plain = checkpointing.load_plain_tensors(directory)
+    assert torch.equal(plain["weight"], torch.arange(48.0).view(8, 6) + 7)
     checkpointing.save(_state(8), _directory(root, 8))
     assert checkpointing.latest(root) == 8
+
+
+class _LooksUp(MCoreLoadPlanner):  # type: ignore[misc]
+    """Looks up in the metadata where each item lies, as planners of Megatron's users may."""
+
+    files: ClassVar[set[str]] = set()
+
+    def create_local_plan(self) -> LoadPlan:
+        plan: LoadPlan = super().create_local_plan()
+        for item in plan.items:
+            self.files.add(self.metadata.storage_data[item.storage_index].relative_path)
+        return plan
+
+
+def planners_find_where_items_lie_whoever_saved_them() -> None:
+    root = _root("looked-up")
+    megatrons, ours = _directory(root, 1, make=True), _directory(root, 2, make=True)
+    dist_checkpointing.save(_state(1), megatrons)
+    dist.barrier()
+    with (
+        MemoryStorageWriter(root, memory_root=MEMORY, persist=False) as writer,
+        mock.patch.object(strategies, "MCoreLoadPlanner", _LooksUp),
+    ):
+        dist_checkpointing.save(_state(2), ours, MemorySaveStrategy(writer))
+        for number, directory in enumerate((megatrons, ours), 1):
+            _LooksUp.files.clear()
+            loading = MemoryLoadStrategy(MemoryStorageReader(root, memory_root=MEMORY))
+            _assert_same(dist_checkpointing.load(_state(0), directory, loading), number)
+            assert all(re.fullmatch(r"__[01]_.*\.distcp", file) for file in _LooksUp.files)
+            assert _LooksUp.files
+            assert loading.cached_global_metadata.state_dict_metadata.keys() >= {"weight", "bias"}
 
 
 def replicas_share_the_work_as_under_megatron() -> None:
@@ -359,6 +402,27 @@ def storage_may_lie_elsewhere() -> None:
     _assert_same(checkpointing.load(_state(0), directory), 1)
 
 
+def files_whose_checkpoint_went_with_memory_are_no_checkpoint() -> None:
+    root = _root("files alone")
+    directory = _directory(root, 1, make=True)
+    with MemoryStorageWriter(root, memory_root=MEMORY, persist=False) as writer:
+        dist_checkpointing.save(_state(1), directory, MemorySaveStrategy(writer))
+    loading = MemoryLoadStrategy(MemoryStorageReader(root, memory_root=MEMORY / "others"))
+    assert dist_checkpointing.check_is_distributed_checkpoint(directory)
+    _assert_not_found(
+        partial(dist_checkpointing.load, _state(0), sharded_strategy=loading), directory
+    )
+
+
+def _assert_not_found(look: Callable[[str], Any], directory: str) -> None:
+    """Both of dcp_mem's users and of Megatron's catch the error."""
+    with pytest.raises(CheckpointingException, match="iter_0000001") as found:
+        look(directory)
+    assert isinstance(found.value, CheckpointNotFound)
+    assert isinstance(pickle.loads(pickle.dumps(found.value)), MegatronCheckpointNotFound)
+    dist.barrier()
+
+
 def what_cannot_work_says_so() -> None:
     checkpointing = _here(persist=False)
     directory = _directory(DIRECTORY / "errors", 1)
@@ -366,8 +430,16 @@ def what_cannot_work_says_so() -> None:
         checkpointing.report()
     with pytest.raises(ConfigError, match="torch_dist"):
         checkpointing.save(_state(1), directory, object())
-    with pytest.raises(CheckpointNotFound, match="iter_0000001"):
-        checkpointing.load_common_state_dict(directory)
+    for look in (
+        checkpointing.load_common_state_dict,
+        checkpointing.load_content_metadata,
+        checkpointing.load_tensors_metadata,
+        checkpointing.load_plain_tensors,
+        partial(checkpointing.load, _state(0)),
+    ):
+        _assert_not_found(look, directory)
+    foreign = _directory(_root("foreign"), 1, make=True)
+    _assert_not_found(partial(checkpointing.load, _state(0)), foreign)
     with pytest.raises(ConfigError, match="on_full"):
         MemoryCheckpointing(memory_root=MEMORY, on_full="panic").latest(DIRECTORY)
 
@@ -393,6 +465,8 @@ CLAIMS: list[Callable[[], None]] = [
     storage_is_told_what_it_is_to_have,
     a_save_that_memory_has_no_room_for_is_none,
     megatrons_own_checkpoints_are_loaded,
+    planners_find_where_items_lie_whoever_saved_them,
+    files_whose_checkpoint_went_with_memory_are_no_checkpoint,
     replicas_share_the_work_as_under_megatron,
     the_strategies_serve_megatrons_functions,
     megatrons_files_come_back_after_a_kill,

@@ -1,5 +1,6 @@
 """The promises of `dcp_mem.storage.Storage` as tests: subclass `StorageConformance` per route."""
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +53,8 @@ class StorageConformance:
         ]
         for directory, entry in tree:
             assert entry in storage.ls(directory)
+            path = f"{directory}/{entry.name}".lstrip("/").encode()
+            assert entry.md5 in ("", hashlib.md5(path, usedforsecurity=False).hexdigest())
         assert storage.tree(2) is None
 
     # -- put and get -------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from azure.storage.blob import BlobServiceClient
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job
 from tests.support.processes.launch import TETHER
+from tests.support.processes.stops import stop
 from tests.support.storage import ceph, shared_models  # noqa: F401 (importing it is what it is for)
 from tests.support.storage.certificates import Certificates
 
@@ -114,7 +115,7 @@ class Server:
 
     def pause(self) -> None:
         """Accept connections and answer none, until `resume`."""
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process.pid)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

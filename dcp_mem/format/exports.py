@@ -1,0 +1,137 @@
+"""`.exports.json`: which of a job's checkpoints a node exports, and what became of that.
+
+The agent's queue and its report are one file: a successor goes on by it, and `status()` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dcp_mem.common.values import ExportState
+from dcp_mem.policy.order import SaveNumber
+
+_VERSION = 1
+_MOST_RECORDS, _MOST_SEEN = 256, 64
+_LONGEST_ERROR = 2000
+_OPEN = (ExportState.WAITING, ExportState.RUNNING, ExportState.FAILED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRecord:
+    """The export of one checkpoint.
+
+    Attributes:
+        name: The checkpoint.
+        save_id: Its save.
+        scope: Its scope.
+        step: Its training step; None where nobody told it.
+        created: When it was saved, in seconds since the epoch.
+        generation: Of the run that saved it; its place in the job's order, with `count`.
+        count: Of the save, within the generation.
+        state: How far the export is.
+        target: The directory that was made; "" while there is none.
+        error: Why the last attempt failed, or why there is none.
+        attempts: Attempts that have failed.
+        nbytes: Bytes of the exported tensors.
+        seconds: How long the attempt took that succeeded.
+    """
+
+    name: str
+    save_id: str
+    scope: str = ""
+    step: int | None = None
+    created: float = 0.0
+    generation: int = 0
+    count: int = 0
+    state: ExportState = ExportState.WAITING
+    target: str = ""
+    error: str = ""
+    attempts: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def number(self) -> SaveNumber:
+        """The number of the save: its place in the job's order."""
+        return SaveNumber(self.generation, self.count)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the export is still to be made."""
+        return self.state in _OPEN
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRecords:
+    """The exports of a job on one node.
+
+    Attributes:
+        records: In the order in which checkpoints were chosen.
+        seen: Save ids that were looked at, chosen or not; the newest last.
+        passed: Checkpoints that were looked at since one was last chosen.
+    """
+
+    records: tuple[ExportRecord, ...] = ()
+    seen: tuple[str, ...] = ()
+    passed: int = 0
+
+    def of(self, save_id: str) -> ExportRecord | None:
+        """Return the record of a save, if it was chosen.
+
+        Args:
+            save_id: Of the save.
+        """
+        return next((one for one in self.records if one.save_id == save_id), None)
+
+    def looked_at(self, save_id: str, chosen: ExportRecord | None) -> ExportRecords:
+        """Return the records after a checkpoint was looked at.
+
+        Args:
+            save_id: Of its save.
+            chosen: Its record; None where it isn't exported.
+        """
+        seen = (*self.seen, save_id)[-_MOST_SEEN:]
+        if chosen is None:
+            return replace(self, seen=seen, passed=self.passed + 1)
+        return ExportRecords((*self.records, chosen)[-_MOST_RECORDS:], seen)
+
+    def updated(self, record: ExportRecord) -> ExportRecords:
+        """Return the records with one replaced.
+
+        Args:
+            record: Takes the place of the one of its save.
+        """
+        records = tuple(record if one.save_id == record.save_id else one for one in self.records)
+        return replace(self, records=records)
+
+    def to_json(self) -> bytes:
+        """Return the records as a file."""
+        records = [
+            {**asdict(one), "state": one.state.value, "error": one.error[:_LONGEST_ERROR]}
+            for one in self.records
+        ]
+        facts = {"version": _VERSION, "seen": self.seen, "passed": self.passed, "exports": records}
+        return json.dumps(facts).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> ExportRecords:
+        """Read what `to_json` returned; a damaged file is as good as none.
+
+        Args:
+            data: The content of the file.
+        """
+        try:
+            facts = json.loads(data)
+            if facts["version"] != _VERSION:
+                return ExportRecords()
+            seen: Sequence[Any] = facts["seen"]
+            records = tuple(
+                ExportRecord(**{**one, "state": ExportState(one["state"])})
+                for one in facts["exports"]
+            )
+            return ExportRecords(records, tuple(map(str, seen)), int(facts["passed"]))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return ExportRecords()

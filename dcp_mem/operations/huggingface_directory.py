@@ -1,0 +1,481 @@
+"""Make a Hugging Face directory of a checkpoint, shard by shard, on a file system or object store.
+
+Invariants:
+
+- A directory without an index isn't an export. The index is put last; on file systems the whole
+  directory gets its name after that.
+- No reader gets a mix of two saves. Where something lies under the name already, and on object
+  stores, the files' names hold the export's token, so an index and its files belong together.
+- What an attempt has written whole is there for the next one: the token stands for the save and for
+  what is made of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_mem.common import faults, files
+from dcp_mem.common.log import log
+from dcp_mem.common.parallel import in_parallel
+from dcp_mem.config import Settings
+from dcp_mem.errors import ConfigError, DcpMemError, StorageKeyMissing
+from dcp_mem.export import DTYPES as CONVERTIBLE
+from dcp_mem.export import INDEX, HuggingFaceExport, renaming_of
+from dcp_mem.format.checksums import checksum
+from dcp_mem.format.exports import ExportRecord
+from dcp_mem.operations.modes import open_up
+from dcp_mem.operations.reading import Reading, open_reading
+from dcp_mem.operations.safetensors_file import (
+    DTYPES,
+    FileLayout,
+    Shape,
+    cut_into_shards,
+    index_json,
+    layout_of,
+    shard_file,
+    tensors_in,
+)
+from dcp_mem.storage import Storage, part_count
+
+_READ_NBYTES = 256 << 20
+_AT_ONCE = 4
+_ABANDONED_SECONDS = 86_400.0
+_PART = re.compile(r"\..+-[0-9a-f]{8}\.part")
+_OWN_SHARD = re.compile(r"model-([0-9a-f]{8})-\d{5}-of-\d{5}\.safetensors")
+_MOST_ENTRIES = 8
+
+
+class Gone(DcpMemError):
+    """The checkpoint isn't there any more, or another save has its name."""
+
+
+class Gate(Protocol):
+    """Lets the export through, bit by bit."""
+
+    def wait(self, nbytes: int = 0) -> None:
+        """Wait while a flush is under way, and until so many bytes may be sent.
+
+        Args:
+            nbytes: Bytes that are about to be sent.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A directory that was made, or was there already.
+
+    Attributes:
+        target: Its path or URL.
+        nbytes: Bytes of its tensors.
+    """
+
+    target: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of the checkpoint, and what it is in the export."""
+
+    source: str
+    stored: Shape
+    name: str
+    made: Shape
+
+
+def make_directory(
+    settings: Settings,
+    checkpoint: ExportRecord,
+    export: HuggingFaceExport,
+    storage: Storage,
+    gate: Gate,
+) -> Made:
+    """Make the directory of one checkpoint.
+
+    1. Return if it is there already.
+    2. Choose tensors, names and dtypes, and cut them into shards.
+    3. Put the files that were handed in.
+    4. Read, convert and put each shard that isn't there yet.
+    5. Put the index, and show the directory.
+    6. Delete exports that aren't kept any more.
+
+    Args:
+        settings: The job's.
+        checkpoint: Which one.
+        export: What to make of it.
+        storage: Of `export.to`.
+        gate: Is passed before each batch of reads, and before each part that is put.
+
+    Raises:
+        Gone: The checkpoint isn't there any more.
+        ConfigError: The export can't be made of this checkpoint.
+        StorageUnavailable, StorageRefused: The job's storage, or that of the export.
+    """
+    token = _token(checkpoint.save_id, export)
+    if storage.url.startswith("/"):
+        os.makedirs(storage.url, exist_ok=True)  # as the umask asks for
+    place = _place(storage, checkpoint.name, token)
+    before = place.index()
+    if before is not None and before.get("token") == token:
+        return Made(place.target, int(before.get("nbytes", 0)))
+    with open_reading(settings, checkpoint.name) as reading:
+        tensors = _tensors(reading, checkpoint.name, export)
+        gate.wait()
+        for path in export.files:
+            storage.put(f"{place.prefix}/{os.path.basename(path)}", files.read_bytes(path))
+        weight_map = _put_shards(place, reading, checkpoint, tensors, export.shard_nbytes, gate)
+    faults.point("export.shards")
+    nbytes = sum(one.made.nbytes for one in tensors.values())
+    facts = {
+        "job": settings.job,
+        "checkpoint": checkpoint.name,
+        "save_id": checkpoint.save_id,
+        "step": checkpoint.step,
+        "number": [checkpoint.generation, checkpoint.count],
+        "token": token,
+        "nbytes": nbytes,
+    }
+    index = index_json(weight_map, nbytes, dcp_mem=facts)
+    place.show(index, {INDEX, *weight_map.values(), *map(os.path.basename, export.files)})
+    faults.point("export.shown")
+    if export.keep is not None:
+        _delete_older(storage, settings.job, export.keep)
+    return Made(place.target, nbytes)
+
+
+def _token(save_id: str, export: HuggingFaceExport) -> str:
+    """Return what stands for a save and for what is made of it: 8 hex digits."""
+    table = sorted(export.names.items()) if isinstance(export.names, dict) else export.names
+    made_of = (save_id, export.part, table, export.dtype, export.shard_nbytes, export.files)
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
+
+
+# -- what is exported ------------------------------------------------------------------------------
+
+
+def _tensors(reading: Reading, checkpoint: str, export: HuggingFaceExport) -> dict[str, _Tensor]:
+    """Return the tensors to export, by their new names. Raises ConfigError."""
+    prefix, rename = f"{export.part}." if export.part else "", renaming_of(export)
+    found: dict[str, _Tensor] = {}
+    for source, entry in reading.entries:
+        if not isinstance(entry, TensorStorageMetadata) or not source.startswith(prefix):
+            continue
+        name: object = rename(source.removeprefix(prefix))
+        if name is None:
+            continue
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"names: {source} is to become {name!r}; give a text or None")
+        if name in found:
+            raise ConfigError(f"names: {source} and {found[name].source} both become {name}")
+        stored = Shape(entry.properties.dtype, entry.size)
+        made = Shape(_converted(stored.dtype, export.dtype), entry.size)
+        if made.dtype not in DTYPES:
+            raise ConfigError(f"{source} is {made.dtype}, which safetensors don't have")
+        found[name] = _Tensor(source, stored, name, made)
+    if not found:
+        raise ConfigError(
+            f"{checkpoint} has no tensor below part={export.part!r}; it has "
+            f"{_entries(reading) or 'none at all'}"
+        )
+    return found
+
+
+def _converted(dtype: torch.dtype, wanted: str | None) -> torch.dtype:
+    if wanted is None or str(dtype).removeprefix("torch.") not in CONVERTIBLE:
+        return dtype
+    found: torch.dtype = getattr(torch, wanted)
+    return found
+
+
+def _entries(reading: Reading) -> str:
+    """Return the first entries that tensors lie below, for people."""
+    names = [name for name, entry in reading.entries if isinstance(entry, TensorStorageMetadata)]
+    tops = dict.fromkeys(".".join(name.split(".")[:2]) for name in names)
+    return ", ".join(list(tops)[:_MOST_ENTRIES]) + (", …" if len(tops) > _MOST_ENTRIES else "")
+
+
+# -- shards ----------------------------------------------------------------------------------------
+
+
+def _put_shards(
+    place: _Place,
+    reading: Reading,
+    checkpoint: ExportRecord,
+    tensors: Mapping[str, _Tensor],
+    shard_nbytes: int,
+    gate: Gate,
+) -> dict[str, str]:
+    """Put all shards that aren't there yet; return the file of each tensor.
+
+    One buffer, as long as the longest file, takes one shard after the other.
+    """
+    sizes = {name: one.made.nbytes for name, one in tensors.items()}
+    shards = list(cut_into_shards(sizes, shard_nbytes))
+    shapes = [{name: tensors[name].made for name in shard} for shard in shards]
+    layouts = [layout_of(shape) for shape in shapes]
+    names = [shard_file(place.stem, number, len(shards)) for number in range(1, len(shards) + 1)]
+    there = place.sizes()
+    buffer = torch.empty(0, dtype=torch.uint8)
+    for file, shape, layout in zip(names, shapes, layouts, strict=True):
+        if there.get(file) == layout.nbytes:
+            continue
+        if not len(buffer):
+            buffer = torch.empty(max(one.nbytes for one in layouts), dtype=torch.uint8)
+        _fill(buffer, layout, shape, reading, checkpoint, [tensors[name] for name in shape], gate)
+        _put(place.storage, f"{place.prefix}/{file}", buffer[: layout.nbytes], gate)
+        faults.point("export.shard")
+    return {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+
+
+def _fill(
+    buffer: torch.Tensor,
+    layout: FileLayout,
+    shapes: Mapping[str, Shape],
+    reading: Reading,
+    checkpoint: ExportRecord,
+    tensors: Sequence[_Tensor],
+    gate: Gate,
+) -> None:
+    """Read a shard's tensors into the buffer: straight, or through others where they convert."""
+    buffer[: len(layout.head)] = torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)
+    made = tensors_in(buffer, layout, shapes)
+    for batch in _batches(tensors):
+        gate.wait()
+        read = {
+            one.source: made[one.name]
+            if one.stored == one.made
+            else torch.empty(one.stored.size, dtype=one.stored.dtype)
+            for one in batch
+        }
+        save_id = reading.load(dict(read))
+        if save_id != checkpoint.save_id:
+            raise Gone(f"another save has taken the name {checkpoint.name}")
+        for one in batch:
+            if one.stored != one.made:
+                made[one.name].copy_(read.pop(one.source))
+
+
+def _batches(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
+    """Yield the tensors, as many at once as may be read without a pause for flushes."""
+    batch, nbytes = list[_Tensor](), 0
+    for one in tensors:
+        if batch and nbytes + one.stored.nbytes > _READ_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(one)
+        nbytes += one.stored.nbytes
+    yield batch
+
+
+def _put(storage: Storage, key: str, data: torch.Tensor, gate: Gate) -> None:
+    view = memoryview(data.numpy().data)
+    upload = storage.upload(key, len(view))
+    try:
+
+        def put(number: int) -> None:
+            part = view[number * upload.part_nbytes :][: upload.part_nbytes]
+            gate.wait(len(part))
+            upload.put_part(number, part, checksum(part))
+
+        numbers = range(part_count(len(view), upload.part_nbytes))
+        at_once = 1 if upload.in_order else _AT_ONCE
+        for _ in in_parallel(put, numbers, at_once=at_once, name="dcp_mem-export"):
+            pass
+        upload.finish()
+    finally:
+        upload.close()
+
+
+# -- where it is made ------------------------------------------------------------------------------
+
+
+class _Place(Protocol):
+    """Where one export is made.
+
+    Attributes:
+        storage: Of all exports.
+        target: Path or URL of the directory.
+        prefix: Key under which files are put.
+        stem: What the names of shards begin with.
+    """
+
+    storage: Storage
+    target: str
+    prefix: str
+    stem: str
+
+    def index(self) -> dict[str, Any] | None:
+        """Return what the index of the directory says of its export; None where there is none.
+
+        Raises:
+            ConfigError: Something else is there under the name.
+        """
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file that this export's attempts have put so far."""
+
+    def show(self, index: bytes, belonging: set[str]) -> None:
+        """Put the index, and have readers see the directory.
+
+        Args:
+            index: The index.
+            belonging: Names of all files of the export; others go.
+        """
+
+
+def _place(storage: Storage, name: str, token: str) -> _Place:
+    if storage.url.startswith("/"):
+        return _Directory(storage, name, token)
+    return _Objects(storage, name, token)
+
+
+class _Directory:
+    """A directory of a file system: made under a hidden name beside its own."""
+
+    def __init__(self, storage: Storage, name: str, token: str) -> None:
+        self.storage, self._name = storage, name
+        self.target = os.path.join(storage.url, name)
+        self.prefix = f".{name}-{token}.part"
+        self.stem = f"model-{token}" if os.path.lexists(self.target) else "model"
+
+    def index(self) -> dict[str, Any] | None:
+        found = _index(self.storage, self._name)
+        if found is None and os.path.lexists(self.target):
+            raise _not_ours(self.target)
+        return found
+
+    def sizes(self) -> dict[str, int]:
+        return _sizes(self.storage, self.prefix)
+
+    def show(self, index: bytes, belonging: set[str]) -> None:
+        for file in _sizes(self.storage, self.prefix).keys() - belonging:
+            self.storage.delete(f"{self.prefix}/{file}")
+        self.storage.put(f"{self.prefix}/{INDEX}", index)
+        made = os.path.join(self.storage.url, self.prefix)
+        open_up((), made)
+        if os.path.lexists(self.target):
+            try:
+                files.swap_names(made, self.target)
+            except OSError:  # a file system that can't, such as NFS
+                aside = _hide(self.storage, self._name)
+                os.rename(made, self.target)
+                made = aside
+            shutil.rmtree(made, ignore_errors=True)
+        else:
+            os.rename(made, self.target)
+        files.sync_directory(self.storage.url)
+        self._remove_abandoned()
+
+    def _remove_abandoned(self) -> None:
+        """Remove what attempts have left that nobody goes on with."""
+        for entry in self.storage.ls(""):
+            is_old = 0.0 < entry.modified < time.time() - _ABANDONED_SECONDS
+            if entry.is_directory and is_old and _PART.fullmatch(entry.name):
+                shutil.rmtree(os.path.join(self.storage.url, entry.name), ignore_errors=True)
+
+
+class _Objects:
+    """A prefix of an object store: its index is put last, and what doesn't belong to it goes."""
+
+    def __init__(self, storage: Storage, name: str, token: str) -> None:
+        self.storage, self.prefix = storage, name
+        self.target = f"{storage.url}/{name}"
+        self.stem = f"model-{token}"
+
+    def index(self) -> dict[str, Any] | None:
+        found = _index(self.storage, self.prefix)
+        if found is None and any(not _OWN_SHARD.fullmatch(one) for one in self._shards()):
+            raise _not_ours(self.target)
+        return found
+
+    def sizes(self) -> dict[str, int]:
+        return _sizes(self.storage, self.prefix)
+
+    def show(self, index: bytes, belonging: set[str]) -> None:
+        self.storage.put(f"{self.prefix}/{INDEX}", index)
+        for file in self._shards():
+            if file not in belonging:
+                self.storage.delete(f"{self.prefix}/{file}")
+
+    def _shards(self) -> list[str]:
+        return [one for one in self.sizes() if one.endswith(".safetensors")]
+
+
+def _sizes(storage: Storage, prefix: str) -> dict[str, int]:
+    return {one.name: one.nbytes for one in storage.ls(prefix) if not one.is_directory}
+
+
+def _index(storage: Storage, name: str) -> dict[str, Any] | None:
+    """Return what the index under a name says of its export; None where there is no index."""
+    try:
+        index = json.loads(storage.get(f"{name}/{INDEX}"))
+        found = index["metadata"]["dcp_mem"]
+        if not isinstance(found, dict):
+            raise TypeError
+    except StorageKeyMissing:
+        return None
+    except (ValueError, KeyError, TypeError):
+        raise _not_ours(f"{storage.url}/{name}") from None
+    return found
+
+
+def _not_ours(target: str) -> ConfigError:
+    return ConfigError(
+        f"there is something at {target} that no export has made: move it, or export elsewhere"
+    )
+
+
+# -- which exports stay ----------------------------------------------------------------------------
+
+
+def _delete_older(storage: Storage, job: str, keep: int) -> None:
+    """Delete all but the newest exports of a job; a failure is logged, the next one tries again."""
+    try:
+        own = [
+            (tuple(found.get("number", ())), entry.name)
+            for entry in storage.ls("")
+            if entry.is_directory and not entry.name.startswith(".")
+            if (found := _index_of_any(storage, entry.name)) is not None
+            if found.get("job") == job
+        ]
+        for _, name in sorted(own)[:-keep]:
+            _delete(storage, name)
+            log.info("the export %s/%s is deleted: newer ones are kept", storage.url, name)
+    except (DcpMemError, OSError) as error:
+        log.warning("older exports in %s stay for now: %s", storage.url, error)
+
+
+def _index_of_any(storage: Storage, name: str) -> dict[str, Any] | None:
+    try:
+        return _index(storage, name)
+    except ConfigError:
+        return None
+
+
+def _delete(storage: Storage, name: str) -> None:
+    """Delete an export; from the first moment on it isn't one any more."""
+    if storage.url.startswith("/"):
+        shutil.rmtree(_hide(storage, name))
+        return
+    storage.delete(f"{name}/{INDEX}")
+    for file in _sizes(storage, name):
+        storage.delete(f"{name}/{file}")
+
+
+def _hide(storage: Storage, name: str) -> str:
+    """Take its name from a directory; return the path that it has then."""
+    hidden = os.path.join(storage.url, f".{name}-00000000.part")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(os.path.join(storage.url, name), hidden)
+    return hidden
