@@ -337,7 +337,8 @@ def _spans_of(
             yield (place, following), tuple(sorted(active))
 
 
-class _Sending(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sending:
     """Bytes of a segment that a rank which has them sends to others.
 
     Attributes:
@@ -452,7 +453,9 @@ class _Shares:
     ) -> None:
         """Note bytes that ranks whose node has them send to all nodes of the group."""
         turn = self._numbers[self._nodes[group[0]]]
-        self._to_send.append(_Sending(turn, file, extent, group, holding))
+        self._to_send.append(
+            _Sending(turn=turn, file=file, extent=extent, group=group, holding=holding)
+        )
 
     def send(self, edges: Edges) -> None:
         """Give out what is to be sent.
