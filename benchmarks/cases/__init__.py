@@ -94,6 +94,7 @@ CASES = (
     Case("core.calls", "how long each call holds training up: dcp's, ours, torch's, others'"),
     Case("core.first", "what the first saves of a process cost, with and without prepare()"),
     Case("core.planning", "what the common plan costs rank 0 of many, beside torch's planner"),
+    Case("core.opening", "what opening the catalog of a large job costs each rank that loads"),
     Case("core.steady", "what a later save sends between ranks, and rank 0's CPU in large jobs"),
     Case("core.restore", "how long a restore from memory takes, beside bare reads and torch"),
     Case("core.restart", "from a kill to the first step after it, phase by phase, beside others"),
@@ -114,6 +115,7 @@ CASES = (
     Case("replication.memory", "how much tmpfs a node needs, by kind of redundancy"),
     Case("replication.deciding", "how long decisions of jobs of up to 16,384 ranks take"),
     Case("replication.connections", "sockets, connecting and agreement of up to 128 processes"),
+    Case("replication.many", "saves, copies and recoveries of up to 192 processes, a node lost"),
     Case("replication.transports", "CPU of moving bytes by gloo, NIXL and plain sockets"),
     Case("scaling.model", "the tables of docs/scaling.md"),
 )

@@ -25,7 +25,7 @@ from dcp_mem.runtime.topology import Home
 from dcp_mem.saving.ballot import Ballot, RankReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dcp_mem.comm.collectives import Channel, Join, Share
 
@@ -147,6 +147,9 @@ class ManyRanks:
 
     def end_swaps(self) -> None:
         return
+
+    def route(self, values: Mapping[int, T]) -> list[tuple[int, T]]:
+        raise NotImplementedError("nothing is loaded here")
 
     def tell_leaders(self, data: bytes) -> Any:
         self.calls["tell_leaders"] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -167,6 +167,13 @@ class Ranks(Protocol):
             values: By rank; only rank 0's count.
         """
 
+    def route(self, values: Mapping[int, T]) -> list[tuple[int, T]]:
+        """Bring values to any ranks; return (sender, value) of those for this rank, by sender.
+
+        Args:
+            values: This rank's values, by receiver; it may be one of them.
+        """
+
     def tell_leaders(self, data: bytes) -> Any:
         """Return rank 0's bytes, as any buffer, on each node's leader; return None elsewhere.
 
@@ -250,6 +257,9 @@ class SingleRank:
 
     def scatter(self, values: Sequence[T]) -> T:
         return values[0]
+
+    def route(self, values: Mapping[int, T]) -> list[tuple[int, T]]:
+        return [(self.rank, value) for value in values.values()]
 
     def tell_leaders(self, data: bytes) -> Any:
         return data

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -141,6 +141,9 @@ class JobRanks:
 
     def scatter(self, values: Sequence[T]) -> T:
         return self._guarded("scatter", lambda wire: relay.scatter(wire, self._tree, values))
+
+    def route(self, values: Mapping[int, T]) -> list[tuple[int, T]]:
+        return self._guarded("routing", lambda wire: relay.route(wire, self._tree, values))
 
     def tell_leaders(self, data: bytes) -> Any:
         return self._guarded("broadcast", lambda wire: relay.tell_leaders(wire, self._tree, data))

@@ -1,4 +1,4 @@
-"""Collectives along a tree: the ranks join, exchange, gather, broadcast and scatter values.
+"""Collectives along a tree: the ranks join, exchange, gather, broadcast, scatter and route values.
 
 They work over any wire that carries bytes between a rank and its neighbours in the tree. Nothing
 comes down the tree before all ranks below have come to the call, be it with an empty message: a
@@ -169,6 +169,44 @@ def scatter(wire: Wire, tree: Tree, values: Sequence[T]) -> T:
     for ranks in tree.below:
         wire.send(ranks[:1], dumped({rank: by_rank[rank] for rank in ranks}))
     return by_rank[tree.rank]
+
+
+def route(wire: Wire, tree: Tree, values: Mapping[int, T]) -> list[tuple[int, T]]:
+    """Bring values from any ranks to any ranks; return (sender, value) of those for this rank.
+
+    A value rises no further than to the first rank that has its receiver below it, and only sender
+    and receiver open it.
+
+    Args:
+        wire: Carries the bytes.
+        tree: This rank's position.
+        values: This rank's values, by receiver.
+    """
+    parcels: _Parcels = {}
+    for rank, value in values.items():
+        parcels[rank] = [(tree.rank, pickle.dumps(value, 5))]
+    for received in wire.receive(tree.children):
+        _add(parcels, pickle.loads(received))
+    if tree.parent is not None:
+        here = {tree.rank}.union(*tree.below)
+        outside = parcels.keys() - here
+        wire.send([tree.parent], dumped({rank: parcels.pop(rank) for rank in outside}))
+        (received,) = wire.receive([tree.parent])
+        _add(parcels, pickle.loads(received))
+    for ranks in tree.below:
+        below = {rank: parcels[rank] for rank in ranks if rank in parcels}
+        wire.send(ranks[:1], dumped(below))
+    arrived = sorted(parcels.get(tree.rank, ()))
+    return [(sender, pickle.loads(data)) for sender, data in arrived]
+
+
+_Parcels = dict[int, list[tuple[int, bytes]]]
+"""By receiver: senders, and pickled values."""
+
+
+def _add(parcels: _Parcels, others: _Parcels) -> None:
+    for rank, of_rank in others.items():
+        parcels.setdefault(rank, []).extend(of_rank)
 
 
 def dumped(value: Any) -> memoryview:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from mmap import mmap
 from typing import Any
@@ -19,6 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format.catalog_checks import BYTES as BYTES
+from dcp_mem.format.catalog_checks import LOOSE_BYTES as LOOSE_BYTES
+from dcp_mem.format.catalog_checks import LOOSE_CHUNKS as LOOSE_CHUNKS
+from dcp_mem.format.catalog_checks import (
+    MOST,
+    MOST_DIMENSIONS,
+    contradictions_of_entries,
+    contradictions_of_rows,
+    within,
+)
 from dcp_mem.format.column_file import Ints as Ints
 from dcp_mem.format.column_file import Packed, pack, unpack
 from dcp_mem.format.layout import Layout, layout_of
@@ -31,14 +41,6 @@ SHARED_VERSION = 2
 """The version of catalogs whose rows are stored as runs (`SharedCatalog`)."""
 Extent = tuple[int, int]
 """(offset, length) of an item in its segment."""
-BYTES = -1
-"""In `Catalog.properties`, in place of a number: the entry is a byte item."""
-LOOSE_CHUNKS, LOOSE_BYTES = -2, -3
-"""In place of a number: an entry that isn't in DCP's metadata, though its items were written.
-
-Its items are chunks, or a byte item. Only custom planners make such entries. The entry's
-`dimensions` counts; its size and its rows' extents mean nothing.
-"""
 _COLUMNS = (
     "name",
     "properties",
@@ -59,9 +61,8 @@ _BOXES, _PLACES = "boxes", "places"
 _ROWS_PER_BYTE = 256
 """The most rows for each byte of a catalog's file; zeros make it long enough."""
 _LAYOUT_ROWS = ("offsets", "lengths", "payload_offsets", "payload_nbytes")
-_MOST_DIMENSIONS = 64
-_MOST = (1 << 62) - 1
-"""The largest size or offset: the sum of two of them doesn't overflow."""
+_ROWS_AT_ONCE = 1 << 20
+"""Rows that are looked at at once while a catalog of runs is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,15 +179,7 @@ class Catalog:
         """
         packed = unpack(data, (VERSION, SHARED_VERSION))
         try:
-            names, paths = unpack_texts(packed)
-            catalog = Catalog(
-                names=names,
-                paths=paths,
-                table=tuple(_read(one) for one in packed.facts["table"]),
-                layouts=_layouts(packed.columns),
-                planner_pickle=packed.blobs["planner_pickle"],
-                **_columns(packed, len(memoryview(data))),
-            )
+            catalog = _unpacked(packed, len(memoryview(data)))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ManifestInvalid(
                 f"a catalog can't be read: {type(error).__name__}: {error}"
@@ -196,11 +189,155 @@ class Catalog:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RunCatalog(Catalog):
+    """A catalog that was written down as runs, and whose rows are made only when they are needed.
+
+    The columns of its rows are made as a whole when they are first asked for. They may be a
+    thousand times as large as all the rest, so loads ask for single rows (`with_rows`).
+
+    Attributes:
+        boxes: The runs of offsets and extents.
+        places: The runs of writers and numbers.
+        offset_runs: As of a `SharedCatalog`.
+        extent_runs: Likewise.
+        writer_runs: Likewise.
+        number_runs: Likewise.
+
+    All others are those of a `Catalog`.
+    """
+
+    offset: Ints = field(init=False)
+    extent: Ints = field(init=False)
+    writer: Ints = field(init=False)
+    number: Ints = field(init=False)
+    boxes: Runs
+    places: Runs
+    offset_runs: Ints
+    extent_runs: Ints
+    writer_runs: Ints
+    number_runs: Ints
+
+    def __getattr__(self, name: str) -> Ints:
+        """Make a column of rows, which isn't there yet."""
+        if name == "offset":
+            made = self._side_by_side(self.offset_runs)
+        elif name == "extent":
+            made = self._side_by_side(self.extent_runs)
+        elif name in ("writer", "number"):
+            made = self.places.joined(self.writer_runs if name == "writer" else self.number_runs)
+        else:
+            raise AttributeError(name)
+        object.__setattr__(self, name, made)
+        return made
+
+    def _side_by_side(self, numbers: Ints) -> Ints:
+        result = np.empty((int(self.first[-1]), numbers.shape[1]), np.int64)
+        for dimension, column in enumerate(numbers.T):
+            result[:, dimension] = self.boxes.joined(column)
+        return result
+
+    def with_rows(self, entry: Ints, row: Ints) -> Catalog:
+        """Return the catalog without its other rows.
+
+        Args:
+            entry: Of each row that stays: its entry; ascending.
+            row: Of each: which of its entry's rows it is; ascending within each entry.
+        """
+        return Catalog(
+            names=self.names,
+            paths=self.paths,
+            table=self.table,
+            name=self.name,
+            properties=self.properties,
+            dimensions=self.dimensions,
+            size=self.size,
+            first=np.searchsorted(entry, np.arange(len(self.name) + 1)),
+            offset=self._boxes_at(self.offset_runs[entry], row),
+            extent=self._boxes_at(self.extent_runs[entry], row),
+            writer=self.places.at(self.writer_runs[entry], row),
+            number=self.places.at(self.number_runs[entry], row),
+            ranks=self.ranks,
+            layout_of=self.layout_of,
+            layouts=self.layouts,
+            planner_pickle=self.planner_pickle,
+        )
+
+    def boxes_of(self, entry: int) -> tuple[Ints, Ints]:
+        """Return offsets and extents of an entry's rows: int64[rows, width] each.
+
+        Args:
+            entry: Its number.
+        """
+        row = np.arange(int(self.first[entry + 1] - self.first[entry]))
+        one = np.full(len(row), entry)
+        return self._boxes_at(self.offset_runs[one], row), self._boxes_at(
+            self.extent_runs[one], row
+        )
+
+    def _boxes_at(self, runs: Ints, row: Ints) -> Ints:
+        """Return int64[rows, width] of these runs of dimensions, int64[rows, width], at `row`."""
+        result = np.empty(runs.shape, np.int64)
+        for dimension, column in enumerate(runs.T):
+            result[:, dimension] = self.boxes.at(column, row)
+        return result
+
+    def alike(self, *further: Ints) -> tuple[Ints, Ints]:
+        """Tell which entries have the same boxes in the same order.
+
+        Args:
+            *further: Columns of entries, in which they are to be the same too.
+
+        Returns:
+            Of each kind of entries, the first one; of each entry, the number of its kind.
+        """
+        counts = np.diff(self.first)
+        keys = np.column_stack([counts, self.offset_runs, self.extent_runs, *further])
+        _, specimen, kind = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        return specimen, kind.reshape(-1)
+
+    def specimens(self) -> Iterator[Catalog]:
+        """Yield the rows of this catalog, those apart of which others differ in numbers alone.
+
+        What holds for these rows, numbers apart, holds for all. Few of them are made at once.
+        """
+        least, _ = self.places.bounds(self.number_runs)
+        entries, _ = self.alike(self.writer_runs, np.where(least < 0, self.number_runs, -1))
+        entries.sort()
+        counts = np.diff(self.first)[entries]
+        portion = np.cumsum(counts) // _ROWS_AT_ONCE
+        for number in dict.fromkeys(portion.tolist()):
+            of_portion = portion == number
+            entry = np.repeat(entries[of_portion], counts[of_portion])
+            yield self.with_rows(entry, _counted(counts[of_portion]))
+
+    def most_numbers(self) -> Ints:
+        """Return the largest number of each writer's rows; -1 for a writer without any."""
+        most = np.full(len(self.ranks), -1)
+        order = np.argsort(self.writer_runs, kind="stable")
+        writers = self.writer_runs[order]
+        for of_writers in np.split(order, np.flatnonzero(np.diff(writers)) + 1):
+            if not len(of_writers):
+                continue
+            (run,) = self.writer_runs[of_writers[:1]]
+            writer = self.places.run(int(run))
+            highest = np.full(len(writer), -1)
+            for number in dict.fromkeys(self.number_runs[of_writers].tolist()):
+                np.maximum(highest, self.places.run(number), out=highest)
+            np.maximum.at(most, writer[writer >= 0], highest[writer >= 0])
+        return most
+
+
+def _counted(counts: Ints) -> Ints:
+    """Return 0, 1, ... for each of these counts, one after the other."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SharedCatalog:
     """A catalog to be written down whose rows are runs, which entries share.
 
-    It is for jobs of many ranks: their rows would take a thousand times as much. What
-    `Catalog.from_bytes` makes of it has the rows.
+    It is for jobs of many ranks: their rows would take a thousand times as much.
+    `Catalog.from_bytes` makes a `RunCatalog` of it.
 
     Attributes:
         boxes: The runs of offsets and extents.
@@ -284,18 +421,37 @@ def _packed(
     return pack(Packed(facts, columns, {**texts.blobs, **blobs}), version)
 
 
-def _columns(packed: Packed, nbytes: int) -> dict[str, Ints]:
-    """Return the columns of a catalog, of whose file so many bytes are there."""
+def _unpacked(packed: Packed, nbytes: int) -> Catalog:
+    """Return the catalog that a file of so many bytes has."""
+    names, paths = unpack_texts(packed)
+    parts: dict[str, Any] = {
+        "names": names,
+        "paths": paths,
+        "table": tuple(_read(one) for one in packed.facts["table"]),
+        "layouts": _layouts(packed.columns),
+        "planner_pickle": packed.blobs["planner_pickle"],
+    }
     if _RUNS[0] not in packed.columns:
-        return {name: packed.columns[name] for name in _COLUMNS}
-    boxes, places = Runs(packed.columns, _BOXES), Runs(packed.columns, _PLACES)
-    offsets, extents, writers, numbers = (packed.columns[name] for name in _RUNS)
-    if offsets.ndim != 2 or offsets.shape != extents.shape or offsets.shape[1] > _MOST_DIMENSIONS:
+        parts |= {name: packed.columns[name] for name in _COLUMNS}
+        return Catalog(**parts)
+    parts |= {name: packed.columns[name] for name in (*_OF_ENTRIES, *_RUNS, *_OF_SEGMENTS)}
+    lengths, boxes, places = _lengths_of_runs(packed.columns, nbytes)
+    first = np.append(0, np.cumsum(lengths))
+    return RunCatalog(**parts, first=first, boxes=boxes, places=places)
+
+
+def _lengths_of_runs(columns: Mapping[str, Ints], nbytes: int) -> tuple[Ints, Runs, Runs]:
+    """Return the number of rows of each entry, and the runs of boxes and places."""
+    boxes, places = Runs(columns, _BOXES), Runs(columns, _PLACES)
+    offsets, extents, writers, numbers = (columns[name] for name in _RUNS)
+    if offsets.ndim != 2 or offsets.shape != extents.shape or offsets.shape[1] > MOST_DIMENSIONS:
         raise ValueError("runs of other dimensions")
-    if not offsets.shape[:1] == writers.shape == numbers.shape == packed.columns["name"].shape:
+    if offsets.shape != columns["size"].shape:
+        raise ValueError("runs of other dimensions")
+    if not offsets.shape[:1] == writers.shape == numbers.shape == columns["name"].shape:
         raise ValueError("runs of other entries")
-    if not all(_within(one, 0, len(boxes.lengths) - 1) for one in (offsets, extents)) or not all(
-        _within(one, 0, len(places.lengths) - 1) for one in (writers, numbers)
+    if not all(within(one, 0, len(boxes.lengths) - 1) for one in (offsets, extents)) or not all(
+        within(one, 0, len(places.lengths) - 1) for one in (writers, numbers)
     ):
         raise ValueError("runs that aren't there")
     lengths = places.lengths[writers]
@@ -305,23 +461,7 @@ def _columns(packed: Packed, nbytes: int) -> dict[str, Ints]:
     others = (places.lengths[numbers][:, None], boxes.lengths[offsets], boxes.lengths[extents])
     if not all((one == lengths[:, None]).all() for one in others):
         raise ValueError("runs of other lengths")
-    rows = int(lengths.sum())
-    return {
-        **{name: packed.columns[name] for name in (*_OF_ENTRIES, *_OF_SEGMENTS)},
-        "first": np.append(0, np.cumsum(lengths)),
-        "offset": _side_by_side(boxes, offsets, rows),
-        "extent": _side_by_side(boxes, extents, rows),
-        "writer": places.joined(writers),
-        "number": places.joined(numbers),
-    }
-
-
-def _side_by_side(runs: Runs, numbers: Ints, rows: int) -> Ints:
-    """Return int64[rows, width] of the runs of each entry's dimensions."""
-    result = np.empty((rows, numbers.shape[1]), np.int64)
-    for dimension, column in enumerate(numbers.T):
-        result[:, dimension] = runs.joined(column)
-    return result
+    return lengths, boxes, places
 
 
 # -- properties and layouts as JSON and columns ---------------------------------------------------
@@ -367,11 +507,11 @@ def _layouts(columns: Mapping[str, Ints]) -> list[Layout]:
     if (
         rows.ndim != 2
         or counts.ndim != 1
-        or not _within(counts, 0, rows.shape[1])
+        or not within(counts, 0, rows.shape[1])
         or counts.sum() != rows.shape[1]
     ):
         raise ValueError("layouts of other lengths")
-    if not _within(rows, -1, _MOST) or not _within(np.delete(rows, 2, axis=0), 0, _MOST):
+    if not within(rows, -1, MOST) or not within(np.delete(rows, 2, axis=0), 0, MOST):
         raise ValueError("layouts reach out of their segments")
     ends = payload_offsets + payload_nbytes
     inside = (payload_offsets >= offsets) & (ends <= offsets + lengths)
@@ -392,83 +532,11 @@ def _refuse_contradictions(catalog: Catalog) -> None:
 
 def _contradictions(catalog: Catalog) -> Iterator[str]:
     """Yield what doesn't fit together; later checks assume that earlier ones found nothing."""
-    if not _have_shapes(catalog):
-        yield "its columns don't fit together"
-    if catalog.paths is not None and (
-        len(catalog.paths) != len(catalog.names) or catalog.planner_pickle
-    ):
-        yield "its planner data don't fit"
-    if not _within(catalog.name, 0, len(catalog.names) - 1) or len(set(catalog.names)) != len(
-        catalog.names
-    ):
-        yield "names"
-    if not _within(catalog.properties, LOOSE_BYTES, len(catalog.table) - 1):
-        yield "properties"
-    if not _within(catalog.dimensions, 0, catalog.size.shape[1]):
-        yield "dimensions"
-    if not _are_distinct(catalog.name[catalog.properties >= BYTES]):
-        yield "an entry occurs twice"
-    if (catalog.first[0], catalog.first[-1]) != (0, len(catalog.writer)):
-        yield "rows outside of its entries"
-    counts = np.diff(catalog.first)
-    is_bytes = (catalog.properties == BYTES) | (catalog.properties == LOOSE_BYTES)
-    if (counts < 0).any() or (counts[is_bytes] > 1).any() or catalog.dimensions[is_bytes].any():
-        yield "rows of its entries"
-    if not all(
-        _within(column, 0, _MOST) for column in (catalog.size, catalog.offset, catalog.extent)
-    ):
-        yield "sizes"
-    if not _are_in_order(catalog):
-        yield "order of its rows"
-    if not _within(catalog.writer, -1, len(catalog.ranks) - 1) or not _within(
-        catalog.number, -1, _MOST
-    ):
+    yield from contradictions_of_entries(catalog)
+    if not isinstance(catalog, RunCatalog):
+        yield from contradictions_of_rows(catalog)
+        return
+    if not within(catalog.places.bounds(catalog.number_runs), -1, MOST):
         yield "writers"
-    if ((catalog.number < 0) & (catalog.writer >= 0)).any():
-        yield "items without a number"
-    if not _within(catalog.ranks, 0, _MOST) or not _are_distinct(catalog.ranks):
-        yield "ranks"
-    if not _within(catalog.layout_of, 0, len(catalog.layouts) - 1):
-        yield "layouts"
-
-
-def _are_in_order(catalog: Catalog) -> bool:
-    """Return whether the rows of each entry ascend by offset; several may have the same."""
-    before, after = catalog.offset[:-1], catalog.offset[1:]
-    if not after.size:
-        return True
-    decisive = (after != before).argmax(axis=1)[:, None]
-    falls = np.take_along_axis(after < before, decisive, axis=1)[:, 0]
-    begins = catalog.first[(catalog.first > 0) & (catalog.first < len(catalog.offset))]
-    falls[begins - 1] = False
-    return not falls.any()
-
-
-def _have_shapes(catalog: Catalog) -> bool:
-    entries, rows, writers = (
-        catalog.name.shape[:1],
-        catalog.writer.shape[:1],
-        catalog.ranks.shape[:1],
-    )
-    if catalog.size.ndim != 2 or catalog.first.ndim != 1 or not (entries and rows and writers):
-        return False
-    width = catalog.size.shape[1:]
-    if width > (_MOST_DIMENSIONS,):
-        return False
-    return (
-        {catalog.name.shape, catalog.properties.shape, catalog.dimensions.shape} == {entries}
-        and catalog.size.shape == (*entries, *width)
-        and catalog.first.shape == (entries[0] + 1,)
-        and {catalog.offset.shape, catalog.extent.shape} == {(*rows, *width)}
-        and {catalog.writer.shape, catalog.number.shape} == {rows}
-        and {catalog.ranks.shape, catalog.layout_of.shape} == {writers}
-    )
-
-
-def _are_distinct(column: Ints) -> bool:
-    # Not np.unique: it imports 10 ms of NumPy when it is first called.
-    return not (np.diff(np.sort(column)) == 0).any()
-
-
-def _within(column: Ints, least: int, most: int) -> bool:
-    return bool(((least <= column) & (column <= most)).all())
+    for part in catalog.specimens():
+        yield from contradictions_of_rows(part)

@@ -12,7 +12,9 @@ from functools import cached_property
 import numpy as np
 
 from dcp_mem.errors import ManifestInvalid
-from dcp_mem.format.catalog import Catalog, Extent, Ints
+from dcp_mem.format.catalog import Catalog, Extent, Ints, RunCatalog
+
+_LACKING = "the manifest lacks items that the catalog has: they aren't of one save"
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +109,7 @@ class TailLocations:
         found = [np.array(tails.get(rank, ()), np.int64).reshape(-1, 2) for rank in ranks.tolist()]
         counts = np.fromiter(map(len, found), np.int64, len(found))
         if (self.numbers >= counts[of_rank]).any():
-            raise ManifestInvalid(
-                "the manifest lacks items that the catalog has: they aren't of one save"
-            )
+            raise ManifestInvalid(_LACKING)
         starts = np.cumsum(counts) - counts
         extents: Ints = np.concatenate([np.zeros((0, 2), np.int64), *found])[
             starts[of_rank] + self.numbers
@@ -129,3 +129,20 @@ def locations_of(catalog: Catalog) -> ItemLocations:
     offsets, lengths, _, _ = items.columns[:, found[found >= 0]]
     tail = TailLocations(beyond, catalog.ranks[catalog.writer[beyond]], items.index_in_tail(beyond))
     return ItemLocations(rows, offsets, lengths, tail)
+
+
+def refuse_missing_tails(catalog: Catalog, tails: Mapping[int, Sequence[Extent]]) -> None:
+    """Raise ManifestInvalid where the catalog has items that lie in no tail, nor in a layout.
+
+    Args:
+        catalog: What the checkpoint consists of.
+        tails: By rank, offset and length of each item of its tail.
+    """
+    if not isinstance(catalog, RunCatalog):
+        locations_of(catalog).tail.extents(tails)
+        return
+    lengths = np.fromiter(map(len, catalog.layouts), np.int64, len(catalog.layouts))
+    beyond = catalog.most_numbers() - lengths[catalog.layout_of]
+    for writer in np.flatnonzero(beyond >= 0).tolist():
+        if beyond[writer] >= len(tails.get(int(catalog.ranks[writer]), ())):
+            raise ManifestInvalid(_LACKING)

@@ -102,11 +102,42 @@ class Runs:
         Args:
             numbers: Of the runs, in range.
         """
-        known = {number: self._run(number) for number in np.unique(numbers).tolist()}
+        known = {number: self.run(number) for number in np.unique(numbers).tolist()}
         nothing = np.zeros(0, np.int64)
         return np.concatenate([nothing, *map(known.__getitem__, numbers.tolist())])
 
-    def _run(self, number: int) -> Ints:
+    def at(self, numbers: Ints, index: Ints) -> Ints:
+        """Return one integer of each of some runs.
+
+        Args:
+            numbers: Of the runs, in range.
+            index: Which integer of each, in range.
+        """
+        first, is_listed = self._first[numbers], self._is_listed[numbers] != 0
+        found: Ints = first + self._step[numbers] * index
+        found[is_listed] = self._values[first[is_listed] + index[is_listed]]
+        return found
+
+    def bounds(self, numbers: Ints) -> Ints:
+        """Return the least and the largest integer of each of some runs: int64[2, runs].
+
+        Args:
+            numbers: Of the runs, in range; the caller has added up their lengths.
+        """
+        ends = self.at(numbers, self.lengths[numbers] - 1)
+        found = np.stack([self._first[numbers], ends])
+        found.sort(axis=0)
+        for place in np.flatnonzero(self._is_listed[numbers] != 0).tolist():
+            run = self.run(int(numbers[place]))
+            found[:, place] = run.min(), run.max()
+        return found
+
+    def run(self, number: int) -> Ints:
+        """Return a run.
+
+        Args:
+            number: Of the run, in range.
+        """
         first, length = int(self._first[number]), int(self.lengths[number])
         if self._is_listed[number]:
             return self._values[first : first + length]

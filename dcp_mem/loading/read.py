@@ -192,7 +192,12 @@ def _read_from_all_nodes(reading: _Reading, group: LoadGroup) -> Counter[str]:
         if memory is not None:
             used[memory.label] += _read_local(memory, reading)
 
-    group = replace(group, memory=memory, holders=opened.choice.holders or {})
+    group = replace(
+        group,
+        is_held=opened.choice.memory,
+        memory=memory,
+        holders=opened.choice.holders or {},
+    )
     fetch_together(prepare, group, alongside=read_local)
     return used
 

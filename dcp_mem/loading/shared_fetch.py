@@ -1,6 +1,9 @@
 """Ranks that load together: what several need is fetched from storage once; memory is shared.
 
-1. Every rank says what it needs; rank 0 shares the work out: one gather, one scatter.
+1. The ranks of each node tell their first rank what they need. It shares that out, and tells ranks
+   of other nodes what to send; two all-reduces, and values routed along the tree twice. Where nodes
+   are to pass on what they have fetched from storage, rank 0 shares out for all: one gather, one
+   scatter.
 2. What one rank alone needs of storage it fetches by itself.
 3. What one rank of a node alone needs of other nodes' memory is sent to that rank (`peers.py`).
 4. The rest comes batch by batch into a window of tmpfs on each node: from storage, from a node that
@@ -16,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dcp_mem.comm import Ranks
 from dcp_mem.common import faults
@@ -33,7 +37,16 @@ from dcp_mem.memory.root import node_id
 from dcp_mem.memory.views import view_of
 from dcp_mem.memory.window import Window, make_window, remove_window, room_for_window, window_path
 from dcp_mem.policy.pieces import merged, with_large_apart
-from dcp_mem.policy.sharing import LoadShare, Need, NoRoom, SharedPiece, share_out
+from dcp_mem.policy.sharing import (
+    LoadShare,
+    LoadTotals,
+    Need,
+    NoRoom,
+    SharedPiece,
+    joined_share,
+    share_out,
+    share_out_on_node,
+)
 
 _SummedBytes = tuple[memoryview, int]
 """Bytes to send, and their CRC32C."""
@@ -50,6 +63,7 @@ class LoadGroup:
         ranks: The ranks.
         memory_root: Where the node's window is made.
         across_nodes: Whether nodes send each other what they have fetched from storage.
+        is_held: Whether some node has each segment in memory; the same on all ranks.
         memory: What this rank's node has of the checkpoint, for itself and others.
         holders: For each segment, the ranks whose nodes have it in memory.
         transport: What moves bytes that one rank alone needs of another node.
@@ -58,6 +72,7 @@ class LoadGroup:
     ranks: Ranks
     memory_root: str
     across_nodes: bool = False
+    is_held: bool = False
     memory: MemorySource | None = None
     holders: Mapping[int, Sequence[int]] = field(default_factory=dict)
     transport: TransportChoice = "gloo"
@@ -143,14 +158,94 @@ def _agree_on_shares(
     prepared: tuple[Fetcher, PendingItems] | None, group: LoadGroup, failure: _OwnFailure
 ) -> tuple[LoadShare, str] | None:
     """Return this rank's share, and a token of this load; None where a rank can't take part."""
+    if group.across_nodes and not group.is_held:
+        return _shares_by_rank_0(prepared, group, failure)
+    return _shares_by_leaders(prepared, group, failure)
+
+
+def _shares_by_rank_0(
+    prepared: tuple[Fetcher, PendingItems] | None, group: LoadGroup, failure: _OwnFailure
+) -> tuple[LoadShare, str] | None:
     needs = group.ranks.gather(_need(group, prepared[1]) if prepared is not None else None)
     shares: list[tuple[LoadShare, str] | None] = [None] * group.ranks.size
     if group.ranks.rank == 0 and prepared is not None and None not in needs:
-        with failure.kept():
-            token = uuid.uuid4().hex
+        with failure.kept(), _no_room_named(group):
             known = [need for need in needs if need is not None]
-            shares = [(share, token) for share in _share_out(known, prepared[0], group)]
+            found = share_out(
+                known, prepared[0].edges, across_nodes=group.across_nodes, holders=group.holding
+            )
+            token = uuid.uuid4().hex
+            shares = [(share, token) for share in found]
     return group.ranks.scatter(shares)
+
+
+def _shares_by_leaders(
+    prepared: tuple[Fetcher, PendingItems] | None, group: LoadGroup, failure: _OwnFailure
+) -> tuple[LoadShare, str] | None:
+    """Have the first rank of each node share out what its node needs.
+
+    1. All ranks learn each node's first rank; one all-reduce.
+    2. A node's ranks tell it their needs; it decides, and tells all ranks that have a share.
+    3. All ranks learn whether every node could decide, and what they go through together; one
+       all-reduce.
+    """
+    ranks = group.ranks
+    need = _need(group, prepared[1]) if prepared is not None else None
+    leaders = ranks.all_reduce({need.node: ranks.rank} if need is not None else None, _joined)
+    if leaders is None or need is None or prepared is None:
+        return None
+    leader = leaders[need.node]
+    needs, shares = dict(ranks.route({leader: need})), dict[int, LoadShare]()
+    failed = True
+    with failure.kept(), _no_room_named(group):
+        if leader == ranks.rank:
+            turn = sorted(leaders.values()).index(leader)
+            shares = share_out_on_node(needs, prepared[0].edges, holders=group.holding, turn=turn)
+        failed = False
+    share = joined_share([part for _, part in ranks.route(shares)])
+    token = uuid.uuid4().hex if ranks.rank == 0 else ""
+    agreed = ranks.all_reduce(_Agreed(failed, token, share.totals), _Agreed.join)
+    return None if agreed.failed else (share.within(agreed.totals), agreed.token)
+
+
+def _joined(one: dict[str, int] | None, other: dict[str, int] | None) -> dict[str, int] | None:
+    """Join the first ranks of nodes, as two sets of ranks know them; None: a rank has failed."""
+    if one is None or other is None:
+        return None
+    return {**one, **{node: min(rank, one.get(node, rank)) for node, rank in other.items()}}
+
+
+class _Agreed(NamedTuple):
+    """What all ranks agree on. A plain tuple, because it is sent to all ranks.
+
+    Attributes:
+        failed: Whether some node couldn't share out what it needs.
+        token: Of this load alone.
+        totals: Of the ranks' shares.
+    """
+
+    failed: bool
+    token: str
+    totals: LoadTotals
+
+    def join(self, other: _Agreed) -> _Agreed:
+        return _Agreed(
+            self.failed or other.failed,
+            self.token or other.token,
+            self.totals.join(other.totals),
+        )
+
+
+@contextmanager
+def _no_room_named(group: LoadGroup) -> Iterator[None]:
+    """Raise NoRoom as an error for people."""
+    try:
+        yield
+    except NoRoom as error:
+        why = (
+            f"node {error.node} has no room for {error.nbytes} bytes on their way from other nodes"
+        )
+        raise MemoryUnavailable(group.memory_root, why) from None
 
 
 def _need(group: LoadGroup, pending: PendingItems) -> Need:
@@ -165,18 +260,6 @@ def _need(group: LoadGroup, pending: PendingItems) -> Need:
     except (DcpMemError, OSError) as error:
         log.info("loading without the neighbours: %s", error)
         return Need(f"rank {group.ranks.rank}", extents, 0)
-
-
-def _share_out(needs: Sequence[Need], fetcher: Fetcher, group: LoadGroup) -> list[LoadShare]:
-    try:
-        return share_out(
-            needs, fetcher.edges, across_nodes=group.across_nodes, holders=group.holding
-        )
-    except NoRoom as error:
-        why = (
-            f"node {error.node} has no room for {error.nbytes} bytes on their way from other nodes"
-        )
-        raise MemoryUnavailable(group.memory_root, why) from None
 
 
 # -- one rank's share ------------------------------------------------------------------------------

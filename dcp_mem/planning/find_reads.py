@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints
+from dcp_mem.format.catalog import BYTES, Catalog, Extent, Ints, RunCatalog
 from dcp_mem.format.locations import LayoutItems
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named
@@ -48,6 +48,8 @@ def find_reads(
     entry = _entries(plan, catalog)
     if entry is None:
         return None
+    if isinstance(catalog, RunCatalog):
+        catalog = _needed_rows(plan, entry, catalog)
     locations = _Locations(catalog, save_id, tails)
     tensors, objects = (
         _Tensors.of(plan, values, entry, locations),
@@ -80,6 +82,45 @@ def _entries(plan: LocalPlan, catalog: Catalog) -> Ints | None:
     is_other |= catalog.dimensions[entry] != plan.dimensions
     is_other |= (widened(catalog.size, width, 1)[entry] != widened(plan.size, width, 1)).any(axis=1)
     return None if is_other.any() else entry
+
+
+def _needed_rows(plan: LocalPlan, entry: Ints, catalog: RunCatalog) -> Catalog:
+    """Return the catalog with those rows alone that share elements with what the plan needs.
+
+    Entries with the same boxes are looked up in one index, so no more rows are made at once than
+    one entry has, and those that are needed.
+
+    Args:
+        plan: What this rank loads.
+        entry: Of each row of the plan: its entry in the catalog.
+        catalog: What the checkpoint consists of.
+    """
+    specimen, kind = catalog.alike()
+    width = max(plan.size.shape[1], catalog.size.shape[1])
+    is_object = plan.kind == ItemKind.OBJECT
+    objects = np.unique(entry[is_object])
+    objects = objects[np.diff(catalog.first)[objects] > 0]
+    entries, rows = [objects], [np.zeros(len(objects), np.int64)]
+    tensors = np.flatnonzero(~is_object)
+    order = tensors[np.argsort(kind[entry[tensors]], kind="stable")]
+    for alike in np.split(order, np.flatnonzero(np.diff(kind[entry[order]])) + 1):
+        if not len(alike):
+            continue
+        offset, extent = catalog.boxes_of(int(specimen[kind[entry[alike[0]]]]))
+        index = ChunkIndex(
+            widened(offset, width, 0), widened(extent, width, 1), np.array([0, len(offset)])
+        )
+        wanted = Boxes(
+            np.zeros(len(alike), np.int64),
+            widened(plan.offset[alike], width, 0),
+            widened(plan.extent[alike], width, 1),
+        )
+        overlaps = index.find(wanted)
+        entries.append(entry[alike[overlaps.wanted]])
+        rows.append(overlaps.row)
+    most = int(np.diff(catalog.first).max(initial=0)) + 1
+    found = np.unique(np.concatenate(entries) * most + np.concatenate(rows))
+    return catalog.with_rows(found // most, found % most)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,18 +11,27 @@ for a window: memory that its ranks share, through which bytes pass batch by bat
 5. Reading, sending and receiving go to the rank that has done least by then.
 6. A node without room for a window reads all by itself. Where it needs other nodes' memory, that is
    an error (`NoRoom`).
+
+Only rule 3 looks at several nodes' needs at once. Where it doesn't apply, each node shares out by
+itself what its own ranks need (`share_out_on_node`), and asks ranks of other nodes for it; what all
+nodes have decided for a rank is joined (`joined_share`). Else one rank decides for all
+(`share_out`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, repeat, zip_longest
+from typing import NamedTuple
 
 from dcp_mem.policy.pieces import PIECE, Extent, cut, merged
 
 _MOST_PIECES = 1 << 15
 """Pieces, about, into which all that goes to single ranks is cut."""
+Edges = Callable[[str], Sequence[int] | None]
+"""Returns where a segment may be cut, ascending; None for anywhere."""
 Extents = Mapping[str, Sequence[Extent]]
 """Bytes of segments, by file; what one rank needs is merged."""
 
@@ -70,9 +79,10 @@ class SharedPiece:
         return self.origin is not None or not self.is_held
 
 
-@dataclass(frozen=True, slots=True)
-class PeerPiece:
+class PeerPiece(NamedTuple):
     """Bytes [start, stop) of a segment, sent from a node's memory to the only rank in need.
+
+    A plain tuple, because there are many, which are sent to their ranks.
 
     Attributes:
         peer: In the sender's share, the receiver; in the receiver's share, the sender.
@@ -108,6 +118,51 @@ class LoadShare:
     receives: Sequence[PeerPiece] = ()
     is_passing: bool = False
 
+    @property
+    def totals(self) -> LoadTotals:
+        """What all ranks of the load must know of this share."""
+        return LoadTotals(len(self.batches), self.passes_on, self.is_passing)
+
+    def within(self, totals: LoadTotals) -> LoadShare:
+        """Return the share as part of a load: with as many batches, some of them empty.
+
+        Args:
+            totals: Of all ranks' shares.
+        """
+        missing = totals.batches - len(self.batches)
+        return replace(
+            self,
+            batches=[*self.batches, *([] for _ in range(missing))],
+            passes_on=totals.passes_on,
+            is_passing=totals.is_passing,
+        )
+
+
+class LoadTotals(NamedTuple):
+    """What all ranks of a load go through together. A plain tuple, because it is sent to all ranks.
+
+    Attributes:
+        batches: Batches of the rank that has most.
+        passes_on: As in `LoadShare`.
+        is_passing: As in `LoadShare`.
+    """
+
+    batches: int
+    passes_on: bool
+    is_passing: bool
+
+    def join(self, other: LoadTotals) -> LoadTotals:
+        """Join what is known of two sets of ranks.
+
+        Args:
+            other: Of the other ranks.
+        """
+        return LoadTotals(
+            max(self.batches, other.batches),
+            self.passes_on or other.passes_on,
+            self.is_passing or other.is_passing,
+        )
+
 
 class NoRoom(Exception):
     """A node needs bytes of other nodes' memory and has no room for a window.
@@ -124,7 +179,7 @@ class NoRoom(Exception):
 
 def share_out(
     needs: Sequence[Need],
-    edges: Callable[[str], Sequence[int] | None],
+    edges: Edges,
     *,
     across_nodes: bool,
     holders: Callable[[str], Sequence[int]] = lambda file: (),
@@ -140,8 +195,7 @@ def share_out(
 
     Args:
         needs: What each rank needs.
-        edges: Returns where a segment may be cut, ascending; None for anywhere. Called only for
-            segments that are shared.
+        edges: Called only for segments that are shared.
         across_nodes: Whether bytes that several nodes need are read from storage once, not once by
             each.
         holders: Returns the ranks whose node has a segment in memory; they don't need it from
@@ -150,15 +204,81 @@ def share_out(
     Raises:
         NoRoom: A node needs bytes of other nodes' memory and has no room for a window.
     """
-    shares = _Shares(needs)
-    for file, extent, ranks in _spans(needs):
+    by_rank = dict(enumerate(needs))
+    shares = _shared_out(_Shares(by_rank), by_rank, edges, holders, across_nodes=across_nodes)
+    totals = LoadTotals(0, passes_on=False, is_passing=False)
+    for share in shares.values():
+        totals = totals.join(share.totals)
+    return [shares[rank].within(totals) for rank in by_rank]
+
+
+def share_out_on_node(
+    needs: Mapping[int, Need],
+    edges: Edges,
+    *,
+    holders: Callable[[str], Sequence[int]] = lambda file: (),
+    turn: int = 0,
+) -> dict[int, LoadShare]:
+    """Return the shares that follow from what one node's ranks need, for whichever ranks have one.
+
+    The ranks that send are chosen by what they send to this node. What other nodes ask of them
+    isn't known; `turn` has nodes that need little ask different ranks for it.
+
+    Args:
+        needs: What each rank of the node needs, by rank.
+        edges: As for `share_out`.
+        holders: As for `share_out`.
+        turn: The node's number among the nodes.
+
+    Returns:
+        Shares by rank, to be joined with those that follow from other nodes' needs.
+
+    Raises:
+        NoRoom: The node needs bytes of other nodes' memory and has no room for a window.
+    """
+    return _shared_out(_Shares(needs, turn), needs, edges, holders, across_nodes=False)
+
+
+def joined_share(parts: Sequence[LoadShare]) -> LoadShare:
+    """Return the share of a rank, from the parts of it that nodes have decided by themselves.
+
+    The messages between two ranks stay in their order: one node decides on all of them.
+
+    Args:
+        parts: The parts.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return LoadShare(
+        alone={file: extents for part in parts for file, extents in part.alone.items()},
+        batches=_side_by_side(*(part.batches for part in parts)),
+        window_nbytes=max((part.window_nbytes for part in parts), default=0),
+        makes_window=any(part.makes_window for part in parts),
+        passes_on=any(part.passes_on for part in parts),
+        sends=[piece for part in parts for piece in part.sends],
+        receives=[piece for part in parts for piece in part.receives],
+        is_passing=any(part.is_passing for part in parts),
+    )
+
+
+def _shared_out(
+    shares: _Shares,
+    needs: Mapping[int, Need],
+    edges: Edges,
+    holders: Callable[[str], Sequence[int]],
+    *,
+    across_nodes: bool,
+) -> dict[int, LoadShare]:
+    """Share out what these ranks need; see `share_out`."""
+    for file, spans in _spans(needs):
         holding = holders(file)
-        if holding:
-            shares.send_later(file, extent, ranks, holding)
-        else:
+        for extent, ranks in spans:
+            if holding:
+                shares.send_later(file, extent, ranks, holding)
+                continue
             for group in shares.groups(ranks, across_nodes):
                 if len(group) == 1:
-                    shares.alone[group[0]].setdefault(file, []).append(extent)
+                    shares.alone.setdefault(group[0], {}).setdefault(file, []).append(extent)
                 else:
                     for start, stop in cut(extent, edges(file)):
                         shares.share(file, start, stop, group)
@@ -166,20 +286,22 @@ def share_out(
     return shares.result()
 
 
-def _spans(needs: Sequence[Need]) -> Iterator[tuple[str, Extent, tuple[int, ...]]]:
+_Span = tuple[Extent, tuple[int, ...]]
+"""Bytes of a segment, and the ranks that need them."""
+
+
+def _spans(needs: Mapping[int, Need]) -> Iterator[tuple[str, Iterator[_Span]]]:
     """Yield the needed bytes of each segment, cut where the ranks that need them change."""
     needed: dict[str, list[tuple[int, Sequence[Extent]]]] = {}
-    for rank, need in enumerate(needs):
+    for rank, need in needs.items():
         for file, extents in need.extents.items():
             needed.setdefault(file, []).append((rank, extents))
     for file, of_file in sorted(needed.items()):
         if len(of_file) == 1:
             rank, extents = of_file[0]
-            for extent in extents:
-                yield file, extent, (rank,)
-            continue
-        for extent, ranks in _spans_of(_events(of_file)):
-            yield file, extent, ranks
+            yield file, zip(extents, repeat((rank,)))
+        else:
+            yield file, _spans_of(_events(of_file))
 
 
 def _events(
@@ -200,7 +322,7 @@ def _events(
 
 def _spans_of(
     events: Mapping[int, tuple[list[int], list[int]]],
-) -> Iterator[tuple[Extent, tuple[int, ...]]]:
+) -> Iterator[_Span]:
     """Yield the needed ranges of one segment, with the ranks that need them.
 
     Args:
@@ -237,27 +359,35 @@ class _Sending:
 
 
 class _Shares:
-    """The shares of all ranks while they are given out."""
+    """The shares of all ranks while they are given out.
 
-    def __init__(self, needs: Sequence[Need]) -> None:
-        self.alone: list[dict[str, list[Extent]]] = [{} for _ in needs]
-        self._nodes = [need.node for need in needs]
+    Args:
+        needs: Of each rank that needs something; others may have to send.
+        turn: Number of the first of these ranks' nodes, among all nodes.
+    """
+
+    def __init__(self, needs: Mapping[int, Need], turn: int = 0) -> None:
+        self.alone: dict[int, dict[str, list[Extent]]] = {}
+        self._nodes = {rank: need.node for rank, need in needs.items()}
         self._members: dict[str, list[int]] = {}
-        for rank, node in enumerate(self._nodes):
+        for rank, node in self._nodes.items():
             self._members.setdefault(node, []).append(rank)
-        self._numbers = {node: number for number, node in enumerate(self._members)}
+        self._turn = turn
+        self._numbers = {node: number for number, node in enumerate(self._members, turn)}
         self._window_nbytes = {
             node: min(needs[rank].window_nbytes for rank in members)
             for node, members in self._members.items()
         }
         # Bytes that each rank has read from storage, received and sent so far.
-        self._fetched = [0] * len(needs)
-        self._received = [0] * len(needs)
-        self._sent = [0] * len(needs)
+        self._fetched = Counter[int]()
+        self._received = Counter[int]()
+        self._sent = Counter[int]()
         self._windows = {node: _Window(nbytes) for node, nbytes in self._window_nbytes.items()}
-        self._sends: list[list[PeerPiece]] = [[] for _ in needs]
-        self._receives: list[list[PeerPiece]] = [[] for _ in needs]
-        self._batches: dict[str, list[list[SharedPiece]]] = {node: [] for node in self._members}
+        self._sends: dict[int, list[PeerPiece]] = {}
+        self._receives: dict[int, list[PeerPiece]] = {}
+        # What comes into each node's window, and what each rank sends to windows of other nodes.
+        self._coming: dict[str, _Batches] = {}
+        self._going: dict[int, _Batches] = {}
         self._to_send: list[_Sending] = []
         self._passes_on = False
 
@@ -286,7 +416,7 @@ class _Shares:
         # A single item of a checkpoint that torch wrote, for instance, can't be cut.
         if any(nbytes > window.limit for window in windows.values()):
             for rank in group:
-                self.alone[rank].setdefault(file, []).append((start, stop))
+                self.alone.setdefault(rank, {}).setdefault(file, []).append((start, stop))
             return
         batch = max(window.first_batch(nbytes) for window in windows.values())
         fetcher = min(
@@ -304,8 +434,8 @@ class _Shares:
         for node, window in windows.items():
             is_fetched = by[node] == fetcher
             origin, sent_to = (None, to) if is_fetched else (fetcher, ())
-            self._add(
-                node,
+            _put(
+                self._coming.setdefault(node, []),
                 batch,
                 SharedPiece(
                     file=file,
@@ -327,7 +457,7 @@ class _Shares:
             _Sending(turn=turn, file=file, extent=extent, group=group, holding=holding)
         )
 
-    def send(self, edges: Callable[[str], Sequence[int] | None]) -> None:
+    def send(self, edges: Edges) -> None:
         """Give out what is to be sent.
 
         Each node begins with another segment, so that they don't all ask the same node first.
@@ -387,8 +517,8 @@ class _Shares:
         sender = self._sender(sending.holding, nbytes * len(windows))
         by = {node: self._idlest(node) for node in windows}
         self._passes_on = True
-        self._add(
-            self._nodes[sender],
+        _put(
+            self._going.setdefault(sender, []),
             batch,
             SharedPiece(
                 file=file,
@@ -403,8 +533,8 @@ class _Shares:
         for node, rank in by.items():
             self._received[rank] += nbytes
             place = windows[node].put(batch, nbytes)
-            self._add(
-                node,
+            _put(
+                self._coming.setdefault(node, []),
                 batch,
                 SharedPiece(
                     file=file,
@@ -421,41 +551,57 @@ class _Shares:
         """Have these bytes sent to the only rank of its node that needs them."""
         file, (start, stop) = sending.file, extent
         sender = self._sender(sending.holding, stop - start)
-        self._sends[sender].append(PeerPiece(rank, file, start, stop))
-        self._receives[rank].append(PeerPiece(sender, file, start, stop))
+        self._sends.setdefault(sender, []).append(PeerPiece(rank, file, start, stop))
+        self._receives.setdefault(rank, []).append(PeerPiece(sender, file, start, stop))
 
     def _sender(self, holding: Sequence[int], nbytes: int) -> int:
         """Return the rank, of those that have the bytes, that has sent least by now."""
-        _, sender = min(zip(map(self._sent.__getitem__, holding), holding, strict=True))
+        first = self._turn % len(holding)
+        sender = min((*holding[first:], *holding[:first]), key=self._sent.__getitem__)
         self._sent[sender] += nbytes
         return sender
 
-    def _add(self, node: str, batch: int, piece: SharedPiece) -> None:
-        batches = self._batches[node]
-        batches.extend([] for _ in range(batch + 1 - len(batches)))
-        batches[batch].append(piece)
+    def result(self) -> dict[int, LoadShare]:
+        """Return the shares of all ranks that have one."""
+        return {
+            rank: self._share_of(rank)
+            for rank in dict.fromkeys((*self._nodes, *self._sends, *self._going))
+        }
 
-    def result(self) -> list[LoadShare]:
-        """Return all shares; all ranks have equally many batches, some of them empty."""
-        count, is_passing = max(map(len, self._batches.values())), any(self._sends)
-        for batches in self._batches.values():
-            batches.extend([] for _ in range(count - len(batches)))
-        return [
-            LoadShare(
-                alone={file: merged(extents, 1) for file, extents in alone.items()},
-                batches=self._batches[node],
-                window_nbytes=self._windows[node].most,
-                makes_window=self._windows[node].most > 0 and rank == self._members[node][0],
-                passes_on=self._passes_on,
-                sends=self._sends[rank],
-                receives=self._receives[rank],
-                is_passing=is_passing,
-            )
-            for rank, (alone, node) in enumerate(zip(self.alone, self._nodes, strict=True))
-        ]
+    def _share_of(self, rank: int) -> LoadShare:
+        node = self._nodes.get(rank, "")
+        window_nbytes = self._windows[node].most if node in self._windows else 0
+        coming, going = self._coming.get(node, []), self._going.get(rank, [])
+        sends, receives = self._sends.get(rank, []), self._receives.get(rank, [])
+        return LoadShare(
+            alone={file: merged(extents, 1) for file, extents in self.alone.get(rank, {}).items()},
+            batches=_side_by_side(coming, going) if going else coming,
+            window_nbytes=window_nbytes,
+            makes_window=window_nbytes > 0 and rank == self._members[node][0],
+            passes_on=self._passes_on,
+            sends=sends,
+            receives=receives,
+            is_passing=bool(sends or receives),
+        )
 
     def _idlest(self, node: str) -> int:
         return min(self._members[node], key=lambda rank: self._received[rank])
+
+
+_Batches = list[list[SharedPiece]]
+
+
+def _put(batches: _Batches, number: int, piece: SharedPiece) -> None:
+    batches.extend([] for _ in range(number + 1 - len(batches)))
+    batches[number].append(piece)
+
+
+def _side_by_side(*several: Sequence[Sequence[SharedPiece]]) -> _Batches:
+    """Return batches that have what the batches of the same number have."""
+    return [
+        [piece for pieces in of_number for piece in pieces]
+        for of_number in zip_longest(*several, fillvalue=())
+    ]
 
 
 @dataclass(slots=True)

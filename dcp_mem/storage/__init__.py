@@ -13,7 +13,7 @@ config and what lies below them. Read its modules in this order: this one (the i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -42,6 +42,7 @@ class Entry:
     name: str
     nbytes: int
     is_directory: bool
+    _: KW_ONLY
     modified: float = 0.0
     md5: str = ""
 

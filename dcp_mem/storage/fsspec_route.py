@@ -213,7 +213,10 @@ def _discard(stream: Any) -> None:
 def _entry(facts: Mapping[str, Any]) -> Entry:
     name = str(facts["name"]).rstrip("/").rpartition("/")[2]
     return Entry(
-        name, int(facts.get("size") or 0), facts.get("type") == "directory", _modified(facts)
+        name,
+        int(facts.get("size") or 0),
+        is_directory=facts.get("type") == "directory",
+        modified=_modified(facts),
     )
 
 

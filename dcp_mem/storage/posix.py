@@ -449,4 +449,4 @@ def _entry(entry: os.DirEntry[str]) -> Entry | None:
         if error.errno in _GONE:
             return None
         raise
-    return Entry(entry.name, facts.st_size, entry.is_dir(), facts.st_mtime)
+    return Entry(entry.name, facts.st_size, entry.is_dir(), modified=facts.st_mtime)

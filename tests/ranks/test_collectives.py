@@ -271,6 +271,42 @@ def test_broadcast_reaches_all_and_what_leaders_are_told_only_these(
         assert found == (value, told if tree.is_leader else None, "last")
 
 
+@settings(max_examples=40)
+@given(any_trees(), st.data())
+def test_routed_values_reach_their_ranks_in_the_order_of_the_senders(
+    trees: list[Tree], data: st.DataObject
+) -> None:
+    receivers = st.dictionaries(st.integers(0, len(trees) - 1), VALUES, max_size=5)
+    values = data.draw(st.lists(receivers, min_size=len(trees), max_size=len(trees)))
+
+    def act(wire: relay.Wire, tree: Tree) -> list[tuple[int, Any]]:
+        return relay.route(wire, tree, values[tree.rank])
+
+    for rank, arrived in enumerate(_together(trees, act)):
+        assert arrived == [(sender, of[rank]) for sender, of in enumerate(values) if rank in of]
+
+
+def test_what_is_routed_within_a_node_does_not_leave_it() -> None:
+    """Ranks of eight nodes each send their leader a lot: the leaders' messages stay small."""
+    nodes = [f"node{rank // 4}" for rank in range(32)]
+    sent: dict[tuple[int, int], int] = {}
+
+    class Counting(_Wire):
+        def send(self, ranks: Sequence[int], data: Any) -> None:
+            sent.update({(self._rank, rank): len(bytes(data)) for rank in ranks})
+            super().send(ranks, data)
+
+    def act(wire: relay.Wire, tree: Tree) -> int:
+        assert isinstance(wire, _Wire)
+        counting = Counting(wire._rank, wire._queues)
+        return len(relay.route(counting, tree, {tree.rank // 4 * 4: bytes(4096)}))
+
+    assert _together(_trees(nodes), act) == [4, 0, 0, 0] * 8
+    between = [nbytes for (one, other), nbytes in sent.items() if nodes[one] != nodes[other]]
+    assert between
+    assert max(between) < 64
+
+
 def test_what_is_gathered_is_shared_before_it_is_sent_on() -> None:
     """Twenty ranks of four nodes hold the same incompressible data: each node sends it once."""
     nodes = [f"node{rank // 5}" for rank in range(20)]
@@ -340,6 +376,8 @@ def _talk(ranks: Ranks, rank: int, world: int, of_ranks: list[bytes], nodes: Nod
     assert ranks.broadcast(mine) == of_ranks[0]
     assert ranks.scatter(of_ranks if rank == 0 else []) == mine
     assert ranks.exchange(mine) == of_ranks
+    following, before = (rank + 1) % world, (rank - 1) % world
+    assert ranks.route({following: mine}) == [(before, of_ranks[before])]
     told = ranks.tell_leaders(of_ranks[0] if rank == 0 else b"")
     leads = nodes is None or nodes.index(nodes[rank]) == rank
     assert (None if told is None else bytes(told)) == (of_ranks[0] if leads else None)

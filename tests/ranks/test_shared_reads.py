@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -36,11 +37,23 @@ from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.plans import LOADS
 from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.sharing import shared_out
 
 EXTENTS = st.lists(
     st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda pair: (min(pair), max(pair))),
     max_size=8,
 )
+
+
+class Way(Enum):
+    """Who shares out, and whether nodes pass on what they have fetched from storage."""
+
+    BY_RANK_0 = auto()
+    ACROSS_NODES = auto()
+    BY_NODE = auto()
+
+
+WAYS = st.sampled_from(Way)
 
 
 @contextmanager
@@ -141,12 +154,12 @@ def _played(needs: Sequence[Need], parts: Sequence[LoadShare]) -> list[Counter[t
         sent, windows = set(), dict[str, dict[tuple[str, int], int]]()
         for rank, part in enumerate(parts):
             node, batch = needs[rank].node, part.batches[number]
+            coming = [one for one in batch if one.comes_in]
             assert all(
-                part.batches == other.batches
+                coming == [one for one in other.batches[number] if one.comes_in]
                 for other, need in zip(parts, needs, strict=True)
                 if need.node == node
             )
-            coming = [one for one in batch if one.comes_in]
             assert not coming or _reach(coming) <= part.window_nbytes <= needs[rank].window_nbytes
             for one in batch:
                 assert needs[one.by].node == node
@@ -210,29 +223,31 @@ def _reach(pieces: Sequence[SharedPiece]) -> int:
     return max(taken, default=-1) + 1
 
 
+@pytest.mark.parametrize("by_node", [False, True])
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_where_everything_moves_all_nodes_are_served_at_once(ranks_per_node: int) -> None:
+def test_where_everything_moves_all_nodes_are_served_at_once(
+    ranks_per_node: int, by_node: bool
+) -> None:
     """Each of sixteen nodes needs what another has: no more batches than for one node."""
     nodes = [number for number in range(16) for _ in range(ranks_per_node)]
     needs = [
         Need(f"node{node:02}", {f"file{(node + 1) % 16:02}": [(0, 400)]}, 1000) for node in nodes
     ]
     with small_pieces(50):
-        parts = share_out(
-            needs, lambda file: None, across_nodes=False, holders=lambda file: [int(file[4:])]
-        )
+        parts = shared_out(needs, lambda file: [int(file[4:])], by_node=by_node)
         _played(needs, parts)
     assert len(parts[0].batches) == (ranks_per_node > 1)
     assert len(parts[0].receives) == (8 if ranks_per_node == 1 else 0)
 
 
 @settings(max_examples=300)
-@given(_needs(), st.booleans())
+@given(_needs(), WAYS)
 def test_every_rank_gets_what_it_needs_and_storage_gives_it_once(
-    needs: list[Need], across_nodes: bool
+    needs: list[Need], way: Way
 ) -> None:
+    across_nodes = way == Way.ACROSS_NODES
     with small_pieces(8):
-        parts = share_out(needs, lambda file: None, across_nodes=across_nodes)
+        parts = shared_out(needs, across_nodes=across_nodes, by_node=way == Way.BY_NODE)
         asked = _played(needs, parts)
     for node in {need.node for need in needs}:
         makers = [
@@ -260,15 +275,18 @@ def test_every_rank_gets_what_it_needs_and_storage_gives_it_once(
 def test_fetching_is_shared_out_evenly() -> None:
     needs = [Need("ab"[rank // 4], {"x": [(0, 8000)]}, 1000) for rank in range(8)]
     with small_pieces(10):
-        for across_nodes, each in ((False, 2000), (True, 1000)):
-            asked = _played(needs, share_out(needs, lambda file: None, across_nodes=across_nodes))
+        for way, each in ((Way.BY_RANK_0, 2000), (Way.BY_NODE, 2000), (Way.ACROSS_NODES, 1000)):
+            asked = _played(
+                needs,
+                shared_out(needs, across_nodes=way == Way.ACROSS_NODES, by_node=way == Way.BY_NODE),
+            )
             assert [sum(one.values()) for one in asked] == [each] * 8
 
 
 @settings(max_examples=300)
-@given(_needs(), st.sets(st.sampled_from("abc"), min_size=1), st.booleans())
+@given(_needs(), st.sets(st.sampled_from("abc"), min_size=1), WAYS)
 def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
-    needs: list[Need], having: set[str], across_nodes: bool
+    needs: list[Need], having: set[str], way: Way
 ) -> None:
     """`x` lies in the memory of some nodes, `y` on storage alone."""
     holding = [rank for rank, need in enumerate(needs) if need.node in having]
@@ -284,11 +302,11 @@ def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
     ]
     held = {"x": holding} if holding else {}
     with small_pieces(8):
-        parts = share_out(
+        parts = shared_out(
             needs,
-            lambda file: None,
-            across_nodes=across_nodes,
-            holders=lambda file: held.get(file, ()),
+            lambda file: held.get(file, ()),
+            across_nodes=way == Way.ACROSS_NODES,
+            by_node=way == Way.BY_NODE,
         )
         asked = _played(needs, parts)
     if not holding:
@@ -325,7 +343,20 @@ def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
         (need.node, place) for need in needs for place in _bytes_of(need.extents.get("x", ()))
     }
     assert came == Counter(wanted)
+    # Nodes that decide by themselves each send evenly, so that their differences may add up.
     assert max(sent.values(), default=0) - min(sent[rank] for rank in holding) <= 8 * len("abc")
+
+
+def test_nodes_that_need_little_of_one_segment_ask_different_ranks_for_it() -> None:
+    holding = range(16)
+    needs = [
+        Need(f"node{rank // 8:03}", {} if rank in holding else {"x": [(0, 5)]}, 1000)
+        for rank in range(8 * 66)
+    ]
+    parts = shared_out(needs, lambda file: holding, by_node=True)
+    _played(needs, parts)
+    asked = [sum(len(batch) for batch in parts[rank].batches) for rank in holding]
+    assert asked == [4] * 16
 
 
 def test_a_node_without_room_for_what_others_send_is_named() -> None:
@@ -600,7 +631,7 @@ def _byte_item(start: int, stop: int) -> ItemRead:
     st.lists(st.integers(0, 200), max_size=6),
     st.randoms(use_true_random=False),
 )
-def test_an_item_is_whole_when_all_its_bytes_have_come_however_they_were_shared_out(
+def test_an_item_is_whole_when_all_its_bytes_have_come_however_they_wereshared_out(
     edges: list[int], cuts: list[int], chance: random.Random
 ) -> None:
     """A rank may read the gap between two of its ranges too, which another rank brings as well."""

@@ -151,7 +151,10 @@ class Files:
 
     def tree(self, most: int) -> list[tuple[str, Entry]]:
         return [
-            (key.rpartition("/")[0], Entry(key.rpartition("/")[2], len(data), False, modified))
+            (
+                key.rpartition("/")[0],
+                Entry(key.rpartition("/")[2], len(data), False, modified=modified),
+            )
             for key, (data, modified) in self.files.items()
         ]
 

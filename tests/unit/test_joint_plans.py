@@ -16,7 +16,6 @@ from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format import catalog
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.layout import layout_of
-from dcp_mem.format.names import FROZEN
 from dcp_mem.planning import global_plan, series_plan
 from dcp_mem.planning.contradictions import PlanInvalid
 from dcp_mem.planning.global_plan import GlobalPlan, merge, merge_rows
@@ -30,6 +29,7 @@ from dcp_mem.planning.joint_plan import (
 from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_written, share_written
 from dcp_mem.planning.plan_columns import COLUMNS, LocalPlan, widened
 from dcp_mem.planning.series_plan import SeriesPlan, merge_series
+from tests.support.checkpoints.catalogs import read_catalog, some_plans, some_written
 from tests.support.checkpoints.plans import joint
 from tests.support.checkpoints.worlds import (
     plan_of,
@@ -43,15 +43,6 @@ from tests.support.checkpoints.worlds import (
 
 SEEDS = st.integers(0, 1 << 32)
 RANKS = st.integers(1, 24)
-
-
-def _draw(random: Random, ranks: int) -> list[LocalPlan]:
-    """Draw plans; some ranks also have names without items."""
-    draw = random.choice([random_world, regular_world, regular_world])
-    return [
-        plan_of(items, [f"names.of{rank}"] * (random.random() < 0.2))
-        for rank, items in enumerate(draw(random, ranks))
-    ]
 
 
 def _joined_along_a_tree(random: Random, plans: Sequence[LocalPlan]) -> JointPlan:
@@ -114,7 +105,7 @@ def _rows_of_all(plans: Sequence[LocalPlan]) -> dict[str, Any]:
 @given(SEEDS, RANKS)
 def test_a_plan_joined_along_any_tree_has_every_item_of_every_rank(seed: int, ranks: int) -> None:
     random = Random(seed)
-    plans = _draw(random, ranks)
+    plans = some_plans(random, ranks)
     joined = _joined_along_a_tree(random, plans)
     found = plan_rows(in_order(joined), np.arange(len(joined.name)))
     expected = _rows_of_all(plans)
@@ -131,7 +122,7 @@ def test_a_plan_joined_along_any_tree_has_every_item_of_every_rank(seed: int, ra
 @given(SEEDS, RANKS)
 def test_some_series_of_a_joint_plan_are_those_items_of_the_whole(seed: int, ranks: int) -> None:
     random = Random(seed)
-    plan = in_order(joint(_draw(random, ranks)))
+    plan = in_order(joint(some_plans(random, ranks)))
     whole = plan_rows(plan, np.arange(len(plan.name)))
     some = np.array(random.sample(range(len(plan.name)), len(plan.name) // 2), np.int64)
     wanted, found = np.isin(whole.series, some), plan_rows(plan, some)
@@ -151,15 +142,15 @@ def test_both_ways_of_planning_lead_to_the_same_files(
     @given(SEEDS, RANKS)
     def plan_both_ways(seed: int, ranks: int) -> None:
         random = Random(seed)
-        plans = _draw(random, ranks)
+        plans = some_plans(random, ranks)
         joined = _joined_along_a_tree(random, plans)
         by_rows = merge_rows(joint(plans), to_lowest_rank=to_lowest_rank)
         by_series = merge_series(joined, to_lowest_rank=to_lowest_rank)
         masks = by_series.masks()
         assert masks == by_rows.masks()
-        written = _written(random, by_rows, masks)
-        expected = _read(by_rows, written)
-        _assert_same(_read(by_series, share_written(written)), expected)
+        written = some_written(random, by_rows, masks)
+        expected = read_catalog(by_rows, written)
+        _assert_same(read_catalog(by_series, share_written(written)), expected)
         seen["alike"] += len(by_series.classes) < len(expected.name)
         seen["several series"] += any(one.alike.series.shape[1] > 1 for one in by_series.classes)
         seen["dealt out"] += any(one.share.any() for one in by_series.classes)
@@ -168,29 +159,6 @@ def test_both_ways_of_planning_lead_to_the_same_files(
     assert seen["alike"]
     assert seen["several series"]
     assert bool(seen["dealt out"]) is not to_lowest_rank
-
-
-def _written(random: Random, plan: GlobalPlan, masks: Sequence[bytes]) -> list[WrittenItems]:
-    """Return what ranks may have written: in another order, and in part in second segments."""
-    layouts = [layout_of(np.array([[0], [64 + size], [8], [9]], np.int64)) for size in range(2)]
-    firsts, seconds = [], []
-    for rank, mask in enumerate(masks):
-        count = int(plan.lengths[rank])
-        rows = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), count=count))
-        assert rows.tolist() == plan.rows_of(rank).tolist()
-        if random.random() < 0.3:
-            rows = np.array(random.sample(rows.tolist(), len(rows)), np.int64)
-        cut = random.randint(0, len(rows)) if random.random() < 0.3 else len(rows)
-        firsts.append(WrittenItems(rank, rows[:cut], random.choice(layouts)))
-        if cut < len(rows):
-            seconds.append(WrittenItems(FROZEN + rank, rows[cut:], layouts[0]))
-    return [*firsts, *seconds]
-
-
-def _read(plan: GlobalPlan | SeriesPlan, written: Sequence[WrittenItems]) -> Catalog:
-    data = catalog_of_written(plan, written).to_bytes()
-    assert data == catalog_of_written(plan, written).to_bytes()
-    return Catalog.from_bytes(data)
 
 
 def _assert_same(found: Catalog, expected: Catalog) -> None:

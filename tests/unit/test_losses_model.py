@@ -22,9 +22,10 @@ from dcp_mem.policy.election import ElectedCheckpoint, FoundCheckpoint, elect
 from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import Stripe
 from dcp_mem.policy.redundancy import Redundancy
-from dcp_mem.policy.sharing import Need, PeerPiece, SharedPiece, share_out
+from dcp_mem.policy.sharing import Need, PeerPiece, SharedPiece
 from dcp_mem.replicating.plan import FilePlan, file_plans
 from dcp_mem.replicating.repair_plan import all_parity, lost_segments, missing_copies
+from tests.support.sharing import shared_out
 
 Bytes = npt.NDArray[np.uint8]
 _SAVE = "0123abcd"
@@ -219,13 +220,12 @@ class Losses(RuleBasedStateMachine):
             }
             needs.append(Need(node.name, extents, 64))
         everybody = range(len(placed))
-        parts = share_out(
+        parts = shared_out(
             needs,
-            lambda file: None,
-            across_nodes=False,
-            holders=lambda file: (
+            lambda file: (
                 tuple(everybody) if holders is None else holders.get(names.rank_of(file), ())
             ),
+            by_node=data.draw(st.booleans(), "each node decides by itself"),
         )
         for rank, part in enumerate(parts):
             assert not part.alone  # nothing comes from storage

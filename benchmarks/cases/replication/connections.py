@@ -7,8 +7,6 @@ gloo groups, which connect every rank with every other one: at once, and where t
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.processes import MeasurementFailed
+from benchmarks.harness.forks import SECONDS, in_forks, meet, sockets, threads
 from benchmarks.harness.tables import Part, Row, Section, attempt
 from dcp_mem.comm.job_ranks import JobRanks
 from dcp_mem.comm.timed_store import own_connection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.connection import Connection
 
     from benchmarks.harness.settings import Settings
 
@@ -35,7 +32,6 @@ WORLDS, QUICK_WORLDS = (16, 64, 128), (16,)
 MOST_RANKS_OF_GLOO = 64
 """A group of more of them takes minutes and tens of thousands of sockets on one machine."""
 MOST_SOCKETS = 64
-SECONDS = 120.0
 AGREEMENTS = 20
 RANKS_PER_NODE = 8
 
@@ -124,59 +120,34 @@ def _text(seconds: float) -> str:
 
 def _measured(way: str, world: int) -> list[Found]:
     """Return what the ranks of a fresh job found, by rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", __name__])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [context.Pipe(duplex=False) for _ in range(world)]
-    processes = [
-        context.Process(target=_live, args=(way, rank, world, store.port, answer))
-        for rank, (_, answer) in enumerate(pipes)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        found = []
-        for rank, (answers, _) in enumerate(pipes):
-            if not answers.poll(SECONDS):
-                raise MeasurementFailed(f"{way}: rank {rank} of {world} says nothing")
-            found.append(answers.recv())
-        return found
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    return in_forks(_live, world, way, preload=__name__)
 
 
-def _live(way: str, rank: int, world: int, port: int, answer: Connection) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+def _live(rank: int, world: int, store: dist.Store, way: str) -> Found:
     agree, keep = _agreement(way, rank, world, store)
-    _meet(store, "ready", world)
-    before = _descriptors(), _threads()
+    meet(store, "ready", world)
+    before = sockets(), threads()
     started, cpu = time.perf_counter(), time.process_time()
     agree()
     connecting, connecting_cpu = time.perf_counter() - started, time.process_time() - cpu
-    sockets, threads = _descriptors() - before[0], _threads() - before[1]
-    _meet(store, "connected", world)
+    opened, begun = sockets() - before[0], threads() - before[1]
+    meet(store, "connected", world)
     cpu, seconds = time.process_time(), []
     for _ in range(AGREEMENTS):
         started = time.perf_counter()
         agree()
         seconds.append(time.perf_counter() - started)
     agreement_cpu = (time.process_time() - cpu) / AGREEMENTS
-    answer.send(
-        Found(
-            connecting=connecting,
-            connecting_cpu=connecting_cpu,
-            agreement=median(seconds),
-            agreement_cpu=agreement_cpu,
-            sockets=sockets,
-            threads=threads,
-        )
-    )
-    _meet(store, "done", world)
+    meet(store, "measured", world)
     del keep
+    return Found(
+        connecting=connecting,
+        connecting_cpu=connecting_cpu,
+        agreement=median(seconds),
+        agreement_cpu=agreement_cpu,
+        sockets=opened,
+        threads=begun,
+    )
 
 
 def _agreement(
@@ -206,21 +177,3 @@ def _group(way: str, rank: int, world: int, store: dist.Store) -> Any:
     options._devices = [gloo.create_device(interface="lo", lazy_init=True)]
     options._timeout = timedelta(seconds=SECONDS)
     return gloo(store, rank, world, options)
-
-
-def _meet(store: dist.Store, what: str, world: int) -> None:
-    store.add(what, 1)
-    while store.add(what, 0) < world:
-        time.sleep(0.01)
-
-
-def _descriptors() -> int:
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{name}"
-        count += os.path.islink(path) and os.readlink(path).startswith("socket:")
-    return count
-
-
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))

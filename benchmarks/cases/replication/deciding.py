@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.harness.clock import seconds
-from benchmarks.harness.played_ranks import RANKS_PER_NODE, nodes_of
+from benchmarks.harness.played_ranks import RANKS_PER_NODE, PlayedWire, nodes_of
 from benchmarks.harness.processes import in_fresh_processes
 from benchmarks.harness.samples import Sample
 from benchmarks.harness.settings import MIB
 from benchmarks.harness.tables import RATE, UNIT_IN_COLUMN, Figure, Part, Section, Table, attempt
+from dcp_mem.comm import relay
+from dcp_mem.comm.relay import dumped
 from dcp_mem.comm.tree import tree_of
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.names import rank_of, segment_file
 from dcp_mem.policy.election import FoundCheckpoint, elect
 from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import groups
-from dcp_mem.policy.sharing import Need, share_out
+from dcp_mem.policy.sharing import LoadShare, Need, share_out, share_out_on_node
 from dcp_mem.policy.slots import capacity_for
 from dcp_mem.replicating.plan import copies_of
 
@@ -46,6 +48,8 @@ SAVE_ID = "0" * 8
 ONE_SECOND = 1.0
 BYTES = 128 * MIB
 LOST, ALL = "a node", "everything"
+LARGE_PARTS = 100
+"""Parts of a segment that a receiver reads each to where it belongs: at most about so many."""
 GB = 1e9
 
 
@@ -183,6 +187,7 @@ class _Job:
     def decisions(self) -> Mapping[str, Callable[[], object]]:
         inventories = self.inventories()
         lost, moved = self.needs_of_the_lost(), self.needs_of_all()
+        parted = self.needs_of_all(LARGE_PARTS)
         domains = list(dict.fromkeys(self.nodes))
         return {
             "who gets whose copies, at first (copies_of)": lambda: copies_of.__wrapped__(
@@ -195,9 +200,22 @@ class _Job:
             "the election's result, pickled and unpickled": lambda: pickle.loads(
                 pickle.dumps(elect(inventories, []), 5)
             ),
-            "who sends what to an empty node (share_out)": lambda: self.shared_out(LOST, lost),
-            "who sends what where everything moves (share_out)": lambda: self.shared_out(
-                ALL, moved
+            "who sends what to an empty node: its leader (share_out_on_node)": (
+                lambda: self.shared_out_on_node(LOST, lost, RANKS_PER_NODE)
+            ),
+            "who sends what where everything moves: a leader": (
+                lambda: self.shared_out_on_node(ALL, moved, 0)
+            ),
+            "the same: rank 0 passes on what nodes ask of each other (route)": self.routing(moved),
+            f"the same, {LARGE_PARTS} parts of each segment: a leader": (
+                lambda: self.shared_out_on_node(ALL, parted, 0)
+            ),
+            f"the same, {LARGE_PARTS} parts of each segment: rank 0 (route)": self.routing(parted),
+            "who sends what to an empty node, one rank for all (share_out)": (
+                lambda: self.shared_out(LOST, lost)
+            ),
+            "who sends what where everything moves, one rank for all (share_out)": (
+                lambda: self.shared_out(ALL, moved)
             ),
         }
 
@@ -206,11 +224,11 @@ class _Job:
         return {
             "a rank's findings, to all ranks (exchange)": inventories[0],
             "the recovery plan, from rank 0 to all (broadcast)": elect(inventories, []),
-            "what an empty node's rank needs, to rank 0 (gather)": self.needs_of_the_lost()[
+            "what an empty node's rank needs, to its leader (route)": self.needs_of_the_lost()[
                 RANKS_PER_NODE
             ],
-            "all parts for an empty node, from rank 0 (scatter)": self.shared_out(
-                LOST, self.needs_of_the_lost()
+            "all shares for an empty node, from its leader (route)": self.shared_out_on_node(
+                LOST, self.needs_of_the_lost(), RANKS_PER_NODE
             ),
         }
 
@@ -242,23 +260,64 @@ class _Job:
             for rank, node in enumerate(self.nodes)
         ]
 
-    def needs_of_all(self) -> list[Need]:
-        """Every rank needs what a rank two nodes further has saved: no node has what it needs."""
-        size = len(self.nodes)
+    def needs_of_all(self, parts: int = 1) -> list[Need]:
+        """Every rank needs what a rank half the job away has saved, whole or in so many parts."""
+        size, part = len(self.nodes), SEGMENT // parts
+        extents = [(number * part, (number + 1) * part) for number in range(parts)]
         return [
-            Need(node, {self.files[(rank + 2 * RANKS_PER_NODE) % size]: [(0, SEGMENT)]}, WINDOW)
+            Need(node, {self.files[(rank + size // 2) % size]: extents}, WINDOW)
             for rank, node in enumerate(self.nodes)
         ]
 
     def shared_out(self, what: str, needs: Sequence[Need]) -> object:
-        parts = share_out(
-            needs,
-            lambda file: self.edges,
-            across_nodes=False,
-            holders=lambda file: self.holders[rank_of(file)],
-        )
+        parts = share_out(needs, lambda file: self.edges, across_nodes=False, holders=self.holding)
         self.batches[what] = max(len(part.batches) for part in parts)
         return parts
+
+    def shared_out_on_node(
+        self, what: str, needs: Sequence[Need], leader: int
+    ) -> Mapping[int, LoadShare]:
+        """Share out what the ranks of one node need, as their leader does."""
+        members = {rank: needs[rank] for rank in range(leader, leader + RANKS_PER_NODE)}
+        parts = share_out_on_node(
+            members,
+            lambda file: self.edges,
+            holders=self.holding,
+            turn=leader // RANKS_PER_NODE,
+        )
+        self.batches[what] = max(len(part.batches) for part in parts.values())
+        return parts
+
+    def holding(self, file: str) -> Sequence[int]:
+        return self.holders[rank_of(file)]
+
+    def routing(self, needs: Sequence[Need]) -> Callable[[], object]:
+        """Return what rank 0 does when all leaders tell ranks of other nodes what to send.
+
+        Loads go along a tree in which each rank is a node of its own.
+        """
+        tree = tree_of([str(rank) for rank in range(len(self.nodes))], 0)
+        messages = [dumped(self._told_from(ranks, needs)) for ranks in tree.below]
+
+        def route() -> object:
+            wire = PlayedWire()
+            for child, message in zip(tree.children, messages, strict=True):
+                wire.arrive(child, message)
+            return relay.route(wire, tree, self.shared_out_on_node(ALL, needs, 0))
+
+        return route
+
+    def _told_from(
+        self, ranks: Sequence[int], needs: Sequence[Need]
+    ) -> Mapping[int, list[tuple[int, bytes]]]:
+        """Return what leaders among some ranks tell ranks that aren't among them."""
+        among, found = set(ranks), dict[int, list[tuple[int, bytes]]]()
+        for leader in ranks:
+            if leader % RANKS_PER_NODE == 0:
+                for rank, share in self.shared_out_on_node(ALL, needs, leader).items():
+                    if rank not in among:
+                        found.setdefault(rank, []).append((leader, pickle.dumps(share, 5)))
+        return found
 
 
 def _bytes_part(repeats: int) -> Part:

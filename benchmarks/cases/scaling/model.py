@@ -1,7 +1,8 @@
 """A paper model of large jobs: seconds of replication, parity, recovery and planning, and limits.
 
 Makes the tables of docs/scaling.md. Arithmetic only: measured figures stand below as constants. The
-cases replication.throughput, replication.recovery and replication.deciding measure them again.
+cases replication.throughput, replication.recovery, replication.deciding and core.opening measure
+them again.
 """
 
 from __future__ import annotations
@@ -41,8 +42,14 @@ LOAD = 0.74
 PLACING = {64: 0.00023, 1024: 0.0036, 16384: 0.071}
 COPIES_OF_A_SAVE = {64: 0.00001, 1024: 0.00014, 16384: 0.0022}
 ELECTING = {64: 0.00016, 1024: 0.0028, 16384: 0.058}
-SHARING_ONE_NODE = {64: 0.0008, 1024: 0.0027, 16384: 0.036}
-SHARING_ALL = {64: 0.0061, 1024: 0.11, 16384: 2.8}
+SHARING_ON_NODE = {64: 0.0012, 1024: 0.0012, 16384: 0.0012}
+"""The leader of a node whose eight ranks need the segments of eight others."""
+PASSING_ON = {64: 0.0005, 1024: 0.003, 16384: 0.029}
+"""Rank 0, where everything moves: what nodes ask of each other, through the tree."""
+SHARING_ALL = {64: 0.0061, 1024: 0.11, 16384: 0.45}
+"""Rank 0, where nodes pass on what they fetch from storage, and it shares out for all."""
+OPENING = {64: 0.001, 1024: 0.006, 16384: 0.028}
+"""Any rank, of 1,000 items a rank: catalog read and checked; what it reads itself, looked up."""
 PLANNING = {64: 0.07, 1024: 0.09, 16384: 1.1}
 """Rank 0, a first plan of 1,000 items a rank, up to the catalog in its node's memory."""
 SAVING_PER_RANK = 2e-6
@@ -58,6 +65,8 @@ UNPICKLING = 100e6
 FAN_OUT = 8
 SETS = 3
 """Sets of connections that a rank has: saves, loads, copies."""
+MEASURED, COMPUTED = "measured", "computed"
+"""In one process that plays the other ranks; by this model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +185,12 @@ def recovery_from_parity(cluster: Cluster) -> Estimate:
 
 
 def resharding(cluster: Cluster) -> Estimate:
-    """Every rank gets its bytes from another node and sends as many, once rank 0 has planned it."""
-    told = SHARING_ALL[cluster.gpus]
-    lines = cluster.of_rank / GB * LOAD
+    """Every rank gets its bytes from another node and sends as many, once all know what."""
+    told = SHARING_ON_NODE[cluster.gpus] + PASSING_ON[cluster.gpus] + 3 * agreement(cluster)
     return Estimate(
         {
             "the card": told + cluster.of_node / CARD,
-            "a rank's steps, and rank 0 before": told + lines,
+            "a rank's steps": told + cluster.of_rank / GB * LOAD,
         }
     )
 
@@ -263,31 +271,36 @@ def tables() -> list[Table]:
         ],
     )
     decisions = Table(
-        ("decisions: seconds", *names),
+        ("decisions: seconds", "how", *names),
         [
-            line("sockets of a rank, at most", *(f"{sockets(c)}" for c in CLUSTERS)),
+            line("sockets of a rank, at most", COMPUTED, *(f"{sockets(c)}" for c in CLUSTERS)),
             line(
                 "keys that a set puts into the job's store, and look-ups",
+                COMPUTED,
                 *(f"{c.nodes:,} and {c.gpus - 1:,}" for c in CLUSTERS),
             ),
-            line("survey, up the tree", *(_duration(survey(c)) for c in CLUSTERS)),
-            line("all-reduce along the tree", *(_duration(agreement(c)) for c in CLUSTERS)),
-            line("placing copies, once", *(_duration(PLACING[c.gpus]) for c in CLUSTERS)),
+            line("survey, up the tree", COMPUTED, *(_duration(survey(c)) for c in CLUSTERS)),
             line(
-                "looking them up, each time",
-                *(_duration(COPIES_OF_A_SAVE[c.gpus]) for c in CLUSTERS),
+                "all-reduce along the tree", COMPUTED, *(_duration(agreement(c)) for c in CLUSTERS)
             ),
-            line("electing, rank 0", *(_duration(ELECTING[c.gpus]) for c in CLUSTERS)),
+            *(
+                line(what, MEASURED, *(_duration(seconds[c.gpus]) for c in CLUSTERS))
+                for what, seconds in {
+                    "placing copies, once": PLACING,
+                    "looking them up, each time": COPIES_OF_A_SAVE,
+                    "electing, rank 0": ELECTING,
+                    "opening a catalog, each rank": OPENING,
+                    "sharing out what a node needs, its leader": SHARING_ON_NODE,
+                    "what nodes ask of each other, rank 0": PASSING_ON,
+                    "sharing out everything (`broadcast=True`), rank 0": SHARING_ALL,
+                    "a first plan, rank 0": PLANNING,
+                }.items()
+            ),
             line(
-                "sharing out a lost node's bytes, rank 0",
-                *(_duration(SHARING_ONE_NODE[c.gpus]) for c in CLUSTERS),
+                "a later save, rank 0",
+                "measured at 1,024",
+                *(_duration(SAVING_PER_RANK * c.gpus) for c in CLUSTERS),
             ),
-            line(
-                "sharing out everything, rank 0",
-                *(_duration(SHARING_ALL[c.gpus]) for c in CLUSTERS),
-            ),
-            line("a first plan, rank 0", *(_duration(PLANNING[c.gpus]) for c in CLUSTERS)),
-            line("a later save, rank 0", *(_duration(SAVING_PER_RANK * c.gpus) for c in CLUSTERS)),
         ],
     )
     return [sizes, bytes_moved, decisions]

@@ -12,7 +12,7 @@ from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, SizeRefused, Untrust
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, Extent, catalog_key, catalog_named
 from dcp_mem.format.catalog_conversion import metadata_of
-from dcp_mem.format.locations import locations_of
+from dcp_mem.format.locations import refuse_missing_tails
 from dcp_mem.format.manifest import ItemTable, Manifest, items_of
 
 SOURCE_ERRORS = (SegmentCorrupt, UntrustedMetadata, ManifestInvalid, SizeRefused)
@@ -53,7 +53,7 @@ class Description:
         self._metadata = metadata
         if catalog is not None:
             _refuse_beyond_segments(catalog, manifest)
-            locations_of(catalog).tail.extents(self.tails)
+            refuse_missing_tails(catalog, self.tails)
             if catalog.planner_pickle:
                 _ = self.metadata
 

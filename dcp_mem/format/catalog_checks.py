@@ -1,0 +1,134 @@
+"""What a catalog must not contradict itself in, so that no index in it is out of range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dcp_mem.format.column_file import Ints
+
+if TYPE_CHECKING:
+    from dcp_mem.format.catalog import Catalog
+
+BYTES = -1
+"""In `Catalog.properties`, in place of a number: the entry is a byte item."""
+LOOSE_CHUNKS, LOOSE_BYTES = -2, -3
+"""In place of a number: an entry that isn't in DCP's metadata, though its items were written.
+
+Its items are chunks, or a byte item. Only custom planners make such entries. The entry's
+`dimensions` counts; its size and its rows' extents mean nothing.
+"""
+MOST_DIMENSIONS = 64
+MOST = (1 << 62) - 1
+"""The largest size or offset: the sum of two of them doesn't overflow."""
+
+
+def contradictions_of_entries(catalog: Catalog) -> Iterator[str]:
+    """Yield what doesn't fit together, rows apart; later checks assume that earlier ones passed.
+
+    Args:
+        catalog: To be looked at.
+    """
+    if not _have_shapes(catalog):
+        yield "its columns don't fit together"
+    if catalog.paths is not None and (
+        len(catalog.paths) != len(catalog.names) or catalog.planner_pickle
+    ):
+        yield "its planner data don't fit"
+    if not within(catalog.name, 0, len(catalog.names) - 1) or len(set(catalog.names)) != len(
+        catalog.names
+    ):
+        yield "names"
+    if not within(catalog.properties, LOOSE_BYTES, len(catalog.table) - 1):
+        yield "properties"
+    if not within(catalog.dimensions, 0, catalog.size.shape[1]):
+        yield "dimensions"
+    if not _are_distinct(catalog.name[catalog.properties >= BYTES]):
+        yield "an entry occurs twice"
+    counts = np.diff(catalog.first)
+    is_bytes = (catalog.properties == BYTES) | (catalog.properties == LOOSE_BYTES)
+    if (counts < 0).any() or (counts[is_bytes] > 1).any() or catalog.dimensions[is_bytes].any():
+        yield "rows of its entries"
+    if not within(catalog.size, 0, MOST):
+        yield "sizes"
+    if not within(catalog.ranks, 0, MOST) or not _are_distinct(catalog.ranks):
+        yield "ranks"
+    if not within(catalog.layout_of, 0, len(catalog.layouts) - 1):
+        yield "layouts"
+
+
+def contradictions_of_rows(catalog: Catalog) -> Iterator[str]:
+    """Yield what doesn't fit together in the rows of a catalog whose entries are sound.
+
+    Args:
+        catalog: To be looked at.
+    """
+    if not _have_shapes_of_rows(catalog):
+        yield "its columns don't fit together"
+    if (catalog.first[0], catalog.first[-1]) != (0, len(catalog.writer)):
+        yield "rows outside of its entries"
+    if not all(within(column, 0, MOST) for column in (catalog.offset, catalog.extent)):
+        yield "sizes"
+    if not _are_in_order(catalog):
+        yield "order of its rows"
+    if not within(catalog.writer, -1, len(catalog.ranks) - 1) or not within(
+        catalog.number, -1, MOST
+    ):
+        yield "writers"
+    if ((catalog.number < 0) & (catalog.writer >= 0)).any():
+        yield "items without a number"
+
+
+def _are_in_order(catalog: Catalog) -> bool:
+    """Return whether the rows of each entry ascend by offset; several may have the same."""
+    before, after = catalog.offset[:-1], catalog.offset[1:]
+    if not after.size:
+        return True
+    decisive = (after != before).argmax(axis=1)[:, None]
+    falls = np.take_along_axis(after < before, decisive, axis=1)[:, 0]
+    begins = catalog.first[(catalog.first > 0) & (catalog.first < len(catalog.offset))]
+    falls[begins - 1] = False
+    return not falls.any()
+
+
+def _have_shapes(catalog: Catalog) -> bool:
+    entries, writers = catalog.name.shape[:1], catalog.ranks.shape[:1]
+    if catalog.size.ndim != 2 or catalog.first.ndim != 1 or not (entries and writers):
+        return False
+    width = catalog.size.shape[1:]
+    if width > (MOST_DIMENSIONS,):
+        return False
+    return (
+        {catalog.name.shape, catalog.properties.shape, catalog.dimensions.shape} == {entries}
+        and catalog.size.shape == (*entries, *width)
+        and catalog.first.shape == (entries[0] + 1,)
+        and {catalog.ranks.shape, catalog.layout_of.shape} == {writers}
+    )
+
+
+def _have_shapes_of_rows(catalog: Catalog) -> bool:
+    rows, width = catalog.writer.shape[:1], catalog.size.shape[1:]
+    if not rows:
+        return False
+    return {catalog.offset.shape, catalog.extent.shape} == {(*rows, *width)} and {
+        catalog.writer.shape,
+        catalog.number.shape,
+    } == {rows}
+
+
+def _are_distinct(column: Ints) -> bool:
+    # Not np.unique: it imports 10 ms of NumPy when it is first called.
+    return not (np.diff(np.sort(column)) == 0).any()
+
+
+def within(column: Ints, least: int, most: int) -> bool:
+    """Return whether all integers of a column are in a range, both ends included.
+
+    Args:
+        column: Of any shape.
+        least: The least one that is.
+        most: The largest one that is.
+    """
+    return bool(((least <= column) & (column <= most)).all())

@@ -1,0 +1,217 @@
+"""A catalog that is read as runs says what the same catalog says whose rows were all made."""
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_mem.errors import ManifestInvalid
+from dcp_mem.format import catalog as catalog_module
+from dcp_mem.format.catalog import Catalog, Ints, RunCatalog
+from dcp_mem.format.locations import LayoutItems, refuse_missing_tails
+from dcp_mem.planning.find_reads import find_reads
+from dcp_mem.planning.global_plan import merge_rows
+from dcp_mem.planning.plan_catalog import share_written
+from dcp_mem.planning.plan_columns import ItemKind, LocalPlan
+from dcp_mem.planning.reads import Reads
+from dcp_mem.planning.series_plan import merge_series
+from tests.support.checkpoints.catalogs import read_catalog, some_plans, some_written
+from tests.support.checkpoints.plans import joint
+from tests.support.checkpoints.worlds import plan_of, shard_item
+
+SEEDS = st.integers(0, 1 << 32)
+RANKS = st.integers(1, 24)
+Tails = dict[int, list[tuple[int, int]]]
+
+
+def _both(seed: int, ranks: int) -> tuple[list[LocalPlan], RunCatalog, Catalog]:
+    """Draw the plans of some ranks; return them, and their catalog as runs and with all rows."""
+    random = Random(seed)
+    return _catalogs_of(random, some_plans(random, ranks))
+
+
+def _catalogs_of(
+    random: Random, plans: list[LocalPlan]
+) -> tuple[list[LocalPlan], RunCatalog, Catalog]:
+    by_series = merge_series(joint(plans))
+    written = some_written(random, merge_rows(joint(plans)), by_series.masks())
+    as_runs = read_catalog(by_series, share_written(written))
+    assert isinstance(as_runs, RunCatalog)
+    with_rows = Catalog.from_bytes(as_runs.to_bytes())
+    assert not isinstance(with_rows, RunCatalog)
+    # As it is in a load: without the rows that were made for `to_bytes`.
+    fresh = read_catalog(by_series, share_written(written))
+    assert isinstance(fresh, RunCatalog)
+    return plans, fresh, with_rows
+
+
+def _tails(catalog: Catalog) -> Tails:
+    """Return tails that have just the items that the catalog has beyond its layouts."""
+    items, rows = LayoutItems(catalog), np.flatnonzero(catalog.writer >= 0)
+    found: Tails = {}
+    for rank, number in zip(
+        catalog.ranks[catalog.writer[rows]].tolist(),
+        items.index_in_tail(rows).tolist(),
+        strict=True,
+    ):
+        of_rank = found.setdefault(rank, [])
+        of_rank.extend((64 * place, 9) for place in range(len(of_rank), number + 1))
+    return found
+
+
+@settings(max_examples=60)
+@given(SEEDS, RANKS, st.data())
+def test_some_rows_of_it_are_the_same_rows(seed: int, ranks: int, data: st.DataObject) -> None:
+    _, as_runs, with_rows = _both(seed, ranks)
+    some = data.draw(st.lists(st.sampled_from(range(len(with_rows.writer))), max_size=9)) or [0]
+    rows = np.unique(np.array(some, np.int64))
+    entry = with_rows.entry_of_row()[rows]
+    found = as_runs.with_rows(entry, rows - with_rows.first[entry])
+    for name in ("offset", "extent", "writer", "number"):
+        assert np.array_equal(getattr(found, name), getattr(with_rows, name)[rows]), name
+        assert np.array_equal(getattr(as_runs, name), getattr(with_rows, name)), name
+    assert np.array_equal(found.entry_of_row(), entry)
+    one = int(entry[0])
+    within = slice(int(with_rows.first[one]), int(with_rows.first[one + 1]))
+    offset, extent = as_runs.boxes_of(one)
+    assert np.array_equal(offset, with_rows.offset[within])
+    assert np.array_equal(extent, with_rows.extent[within])
+
+
+@settings(max_examples=60)
+@given(SEEDS, RANKS)
+def test_it_is_known_which_tails_lack_an_item(seed: int, ranks: int) -> None:
+    _, as_runs, with_rows = _both(seed, ranks)
+    highest = np.full(len(with_rows.ranks), -1)
+    written = np.flatnonzero(with_rows.writer >= 0)
+    np.maximum.at(highest, with_rows.writer[written], with_rows.number[written])
+    assert as_runs.most_numbers().tolist() == highest.tolist()
+    tails = _tails(with_rows)
+    refuse_missing_tails(as_runs, tails)
+    refuse_missing_tails(with_rows, tails)
+    for rank in [rank for rank, of_rank in tails.items() if of_rank][:3]:
+        short = {**tails, rank: tails[rank][:-1]}
+        for one in (as_runs, with_rows):
+            with pytest.raises(ManifestInvalid, match="aren't of one save"):
+                refuse_missing_tails(one, short)
+
+
+def test_a_load_finds_the_same_reads_in_it() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=150, deadline=None)
+    @given(SEEDS, RANKS, st.integers(0, 23))
+    def find_both_ways(seed: int, ranks: int, rank: int) -> None:
+        plans, as_runs, with_rows = _both(seed, ranks)
+        tails = _tails(with_rows)
+        plan = plans[rank % ranks]
+        values = _values(plan)
+        found = find_reads(plan, values, as_runs, "0123abcd", tails)
+        expected = find_reads(plan, values, with_rows, "0123abcd", tails)
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert _as_plain(found) == _as_plain(expected)
+            seen["direct reads"] += len(found.payloads.file)
+            seen["other items"] += len(found.rest())
+
+    find_both_ways()
+    assert seen["direct reads"]
+    assert seen["other items"]
+
+
+def test_a_load_makes_only_the_rows_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of fifty ranks has its part of forty tensors."""
+    shapes = [(50 * 2, 4), (50, 3)]
+    worlds = [
+        [
+            shard_item(
+                f"layer{number}", shape, (rank * shape[0] // 50, 0), (shape[0] // 50, shape[1])
+            )
+            for number in range(40)
+            for shape in [shapes[number % 2]]
+        ]
+        for rank in range(50)
+    ]
+    plans = [plan_of(items) for items in worlds]
+    _, as_runs, with_rows = _catalogs_of(Random(1), plans)
+    made: list[int] = []
+    real = RunCatalog.with_rows
+
+    def counted(catalog: RunCatalog, entry: Ints, row: Ints) -> Catalog:
+        made.append(len(entry))
+        return real(catalog, entry, row)
+
+    monkeypatch.setattr(RunCatalog, "with_rows", counted)
+    monkeypatch.setattr(RunCatalog, "__getattr__", _refused)
+    values = _values(plans[7])
+    assert find_reads(plans[7], values, as_runs, "0123abcd", _tails(with_rows)) is not None
+    assert made == [40]
+    assert len(with_rows.writer) == 40 * 50
+
+
+def _refused(_: RunCatalog, name: str) -> Any:
+    raise AttributeError(f"all rows of {name} were asked for")
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(2, 24), st.sampled_from([1, 7, 1 << 20]))
+def test_rows_that_fall_are_found_whatever_is_looked_at_at_once(
+    seed: int, ranks: int, at_once: int
+) -> None:
+    _, as_runs, with_rows = _both(seed, ranks)
+    falling = [
+        entry
+        for entry in range(len(with_rows.name))
+        if (np.diff(as_runs.boxes_of(entry)[0], axis=0) != 0).any()
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog_module, "_ROWS_AT_ONCE", at_once)
+        catalog_module._refuse_contradictions(as_runs)
+        for entry in falling[:1]:
+            runs = as_runs.offset_runs[entry]
+            for run in runs.tolist():  # turned round: each of these runs falls now
+                step, first = as_runs.boxes._step, as_runs.boxes._first
+                if not as_runs.boxes._is_listed[run]:
+                    first[run] += step[run] * (as_runs.boxes.lengths[run] - 1)
+                    step[run] *= -1
+                else:
+                    start, count = int(first[run]), int(as_runs.boxes.lengths[run])
+                    values = as_runs.boxes._values
+                    values[start : start + count] = values[start : start + count][::-1].copy()
+            with pytest.raises(ManifestInvalid, match="order of its rows"):
+                catalog_module._refuse_contradictions(as_runs)
+
+
+def _values(plan: LocalPlan) -> list[Any]:
+    """Return a tensor for each item that is one, all in the same memory."""
+    found: list[Any] = []
+    for number, kind in enumerate(plan.kind.tolist()):
+        shape = plan.extent[number, : plan.dimensions[number]].tolist()
+        dtype = plan.table[plan.properties[number]].dtype if kind != ItemKind.OBJECT else ""
+        found.append(_tensor(shape, dtype) if kind != ItemKind.OBJECT else None)
+    return found
+
+
+_MEMORY = torch.zeros(1 << 16, dtype=torch.uint8)
+
+
+def _tensor(shape: list[int], dtype: str) -> torch.Tensor:
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    count = int(np.prod(shape, dtype=np.int64)) if shape else 1
+    return _MEMORY[: count * kind.itemsize].view(kind).view(shape)
+
+
+def _as_plain(reads: Reads) -> list[Any]:
+    direct = [
+        (file, payloads.address.tolist(), payloads.offset.tolist(), payloads.nbytes.tolist())
+        for file, payloads in reads.direct_reads()
+    ]
+    return [
+        direct,
+        [(one.request, one.file, one.offset, one.length, one.saved) for one in reads.everything()],
+    ]
