@@ -181,21 +181,25 @@ class FileOfCheckpoint(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read at the position. Raises SegmentCorrupt where no place has the bytes undamaged."""
-        view = memoryview(buffer).cast("B")
-        count = max(min(len(view), self.nbytes - self._position), 0)
-        if count == 0:
-            return 0
-        while True:
+        # Released at once: an error's traceback would keep them, and a mapping of the caller's,
+        # which it couldn't unmap then.
+        with memoryview(buffer) as whole, whole.cast("B") as view:
+            count = max(min(len(view), self.nbytes - self._position), 0)
+            with view[:count] as wanted:
+                self._fill(wanted)
+        self._position += count
+        return count
+
+    def _fill(self, wanted: memoryview) -> None:
+        while wanted:
             try:
-                self._reads[0](self._position, view[:count])
-                break
+                self._reads[0](self._position, wanted)
+                return
             except SOURCE_ERRORS as error:
                 if len(self._reads) == 1:
                     raise
                 log.warning("%s; reading it from storage", error)
                 self._reads.pop(0)
-        self._position += count
-        return count
 
 
 class _InMemory:

@@ -61,7 +61,8 @@ class Training:
         x = torch.randn(16, 32, generator=generator)
         self.optimizer.zero_grad()
         (self.model(x) - x.flip(1)).square().mean().backward()
-        self.optimizer.step()
+        with self.manager.lock():  # until the last save has its copy
+            self.optimizer.step()
         self.table.add_(step)
         self.step = step
 
