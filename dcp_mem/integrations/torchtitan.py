@@ -80,6 +80,8 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
             if self.replicas and self.parity:
                 raise ConfigError("replicas and parity: give one of them")
 
+    async_mode: AsyncMode
+
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
         if not self.enable:
@@ -88,8 +90,7 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
             # The writer stages into pinned memory itself; torchtitan would make a stager.
             self._overlap, self.async_mode = list(parts["optimizers"].optimizers), AsyncMode.ASYNC
-        places = {"memory_root": config.memory_root}
-        self.reader = MemoryStorageReader(self.folder, **places)
+        self.reader = MemoryStorageReader(self.folder, memory_root=config.memory_root)
         self.writer = MemoryStorageWriter(
             self.folder,
             persist=every_n_saves(config.persist_every),
@@ -99,12 +100,12 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
             replicas=config.replicas or None,
             redundancy=parity(config.parity) if config.parity else None,
             upload_limit=config.upload_limit,
-            **places,
+            memory_root=config.memory_root,
         )
 
     # -- in place of torchtitan's methods ----------------------------------------------------------
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def dcp_save(
         self,
         state_dict: dict[str, Any],
@@ -143,7 +144,7 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
         )
         return getattr(begun, "upload_completion", begun)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         found = [name for name in self.reader.recoverable() if _NAME.fullmatch(name)]
         name = f"step-{step}" if step != -1 else next(iter(found), None)

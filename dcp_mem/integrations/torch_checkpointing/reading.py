@@ -191,15 +191,16 @@ class FileOfCheckpoint(io.RawIOBase):
         return count
 
     def _fill(self, wanted: memoryview) -> None:
-        while wanted:
-            try:
-                self._reads[0](self._position, wanted)
-                return
-            except SOURCE_ERRORS as error:
-                if len(self._reads) == 1:
-                    raise
-                log.warning("%s; reading it from storage", error)
-                self._reads.pop(0)
+        if not wanted:
+            return
+        try:
+            self._reads[0](self._position, wanted)
+        except SOURCE_ERRORS as error:
+            if len(self._reads) == 1:
+                raise
+            log.warning("%s; reading it from storage", error)
+            self._reads.pop(0)
+            self._fill(wanted)
 
 
 class _InMemory:

@@ -11,7 +11,7 @@ import io
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -156,7 +156,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
             data: Its bytes.
         """
         with self.stream_write(path) as stream:
-            stream.write(data)  # type: ignore[attr-defined]
+            stream.write(data)
 
     def rename(
         self,
@@ -467,7 +467,7 @@ class _Writing(io.RawIOBase):
         if block is None:
             return
         try:
-            with suppress(BaseException if error is not None else ()):
+            with suppress(BaseException) if error is not None else nullcontext():
                 block.__exit__(kind, error, traceback)
         finally:
             self._storage._writing.release()

@@ -114,9 +114,9 @@ from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 
-class _Tokenizer(BaseTokenizer):
+class _Tokenizer(BaseTokenizer):  # type: ignore[misc]
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
+    class Config(BaseTokenizer.Config):  # type: ignore[misc]
         pass
 
     def __init__(self, config: Config, *, tokenizer_path: str) -> None:
@@ -152,9 +152,9 @@ class _Texts(IterableDataset[Any]):
         self._count = state["count"]
 
 
-class _Loader(ParallelAwareDataloader):
+class _Loader(ParallelAwareDataloader):  # type: ignore[misc]
     @dataclass(kw_only=True, slots=True)
-    class Config(ParallelAwareDataloader.Config):
+    class Config(ParallelAwareDataloader.Config):  # type: ignore[misc]
         pass
 
     def __init__(
@@ -195,11 +195,11 @@ def _tiny_llama() -> ModelSpec:
     return spec
 
 
-class Training(Trainer):
+class Training(Trainer):  # type: ignore[misc]
     """torchtitan's trainer, which prints at the end what it has come to."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
+    class Config(Trainer.Config):  # type: ignore[misc]
         pass
 
     def train(self) -> None:
