@@ -470,6 +470,55 @@ def test_flushes_go_on_while_an_export_hangs(job: Job, tmp_path: Path) -> None:
     assert_equal(load_export(out / "step-1"), make_weights(1))
 
 
+def save_and_die(job: Job, export: HuggingFaceExport) -> None:
+    writer = job.writer(export=export)
+    save(writer, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_agent_finishes_the_export_of_a_trainer_that_was_killed(
+    job: Job, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(AssertionError, match="exit code -9"):
+        forked(save_and_die, job, HuggingFaceExport(out))
+    wait_until(lambda: exported_in(out) == ["step-1"], "the export")
+    assert_equal(load_export(out / "step-1"), make_weights(1))
+    wait_until(lambda: not agents(job.memory), "the agent to end")
+
+
+def leases_in(job: Job) -> list[Path]:
+    return list(Path(str(job.url)).glob(".dcp_mem/reader-*"))
+
+
+def outlive_retention(
+    job: Job, export: HuggingFaceExport, gate: Path
+) -> dict[str, ExportState | None]:
+    """Have retention delete what waits for its export, while one export runs."""
+    os.environ[GATE] = str(gate)
+    with job.writer(export=export, keep_storage=1, keep_memory=1) as writer:
+        save(writer, 1)
+        wait_until(lambda: status_of(writer, "step-1").export is ExportState.RUNNING, "the export")
+        wait_until(lambda: leases_in(job), "its lease")
+        for number in (2, 3, 4):
+            save(writer, number)
+        wait_until(lambda: committed_in(Path(str(job.url))) == {"step-1", "step-4"}, "retention")
+        gate.touch()
+    return {one.name: one.export for one in writer.status()}
+
+
+def test_retention_leaves_what_is_being_exported_and_what_is_gone_is_told(
+    job: Job, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    export = HuggingFaceExport(out, names=once_open)
+    said = forked(outlive_retention, job, export, tmp_path / "gate", timeout=120)
+    assert said["step-1"] is said["step-4"] is ExportState.EXPORTED
+    assert said["step-2"] is said["step-3"] is ExportState.SKIPPED
+    for number in (1, 4):
+        assert_equal(load_export(out / f"step-{number}"), make_weights(number))
+
+
 def stop_in_flush(job: Job, export: HuggingFaceExport, gate: Path) -> tuple[list[str], bool]:
     """Have the agent stand still in its second flush, and then let the export go on."""
     os.environ |= {GATE: str(gate), "DCP_MEM_FAULTS": "flush.started:stop:2"}

@@ -25,6 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
+import dcp_mem.functional
+import dcp_mem.reader
+import dcp_mem.writer  # the forks have these from their parent: importing them isn't measured
 from benchmarks.harness.forks import in_forks, meet, sockets, threads
 from benchmarks.harness.processes import MeasurementFailed
 from benchmarks.harness.scratch import need, scratch
