@@ -103,7 +103,7 @@ def _train(root: Path, how: str, faults: dict[str, str] | None = None) -> tuple[
 def _ends(run: tuple[int, str]) -> list[str]:
     code, output = run
     assert code == 0, output
-    found = sorted(set(re.findall(r"rank \d ends with \w+", output)))
+    found = sorted(set(re.findall(r"rank \d ends with [0-9a-f]{64}", output)))
     assert len(found) == 2, output
     return found
 
