@@ -59,7 +59,7 @@ def _ends(run: tuple[int, str]) -> set[str]:
     """What the ranks of a training that has ended well have come to."""
     code, output = run
     assert code == 0, output
-    found = set(re.findall(r"rank \d ends at 12 with \w+", output))
+    found = set(re.findall(r"rank \d ends at 12 with [0-9a-f]{64}", output))
     assert len(found) == 2, output
     return found
 
