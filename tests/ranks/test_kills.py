@@ -797,16 +797,17 @@ def test_slot_that_became_a_segment_while_it_was_reached_for_is_not_written(
 def test_slot_lost_to_another_process_is_not_taken_for_one_with_frames(
     memory_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """flock releases a lease before it converts it: a failed conversion has lost the slot."""
+    """flock releases a lease before it converts it: meanwhile another process may take the slot."""
     free_slot(memory_root)
     pool, other = SlotPool(str(memory_root / ".slots")), SlotPool(str(memory_root / ".slots"))
     slot = pool.claim(4096, "frames")
     slot.frames = "frames"
     pool.abandon(slot)
-    reader = os.open(slot.path, os.O_RDONLY)
-    assert locks.try_lease(reader, exclusive=False)
-    assert pool.claim(4096, "frames") is not slot  # a reader is at it
-    os.close(reader)
+    locks.end_lease(slot.descriptor)
+    quicker = os.open(slot.path, os.O_RDONLY)
+    assert locks.try_lease(quicker, exclusive=True)
+    assert pool.claim(4096, "frames") is not slot
+    os.close(quicker)
     taken = other.claim(4096, "")
     assert taken.inode == slot.inode
     taken.write_at(0, b"other")
