@@ -455,8 +455,10 @@ def offline_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 def _records(directory: Path) -> Iterator[Any]:
     """What an offline run has written: records in the blocks of LevelDB's log format."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # its service has written all of it then
     (path,) = directory.glob("wandb/offline-run-*/*.wandb")
     data, block, position, whole = path.read_bytes(), 32768, 7, b""
     while position + 7 <= len(data):
