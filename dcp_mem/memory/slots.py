@@ -563,8 +563,12 @@ class SlotPool:
     def _is_alone(self, one: FreeSlot) -> bool:
         """Take the exclusive lease of a slot that this process has open, if nobody else has one."""
         slot = self._open.get(one.inode)
-        if slot is None or try_lease(slot.descriptor, exclusive=True):
-            return slot is not None
+        return slot is not None and self._is_taken(slot)
+
+    def _is_taken(self, slot: Slot) -> bool:
+        """Take a slot's exclusive lease; where somebody else has one, stay with the shared one."""
+        if try_lease(slot.descriptor, exclusive=True):
+            return True
         self.share(slot)  # a lease that can't be converted is lost
         return False
 
@@ -573,11 +577,10 @@ class SlotPool:
 
         Who reads a segment while its checkpoint leaves memory holds a lease on the slot.
         """
-        if not _is_idle(slot):
+        if not _is_idle(slot) or not self._is_taken(slot):
             return False
-        is_alone = try_lease(slot.descriptor, exclusive=True)
         self.share(slot)
-        return is_alone and self._open.get(slot.inode) is slot
+        return self._open.get(slot.inode) is slot
 
     def _adopt(self, name: str, *, is_claimed: bool = True) -> Slot | None:
         path = os.path.join(self._directory, name)
