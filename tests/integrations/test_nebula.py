@@ -697,6 +697,8 @@ def _loads_the_newest(url: str) -> list[Any]:
     ]
     by_tag = dcp_mem.integrations.nebula.get_checkpoint(found.tag)
     equal.append(_equal(by_tag.load("model"), _tensors(step)))
+    newest, files = dcp_mem.integrations.nebula.newest_files()
+    equal.append((newest, sorted(files)) == (found.tag, ["model", "optimizer-0", "optimizer-1"]))
     # a rank that has all it needs goes on to train, and answers the others meanwhile
     torch.distributed.barrier()
     return [found.tag, *equal]
@@ -709,9 +711,7 @@ def test_a_restart_reads_files_of_other_nodes_from_their_memory(
     url = str(tmp_path / "storage")
     assert cluster.launch(_saves_on_two_nodes, url, 0).results() == [0, 0]
     assert not (tmp_path / "storage" / "step-2").exists()
-    assert (
-        cluster.launch(_loads_the_newest, url).results() == [["step-2", True, True, True, True]] * 2
-    )
+    assert cluster.launch(_loads_the_newest, url).results() == [["step-2", *[True] * 5]] * 2
 
 
 @pytest.mark.nodes(2)
@@ -722,10 +722,10 @@ def test_with_a_node_lost_all_ranks_load_the_newest_that_is_whole(
     url = str(tmp_path / "storage")
     assert cluster.launch(_saves_on_two_nodes, url, replicas).results() == [0, 0]
     cluster.nodes[0].kill()
-    cluster.add()
-    assert (
-        cluster.launch(_loads_the_newest, url).results() == [[newest, True, True, True, True]] * 2
-    )
+    added = cluster.add()  # rank 0 is there, and knows nothing of what the other node has
+    nodes = [added, cluster.nodes[0]]
+    results = cluster.launch(_loads_the_newest, url, nodes=nodes).results()
+    assert results == [[newest, *[True] * 5]] * 2
 
 
 def _loads_over_channels_that_err(url: str, times: int) -> tuple[str, str]:

@@ -340,10 +340,13 @@ def get_latest_checkpoint_path(
         return local_file(newest._found.save_id, item, newest.tag, name, data)
 
 
-def newest_files() -> tuple[str, list[str]]:
+def newest_files(preferred_tag: str = "") -> tuple[str, list[str]]:
     """Return tag and files of the newest complete checkpoint, as rank 0 finds it.
 
     Call this on all ranks, which get the same.
+
+    Args:
+        preferred_tag: The checkpoint of this tag is taken, if it is complete.
 
     Returns:
         "" and no files where there is no checkpoint.
@@ -354,14 +357,25 @@ def newest_files() -> tuple[str, list[str]]:
     run = current()
 
     def find() -> tuple[str, list[str]]:
-        found = _find(run, "", None)
-        if found is None:
-            return "", []
-        items = contents_of(run.settings, _storage(run.settings), found).items
-        return found.name, [item.name for item in items]
+        found = _find(run, preferred_tag, None) if preferred_tag else None
+        found = found or _find(run, "", None)
+        return ("", []) if found is None else (found.name, _files_of(run, found))
 
     ranks = direct_call(None, False, f"save {run.settings.job}").ranks
     return on_rank_0(ranks, "looking for the newest checkpoint", find)
+
+
+def _files_of(run: Run, found: CheckpointStatus) -> list[str]:
+    """Return a checkpoint's files, as this node, storage, or else another node knows them."""
+    try:
+        items = contents_of(run.settings, _storage(run.settings), found).items
+        return [item.name for item in items]
+    except CheckpointNotFound:
+        peers = _peers(run, run.settings)
+        description = None if peers is None else peers.describe(found)
+        if description is None:
+            raise
+        return sorted({index.fqn for index in description.metadata.storage_data or {}})
 
 
 def flush_persistence(tag: object = "") -> bool:

@@ -97,7 +97,7 @@ class NebulaDeepspeedStrategy(_Base):  # type: ignore[misc]
                     "give persistent_storage_path=, in the section nebula of DeepSpeed's config "
                     "or to the strategy, or set NEBULA_PERSISTENT_STORAGE_PATH in the environment"
                 )
-            engine.checkpoint_engine = _NamedByDirectory(path, **options)
+            _NamedByDirectory(path, **options).serve(engine)
         checkpoint_engine: _NamedByDirectory = engine.checkpoint_engine
         return checkpoint_engine
 

@@ -1,12 +1,4 @@
-"""DeepSpeed's checkpoints in node memory: an engine for `save_checkpoint` and `load_checkpoint`.
-
-engine, *_ = deepspeed.initialize(...)
-use_memory(engine, "abfs://ckpts/run-42", load_dir=save_dir)
-engine.load_checkpoint(save_dir)
-
-DeepSpeed up to 0.19.6 has its own engine for Nebula's API, which needs no line of code:
-docs/deepspeed.md.
-"""
+"""The checkpoint engine: what `save_checkpoint` and `load_checkpoint` save and load through."""
 
 from __future__ import annotations
 
@@ -20,6 +12,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.integrations import nebula
+from dcp_mem.integrations.deepspeed.universal import UniversalLoads
 from dcp_mem.integrations.nebula.completion import ON_COMMIT
 
 _LATEST = "latest"
@@ -34,17 +27,22 @@ def use_memory(
     path: str | os.PathLike[str],
     *,
     load_dir: str | os.PathLike[str] | None = None,
+    shared_dir: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> MemoryCheckpointEngine:
     """Send a DeepSpeed engine's checkpoints to node memory, and from there to storage.
 
-    Call it on all ranks.
+    Call it on all ranks. From here on `engine.load_checkpoint` also loads what ZeRO saved with
+    another number of data-parallel ranks.
 
     Args:
         engine: What `deepspeed.initialize` returned.
         path: The job's root on storage: an fsspec URL or a plain path.
         load_dir: The directory that `load_checkpoint` will get. DeepSpeed looks there for names of
             files, so placeholders for the newest whole checkpoint are put there.
+        shared_dir: A directory that all nodes see. A checkpoint of another number of ranks is
+            converted there, by rank 0; by default each node converts it in its directory for
+            temporary files ($TMPDIR). That takes three times the checkpoint's size.
         **options: As in `dcp_mem.integrations.nebula.init`; storage gets every checkpoint unless
             persistent_time_interval says otherwise.
 
@@ -52,7 +50,7 @@ def use_memory(
         ConfigError: An argument can't work.
     """
     made = MemoryCheckpointEngine(path, **options)
-    engine.checkpoint_engine = made
+    made.serve(engine, shared_dir)
     if load_dir is not None:
         made.show_newest_in(load_dir)
     return made
@@ -74,6 +72,16 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         nebula.init(path, **{"persistent_time_interval": 0, **options})
         self._checkpoint: nebula.Checkpoint | None = None
         self._loaded: nebula.Checkpoint | None = None
+
+    def serve(self, engine: Any, shared_dir: str | os.PathLike[str] | None = None) -> None:
+        """Take the place of a DeepSpeed engine's checkpoint engine, and of its `load_checkpoint`.
+
+        Args:
+            engine: What `deepspeed.initialize` returned.
+            shared_dir: As in `use_memory`.
+        """
+        engine.checkpoint_engine = self
+        engine.load_checkpoint = UniversalLoads(engine, self.tag_of, shared_dir).load_checkpoint
 
     def tag_of(self, save_dir: str, tag: str) -> str:
         """Return the tag under which dcp_mem keeps what DeepSpeed saves in a directory under a tag.

@@ -1,0 +1,20 @@
+"""DeepSpeed's checkpoints in node memory: an engine for `save_checkpoint` and `load_checkpoint`.
+
+engine, *_ = deepspeed.initialize(...)
+use_memory(engine, "abfs://ckpts/run-42", load_dir=save_dir)
+engine.load_checkpoint(save_dir)
+
+DeepSpeed up to 0.19.6 has its own engine for Nebula's API, which needs no line of code:
+docs/deepspeed.md.
+
+Read its modules in this order:
+
+    engine     the checkpoint engine
+    universal  loads on another number of data-parallel ranks
+"""
+
+from __future__ import annotations
+
+from dcp_mem.integrations.deepspeed.engine import MemoryCheckpointEngine, use_memory
+
+__all__ = ["MemoryCheckpointEngine", "use_memory"]
