@@ -64,8 +64,11 @@ def _engine(stage: int, is_bf16: bool, seed: int, optimizer: Any = torch.optim.A
             "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10, "warmup_type": "linear"},
         },
     }
-    trained = [one for one in model.parameters() if one.requires_grad]
-    made = optimizer(trained, lr=1e-2)
+    groups = [
+        {"params": list(model.first.parameters()), "weight_decay": 0.5},
+        {"params": list(model.second.parameters()), "weight_decay": 0.0},
+    ]
+    made = optimizer(groups, lr=1e-2)
     return deepspeed.initialize(model=model, optimizer=made, config=config)[0]
 
 
@@ -125,7 +128,8 @@ def _train_on(place: str, seed: int, steps: int, *, shared: bool, is_killed: boo
         if client:
             first = client["step"] + 1
             saved = torch.load(f"{place}/states-{name[0]}-{first - 1}.pt")
-            assert _differing(_states(engine), saved) == [], name
+            differing = _differing(_states(engine), saved)
+            assert not differing, (name, differing)
         losses[name] = [_step(engine, is_bf16, step) for step in range(first, first + steps)]
         last, states = first + steps - 1, _states(engine)
         if dist.get_rank() == 0:

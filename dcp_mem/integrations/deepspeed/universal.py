@@ -6,7 +6,8 @@ DeepSpeed loads such a checkpoint from files of its universal form, which it ope
     write     its files into a directory on each node, or into one that the nodes share
     convert   them there, by DeepSpeed's own `ds_to_universal`, in a process of its own
     complete  buffers and frozen parameters, which DeepSpeed doesn't load from the universal form
-    load      the rest, by DeepSpeed, with its switch for universal checkpoints on; remove the files
+    load      the rest, by DeepSpeed, with its switch for universal checkpoints on
+    mend      what DeepSpeed gets wrong with several groups of parameters; remove the files
 """
 
 from __future__ import annotations
@@ -115,9 +116,12 @@ class UniversalLoads:
                 f"parallelism, with which dcp_mem doesn't convert: load it with {saved}"
             )
         log.warning("%s: DeepSpeed's ds_to_universal converts it", facts)
-        with self._converted(found, files, tag) as directory, _switched_on(self._engine):
+        with self._converted(found, files, tag) as directory:
             self._complete(directory / tag, files)
-            path, client_state = self._load(str(directory), tag, *args, **kwargs)
+            with _switched_on(self._engine), _weights_linked(self._engine.module):
+                path, client_state = self._load(str(directory), tag, *args, **kwargs)
+            if self._engine.zero_optimization_partition_weights():
+                _mend_zero_3(self._engine.optimizer.optimizer, directory / tag)
             dist.barrier()  # behind it the files are removed
         name = None if path is None else os.path.join(load_dir, tag, os.path.basename(path))
         return name, client_state
@@ -261,3 +265,32 @@ def _switched_on(engine: Any) -> Iterator[None]:
         yield
     finally:
         del engine.load_universal_checkpoint
+
+
+@contextmanager
+def _weights_linked(module: torch.nn.Module) -> Iterator[None]:
+    """Keep what ZeRO 1 and 2 know as parameters' weights in fp32.
+
+    DeepSpeed's `map_to_flat_opt_states` leaves a link to a moment of Adam's in its place, and
+    `safe_get_full_fp32_param` follows that.
+    """
+    mappings = [getattr(parameter, "_hp_mapping", None) for parameter in module.parameters()]
+    weights = [(mapping, mapping.hp_fragment) for mapping in mappings if mapping is not None]
+    yield
+    for mapping, weight in weights:
+        mapping.hp_fragment = weight
+
+
+def _mend_zero_3(optimizer: torch.optim.Optimizer, directory: Path) -> None:
+    """Give each group its own options, and each partition its own count of steps.
+
+    DeepSpeed gives all groups those of the first one, and all partitions one tensor to count in,
+    so that each partition's step would count for all.
+    """
+    path = directory / "zero" / "optimizer_state.pt"
+    saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)["param_groups"]
+    for group, options in zip(optimizer.param_groups, saved, strict=True):
+        group.update({key: value for key, value in options.items() if key != "params"})
+    for state in optimizer.state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].clone()
