@@ -104,6 +104,34 @@ def _states(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def _link_moments(engine: Any) -> None:
+    """Have `safe_get_full_optimizer_state` know the moments of all groups of parameters.
+
+    ZeRO 1 and 2 link parameters to moments once, when the first group alone has any.
+    """
+    if not engine.zero_optimization_partition_weights():
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _linked_to_copies(engine: Any) -> list[str]:
+    """Parameters whose moments, as `_states` reads them, aren't those that the optimizer uses."""
+    states = engine.optimizer.optimizer.state.values()
+    own = {one.untyped_storage().data_ptr() for state in states for one in state.values()}
+    mappings = {
+        name: getattr(parameter, "_hp_mapping", None)
+        for name, parameter in engine.module.named_parameters()
+    }
+    return [
+        name
+        for name, mapping in mappings.items()
+        if mapping is not None
+        and any(
+            one.untyped_storage().data_ptr() not in own for one in mapping.optim_fragment.values()
+        )
+    ]
+
+
 def _differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
     names = one.keys() | other.keys()
     return sorted(n for n in names if n not in one or not torch.equal(one[n], other[n]))
@@ -130,7 +158,10 @@ def _train_on(place: str, seed: int, steps: int, *, shared: bool, is_killed: boo
             saved = torch.load(f"{place}/states-{name[0]}-{first - 1}.pt")
             differing = _differing(_states(engine), saved)
             assert not differing, (name, differing)
+            assert not _linked_to_copies(engine), (name, _linked_to_copies(engine))
         losses[name] = [_step(engine, is_bf16, step) for step in range(first, first + steps)]
+        if not client:
+            _link_moments(engine)
         last, states = first + steps - 1, _states(engine)
         if dist.get_rank() == 0:
             torch.save(states, f"{place}/states-{name[0]}-{last}.pt")

@@ -118,10 +118,11 @@ class UniversalLoads:
         log.warning("%s: DeepSpeed's ds_to_universal converts it", facts)
         with self._converted(found, files, tag) as directory:
             self._complete(directory / tag, files)
-            with _switched_on(self._engine), _weights_linked(self._engine.module):
+            engine = self._engine
+            with _switched_on(engine), _links_kept(engine.optimizer, engine.module):
                 path, client_state = self._load(str(directory), tag, *args, **kwargs)
-            if self._engine.zero_optimization_partition_weights():
-                _mend_zero_3(self._engine.optimizer.optimizer, directory / tag)
+            if engine.zero_optimization_partition_weights():
+                _mend_zero_3(engine.optimizer.optimizer, directory / tag)
             dist.barrier()  # behind it the files are removed
         name = None if path is None else os.path.join(load_dir, tag, os.path.basename(path))
         return name, client_state
@@ -268,17 +269,20 @@ def _switched_on(engine: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _weights_linked(module: torch.nn.Module) -> Iterator[None]:
-    """Keep what ZeRO 1 and 2 know as parameters' weights in fp32.
+def _links_kept(optimizer: Any, module: torch.nn.Module) -> Iterator[None]:
+    """Keep what ZeRO 1 and 2 know as parameters' weights in fp32 and moments.
 
-    DeepSpeed's `map_to_flat_opt_states` leaves a link to a moment of Adam's in its place, and
-    `safe_get_full_fp32_param` follows that.
+    DeepSpeed's `map_to_flat_opt_states` leaves a link to a moment of Adam's in the place of the
+    weights, which `safe_get_full_fp32_param` follows, and links to copies of the moments.
     """
     mappings = [getattr(parameter, "_hp_mapping", None) for parameter in module.parameters()]
     weights = [(mapping, mapping.hp_fragment) for mapping in mappings if mapping is not None]
     yield
     for mapping, weight in weights:
         mapping.hp_fragment = weight
+    if weights:
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _mend_zero_3(optimizer: torch.optim.Optimizer, directory: Path) -> None:
