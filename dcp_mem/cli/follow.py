@@ -21,7 +21,8 @@ from dcp_mem.cli.options import CommonOptions, searched_places, subcommand
 from dcp_mem.cli.screen import figures, finite
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, DcpMemError
-from dcp_mem.follower import FollowedCheckpoint, Follower, follow
+from dcp_mem.following.checkpoint import FollowedCheckpoint
+from dcp_mem.following.follower import Follower, follow
 
 _HELP = """Follow a training run, which may be on this node or elsewhere: print each new checkpoint,
 the newest first, or run a command for it.

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
-import dcp_mem.follower as follower_module
 from dcp_mem import (
     CheckpointManager,
     ConfigError,
@@ -33,6 +32,7 @@ from dcp_mem import (
     StorageUnavailable,
     WaitTimeout,
 )
+from dcp_mem.following import look
 from dcp_mem.loading.sources.stored import StorageSource
 from tests.support import REPOSITORY
 from tests.support.checkpoints.damage import flip
@@ -699,7 +699,7 @@ def _follow_with_an_outage(job: Job) -> tuple[int, list[str]]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dcp_mem").addHandler(handler)
     StorageSource.read_into = read_or_fail  # type: ignore[method-assign, assignment]
-    follower_module._LOOK_AGAIN_SECONDS = 0.1
+    look._LOOK_AGAIN_SECONDS = 0.1
     mesh = init_device_mesh("cpu", (2,))
     state = {
         "sharded": DTensor.from_local(torch.zeros(30, 10), mesh, [Shard(0)]),
@@ -789,7 +789,7 @@ def test_nothing_in_time_is_an_error_that_says_where_it_looked(job: Job) -> None
 def test_nothing_for_some_time_is_said_once(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(follower_module, "_COMPLAIN_SECONDS", 0.05)
+    monkeypatch.setattr(look, "_COMPLAIN_SECONDS", 0.05)
     with pytest.raises(WaitTimeout):
         list(_follow(job, timeout=0.3))
     said = [one for one in caplog.records if "waiting for it" in one.getMessage()]
