@@ -1,10 +1,8 @@
 """torch_checkpointing on dcp_mem's storage: killed in the middle of a save, and started again."""
 
 import os
-import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job, committed_in
 from tests.support.docs import blocks
 from tests.support.processes.forks import forked, forked_ranks, raised_by
-from tests.support.processes.launch import TETHER
+from tests.support.processes.launch import TORCHRUN, ends, run_python
 
 pytest.importorskip("torch_checkpointing")
 
@@ -37,6 +35,7 @@ from dcp_mem.integrations.torch_checkpointing import (
 
 _SECONDS = 120
 _IN_THE_THIRD_SAVE = {"DCP_MEM_FAULTS": "stage.copied:kill:3"}
+_END = r"rank \d ends with [0-9a-f]{64}"
 _JOB = REPOSITORY / "tests" / "support" / "frameworks" / "torch_checkpointing_job.py"
 
 
@@ -78,34 +77,10 @@ def _load(manager: Any, name: str) -> int:
 # -- a training that is killed ---------------------------------------------------------------------
 
 
-def _train(root: Path, how: str, faults: dict[str, str] | None = None) -> tuple[int, str]:
-    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        **(faults or {}),
-    }
-    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run(
-        [*TETHER, sys.executable, *launcher, str(_JOB), str(root), "14", how],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
-    return ended.returncode, ended.stdout
-
-
-def _ends(run: tuple[int, str]) -> list[str]:
-    code, output = run
-    assert code == 0, output
-    found = sorted(set(re.findall(r"rank \d ends with [0-9a-f]{64}", output)))
-    assert len(found) == 2, output
-    return found
+def _train(
+    root: Path, how: str, faults: dict[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    return run_python(*TORCHRUN, _JOB, root, "14", how, timeout=_SECONDS, env=faults)
 
 
 @pytest.mark.slow
@@ -115,13 +90,13 @@ def test_a_killed_training_goes_on_from_memory_and_from_storage_to_the_bit(
     how: str, memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root / "first"))
-    undisturbed = _ends(_train(tmp_path / "undisturbed", how))
+    undisturbed = ends(_train(tmp_path / "undisturbed", how), _END)
     root = tmp_path / "run"
-    code, output = _train(root, how, _IN_THE_THIRD_SAVE)
-    assert code != 0, output
+    killed = _train(root, how, _IN_THE_THIRD_SAVE)
+    assert killed.returncode != 0, killed.stdout
     again = _train(root, how)
-    assert "rank 0 goes on from 6" in again[1], again[1]
-    assert _ends(again) == undisturbed
+    assert "rank 0 goes on from 6" in again.stdout, again.stdout
+    assert ends(again, _END) == undisturbed
     with (
         MemoryStorageConfig(str(root))
         .create_storage()
@@ -132,8 +107,8 @@ def test_a_killed_training_goes_on_from_memory_and_from_storage_to_the_bit(
     assert {f"step-{step}" for step in (3, 6, 9, 12)} == committed_in(root)
     monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root / "second"))
     elsewhere = _train(root, how)
-    assert "rank 1 goes on from 12" in elsewhere[1], elsewhere[1]
-    assert _ends(elsewhere) == undisturbed
+    assert "rank 1 goes on from 12" in elsewhere.stdout, elsewhere.stdout
+    assert ends(elsewhere, _END) == undisturbed
 
 
 # -- one process -----------------------------------------------------------------------------------

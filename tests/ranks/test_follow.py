@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from tests.support.checkpoints.jobs import (
 )
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import Forks, forking, raised_by
-from tests.support.processes.launch import TETHER
+from tests.support.processes.launch import TORCHRUN, run_python, running_python
 from tests.support.storage.servers import StorageRoot
 
 pytestmark = pytest.mark.timeout(120)
@@ -1050,32 +1050,6 @@ dist.destroy_process_group()
 """
 
 
-@contextlib.contextmanager
-def _torchrun(
-    script: Path, *arguments: str, env: Mapping[str, str] | None = None
-) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(script.parent)]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        **(env or {}),
-    }
-    with subprocess.Popen(
-        [*TETHER, *command, str(script), *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)  # torchrun ends its ranks; SIGKILL would leave them
-            process.wait()
-
-
 def _losses(output: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"step (\d+): loss (\S+)", output)}
 
@@ -1092,17 +1066,16 @@ def test_the_guide_s_evaluator_follows_a_training_that_is_killed_and_started_aga
     (tmp_path / "model.py").write_text(_MODEL)
     (tmp_path / "train.py").write_text(_TRAINER)
     root = str(tmp_path / "run")
-    with _torchrun(tmp_path / "evaluate.py", root) as evaluator:
+    with running_python(*TORCHRUN, tmp_path / "evaluate.py", root) as evaluator:
         killed = {"DCP_MEM_FAULTS": "stage.copied:kill:8"}
-        with _torchrun(tmp_path / "train.py", root, "30", "0.5", env=killed) as first:
-            before, _ = first.communicate(timeout=150)
-        assert first.returncode != 0, before
-        with _torchrun(tmp_path / "train.py", root, "16", "0.5") as second:
-            after, _ = second.communicate(timeout=150)
-        assert second.returncode == 0, after
+        trainer = (*TORCHRUN, tmp_path / "train.py", root)
+        first = run_python(*trainer, "30", "0.5", timeout=150, env=killed)
+        assert first.returncode != 0, first.stdout
+        second = run_python(*trainer, "16", "0.5", timeout=150)
+        assert second.returncode == 0, second.stdout
         evaluated, _ = evaluator.communicate(timeout=60)
     assert evaluator.returncode == 0, evaluated
-    found, trained = _losses(evaluated), _losses(before) | _losses(after)
+    found, trained = _losses(evaluated), _losses(first.stdout) | _losses(second.stdout)
     assert found == {step: trained[step] for step in found}
     assert max(found) == 16
-    assert min(found) <= max(_losses(before)), "it followed the second life alone"
+    assert min(found) <= max(_losses(first.stdout)), "it followed the second life alone"

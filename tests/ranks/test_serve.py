@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -33,7 +32,7 @@ from tests.support.checkpoints.jobs import (
     wait_until,
 )
 from tests.support.processes.forks import forked, forked_ranks
-from tests.support.processes.launch import TETHER, run_ranks
+from tests.support.processes.launch import TORCHRUN, run_python, run_ranks
 
 _SECONDS = 120
 _TORCHS = {"__0_0.distcp", "__1_0.distcp"}
@@ -420,22 +419,7 @@ def test_a_child_that_ends_leaves_its_parents_root_alone(job: Job) -> None:
 
 
 def _run(*command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [*TETHER, sys.executable, *command],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            **environment,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
+    return run_python(*command, timeout=_SECONDS, env=environment)
 
 
 @pytest.mark.slow
@@ -446,8 +430,7 @@ def test_an_unmodified_program_is_killed_and_goes_on(
 ) -> None:
     script, root = tmp_path / "train.py", tmp_path / "run"
     script.write_text(_PROGRAM)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "dcp_mem.run", str(script), str(root), begin]
+    command = [*TORCHRUN, "-m", "dcp_mem.run", str(script), str(root), begin]
     places = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_SERVE": str(root)}
     killed = _run(*command, **places)
     assert killed.returncode != 0
