@@ -106,13 +106,19 @@ class Exporter:
                 self._begin(exports, registration, record)
 
     def stop(self) -> None:
-        """End the export that runs; a successor begins it again."""
+        """End the export that runs; a successor begins it again, unless it was done by now."""
         running, self._running = self._running, None
-        if running is not None:
-            assert running.process.stdin is not None
-            running.process.stdin.close()
+        if running is None:
+            return
+        process = running.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin, process.stdout:
+            process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                running.process.wait(_ENDING_SECONDS)
+                process.wait(_ENDING_SECONDS)
+            if process.returncode == 0:
+                _end(running)
 
     def _begin(self, exports: JobExports, registration: Registration, record: ExportRecord) -> None:
         try:
