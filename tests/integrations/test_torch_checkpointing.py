@@ -4,14 +4,15 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dcp_mem.cli.main import main as command
-from dcp_mem.errors import CheckpointExists, ConfigError, SegmentCorrupt
+from dcp_mem.errors import CheckpointExists, ConfigError, SegmentCorrupt, StorageUnavailable
+from dcp_mem.storage import Storage
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job, committed_in
 from tests.support.docs import blocks
@@ -31,6 +32,7 @@ from dcp_mem.integrations.torch_checkpointing import (
     MemoryStorage,
     MemoryStorageConfig,
     in_memory,
+    reading,
 )
 
 _SECONDS = 120
@@ -175,6 +177,44 @@ def _flip(path: Path) -> None:
 def test_what_is_damaged_in_memory_is_read_from_storage_or_refused(job: Job) -> None:
     forked(_saves_and_flushes, job)
     forked(_reads_what_is_damaged, job)
+
+
+def _reads_while_storage_is_silent(job: Job) -> None:
+    def committed_under(storage: Storage, name: str) -> NoReturn:
+        raise StorageUnavailable(storage.url, "an outage")
+
+    reading.committed_under = committed_under  # type: ignore[assignment]
+    assert _loads_all(job) == [1, 2]
+    missing = raised_by(lambda: _storage(job).read(Path("step-3/model_0.pt")))
+    assert isinstance(missing, StorageUnavailable), repr(missing)
+
+
+def test_what_memory_has_is_read_while_storage_is_silent(job: Job) -> None:
+    forked(_saves_and_flushes, job)
+    forked(_reads_while_storage_is_silent, job)
+
+
+def test_a_whole_file_is_read_and_checked_once() -> None:
+    read: list[tuple[int, int]] = []
+    file = reading.FileOfCheckpoint([lambda start, into: read.append((start, len(into)))], 100_000)
+    assert len(file.read(10)) == 10
+    assert len(file.read()) == 99_990
+    assert file.read() == b""
+    assert read == [(0, 10), (10, 99_990)]
+
+
+def test_a_closed_file_is_not_read() -> None:
+    read: list[int] = []
+    file = reading.FileOfCheckpoint([lambda start, into: read.append(start)], 100)
+    file.close()
+    for use in (lambda: file.readinto(bytearray(1)), file.readall, lambda: file.seek(1)):
+        assert isinstance(raised_by(use), ValueError)
+    assert read == []
+
+
+def test_a_config_shows_no_options() -> None:
+    options = {"storage_options": {"secret": "s3cr3t"}}
+    assert "s3cr3t" not in repr(MemoryStorageConfig("s3://bucket/run", options))
 
 
 def _names_are_kept(job: Job) -> None:

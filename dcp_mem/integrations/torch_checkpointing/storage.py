@@ -46,13 +46,14 @@ class MemoryStorageConfig(StorageConfig):  # type: ignore[misc]
 
     Attributes:
         path: The job's root on storage; None for memory alone.
-        options: Further arguments of `MemoryStorageWriter`.
+        options: Further arguments of `MemoryStorageWriter`; not in repr, because they may hold
+            secrets.
         ranks: How many ranks save together.
         temp_dir_prefix: As in CheckpointWriterConfig.
     """
 
     path: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, repr=False)
     ranks: int = 1
     temp_dir_prefix: str = DEFAULT_TEMP_DIR_PREFIX
 
@@ -352,8 +353,9 @@ class MemoryStorage(Storage):  # type: ignore[misc]
 
     def _names(self, name: str) -> list[str]:
         """Return the files of a checkpoint, complete or not; none where there is no such one."""
-        if name in self._pending:
-            return list(self._pending[name].extents)
+        pending = self._pending.get(name)
+        if pending is not None:
+            return list(pending.extents)
         with self._files(name) as files:
             return [] if files is None else list(files.places)
 
