@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import dcp_mem
-from dcp_mem import ConfigError, MemoryStorageWriter
+from dcp_mem import ConfigError, MemoryStorageWriter, serving
 from dcp_mem.run import main
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import (
@@ -248,6 +248,28 @@ def test_what_torch_wrote_is_loaded_and_what_is_missing_raises_as_in_torch(
     job: Job, ranks: int
 ) -> None:
     forked_ranks(_loads_what_torch_wrote, ranks, job)
+
+
+def _serves_twice(job: Job) -> int:
+    made = 0
+
+    class Counting(MemoryStorageWriter):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            nonlocal made
+            made += 1
+            super().__init__(*arguments, **options)
+
+    serving.MemoryStorageWriter = Counting  # type: ignore[misc]
+    with _serving(job) as served:
+        options = served._options
+        assert dcp_mem.serve(str(job.url), **options) is served
+        with pytest.raises(ConfigError, match="other options"):
+            dcp_mem.serve(str(job.url), **{**options, "keep_memory": 3})
+    return made
+
+
+def test_a_root_that_is_served_gets_no_second_writer(job: Job) -> None:
+    assert forked(_serves_twice, job) == 1
 
 
 def _serves_two(job: Job, directory: Path) -> None:
