@@ -139,10 +139,7 @@ class Lookout:
         run = run_in(memory.directory)
         self._refuse_another_root(run.url)
         is_live = job_is_live(memory.directory)
-        try:
-            found = memory.checkpoints()
-        except FileNotFoundError:  # the job's memory has just been reclaimed
-            found = []
+        found = memory.checkpoints()
         is_pending = any(one.pending for one in found)
         seen = frozenset(
             (one.name, one.manifest.save_id, one.rejected, one.replication.outcome, one.pending)
