@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -231,16 +232,23 @@ class Follower:
             load = self._reader.attempt(call, self._eligible)
             plan = elect_together(load, load.search)
             load.adopt(plan)
+            known = len(load.reasons)
             try:
                 opened = open_next(load)
             except NoRecoverableCheckpoint:
-                self._say_passed_over(load.reasons[len(plan.reasons) :])
+                self._say_passed_over(load.reasons[known:])
                 return None
         self._reader.hold(load, opened)
         return load
 
     def _eligible(self, choices: Sequence[ElectedCheckpoint]) -> Sequence[ElectedCheckpoint]:
         return unseen(choices, self._last, self._damaged, only_durable=self._only_durable)
+
+    def _same_save(
+        self, choice: ElectedCheckpoint, choices: Sequence[ElectedCheckpoint]
+    ) -> Sequence[ElectedCheckpoint]:
+        same = [one for one in choices if (one.name, one.save_id) == (choice.name, choice.save_id)]
+        return unseen(same, None, only_durable=self._only_durable)
 
     def _taken(self, load: LoadAttempt) -> FollowedCheckpoint | None:
         """Load what is open, if a state dict is given; an older new one where it is damaged.
@@ -249,14 +257,16 @@ class Follower:
             None where all that is new is damaged, or storage has failed meanwhile.
         """
         if self._state_dict is None:
-            # What the loop body loads is this checkpoint, or nothing.
-            load.request = replace(load.request, wanted=load.tried[-1].name)
+            # What the loop body loads is this checkpoint, from any copy of it, or nothing.
+            choice = load.tried[-1]
+            eligible = partial(self._same_save, choice)
+            load.request = replace(load.request, wanted=choice.name, eligible=eligible)
             return self._described(load)
         known = len(load.reasons)
         try:
             report = self._reader.load_held(self._state_dict, self._weights_only, self._skip)
         except NoRecoverableCheckpoint:
-            self._damaged.update(map(identity, load.tried))
+            self._damaged.update(map(identity, load.opened))
             self._say_passed_over(load.reasons[known:])
             return None
         except Exception as error:
@@ -264,7 +274,8 @@ class Follower:
                 raise
             log.warning("%s is not loaded: %s; trying again", load.tried[-1].name, error)
             return None
-        self._damaged.update(map(identity, load.tried[:-1]))
+        # What couldn't be opened may be sound: storage may not have answered.
+        self._damaged.update(map(identity, load.opened[:-1]))
         return self._described(load, report)
 
     def _described(

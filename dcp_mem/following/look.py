@@ -17,6 +17,7 @@ from dcp_mem.errors import (
     MemoryRootRefused,
     MemoryUnavailable,
     StorageRefused,
+    StorageUnavailable,
     WaitTimeout,
 )
 from dcp_mem.following.hold import HoldingReader
@@ -214,9 +215,12 @@ class Lookout:
         if self._ended_since is None:
             self._ended_since = time.monotonic()
         watch = self._reader.watch
-        return self._reader.settings.url is None or (
-            watch.error is not None or watch.seen_at > self._ended_since
-        )
+        if self._reader.settings.url is None or watch.seen_at > self._ended_since:
+            return True
+        # Memory had its last checkpoint. One that storage alone will do for is waited for, unless
+        # storage can't be read at all.
+        may_answer = isinstance(watch.error, StorageUnavailable)
+        return watch.error is not None and not (self._only_durable and may_answer)
 
     def _nothing(self) -> str:
         """Return what to say as long as there is nothing to follow."""

@@ -25,6 +25,7 @@ import dcp_mem
 from dcp_mem import (
     CheckpointManager,
     ConfigError,
+    FollowedCheckpoint,
     Follower,
     MemoryRootRefused,
     RankFailed,
@@ -32,8 +33,13 @@ from dcp_mem import (
     StorageUnavailable,
     WaitTimeout,
 )
+from dcp_mem.common.values import Outcome
 from dcp_mem.following import look
+from dcp_mem.loading import open as opening
 from dcp_mem.loading.sources.stored import StorageSource
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.storage import Storage
+from dcp_mem.storage.listing import checkpoint_names
 from tests.support import REPOSITORY
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import (
@@ -285,7 +291,7 @@ def _on_node(job: Job) -> Job:
     return Job(job.url, f"{job.memory}/node-{dist.get_rank()}")
 
 
-def _train_on_two_nodes(job: Job, notes: Path, options: dict[str, Any]) -> None:
+def _train_on_nodes(job: Job, notes: Path, options: dict[str, Any]) -> None:
     _train(_on_node(job), notes, options)
 
 
@@ -294,8 +300,10 @@ def _evaluate_on_two_nodes(job: Job, notes: Path, count: int) -> list[tuple[str,
 
 
 @contextlib.contextmanager
-def _training_on_two_nodes(job: Job, notes: Path, **options: Any) -> Iterator[_Trainer]:
-    with forking(_train_on_two_nodes, 2, job, notes, options) as forks:
+def _training_on_nodes(
+    job: Job, notes: Path, *, nodes: int = 2, **options: Any
+) -> Iterator[_Trainer]:
+    with forking(_train_on_nodes, nodes, job, notes, options) as forks:
         yield _Trainer(forks, notes)
 
 
@@ -303,7 +311,7 @@ def test_what_lies_on_several_nodes_is_put_together_by_an_evaluator_on_all_of_th
     memory_job: Job, notes: Path
 ) -> None:
     with (
-        _training_on_two_nodes(memory_job, notes) as trainer,
+        _training_on_nodes(memory_job, notes) as trainer,
         forking(_evaluate_on_two_nodes, 2, memory_job, notes, 2) as evaluator,
     ):
         for number in (1, 2):
@@ -323,7 +331,7 @@ def test_copies_make_a_checkpoint_of_several_nodes_whole_on_one(
     memory_job: Job, notes: Path
 ) -> None:
     alone = Job(None, f"{memory_job.memory}/node-0")
-    with _training_on_two_nodes(memory_job, notes, replicas=1) as trainer:
+    with _training_on_nodes(memory_job, notes, replicas=1) as trainer:
         trainer.save(1)
         for checkpoint in _follow(alone):
             with checkpoint.files() as files:
@@ -337,7 +345,7 @@ def test_copies_make_a_checkpoint_of_several_nodes_whole_on_one(
 
 def test_files_of_several_nodes_need_storage(memory_job: Job, notes: Path) -> None:
     with (
-        _training_on_two_nodes(memory_job, notes) as trainer,
+        _training_on_nodes(memory_job, notes) as trainer,
         forking(_ask_for_files, 2, memory_job) as evaluator,
     ):
         trainer.save(1)
@@ -683,6 +691,58 @@ def test_load_of_a_damaged_checkpoint_raises_and_the_next_one_comes(
     assert seen == [2]
 
 
+def _load_what_is_damaged_on_one_node(job: Job) -> tuple[int, str]:
+    checkpoint = next(iter(_follow(_on_node(job))))
+    state = _part()
+    return _number_of_loaded(checkpoint, state), checkpoint.report.source  # type: ignore[union-attr]
+
+
+def _number_of_loaded(checkpoint: FollowedCheckpoint, state: dict[str, Any]) -> int:
+    checkpoint.load(state)
+    return _number(state)
+
+
+def test_load_of_what_is_damaged_on_one_node_takes_another_node_s_copy(
+    memory_job: Job, notes: Path
+) -> None:
+    node = Job(None, f"{memory_job.memory}/node-0")
+    with _training_on_nodes(memory_job, notes, nodes=3, replicas=1) as trainer:
+        trainer.save(1)
+        _have_checksums(node, "step-1")
+        wait_until(lambda: _is_replicated(node, "step-1"), "copies")
+        _damage(node, "step-1")
+        with forking(_load_what_is_damaged_on_one_node, 3, memory_job) as ranks:
+            assert ranks.join() == [(1, "memory and peers")] * 3
+        trainer.end()
+
+
+def _is_replicated(job: Job, name: str) -> bool:
+    (found,) = JobMemory(job.memory, job.name or "").find(name)
+    return found.replication.outcome == Outcome.REPLICATED
+
+
+def test_what_can_t_be_opened_just_now_comes_later(
+    job: Job, memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job.writer(agent="thread") as writer:
+        for number in (1, 2):
+            save(writer, number)
+            writer.wait(f"step-{number}")
+    failures: list[str] = []
+    described_by = opening._described_by
+
+    def described_or_not(source: StorageSource, files: Any) -> Any:
+        if not failures:
+            failures.append(source.label)
+            raise StorageUnavailable(source.label, "an outage")
+        return described_by(source, files)
+
+    monkeypatch.setattr(opening, "_described_by", described_or_not)
+    monkeypatch.setattr(look, "_LOOK_AGAIN_SECONDS", 0.1)
+    elsewhere, state = Job(job.url, str(memory_root / "other"), name=None), _part()
+    assert [_number(state) for _ in _follow(elsewhere, state, timeout=3)] == [1, 2]
+
+
 def _follow_with_an_outage(job: Job) -> tuple[int, list[str]]:
     """Storage doesn't answer to a rank's first reads of segments, for longer than it is asked."""
     said: list[str] = []
@@ -752,6 +812,24 @@ def test_the_last_checkpoint_of_a_run_that_has_ended_comes_and_then_the_end(job:
     for only_durable in (False, True):
         follower = _follow(job, until_ended=True, only_durable=only_durable, timeout=None)
         assert [one.name for one in follower] == ["step-2"]
+
+
+def test_the_last_durable_checkpoint_comes_though_storage_was_silent_at_the_end(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job.writer(agent="thread") as writer:
+        save(writer, 1)
+    failures: list[str] = []
+
+    def names_or_none(storage: Storage) -> list[str]:
+        if len(failures) < 3:
+            failures.append(storage.url)
+            raise StorageUnavailable(storage.url, "an outage")
+        return checkpoint_names(storage)
+
+    monkeypatch.setattr("dcp_mem.loading.watch.checkpoint_names", names_or_none)
+    follower = _follow(job, until_ended=True, only_durable=True)
+    assert [one.name for one in follower] == ["step-1"]
 
 
 def test_memory_of_an_earlier_run_doesn_t_end_the_one_that_goes_on_elsewhere(
