@@ -192,8 +192,10 @@ def _end(running: _Running) -> None:
     process, record = running.process, running.record
     assert process.stdin is not None
     assert process.stdout is not None
+    # Not to the end: a process that it has left behind may hold the pipe open.
+    os.set_blocking(process.stdout.fileno(), False)
     with process.stdin, process.stdout:
-        answer = process.stdout.read()
+        answer = process.stdout.read() or b""
     seconds = time.monotonic() - running.started
     try:
         facts = json.loads(answer)

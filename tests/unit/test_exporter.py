@@ -1,7 +1,6 @@
 """The agent's side of an export: what an agent that ends makes of the program that runs."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from dcp_mem.policy.persistence import every_n_saves
 from tests.support.checkpoints.manifests import make_manifest
 
 
-def _begun(root: Path, request: bytes) -> tuple[Exporter, JobExports]:
+def _begun(root: Path, request: bytes) -> Exporter:
     """An exporter whose program has begun; it answers at once, or waits for the agent's end."""
     (root / "job").mkdir()
     order = ExportOrder(
@@ -30,7 +29,12 @@ def _begun(root: Path, request: bytes) -> tuple[Exporter, JobExports]:
     exports.look_at(order, make_manifest(generation=1, count=1))
     exporter.go_on([(exports, registration)])
     assert exporter.is_busy
-    return exporter, exports
+    return exporter
+
+
+def _wait_for_the_program(exporter: Exporter) -> None:
+    assert exporter._running is not None
+    os.waitid(os.P_PID, exporter._running.process.pid, os.WEXITED | os.WNOWAIT)
 
 
 def _state(root: Path) -> ExportState:
@@ -47,14 +51,19 @@ def test_an_agent_that_ends_begins_nothing_again_that_was_done_and_leaves_no_des
     tmp_path: Path, request_: bytes, expected: ExportState
 ) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    exporter, _ = _begun(tmp_path, request_)
-    pid = exporter._running.process.pid  # type: ignore[union-attr]
-    while (
-        request_ == b"answer"
-        and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    ):
-        time.sleep(0.01)
+    exporter = _begun(tmp_path, request_)
+    if request_ == b"answer":
+        _wait_for_the_program(exporter)
     exporter.stop()
     assert not exporter.is_busy
     assert _state(tmp_path) is expected
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.timeout(60)
+def test_an_answer_is_taken_though_the_program_has_left_a_process_behind(tmp_path: Path) -> None:
+    exporter = _begun(tmp_path, b"answer and leave a process")
+    _wait_for_the_program(exporter)
+    exporter.go_on([])
+    assert not exporter.is_busy
+    assert _state(tmp_path) is ExportState.EXPORTED

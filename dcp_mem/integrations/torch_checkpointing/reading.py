@@ -37,7 +37,7 @@ class Place:
     nbytes: int
 
 
-class CheckpointFiles:
+class LeasedFiles:
     """The files of one checkpoint, in this node's memory or on storage; leased until closed.
 
     Attributes:

@@ -25,8 +25,8 @@ from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageC
 from dcp_mem.config import Settings, is_checkpoint_name, settings
 from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError, FlushFailed
 from dcp_mem.integrations.torch_checkpointing.reading import (
-    CheckpointFiles,
     FileOfCheckpoint,
+    LeasedFiles,
     counts,
     found,
 )
@@ -118,7 +118,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         self._writer: MemoryStorageWriter | None = None
         self._pending: dict[str, Streams] = {}
         self._writing = threading.RLock()
-        self._opened: dict[str, CheckpointFiles] = {}
+        self._opened: dict[str, LeasedFiles] = {}
         self._opening = threading.RLock()
 
     # -- writing, in the order of torch_checkpointing's calls --------------------------------------
@@ -370,7 +370,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
             return stream
 
     @contextmanager
-    def _files(self, name: str) -> Iterator[CheckpointFiles | None]:
+    def _files(self, name: str) -> Iterator[LeasedFiles | None]:
         """Yield a complete checkpoint's files. Who uses them at the same time shares them.
 
         They aren't kept: a lease would keep memory from being recycled.
@@ -381,9 +381,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
                 storage = self._storage()
                 checkpoint = found(self._settings, storage, name)
                 if checkpoint is not None:
-                    files = self._opened[name] = CheckpointFiles(
-                        self._settings, storage, checkpoint
-                    )
+                    files = self._opened[name] = LeasedFiles(self._settings, storage, checkpoint)
             if files is not None:
                 files.users += 1
         try:
