@@ -203,6 +203,31 @@ def test_a_whole_file_is_read_and_checked_once() -> None:
     assert read == [(0, 10), (10, 99_990)]
 
 
+def test_a_long_read_from_storage_takes_little_memory_beside_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetched: list[int] = []
+
+    class Fetcher:
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+        def table(self, file: str) -> None: ...
+
+        def fetch(self, file: str, start: int, buffers: list[memoryview]) -> None:
+            fetched.append(len(buffers[0]))
+            buffers[0][:] = stored[start : start + len(buffers[0])]
+
+    monkeypatch.setattr(reading, "Fetcher", Fetcher)
+    monkeypatch.setattr(reading, "_AHEAD_BYTES", 100)
+    monkeypatch.setattr(reading, "_MOST_BYTES", 1000)
+    stored = bytes(number % 251 for number in range(5000))
+    source: Any = None
+    read = reading._Fetched(source, "step-1", reading.Place("segment", 500, 4000)).read
+    file = reading.FileOfCheckpoint([read], 4000)
+    assert file.read() == stored[500:4500]
+    assert fetched == [1000] * 4
+
+
 def test_a_closed_file_is_not_read() -> None:
     read: list[int] = []
     file = reading.FileOfCheckpoint([lambda start, into: read.append(start)], 100)

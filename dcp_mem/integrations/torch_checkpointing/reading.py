@@ -25,7 +25,8 @@ from dcp_mem.storage import Storage
 from dcp_mem.storage.leases import read_lease
 from dcp_mem.storage.listing import committed_under
 
-_AHEAD_BYTES = 4 << 20
+_AHEAD_BYTES, _MOST_BYTES = 4 << 20, 64 << 20
+"""How much of a file is fetched from storage at once: for a short read, and for a long one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,7 @@ class _InMemory:
 
 
 class _Fetched:
-    """Fetches whole blocks, as only these can be checked, and keeps the last small piece."""
+    """Fetches whole blocks, as only these can be checked, and keeps the last ones."""
 
     def __init__(self, source: StorageSource, checkpoint: str, place: Place) -> None:
         self._fetcher = Fetcher(source, checkpoint, [place.segment], verify=True)
@@ -242,6 +243,11 @@ class _Fetched:
         self._start, self._kept = 0, memoryview(b"")
 
     def read(self, position: int, view: memoryview) -> None:
+        for done in range(0, len(view), _MOST_BYTES):
+            with view[done : done + _MOST_BYTES] as piece:
+                self._read(position + done, piece)
+
+    def _read(self, position: int, view: memoryview) -> None:
         start = self._place.offset + position
         stop = start + len(view)
         if not self._start <= start <= stop <= self._start + len(self._kept):
