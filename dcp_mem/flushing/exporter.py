@@ -113,12 +113,12 @@ class Exporter:
         process = running.process
         assert process.stdin is not None
         assert process.stdout is not None
-        with process.stdin, process.stdout:
-            process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_ENDING_SECONDS)
-            if process.returncode == 0:
-                _end(running)
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING_SECONDS)
+        if process.returncode == 0:
+            _end(running)
+        process.stdout.close()
 
     def _begin(self, exports: JobExports, registration: Registration, record: ExportRecord) -> None:
         try:
@@ -194,8 +194,9 @@ def _end(running: _Running) -> None:
     assert process.stdout is not None
     # Not to the end: a process that it has left behind may hold the pipe open.
     os.set_blocking(process.stdout.fileno(), False)
-    with process.stdin, process.stdout:
-        answer = process.stdout.read() or b""
+    answer = process.stdout.read() or b""
+    process.stdin.close()
+    process.stdout.close()
     seconds = time.monotonic() - running.started
     try:
         facts = json.loads(answer)
