@@ -171,7 +171,11 @@ class JobMemory:
         return files.free_bytes(self.directory)
 
     def _checkpoint_directories(self) -> Iterator[str]:
-        with os.scandir(self.directory) as entries:
+        try:
+            listing = os.scandir(self.directory)
+        except FileNotFoundError:  # the memory of a job that has ended was reclaimed
+            return
+        with listing as entries:
             yield from (
                 entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()
             )

@@ -421,7 +421,7 @@ def _to_pickle(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise DcpMemError(_NO_DATA)
     if is_wrapper(tensor):
         with naming(name):
-            return rebuilt(tensor, lambda part: _to_pickle(part.detach(), name))
+            return rebuilt(tensor, lambda part: _to_pickle(detached(part), name))
     here = tensor.cpu()
     if here.layout is torch.strided and here.untyped_storage().nbytes() != here.nbytes:
         here = here.clone()  # torch.save would write all of the storage behind the view
