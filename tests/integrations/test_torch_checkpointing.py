@@ -183,7 +183,7 @@ def _reads_while_storage_is_silent(job: Job) -> None:
     def committed_under(storage: Storage, name: str) -> NoReturn:
         raise StorageUnavailable(storage.url, "an outage")
 
-    reading.committed_under = committed_under  # type: ignore[assignment]
+    reading.committed_under = committed_under  # type: ignore[attr-defined]
     assert _loads_all(job) == [1, 2]
     missing = raised_by(lambda: _storage(job).read(Path("step-3/model_0.pt")))
     assert isinstance(missing, StorageUnavailable), repr(missing)

@@ -259,7 +259,7 @@ def _serves_twice(job: Job) -> int:
             made += 1
             super().__init__(*arguments, **options)
 
-    serving.MemoryStorageWriter = Counting  # type: ignore[misc]
+    serving.MemoryStorageWriter = Counting  # type: ignore[attr-defined]
     with _serving(job) as served:
         options = served._options
         assert dcp_mem.serve(str(job.url), **options) is served

@@ -116,7 +116,7 @@ def _part(settings: Settings, world: int) -> Part:
         raise MeasurementFailed(f"ranks {wrong} have loaded something else than they saved")
     rows = [
         Row("ranks that have loaded what they saved", dcp_mem=f"{len(loaded)} of {world}"),
-        sockets_row([one.opened for one in (*saved, *loaded)]),
+        sockets_row([*(one.opened for one in saved), *(one.opened for one in loaded)]),
         Row("threads of a rank, at most", dcp_mem=f"{max(one.opened.threads for one in saved)}"),
         _row(
             "the first save, connecting included",
