@@ -1,10 +1,11 @@
 """Run Megatron-LM's own tests of `dist_checkpointing` on CPU ranks, through dcp_mem or without it.
 
-    PYTHONPATH=. python .ci/megatron_suite.py CHECKOUT [--ranks 8] [--by memory …] [FILE …]
+    PYTHONPATH=. python .ci/megatron_suite.py CHECKOUT [--ranks 8] [--by memory …]
+        [--every 20] [FILE …]
 
 CHECKOUT is a directory with Megatron-LM at the tag of the installed megatron-core; nothing of it
 is changed. FILE is a test file, relative to tests/unit_tests/dist_checkpointing; by default all.
-`--by` says what saves and loads:
+`--every` takes a sample, for the files with hundreds of tests. `--by` says what saves and loads:
 
     megatron    Megatron's own strategies
     memory      MemorySaveStrategy and MemoryLoadStrategy in their place
@@ -16,8 +17,10 @@ Megatron's tests take NCCL and GPUs for granted. Here the groups are gloo's, wha
 lies on the CPU, and groups of the same ranks are one group, since each costs threads. Ranks are
 forks of one process that has imported Megatron. They start each test together. If a test fails, or
 if a rank doesn't come back from it, all ranks are ended and new ones go on with the next test.
+A test that fails because Megatron can't have its parallel sizes on so few ranks counts by itself,
+as "needs more ranks".
 
-Prints a table of the tests whose outcomes differ, and how many there are of each outcome.
+Prints how many tests of each file have which outcome, as a table, and those whose outcomes differ.
 """
 
 from __future__ import annotations
@@ -53,10 +56,14 @@ WAYS = ("megatron", "memory", "reading", "writing", "functions")
 
 TEST_SECONDS = 150.0
 STRAGGLER_SECONDS = 25.0
+AFTER_FAILURE_SECONDS = 4.0
 START_SECONDS = 120.0
 FLUSH_SECONDS = 60.0
 LONGEST_REASON = 160
 LOG_CHARACTERS = 3000
+
+OUTCOMES = ("passed", "failed", "skipped", "needs more ranks")
+TOO_FEW_RANKS = re.compile(r"world_size \(\d+\) is not divisible by")
 
 
 def _module(path: Path) -> Any:
@@ -255,12 +262,12 @@ def put_in_place(way: str, memory_root: str) -> None:
 class InStep:
     """A pytest plugin: tells the parent each outcome, and waits for its leave to go on."""
 
-    def __init__(self, channel: socket.socket, done: frozenset[str]) -> None:
-        self._channel, self._done = channel, done
+    def __init__(self, channel: socket.socket, done: frozenset[str], every: int) -> None:
+        self._channel, self._done, self._every = channel, done, every
         self._outcome, self._reason = "passed", ""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [one for one in items if _name(one.nodeid) not in self._done]
+        items[:] = [one for one in items[:: self._every] if _name(one.nodeid) not in self._done]
         self._tell(collected=[_name(one.nodeid) for one in items])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -318,7 +325,7 @@ def be_rank(
             "-pno:cacheprovider",
         ]
         tests = str(work.checkout / SUITE / work.file)
-        pytest.main([tests, *options], plugins=[InStep(channel, done)])
+        pytest.main([tests, *options], plugins=[InStep(channel, done, work.every)])
     except BaseException:
         traceback.print_exc()
     finally:
@@ -344,6 +351,7 @@ class Work:
         way: Who saves and loads.
         ranks: How many.
         place: Directory for all that they write.
+        every: Of this many tests, the first is run.
     """
 
     checkout: Path
@@ -351,6 +359,7 @@ class Work:
     way: str
     ranks: int
     place: Path
+    every: int
 
 
 class Batch:
@@ -397,8 +406,10 @@ class Batch:
                     line = _line(self.channels[key.data])
                     waiting.unregister(key.fileobj)
                     if line:
-                        found[key.data] = json.loads(line)
-                        limit = min(limit, time.monotonic() + after_first)
+                        answer = found[key.data] = json.loads(line)
+                        is_failure = answer.get("outcome") == "failed"
+                        patience = AFTER_FAILURE_SECONDS if is_failure else after_first
+                        limit = min(limit, time.monotonic() + patience)
         return found
 
     def end_of_log(self) -> str:
@@ -457,6 +468,10 @@ def _run(batch: Batch, work: Work) -> Iterator[tuple[str, Fate]]:
 
 def _joined(answers: Mapping[int, Mapping[str, Any]], ranks: int) -> Fate:
     """Join what the ranks say of a test: the worst counts."""
+    if len(answers) == ranks and all(
+        TOO_FEW_RANKS.search(answer.get("reason", "")) for answer in answers.values()
+    ):
+        return "needs more ranks", answers[0]["reason"]
     for rank, answer in sorted(answers.items()):
         if answer["outcome"] == "failed":
             return "failed", f"rank {rank}: {answer['reason']}"
@@ -479,7 +494,9 @@ def run_all(arguments: argparse.Namespace) -> dict[str, dict[str, Fate]]:
         for way in arguments.by:
             started = time.monotonic()
             with PRIVATE.private_directory(f"megatron-{way}") as place:
-                of_file = run_file(Work(checkout, file, way, arguments.ranks, place))
+                of_file = run_file(
+                    Work(checkout, file, way, arguments.ranks, place, arguments.every)
+                )
                 for test, fate in of_file:
                     fates[way][test] = fate
                     if arguments.verbose:
@@ -503,14 +520,14 @@ def _said(counts: Mapping[str, int]) -> str:
 
 
 def show(fates: Mapping[str, Mapping[str, Fate]]) -> None:
-    """Print the counts, and the tests whose outcomes differ between the ways."""
-    outcomes = ("passed", "failed", "skipped")
-    print(f"\n| by | {' | '.join(outcomes)} |\n| --- | --- | --- | --- |")
-    for way, of_way in fates.items():
-        counts = Counter(outcome for outcome, _ in of_way.values())
-        print(f"| {way} | {' | '.join(str(counts[one]) for one in outcomes)} |")
+    """Print how many tests of each file have which outcome, and the tests whose outcomes differ."""
+    tests = list(dict.fromkeys(test for of_way in fates.values() for test in of_way))
+    print(f"\n| file | by | {' | '.join(OUTCOMES)} |\n| --- | --- {'| --- ' * len(OUTCOMES)}|")
+    for file in dict.fromkeys(re.split("::| ", test)[0] for test in tests):
+        for way, of_way in fates.items():
+            counts = Counter(fate for test, (fate, _) in of_way.items() if _is_of(test, file))
+            print(f"| {file} | {way} | {' | '.join(str(counts[one]) for one in OUTCOMES)} |")
     print()
-    tests = dict.fromkeys(test for of_way in fates.values() for test in of_way)
     for test in tests:
         found = {way: of_way.get(test, ("not run", "")) for way, of_way in fates.items()}
         if len({outcome for outcome, _ in found.values()}) > 1:
@@ -520,6 +537,13 @@ def show(fates: Mapping[str, Mapping[str, Fate]]) -> None:
                 print(f"  {way}: {outcome} {said}")
 
 
+def import_for_ranks() -> None:
+    """Import what each rank would import again after each failure."""
+    from tests.unit_tests import dist_checkpointing  # noqa: F401
+
+    from dcp_mem.integrations import megatron  # noqa: F401
+
+
 def main() -> None:
     """Parse the arguments, import what the ranks share, run, show."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -527,6 +551,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", help="test files; by default all")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--by", nargs="+", choices=WAYS, default=["megatron", "memory"])
+    parser.add_argument("--every", type=int, default=1, help="run only each N-th test of a file")
     parser.add_argument("--answer", help="file for all outcomes, as JSON")
     parser.add_argument("--verbose", action="store_true", help="print each test's outcome")
     arguments = parser.parse_args()
@@ -536,6 +561,7 @@ def main() -> None:
     do_without_downloads()
     do_without_nvidia()
     use_gloo()
+    import_for_ranks()
     fates = run_all(arguments)
     show(fates)
     if arguments.answer:
