@@ -14,11 +14,11 @@ is changed. FILE is a test file, relative to tests/unit_tests/dist_checkpointing
     functions   MemoryCheckpointing's methods in place of Megatron's functions
 
 Megatron's tests take NCCL and GPUs for granted. Here the groups are gloo's, what they want on a GPU
-lies on the CPU, and groups of the same ranks are one group, since each costs threads. Ranks are
-forks of one process that has imported Megatron. They start each test together. If a test fails, or
-if a rank doesn't come back from it, all ranks are ended and new ones go on with the next test.
-A test that fails because Megatron can't have its parallel sizes on so few ranks counts by itself,
-as "needs more ranks".
+lies on the CPU, torch's AdamW stands in for Transformer Engine's optimizer, and groups of the same
+ranks are one group, since each costs threads. Ranks are forks of one process that has imported
+Megatron. They start each test together. If a test fails, or if a rank doesn't come back from it,
+all ranks are ended and new ones go on with the next test. A test that fails because Megatron can't
+have its parallel sizes on so few ranks counts by itself, as "needs more ranks".
 
 Prints how many tests of each file have which outcome, as a table, and those whose outcomes differ.
 """
@@ -107,6 +107,25 @@ def do_without_nvidia() -> None:
     DeviceMesh.from_group = staticmethod(
         lambda group, device, *rest: from_group(group, "cpu", *rest)
     )  # type: ignore[assignment]
+
+
+class FusedAdam(torch.optim.AdamW):
+    """What Megatron's tests expect of Transformer Engine's: the step isn't each parameter's."""
+
+    def __init__(self, params: Any, *, adam_w_mode: bool = True, **options: Any) -> None:
+        super().__init__(params, **options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)
+
+
+def use_fused_adam() -> None:
+    """Have Megatron take the optimizer above for Transformer Engine's; no test here steps it."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
 
 
 def use_gloo() -> None:
@@ -562,6 +581,7 @@ def main() -> None:
     torch.set_num_threads(1)
     do_without_downloads()
     do_without_nvidia()
+    use_fused_adam()
     use_gloo()
     import_for_ranks()
     fates = run_all(arguments)
