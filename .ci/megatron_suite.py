@@ -40,7 +40,7 @@ import traceback
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -90,6 +90,8 @@ def do_without_nvidia() -> None:
     cuda.set_device = cuda.empty_cache = lambda *args: None
     cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
     cuda.memory_allocated = lambda device=None: 0
+    cuda.Stream = cuda.Event = cuda.current_stream = lambda *args, **options: MagicMock()
+    cuda.stream = lambda stream: nullcontext()
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
@@ -112,8 +114,10 @@ def do_without_nvidia() -> None:
 class FusedAdam(torch.optim.AdamW):
     """What Megatron's tests expect of Transformer Engine's: the step isn't each parameter's."""
 
-    def __init__(self, params: Any, *, adam_w_mode: bool = True, **options: Any) -> None:
-        super().__init__(params, **options)
+    def __init__(
+        self, params: Any, *, lr: float | None = None, adam_w_mode: bool = True, **options: Any
+    ) -> None:
+        super().__init__(params, lr=lr or 0.0, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)
@@ -329,6 +333,8 @@ def be_rank(
     try:
         os.setpgid(0, 0)
         _log_to(place / f"rank{rank}.log")
+        # Processes that Megatron spawns would import this script, and torch with it.
+        sys.modules["__main__"].__file__ = None
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
         os.environ |= {"WORLD_SIZE": str(work.ranks), "MASTER_ADDR": "localhost"}
         from tests.unit_tests.test_utilities import Utils
