@@ -14,11 +14,12 @@ is changed. FILE is a test file, relative to tests/unit_tests/dist_checkpointing
     functions   MemoryCheckpointing's methods in place of Megatron's functions
 
 Megatron's tests take NCCL and GPUs for granted. Here the groups are gloo's, what they want on a GPU
-lies on the CPU, torch's AdamW stands in for Transformer Engine's optimizer, and groups of the same
-ranks are one group, since each costs threads. Ranks are forks of one process that has imported
-Megatron. They start each test together. If a test fails, or if a rank doesn't come back from it,
-all ranks are ended and new ones go on with the next test. A test that fails because Megatron can't
-have its parallel sizes on so few ranks counts by itself, as "needs more ranks".
+lies on the CPU, Megatron's local layers and torch's AdamW stand in for Transformer Engine's, and
+groups of the same ranks are one group, since each costs threads. Ranks are forks of one process
+that has imported Megatron. They start each test together. If a test fails, or if a rank doesn't
+come back from it, all ranks are ended and new ones go on with the next test. A test that fails
+because Megatron can't have its parallel sizes on so few ranks counts by itself, as "needs more
+ranks".
 
 Prints how many tests of each file have which outcome, as a table, and those whose outcomes differ.
 """
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -62,6 +64,11 @@ FLUSH_SECONDS = 60.0
 LONGEST_REASON = 160
 LOG_CHARACTERS = 3000
 
+TRANSFORMER_ENGINE = (
+    "transformer_engine",
+    "transformer_engine.pytorch",
+    "transformer_engine.pytorch.fp8",
+)
 OUTCOMES = ("passed", "failed", "skipped", "needs more ranks")
 TOO_FEW_RANKS = re.compile(r"world_size \(\d+\) is not divisible by")
 
@@ -130,6 +137,40 @@ def use_fused_adam() -> None:
 
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def use_local_layers() -> None:
+    """Have models consist of Megatron's own layers where they want Transformer Engine's."""
+    from megatron.core.models.bert import bert_layer_specs
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.T5 import t5_spec
+
+    gpt: Any = gpt_layer_specs
+    taken = inspect.signature(gpt.get_gpt_layer_local_spec).parameters
+    block_spec = gpt.get_gpt_decoder_block_spec
+    gpt.get_gpt_layer_with_transformer_engine_spec = lambda *args, **options: (
+        gpt.get_gpt_layer_local_spec(
+            *args, **{name: value for name, value in options.items() if name in taken}
+        )
+    )
+    gpt.get_gpt_decoder_block_spec = lambda config, use_transformer_engine=False, **options: (
+        block_spec(config, False, **options)
+    )
+    bert: Any = bert_layer_specs
+    bert.bert_layer_with_transformer_engine_spec = bert.bert_layer_local_spec
+    bert.get_bert_layer_with_transformer_engine_spec = lambda: bert.bert_layer_local_spec
+    t5: Any = t5_spec
+    for part in ("encoder", "decoder"):
+        local = getattr(t5, f"{part}_model_with_local_spec")
+        setattr(t5, f"{part}_model_with_transformer_engine_default_spec", local)
+    # The experts are made and saved here, never multiplied.
+    from megatron.core.transformer.moe import experts
+
+    experts.gg.assert_grouped_gemm_is_available = lambda: None
+    te: Any = {name: types.ModuleType(name) for name in TRANSFORMER_ENGINE}
+    te["transformer_engine.pytorch.fp8"].check_fp8_support = lambda: (False, "no GPU")
+    te["transformer_engine.pytorch.fp8"].fp8_autocast = None
+    sys.modules.update(te)
 
 
 def use_gloo() -> None:
@@ -590,6 +631,7 @@ def main() -> None:
     use_fused_adam()
     use_gloo()
     import_for_ranks()
+    use_local_layers()
     fates = run_all(arguments)
     show(fates)
 
