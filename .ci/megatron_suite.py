@@ -30,6 +30,7 @@ import argparse
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import re
 import selectors
@@ -93,6 +94,9 @@ def do_without_nvidia() -> None:
     """Give Megatron's tests gloo's groups and the CPU where they ask for NCCL's and for CUDA."""
     helper = _module(ROOT / "tests/support/frameworks/megatron_cpu.py")
     helper.do_without_gpu()
+    # What torch logs for its developers is no line that these tests look for.
+    for name in ("dcp_logger", "_default_"):
+        logging.getLogger(f"c10d-NullHandler-{name}").propagate = False
     cuda: Any = torch.cuda
     cuda.set_device = cuda.empty_cache = lambda *args: None
     cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
@@ -375,7 +379,7 @@ def be_rank(
         os.setpgid(0, 0)
         _log_to(place / f"rank{rank}.log")
         # Processes that Megatron spawns would import this script, and torch with it.
-        sys.modules["__main__"].__file__ = None
+        del sys.modules["__main__"].__file__
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
         os.environ |= {"WORLD_SIZE": str(work.ranks), "MASTER_ADDR": "localhost"}
         from tests.unit_tests.test_utilities import Utils
