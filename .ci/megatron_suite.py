@@ -1,7 +1,7 @@
 """Run Megatron-LM's own tests of `dist_checkpointing` on CPU ranks, through dcp_mem or without it.
 
-    PYTHONPATH=. python .ci/megatron_suite.py CHECKOUT [--ranks 8] [--by memory …]
-        [--every 20] [FILE …]
+    PYTHONPATH=. python .ci/megatron_suite.py CHECKOUT [FILE …] [--ranks 8] [--by memory …]
+        [--every 20]
 
 CHECKOUT is a directory with Megatron-LM at the tag of the installed megatron-core; nothing of it
 is changed. FILE is a test file, relative to tests/unit_tests/dist_checkpointing; by default all.
