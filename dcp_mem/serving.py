@@ -130,7 +130,7 @@ class Served:
             parent = f"{self.root}/{os.path.dirname(name)}"
             kind, advice = "deeper", f"serve {parent}, if checkpoints lie directly in it"
         else:
-            kind, advice = "name", "choose a name of letters, digits and _.-=+,@%~:"
+            kind, advice = "name", "choose a name of letters, digits and _.-=+,@%~$:"
         if kind not in self._noted:
             self._noted.add(kind)
             log.warning(
