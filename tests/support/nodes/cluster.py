@@ -58,7 +58,6 @@ ON_DEMAND = pytest.mark.skipif(
 
 IS_ONE_MACHINE = os.environ.get("DCP_MEM_TEST_ONE_MACHINE", "") == "1"
 """Whether nodes can read each other's memory."""
-_UCX = {"UCX_TLS": os.environ.get("UCX_TLS", "sm,self")} if IS_ONE_MACHINE else {}
 
 
 def job_on_nodes(storage: Path | None = None) -> Job:
@@ -245,7 +244,7 @@ class Cluster:
             ranks_per_node=ranks_per_node,
             nnodes=nnodes,
             max_restarts=max_restarts,
-            env={"DCP_MEM_ROOT": str(MEMORY / "dcp_mem"), **_UCX, **(env or {})},
+            env={"DCP_MEM_ROOT": str(MEMORY / "dcp_mem"), **(env or {})},
             env_of={node.name: more for node, more in (env_of or {}).items()},
             store=store,
             patience=patience,
