@@ -321,7 +321,11 @@ class _Memory:
             self._manager.wait(step, State.REPLICATED)
 
     def load(self, state: dict[str, Any]) -> int:
-        return self._manager.restore(state) or 0
+        step = self._manager.restore(state) or 0
+        source = self._manager.report().source if step else ""
+        if self._is_copied and step and source != "memory and peers":
+            raise AssertionError(f"the checkpoint came from {source}")
+        return step
 
     def close(self) -> None:
         self._manager.close(flush=False)
