@@ -145,6 +145,11 @@ def test_a_hundred_restarts_within_the_process_leave_nothing_behind(
 # -- a store that rank 0 serves --------------------------------------------------------------------
 
 
+def _all_come(store: dist.Store, what: str, world: int) -> None:
+    store.add(what, 1)
+    wait_until(lambda: store.add(what, 0) >= world, what)
+
+
 def _restarts_at_one_address(places: _Places, port: int, is_closed: bool) -> list[bool]:
     """Groups are made at one address again and again; whether it is served between them."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -169,12 +174,10 @@ def _restarts_at_one_address(places: _Places, port: int, is_closed: bool) -> lis
         dist.destroy_process_group()
         gc.collect()
         between = dist.FileStore(f"{places.stores}-{number}", world)
-        between.add("gone", 1)
-        wait_until(lambda store=between: store.add("gone", 0) >= world, "all ranks have left")
+        _all_come(between, "gone", world)
         with socket.socket() as asking:
             served.append(asking.connect_ex(("127.0.0.1", port)) == 0)
-        between.add("asked", 1)
-        wait_until(lambda store=between: store.add("asked", 0) >= world, "all ranks have asked")
+        _all_come(between, "asked", world)
     _meet(places.stores, RESTARTS, rank, world)
     return served
 
