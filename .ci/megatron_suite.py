@@ -1,10 +1,11 @@
 """Run Megatron-LM's own tests of `dist_checkpointing` on CPU ranks, through dcp_mem or without it.
 
-    PYTHONPATH=. python .ci/megatron_suite.py CHECKOUT [--ranks 8] [--by memory …] [FILE …]
+    PYTHONPATH=. python .ci/megatron_suite.py CHECKOUT [FILE …] [--ranks 8] [--by memory …]
+        [--every 20]
 
 CHECKOUT is a directory with Megatron-LM at the tag of the installed megatron-core; nothing of it
 is changed. FILE is a test file, relative to tests/unit_tests/dist_checkpointing; by default all.
-`--by` says what saves and loads:
+`--every` takes a sample, for the files with hundreds of tests. `--by` says what saves and loads:
 
     megatron    Megatron's own strategies
     memory      MemorySaveStrategy and MemoryLoadStrategy in their place
@@ -13,18 +14,23 @@ is changed. FILE is a test file, relative to tests/unit_tests/dist_checkpointing
     functions   MemoryCheckpointing's methods in place of Megatron's functions
 
 Megatron's tests take NCCL and GPUs for granted. Here the groups are gloo's, what they want on a GPU
-lies on the CPU, and groups of the same ranks are one group, since each costs threads. Ranks are
-forks of one process that has imported Megatron. They start each test together. If a test fails, or
-if a rank doesn't come back from it, all ranks are ended and new ones go on with the next test.
+lies on the CPU, Megatron's local layers and torch's AdamW stand in for Transformer Engine's, and
+groups of the same ranks are one group, since each costs threads. Ranks are forks of one process
+that has imported Megatron. They start each test together. If a test fails, or if a rank doesn't
+come back from it, all ranks are ended and new ones go on with the next test. A test that fails
+because Megatron can't have its parallel sizes on so few ranks counts by itself, as "needs more
+ranks".
 
-Prints a table of the tests whose outcomes differ, and how many there are of each outcome.
+Prints how many tests of each file have which outcome, as a table, and those whose outcomes differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
+import logging
 import os
 import re
 import selectors
@@ -37,7 +43,7 @@ import traceback
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,12 +57,21 @@ ROOT = Path(__file__).resolve().parents[1]
 SUITE = "tests/unit_tests/dist_checkpointing"
 WAYS = ("megatron", "memory", "reading", "writing", "functions")
 
-TEST_SECONDS = 150.0
+TEST_SECONDS = 90.0
 STRAGGLER_SECONDS = 25.0
+AFTER_FAILURE_SECONDS = 4.0
 START_SECONDS = 120.0
 FLUSH_SECONDS = 60.0
 LONGEST_REASON = 160
 LOG_CHARACTERS = 3000
+
+TRANSFORMER_ENGINE = (
+    "transformer_engine",
+    "transformer_engine.pytorch",
+    "transformer_engine.pytorch.fp8",
+)
+OUTCOMES = ("passed", "failed", "skipped", "needs more ranks")
+TOO_FEW_RANKS = re.compile(r"world_size \(\d+\) is not divisible by")
 
 
 def _module(path: Path) -> Any:
@@ -79,10 +94,15 @@ def do_without_nvidia() -> None:
     """Give Megatron's tests gloo's groups and the CPU where they ask for NCCL's and for CUDA."""
     helper = _module(ROOT / "tests/support/frameworks/megatron_cpu.py")
     helper.do_without_gpu()
+    # What torch logs for its developers is no line that these tests look for.
+    for name in ("dcp_logger", "_default_"):
+        logging.getLogger(f"c10d-NullHandler-{name}").disabled = True
     cuda: Any = torch.cuda
     cuda.set_device = cuda.empty_cache = lambda *args: None
     cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
     cuda.memory_allocated = lambda device=None: 0
+    cuda.Stream = cuda.Event = cuda.current_stream = lambda *args, **options: MagicMock()
+    cuda.stream = lambda stream: nullcontext()
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
@@ -100,6 +120,61 @@ def do_without_nvidia() -> None:
     DeviceMesh.from_group = staticmethod(
         lambda group, device, *rest: from_group(group, "cpu", *rest)
     )  # type: ignore[assignment]
+
+
+class FusedAdam(torch.optim.AdamW):
+    """What Megatron's tests expect of Transformer Engine's: the step isn't each parameter's."""
+
+    def __init__(
+        self, params: Any, *, lr: float | None = None, adam_w_mode: bool = True, **options: Any
+    ) -> None:
+        super().__init__(params, lr=lr or 0.0, **options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)
+
+
+def use_fused_adam() -> None:
+    """Have Megatron take the optimizer above for Transformer Engine's; no test here steps it."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def use_local_layers() -> None:
+    """Have models consist of Megatron's own layers where they want Transformer Engine's."""
+    from megatron.core.models.bert import bert_layer_specs
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.T5 import t5_spec
+
+    gpt: Any = gpt_layer_specs
+    taken = inspect.signature(gpt.get_gpt_layer_local_spec).parameters
+    block_spec = gpt.get_gpt_decoder_block_spec
+    gpt.get_gpt_layer_with_transformer_engine_spec = lambda *args, **options: (
+        gpt.get_gpt_layer_local_spec(
+            *args, **{name: value for name, value in options.items() if name in taken}
+        )
+    )
+    gpt.get_gpt_decoder_block_spec = lambda config, use_transformer_engine=False, **options: (
+        block_spec(config, False, **options)
+    )
+    bert: Any = bert_layer_specs
+    bert.bert_layer_with_transformer_engine_spec = bert.bert_layer_local_spec
+    bert.get_bert_layer_with_transformer_engine_spec = lambda: bert.bert_layer_local_spec
+    t5: Any = t5_spec
+    for part in ("encoder", "decoder"):
+        local = getattr(t5, f"{part}_model_with_local_spec")
+        setattr(t5, f"{part}_model_with_transformer_engine_default_spec", local)
+    # The experts are made and saved here, never multiplied.
+    from megatron.core.transformer.moe import experts
+
+    experts.gg.assert_grouped_gemm_is_available = lambda: None
+    te: Any = {name: types.ModuleType(name) for name in TRANSFORMER_ENGINE}
+    te["transformer_engine.pytorch.fp8"].check_fp8_support = lambda: (False, "no GPU")
+    te["transformer_engine.pytorch.fp8"].fp8_autocast = None
+    sys.modules.update(te)
 
 
 def use_gloo() -> None:
@@ -255,12 +330,12 @@ def put_in_place(way: str, memory_root: str) -> None:
 class InStep:
     """A pytest plugin: tells the parent each outcome, and waits for its leave to go on."""
 
-    def __init__(self, channel: socket.socket, done: frozenset[str]) -> None:
-        self._channel, self._done = channel, done
+    def __init__(self, channel: socket.socket, done: frozenset[str], every: int) -> None:
+        self._channel, self._done, self._every = channel, done, every
         self._outcome, self._reason = "passed", ""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [one for one in items if _name(one.nodeid) not in self._done]
+        items[:] = [one for one in items[:: self._every] if _name(one.nodeid) not in self._done]
         self._tell(collected=[_name(one.nodeid) for one in items])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -303,6 +378,8 @@ def be_rank(
     try:
         os.setpgid(0, 0)
         _log_to(place / f"rank{rank}.log")
+        # Processes that Megatron spawns would import this script, and torch with it.
+        del sys.modules["__main__"].__file__
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
         os.environ |= {"WORLD_SIZE": str(work.ranks), "MASTER_ADDR": "localhost"}
         from tests.unit_tests.test_utilities import Utils
@@ -318,7 +395,7 @@ def be_rank(
             "-pno:cacheprovider",
         ]
         tests = str(work.checkout / SUITE / work.file)
-        pytest.main([tests, *options], plugins=[InStep(channel, done)])
+        pytest.main([tests, *options], plugins=[InStep(channel, done, work.every)])
     except BaseException:
         traceback.print_exc()
     finally:
@@ -344,6 +421,7 @@ class Work:
         way: Who saves and loads.
         ranks: How many.
         place: Directory for all that they write.
+        every: Of this many tests, the first is run.
     """
 
     checkout: Path
@@ -351,6 +429,7 @@ class Work:
     way: str
     ranks: int
     place: Path
+    every: int
 
 
 class Batch:
@@ -397,8 +476,10 @@ class Batch:
                     line = _line(self.channels[key.data])
                     waiting.unregister(key.fileobj)
                     if line:
-                        found[key.data] = json.loads(line)
-                        limit = min(limit, time.monotonic() + after_first)
+                        answer = found[key.data] = json.loads(line)
+                        is_failure = answer.get("outcome") == "failed"
+                        patience = AFTER_FAILURE_SECONDS if is_failure else after_first
+                        limit = min(limit, time.monotonic() + patience)
         return found
 
     def end_of_log(self) -> str:
@@ -457,6 +538,10 @@ def _run(batch: Batch, work: Work) -> Iterator[tuple[str, Fate]]:
 
 def _joined(answers: Mapping[int, Mapping[str, Any]], ranks: int) -> Fate:
     """Join what the ranks say of a test: the worst counts."""
+    if len(answers) == ranks and all(
+        TOO_FEW_RANKS.search(answer.get("reason", "")) for answer in answers.values()
+    ):
+        return "needs more ranks", answers[0]["reason"]
     for rank, answer in sorted(answers.items()):
         if answer["outcome"] == "failed":
             return "failed", f"rank {rank}: {answer['reason']}"
@@ -479,7 +564,9 @@ def run_all(arguments: argparse.Namespace) -> dict[str, dict[str, Fate]]:
         for way in arguments.by:
             started = time.monotonic()
             with PRIVATE.private_directory(f"megatron-{way}") as place:
-                of_file = run_file(Work(checkout, file, way, arguments.ranks, place))
+                of_file = run_file(
+                    Work(checkout, file, way, arguments.ranks, place, arguments.every)
+                )
                 for test, fate in of_file:
                     fates[way][test] = fate
                     if arguments.verbose:
@@ -491,6 +578,8 @@ def run_all(arguments: argparse.Namespace) -> dict[str, dict[str, Fate]]:
             print(
                 f"{file} by {way}: {_said(counts)}, {time.monotonic() - started:.0f} s", flush=True
             )
+            if arguments.answer:
+                Path(arguments.answer).write_text(json.dumps(fates, indent=1))
     return fates
 
 
@@ -503,14 +592,14 @@ def _said(counts: Mapping[str, int]) -> str:
 
 
 def show(fates: Mapping[str, Mapping[str, Fate]]) -> None:
-    """Print the counts, and the tests whose outcomes differ between the ways."""
-    outcomes = ("passed", "failed", "skipped")
-    print(f"\n| by | {' | '.join(outcomes)} |\n| --- | --- | --- | --- |")
-    for way, of_way in fates.items():
-        counts = Counter(outcome for outcome, _ in of_way.values())
-        print(f"| {way} | {' | '.join(str(counts[one]) for one in outcomes)} |")
+    """Print how many tests of each file have which outcome, and the tests whose outcomes differ."""
+    tests = list(dict.fromkeys(test for of_way in fates.values() for test in of_way))
+    print(f"\n| file | by | {' | '.join(OUTCOMES)} |\n| --- | --- {'| --- ' * len(OUTCOMES)}|")
+    for file in dict.fromkeys(re.split("::| ", test)[0] for test in tests):
+        for way, of_way in fates.items():
+            counts = Counter(fate for test, (fate, _) in of_way.items() if _is_of(test, file))
+            print(f"| {file} | {way} | {' | '.join(str(counts[one]) for one in OUTCOMES)} |")
     print()
-    tests = dict.fromkeys(test for of_way in fates.values() for test in of_way)
     for test in tests:
         found = {way: of_way.get(test, ("not run", "")) for way, of_way in fates.items()}
         if len({outcome for outcome, _ in found.values()}) > 1:
@@ -520,6 +609,13 @@ def show(fates: Mapping[str, Mapping[str, Fate]]) -> None:
                 print(f"  {way}: {outcome} {said}")
 
 
+def import_for_ranks() -> None:
+    """Import what each rank would import again after each failure."""
+    from tests.unit_tests import dist_checkpointing  # noqa: F401
+
+    from dcp_mem.integrations import megatron  # noqa: F401
+
+
 def main() -> None:
     """Parse the arguments, import what the ranks share, run, show."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -527,7 +623,8 @@ def main() -> None:
     parser.add_argument("files", nargs="*", help="test files; by default all")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--by", nargs="+", choices=WAYS, default=["megatron", "memory"])
-    parser.add_argument("--answer", help="file for all outcomes, as JSON")
+    parser.add_argument("--every", type=int, default=1, help="run only each N-th test of a file")
+    parser.add_argument("--answer", help="file for all outcomes so far, as JSON")
     parser.add_argument("--verbose", action="store_true", help="print each test's outcome")
     arguments = parser.parse_args()
     sys.path[:0] = [arguments.checkout]
@@ -535,11 +632,12 @@ def main() -> None:
     torch.set_num_threads(1)
     do_without_downloads()
     do_without_nvidia()
+    use_fused_adam()
     use_gloo()
+    import_for_ranks()
+    use_local_layers()
     fates = run_all(arguments)
     show(fates)
-    if arguments.answer:
-        Path(arguments.answer).write_text(json.dumps(fates, indent=1))
 
 
 if __name__ == "__main__":

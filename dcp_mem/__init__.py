@@ -44,7 +44,8 @@ from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_every, k
 if TYPE_CHECKING:
     from dcp_mem.export import HuggingFaceExport
     from dcp_mem.flushing.orphans import Orphan
-    from dcp_mem.follower import CheckpointFiles, FollowedCheckpoint, Follower, follow
+    from dcp_mem.following.checkpoint import CheckpointFiles, FollowedCheckpoint
+    from dcp_mem.following.follower import Follower, follow
     from dcp_mem.functional import async_save, load, save
     from dcp_mem.manager.checkpoint_manager import CheckpointManager
     from dcp_mem.manager.saved import Saved
@@ -59,10 +60,10 @@ __version__ = "0.1.0"
 
 # What needs torch is imported on first use: the agent imports this package, and needs no torch.
 _LAZY = {
-    "CheckpointFiles": "dcp_mem.follower",
-    "FollowedCheckpoint": "dcp_mem.follower",
-    "Follower": "dcp_mem.follower",
-    "follow": "dcp_mem.follower",
+    "CheckpointFiles": "dcp_mem.following.checkpoint",
+    "FollowedCheckpoint": "dcp_mem.following.checkpoint",
+    "Follower": "dcp_mem.following.follower",
+    "follow": "dcp_mem.following.follower",
     "CheckpointManager": "dcp_mem.manager.checkpoint_manager",
     "HuggingFaceExport": "dcp_mem.export",
     "Saved": "dcp_mem.manager.saved",

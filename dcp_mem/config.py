@@ -28,7 +28,7 @@ TransportChoice = Literal["auto", "gloo", "nixl"]
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SECRET_IN_URL = re.compile(r"^[^/@]*:[^/@]*@|[?&](sig|token|[\w-]*signature)=", re.IGNORECASE)
-_NAME = re.compile(r"[A-Za-z0-9_=+,@%~][A-Za-z0-9_.=+,@%~:-]*")
+_NAME = re.compile(r"[A-Za-z0-9_=+,@%~$][A-Za-z0-9_.=+,@%~$:-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +461,7 @@ def job_name(job: str | None, url: str | None) -> str:
     if job is not None:
         if not _NAME.fullmatch(_text("job", job)) or len(job) > 128:
             raise ConfigError(
-                f"job={job!r}: use up to 128 letters, digits and _.-=+,@%~: (no slash, no dot in "
+                f"job={job!r}: use up to 128 letters, digits and _.-=+,@%~$: (no slash, no dot in "
                 "front)"
             )
         return job

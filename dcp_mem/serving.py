@@ -34,30 +34,24 @@ class Served:
         writer: What saves go through: for `wait`, `status` and `annotate_next_save`.
     """
 
-    def __init__(self, root: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
-        """Check the options, and make the writer.
+    def __init__(self, root: str, options: Mapping[str, Any]) -> None:
+        """Make the writer.
 
         Args:
-            root: As given to `serve`.
-            options: As given to `serve`.
+            root: As an absolute path or URL.
+            options: Any of a writer's and of a reader's.
+
+        Raises:
+            ConfigError: The options can't work.
         """
-        if unknown := sorted(set(options) - _WRITERS - _READERS):
-            raise ConfigError(
-                f"{unknown[0]}= is no argument of MemoryStorageWriter or MemoryStorageReader"
-            )
-        # A program that names its paths expects each of them to be there.
-        options = {"on_slow_storage": "all", **options}
+        self.root = root
         self._options = dict(options)
         self._for_readers = {name: options[name] for name in options if name in _READERS}
         self.writer = MemoryStorageWriter(
             root, **{name: options[name] for name in options if name in _WRITERS}
         )
         MemoryStorageReader(root, **self._for_readers)  # Bad options raise now.
-        url = self.writer.settings.url
-        if url is None:
-            raise ConfigError("root=None: give the directory or URL that the checkpoints lie in")
-        self.root = url
-        self._real_root = "" if "://" in url else os.path.realpath(url)
+        self._real_root = "" if "://" in root else os.path.realpath(root)
         self._home = os.getpid()
         self._noted: set[str] = set()
 
@@ -136,7 +130,7 @@ class Served:
             parent = f"{self.root}/{os.path.dirname(name)}"
             kind, advice = "deeper", f"serve {parent}, if checkpoints lie directly in it"
         else:
-            kind, advice = "name", "choose a name of letters, digits and _.-=+,@%~:"
+            kind, advice = "name", "choose a name of letters, digits and _.-=+,@%~$:"
         if kind not in self._noted:
             self._noted.add(kind)
             log.warning(
@@ -178,13 +172,22 @@ def serve(root: str | os.PathLike[str], *, flush_seconds: float = 60.0, **option
             chooses its writers in another way.
     """
     global _all_served, _put_back
-    served = Served(root, options)
+    if unknown := sorted(set(options) - _WRITERS - _READERS):
+        raise ConfigError(
+            f"{unknown[0]}= is no argument of MemoryStorageWriter or MemoryStorageReader"
+        )
+    url = root_url(root)
+    if url is None:
+        raise ConfigError("root=None: give the directory or URL that the checkpoints lie in")
+    # A program that names its paths expects each of them to be there.
+    options = {"on_slow_storage": "all", **options}
     with _guard:
-        for earlier in _all_served:
-            if earlier.root == served.root:
-                if earlier._options == served._options:
-                    return earlier
-                raise ConfigError(f"{served.root} is served with other options: stop() that first")
+        earlier = next((one for one in _all_served if one.root == url), None)
+        if earlier is not None:
+            if earlier._options == options:
+                return earlier
+            raise ConfigError(f"{url} is served with other options: stop() that first")
+        served = Served(url, options)
         if _put_back is None:
             _put_back = install(_choose)
         _all_served = (*_all_served, served)

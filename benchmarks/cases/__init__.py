@@ -97,7 +97,10 @@ CASES = (
     Case("core.opening", "what opening the catalog of a large job costs each rank that loads"),
     Case("core.steady", "what a later save sends between ranks, and rank 0's CPU in large jobs"),
     Case("core.restore", "how long a restore from memory takes, beside bare reads and torch"),
-    Case("core.restart", "from a kill to the first step after it, phase by phase, beside others"),
+    Case(
+        "core.restart",
+        "from a lost rank or node to the first step after it, phase by phase, beside others",
+    ),
     Case("core.slowdown", "how fast a training loop runs while 20,000 tensors are flushed to disk"),
     Case("core.training", "what a training loop loses that saves at every step, call by call"),
     Case("core.finetune", "what saves cost where most of the model is frozen, with real adapters"),

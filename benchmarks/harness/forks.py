@@ -6,19 +6,67 @@ import multiprocessing
 import os
 import time
 import traceback
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.harness.processes import MeasurementFailed
+from benchmarks.harness.tables import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from multiprocessing.connection import Connection
 
 T = TypeVar("T")
 SECONDS = 120.0
+RANKS_PER_NODE = 8
+MOST_SOCKETS = 64
+"""Of a rank, whatever the number of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a process has open: of itself, or more than at an earlier moment.
+
+    Attributes:
+        sockets: Its sockets.
+        threads: Its threads.
+    """
+
+    sockets: int
+    threads: int
+
+    def since(self, before: Footprint) -> Footprint:
+        """Return how much more that is.
+
+        Args:
+            before: Of an earlier moment.
+        """
+        return Footprint(self.sockets - before.sockets, self.threads - before.threads)
+
+
+def footprint() -> Footprint:
+    """Return what this process has open now."""
+    return Footprint(_sockets(), len(os.listdir("/proc/self/task")))
+
+
+def sockets_row(found: Iterable[Footprint], peer: str = "") -> Row:
+    """Return the row that holds the sockets of ranks against their limit.
+
+    Args:
+        found: What each rank has opened, at some moment.
+        peer: What a peer has opened.
+    """
+    most = max(one.sockets for one in found)
+    return Row(
+        "sockets of a rank, at most",
+        dcp_mem=f"{most}",
+        target=f"≤ {MOST_SOCKETS}",
+        met=most <= MOST_SOCKETS,
+        peer=peer,
+    )
 
 
 def in_forks(
@@ -75,18 +123,12 @@ def meet(store: dist.Store, what: str, world: int) -> None:
         time.sleep(0.01)
 
 
-def sockets() -> int:
-    """Return the number of sockets that this process has open."""
+def _sockets() -> int:
     count = 0
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
         count += os.path.islink(path) and os.readlink(path).startswith("socket:")
     return count
-
-
-def threads() -> int:
-    """Return the number of this process's threads."""
-    return len(os.listdir("/proc/self/task"))
 
 
 def _live(

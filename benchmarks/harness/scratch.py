@@ -41,8 +41,23 @@ def huge_tmpfs(size: int) -> Iterator[Path]:
     Raises:
         Skipped: Mounting is not permitted.
     """
-    with tempfile.TemporaryDirectory(prefix="dcp_mem-bench-huge-") as directory:
-        options = f"size={size},mode=0700,huge=within_size"
+    with mounted_tmpfs(size, huge="within_size") as path:
+        yield path
+
+
+@contextmanager
+def mounted_tmpfs(size: int, *, huge: str) -> Iterator[Path]:
+    """Mount a tmpfs, which nodes that are made meanwhile share.
+
+    Args:
+        size: Bytes that it may take.
+        huge: Its huge pages: "never", "within_size" or "always".
+
+    Raises:
+        Skipped: Mounting is not permitted.
+    """
+    with tempfile.TemporaryDirectory(prefix="dcp_mem-bench-tmpfs-") as directory:
+        options = f"size={size},mode=0700,huge={huge}"
         _mount("mount", "-t", "tmpfs", "-o", options, "dcp_mem-bench", directory)
         try:
             with scratch(Path(directory)) as path:

@@ -17,11 +17,12 @@ from types import FrameType
 
 import click
 
-from dcp_mem.cli.options import CommonOptions, searched_places, subcommand
+from dcp_mem.cli.options import CommonOptions, repeating, searched_places, subcommand
 from dcp_mem.cli.screen import figures, finite
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, DcpMemError
-from dcp_mem.follower import FollowedCheckpoint, Follower, follow
+from dcp_mem.following.checkpoint import FollowedCheckpoint
+from dcp_mem.following.follower import Follower, follow
 
 _HELP = """Follow a training run, which may be on this node or elsewhere: print each new checkpoint,
 the newest first, or run a command for it.
@@ -64,16 +65,7 @@ _POLL_SECONDS = 0.05
     metavar="SECONDS",
     help="End when no new checkpoint has come for so long.",
 )
-@click.option("--times", metavar="N", type=click.IntRange(1), help="End after N checkpoints.")
-@click.option(
-    "--every",
-    "seconds",
-    type=click.FloatRange(0.05),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Pause between two looks at memory and storage.",
-)
+@repeating("checkpoints", shortest_seconds=0.05)
 def command(
     common: CommonOptions,
     text: str | None,
@@ -111,7 +103,7 @@ def command(
         poll_seconds=seconds,
     )
     common.screen.note(f"following {searched_places(settings)}; Ctrl-C ends it")
-    with _Stopping(follower) as stopping:
+    with follower, _Stopping(follower) as stopping:
         failures = sum(
             _has_failed(common, checkpoint, words, stopping)
             for checkpoint in _first(follower, times)

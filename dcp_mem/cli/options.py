@@ -81,6 +81,34 @@ def searched_places(chosen: Settings) -> str:
     return f"memory (job {chosen.job})" + (f" and {chosen.url}" if chosen.url else "")
 
 
+def repeating(
+    what: str, shortest_seconds: float
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command that looks again and again the options --every (`seconds`) and --times.
+
+    Args:
+        what: What --times counts, for its help.
+        shortest_seconds: The shortest pause.
+    """
+
+    def decorate(act: Callable[..., Any]) -> Callable[..., Any]:
+        every = click.option(
+            "--every",
+            "seconds",
+            type=click.FloatRange(shortest_seconds),
+            default=1.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="Pause between two looks.",
+        )
+        times = click.option(
+            "--times", metavar="N", type=click.IntRange(1), help=f"End after N {what}."
+        )
+        return every(times(act))
+
+    return decorate
+
+
 def subcommand(
     name: str, help_text: str, *, needs_root: bool = True
 ) -> Callable[[Callable[..., Any]], click.Command]:

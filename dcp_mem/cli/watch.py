@@ -7,11 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import click
 from rich.console import RenderableType
 from rich.text import Text
 
-from dcp_mem.cli.options import CommonOptions, subcommand
+from dcp_mem.cli.options import CommonOptions, repeating, subcommand
 from dcp_mem.cli.screen import age, colored, shown, size, table_of
 from dcp_mem.common.files import allocated_bytes, free_bytes
 from dcp_mem.common.progress_bar import state_text, transfer_text
@@ -51,16 +50,7 @@ class _Job:
 
 
 @subcommand("watch", _HELP, needs_root=False)
-@click.option(
-    "--every",
-    "seconds",
-    type=click.FloatRange(0.1),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Pause between two looks.",
-)
-@click.option("--times", metavar="N", type=click.IntRange(1), help="Stop after N looks.")
+@repeating("looks", shortest_seconds=0.1)
 def command(common: CommonOptions, seconds: float, times: int | None) -> int:
     """Print the jobs in memory again and again.
 

@@ -21,6 +21,14 @@ order:
 """
 
 from dcp_mem.comm.collectives import Ranks, SingleRank
-from dcp_mem.comm.job_ranks import known_ranks, ranks_of, run_token, world_size
+from dcp_mem.comm.job_ranks import held_store, known_ranks, ranks_of, run_token, world_size
 
-__all__ = ["Ranks", "SingleRank", "known_ranks", "ranks_of", "run_token", "world_size"]
+__all__ = [
+    "Ranks",
+    "SingleRank",
+    "held_store",
+    "known_ranks",
+    "ranks_of",
+    "run_token",
+    "world_size",
+]

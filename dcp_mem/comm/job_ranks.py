@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -29,7 +30,7 @@ from dcp_mem.comm import relay
 from dcp_mem.comm.addresses import check_open_files
 from dcp_mem.comm.collectives import Channel, Join, Message, Ranks, Share, SingleRank
 from dcp_mem.comm.peers import PeerLost, Peers
-from dcp_mem.comm.timed_store import TimedStore, own_connection
+from dcp_mem.comm.timed_store import BorrowedStore, TimedStore, own_connection
 from dcp_mem.comm.transports import Pair, connected
 from dcp_mem.comm.tree import Tree, tree_of
 from dcp_mem.comm.wire import TcpWire
@@ -76,7 +77,7 @@ class JobRanks:
         rank: int,
         members: Sequence[int],
         purpose: str,
-        store: dist.Store,
+        store: dist.Store | BorrowedStore,
         seconds: float,
         variable: str = "DCP_MEM_TIMEOUT",
     ) -> None:
@@ -101,7 +102,6 @@ class JobRanks:
                 :16
             ]
         )
-        self._store = store
         self._timeout, self._variable = timedelta(seconds=seconds), variable
         self._timed_store = TimedStore(store, min(seconds, _STORE_SECONDS))
         self._generation = 0
@@ -162,7 +162,7 @@ class JobRanks:
 
     def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
         default = default_store()
-        key = (purpose, id(default), *self._members)
+        key = (purpose, weakref.ref(default), *self._members)
         ranks = _ranks.get(key)
         if ranks is None:
             # Without its prefixes, the store may have keys of other runs.
@@ -188,7 +188,8 @@ class JobRanks:
     def _connected(self, sender: int, receiver: int, prefix: str, transport: str) -> Channel:
         name = f"{self._name}/{self._generation}/{prefix}{sender}-{receiver}"
         seconds = self._timeout.total_seconds()
-        store = dist.PrefixStore(name, own_connection(self._store, min(seconds, _STORE_SECONDS)))
+        own = self._timed_store.own_connection(min(seconds, _STORE_SECONDS))
+        store = dist.PrefixStore(name, own)
         is_sender = self.rank == sender
         return connected(
             transport,
@@ -408,7 +409,7 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
         store = default_store()
         _forget_earlier_groups(store)
         ranks = _ranks[key] = JobRanks(
-            dist.get_rank(group), members, purpose, store, exchange_timeout()
+            dist.get_rank(group), members, purpose, BorrowedStore(store), exchange_timeout()
         )
     ranks.refresh()
     return ranks
@@ -435,17 +436,25 @@ def _forget_earlier_groups(default: dist.Store) -> None:
     Args:
         default: The store of the present default group.
     """
-    for key in [key for key in _ranks if key[1] != id(default)]:
+    for key in [key for key in _ranks if key[1] != weakref.ref(default)]:
         _ranks.pop(key).close()
 
 
 def _key_of(members: tuple[int, ...], purpose: str) -> tuple[Any, ...]:
-    return (purpose, id(default_store()), *members)
+    return (purpose, weakref.ref(default_store()), *members)
 
 
 def default_store() -> dist.Store:
     """Return the store that the ranks met in, which torch gives under a private name alone."""
     return dist.distributed_c10d._get_default_store()
+
+
+def held_store() -> object:
+    """Return what keeps the store served that the ranks met in; None without one.
+
+    For work that goes on behind training, and may outlive the groups.
+    """
+    return default_store() if dist.is_available() and dist.is_initialized() else None
 
 
 def world_size() -> int:

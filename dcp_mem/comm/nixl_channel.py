@@ -190,7 +190,8 @@ class NixlChannel:
                 self._take(self._arrived.popleft(), self._awaited.popleft())
                 is_moving = True
             is_moving |= self._look_at_reads()
-            if self._source is not None and self._offers:
+            # UCX may abort this process where it answers a peer that has given up meanwhile.
+            if self._source is not None and self._offers and not self._line.is_over:
                 self._source.progress()
             if isinstance(wanted, _Outgoing) and not wanted.is_offer:
                 wanted.is_done = not self._line.has_outgoing

@@ -7,6 +7,7 @@ TCPStore's own time-outs are for waiting for keys. Where its host is gone withou
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -63,20 +64,60 @@ class TimedCalls:
         return answers[0]
 
 
+class BorrowedStore:
+    """A default group's store, for as long as the group is there.
+
+    Rank 0's process may serve the store. A reference that outlived the group would keep the server
+    alive, and torch gives the next groups under the same port a server that the process still has:
+    with the addresses of the ranks as they were before.
+
+    Args:
+        store: The store, as torch's own table of groups has it.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = weakref.ref(store)
+
+    def __call__(self) -> dist.Store:
+        """Return the store.
+
+        Raises:
+            RuntimeError: The group has been destroyed.
+        """
+        if (store := self._store()) is None:
+            raise RuntimeError("the process group that the ranks met in has been destroyed")
+        return store
+
+
 class TimedStore:
     """A store whose calls raise RuntimeError where it is gone, or silent for some seconds.
 
     Args:
-        store: A connection that nothing else uses.
+        store: A connection that nothing else uses, or one that is borrowed.
         seconds: The most that a call may take.
 
     Attributes:
         seconds: As given.
     """
 
-    def __init__(self, store: dist.Store, seconds: float) -> None:
-        self._store, self._calls = store, TimedCalls(seconds)
+    def __init__(self, store: dist.Store | BorrowedStore, seconds: float) -> None:
+        self._borrowed: Callable[[], dist.Store] = (
+            store if isinstance(store, BorrowedStore) else lambda: store
+        )
+        self._calls = TimedCalls(seconds)
         self.seconds = seconds
+
+    @property
+    def _store(self) -> dist.Store:
+        return self._borrowed()
+
+    def own_connection(self, seconds: float) -> dist.Store:
+        """Return another connection to the same store, as `own_connection` does.
+
+        Args:
+            seconds: How long connecting may take.
+        """
+        return own_connection(self._store, seconds)
 
     def check(self, key: str, seconds: float | None = None) -> bool:
         """Return whether the store has the key.

@@ -106,13 +106,19 @@ class Exporter:
                 self._begin(exports, registration, record)
 
     def stop(self) -> None:
-        """End the export that runs; a successor begins it again."""
+        """End the export that runs; a successor begins it again, unless it was done by now."""
         running, self._running = self._running, None
-        if running is not None:
-            assert running.process.stdin is not None
-            running.process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                running.process.wait(_ENDING_SECONDS)
+        if running is None:
+            return
+        process = running.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING_SECONDS)
+        if process.returncode == 0:
+            _end(running)
+        process.stdout.close()
 
     def _begin(self, exports: JobExports, registration: Registration, record: ExportRecord) -> None:
         try:
@@ -186,8 +192,11 @@ def _end(running: _Running) -> None:
     process, record = running.process, running.record
     assert process.stdin is not None
     assert process.stdout is not None
-    with process.stdin, process.stdout:
-        answer = process.stdout.read()
+    # Not to the end: a process that it has left behind may hold the pipe open.
+    os.set_blocking(process.stdout.fileno(), False)
+    answer = process.stdout.read() or b""
+    process.stdin.close()
+    process.stdout.close()
     seconds = time.monotonic() - running.started
     try:
         facts = json.loads(answer)

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_MOST_BYTES = 1 << 10
+_DEPTH = 3
+"""Of lists and tuples within each other."""
+_SMALL_BYTES, _MOST_BYTES = 1 << 10, 256 << 10
+"""Of a pickled plain value: below the first, many are remembered; up to the other, a few."""
 
 
 def stream_of(value: Any) -> io.BytesIO:
@@ -28,19 +31,27 @@ def stream_of(value: Any) -> io.BytesIO:
     """
     if _is_plain(value):
         pickled = pickle.dumps(value, 2)
+        if len(pickled) <= _SMALL_BYTES:
+            return io.BytesIO(_small_stream(pickled))
         if len(pickled) <= _MOST_BYTES:
-            return io.BytesIO(_plain_stream(pickled))
+            return io.BytesIO(_large_stream(pickled))
     return _stream_of(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
     kind = type(value)
-    return kind in _SCALARS or (kind in (tuple, list) and _SCALARS.issuperset(map(type, value)))
+    if kind in _SCALARS:
+        return True
+    if kind not in (tuple, list) or not depth:
+        return False
+    return _SCALARS.issuperset(map(type, value)) or all(_is_plain(one, depth - 1) for one in value)
 
 
-@lru_cache(1024)
 def _plain_stream(pickled: bytes) -> bytes:
     return _stream_of(pickle.loads(pickled)).getvalue()
+
+
+_small_stream, _large_stream = lru_cache(1024)(_plain_stream), lru_cache(16)(_plain_stream)
 
 
 def _stream_of(value: Any) -> io.BytesIO:

@@ -15,7 +15,8 @@ from dcp_mem.policy.order import SaveNumber
 
 _VERSION = 1
 _MOST_RECORDS, _MOST_SEEN = 256, 64
-_LONGEST_ERROR = 2000
+LONGEST_ERROR = 2000
+"""Characters of an error that a record keeps."""
 _OPEN = (ExportState.WAITING, ExportState.RUNNING, ExportState.FAILED)
 
 
@@ -110,7 +111,7 @@ class ExportRecords:
     def to_json(self) -> bytes:
         """Return the records as a file."""
         records = [
-            {**asdict(one), "state": one.state.value, "error": one.error[:_LONGEST_ERROR]}
+            {**asdict(one), "state": one.state.value, "error": one.error[:LONGEST_ERROR]}
             for one in self.records
         ]
         facts = {"version": _VERSION, "seen": self.seen, "passed": self.passed, "exports": records}

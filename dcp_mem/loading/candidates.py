@@ -55,6 +55,7 @@ def open_next(load: LoadAttempt) -> OpenCheckpoint:
         except CannotOpen as error:
             load.note(candidate, str(error))
             continue
+        load.opened.append(candidate)
         for reason in load.reasons:
             log.info("passed over %s", reason)
         _note_contradiction(load)

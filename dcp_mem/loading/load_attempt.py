@@ -33,6 +33,7 @@ class LoadAttempt:
         storage_survey: Asks storage, and remembers whether it is silent.
         reasons: Why candidates were passed over.
         tried: The candidates so far, in the order in which they were tried.
+        opened: Those of them that could be opened.
     """
 
     def __init__(self, request: LoadRequest, storage_survey: StorageSurvey | None = None) -> None:
@@ -42,6 +43,7 @@ class LoadAttempt:
         self.storage_survey = storage_survey or StorageSurvey(request.places.storage)
         self.reasons: list[str] = []
         self.tried: list[ElectedCheckpoint] = []
+        self.opened: list[ElectedCheckpoint] = []
         self._candidates: tuple[ElectedCheckpoint, ...] = ()
         self._tried = 0
         self._damaged: set[tuple[str, int]] = set()  # (save id, rank), in this node's memory

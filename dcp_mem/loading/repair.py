@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dcp_mem.comm import Ranks, run_token
+from dcp_mem.comm import Ranks, held_store, run_token
 from dcp_mem.comm.agreement import Attempted, Failures, attempt, joined
 from dcp_mem.common import faults
 from dcp_mem.config import Settings, run_identity
@@ -92,6 +92,7 @@ class Repair:
             own_slot=None,
             timeout=settings.replication_timeout,
             transport=settings.transport,
+            store=held_store(),
         )
 
 

@@ -2,6 +2,9 @@
 
 The work is a list of plain moves (address, address, length). It is cut into shares of equal bytes,
 several for each thread; each move runs outside the interpreter lock.
+
+Of thousands of small pieces each would take the lock again, and threads would wait for each other.
+Linux copies those, hundreds with one system call.
 """
 
 from __future__ import annotations
@@ -51,6 +54,19 @@ _pread.restype = ctypes.c_ssize_t
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
 _preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _preadv.restype = ctypes.c_ssize_t
+_MOST_PIECES = 1024
+"""Of a system call: IOV_MAX."""
+_MANY_PIECES = 512
+_process_vm_writev = ctypes.CDLL(None, use_errno=True).process_vm_writev
+_process_vm_writev.argtypes = (
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+_process_vm_writev.restype = ctypes.c_ssize_t
 _discarded = np.zeros(_GAP, np.uint8)
 """Takes the bytes between ranges, of all threads at once: nobody reads it."""
 
@@ -62,6 +78,53 @@ def copy(moves: Sequence[Move]) -> None:
         moves: In any order; each destination is written once.
     """
     _in_shares(moves, copy_here)
+
+
+def copy_many(destination: Columns, source: Columns, nbytes: Columns) -> None:
+    """Copy pieces of memory, as `copy` does; the quicker way if there are thousands of small ones.
+
+    Args:
+        destination: Address of each piece's copy.
+        source: Address of each piece.
+        nbytes: Length of each piece.
+    """
+    count, total = len(nbytes), int(nbytes.sum())
+    if (
+        torch.get_num_threads() == 1
+        or count < _MANY_PIECES
+        or not _ONE_THREAD_NBYTES <= total < _ONE_THREAD_PIECE * count
+        or not _may_copy_by_the_kernel()
+    ):
+        copy(list(zip(destination.tolist(), source.tolist(), nbytes.tolist(), strict=True)))
+        return
+    # Arrays of struct iovec.
+    targets, sources = np.stack([destination, nbytes], 1), np.stack([source, nbytes], 1)
+
+    def copy_batch(start: int) -> None:
+        stop = min(start + _MOST_PIECES, count)
+        if not _is_copied_by_the_kernel(targets[start:stop], sources[start:stop]):
+            columns = (column[start:stop].tolist() for column in (destination, source, nbytes))
+            copy_here(list(zip(*columns, strict=True)))
+
+    work_off(range(0, count, _MOST_PIECES), copy_batch)
+
+
+def _is_copied_by_the_kernel(targets: Columns, sources: Columns) -> bool:
+    """Copy pieces of this process's memory to others, and return whether all of it was done."""
+    count = len(targets)
+    done = _process_vm_writev(
+        os.getpid(), sources.ctypes.data, count, targets.ctypes.data, count, 0
+    )
+    return bool(done == sources[:, 1].sum())
+
+
+@lru_cache(maxsize=1)
+def _may_copy_by_the_kernel() -> bool:
+    """Return whether this process may; a container may forbid even that of one's own memory."""
+    pieces = np.arange(2)
+    one = np.array([[pieces.ctypes.data, pieces.itemsize]])
+    other = np.array([[pieces.ctypes.data + pieces.itemsize, pieces.itemsize]])
+    return _is_copied_by_the_kernel(other, one) and pieces[1] == pieces[0]
 
 
 def read(descriptor: int, moves: Sequence[Move]) -> None:

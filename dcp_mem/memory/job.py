@@ -159,8 +159,8 @@ class JobMemory:
             path: Of a file in a checkpoint's directory.
         """
         directory, file = os.path.split(path)
-        complete = self._complete_in(directory, self.generations())
-        return names.save_id_of(file) in {one.manifest.save_id for one in complete}
+        manifests = self._manifests_in(directory, _own_files(directory), self.generations())
+        return names.save_id_of(file) in {manifest.save_id for manifest in manifests}
 
     def allocated_bytes(self) -> int:
         """Return the memory that the job occupies."""
@@ -171,7 +171,11 @@ class JobMemory:
         return files.free_bytes(self.directory)
 
     def _checkpoint_directories(self) -> Iterator[str]:
-        with os.scandir(self.directory) as entries:
+        try:
+            listing = os.scandir(self.directory)
+        except FileNotFoundError:  # the memory of a job that has ended was reclaimed
+            return
+        with listing as entries:
             yield from (
                 entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()
             )

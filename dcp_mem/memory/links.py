@@ -111,9 +111,14 @@ def _leased_directory(parent: str) -> tuple[str, int]:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:  # it was taken for a dead one
             continue
-        if share(descriptor) and os.fstat(descriptor).st_nlink:
+        is_ours = False
+        try:
+            is_ours = share(descriptor) and os.fstat(descriptor).st_nlink > 0
+        finally:
+            if not is_ours:
+                os.close(descriptor)
+        if is_ours:
             return path, descriptor
-        os.close(descriptor)
 
 
 def drop_dead_links(links: str) -> None:

@@ -25,9 +25,11 @@ from dcp_mem.errors import CheckpointNotFound, DcpMemError
 from dcp_mem.export import HuggingFaceExport, export_of
 from dcp_mem.flushing.exporter import PAUSE, ExportTask
 from dcp_mem.flushing.metering import Throttle
+from dcp_mem.format.exports import LONGEST_ERROR, ExportRecord
 from dcp_mem.operations.huggingface_directory import Gone, Made, make_directory
 from dcp_mem.storage import Storage
 from dcp_mem.storage.leases import read_lease
+from dcp_mem.storage.listing import committed_under
 from dcp_mem.storage.retry import RetryPolicy
 from dcp_mem.storage.routes import open_storage
 
@@ -40,6 +42,10 @@ _AGENT_DIED = 3
 
 class AgentDied(Exception):
     """Nobody waits for the export any more."""
+
+
+class Rejected(DcpMemError):
+    """The checkpoint has been rejected since it was chosen."""
 
 
 class AgentsGate:
@@ -97,6 +103,7 @@ def run(task: ExportTask, gate: AgentsGate) -> Made:
     Raises:
         Gone: The checkpoint isn't there any more.
         CheckpointNotFound: Likewise.
+        Rejected: It isn't to be used any more.
         DcpMemError: The export can't be made, or not now.
     """
     export = export_of(task.request)
@@ -107,7 +114,7 @@ def run(task: ExportTask, gate: AgentsGate) -> Made:
         job=task.job,
         storage_options=task.storage_options,
     )
-    with _kept_on_storage(chosen, task.checkpoint.name):
+    with _kept_on_storage(chosen, task.checkpoint):
         return make_directory(chosen, task.checkpoint, export, _target(task, export), gate)
 
 
@@ -120,21 +127,35 @@ def _target(task: ExportTask, export: HuggingFaceExport) -> Storage:
 
 
 @contextlib.contextmanager
-def _kept_on_storage(chosen: Settings, name: str) -> Iterator[None]:
+def _kept_on_storage(chosen: Settings, checkpoint: ExportRecord) -> Iterator[None]:
     """Keep retention from deleting a checkpoint meanwhile, where storage has it."""
     assert chosen.url is not None
     storage = open_storage(chosen.url, chosen.storage_options, _RETRY_POLICY)
-    lease = read_lease(storage, name) if storage.ls(name) else None
+    is_there = bool(storage.ls(checkpoint.name))
+    lease = read_lease(storage, checkpoint.name) if is_there else None
     try:
+        if is_there:
+            _refuse_rejected(storage, checkpoint)
         yield
     finally:
         if lease is not None:
             lease.close()
 
 
-def _is_gone(error: DcpMemError) -> bool:
-    """Return whether the checkpoint is neither in memory nor on storage, as far as both answer."""
-    return isinstance(error, Gone) or (isinstance(error, CheckpointNotFound) and not error.reasons)
+def _refuse_rejected(storage: Storage, checkpoint: ExportRecord) -> None:
+    """Raise where storage says so; the agent has looked at memory, which may not have it."""
+    for one in committed_under(storage, checkpoint.name):
+        if one.save_id == checkpoint.save_id and one.rejected:
+            raise Rejected(f"rejected: {one.rejected}")
+
+
+def _is_skipped(error: DcpMemError) -> bool:
+    """Return whether there is no use in another try.
+
+    The checkpoint was rejected, or is neither in memory nor on storage, as far as both answer.
+    """
+    is_missing = isinstance(error, CheckpointNotFound) and not error.reasons
+    return is_missing or isinstance(error, (Gone, Rejected))
 
 
 def main() -> None:
@@ -158,11 +179,13 @@ def main() -> None:
     except AgentDied:
         sys.exit(_AGENT_DIED)
     except DcpMemError as failure:
-        state = ExportState.SKIPPED if _is_gone(failure) else ExportState.FAILED
+        state = ExportState.SKIPPED if _is_skipped(failure) else ExportState.FAILED
         error = str(failure)
     except Exception as failure:
         log.exception("%s can't be exported", task.checkpoint.name)
         state, error = ExportState.FAILED, f"{type(failure).__name__}: {failure}"
+    # Cut: a pipe that is full would hold up this process, and the agent reads when it has ended.
+    error = error[:LONGEST_ERROR]
     facts = {"state": state.value, "error": error, "target": made.target, "nbytes": made.nbytes}
     with contextlib.suppress(BrokenPipeError), answers:  # the agent may have died by now
         answers.write(json.dumps(facts).encode())

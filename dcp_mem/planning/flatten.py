@@ -130,11 +130,12 @@ def collect_leaves(value: Any, known: Container, leaves: list[Any]) -> bool:
     values = _values(value, known.keys is not None)
     done = 0
     for position, container in known.inner.items():
-        leaves.extend(values[done:position])
+        if done < position:
+            leaves.extend(values[done:position])
         if not collect_leaves(values[position], container, leaves):
             return False
         done = position + 1
-    leaves.extend(values[done:])
+    leaves.extend(values[done:] if done else values)
     return True
 
 

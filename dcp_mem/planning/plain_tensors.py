@@ -66,12 +66,13 @@ class Addresses:
         self.found: list[int] | None = []
         self._is_wanted, self._may_be_conj = is_wanted, may_be_conj
 
-    def look_at(self, start: int, block: Sequence[torch.Tensor]) -> None:
+    def look_at(self, start: int, block: Sequence[torch.Tensor], are_plain: bool = False) -> None:
         """Visit a block of tensors.
 
         Args:
             start: Index of its first tensor; blocks come in order.
             block: The tensors.
+            are_plain: Whether they are known to be plain, and needn't be asked.
         """
         if self.found is None:
             return
@@ -81,7 +82,7 @@ class Addresses:
         )
         # A real tensor can't be conjugated, but it can be negated: the imaginary part of a
         # conjugated tensor is.
-        if (
+        if are_plain or (
             all(map(_IS_CPU, wanted))
             and all(map(kind.is_contiguous, wanted))
             and not any(map(kind.is_neg, wanted))

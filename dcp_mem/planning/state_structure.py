@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, compress
 from typing import Any
 
@@ -30,34 +29,11 @@ from dcp_mem.planning.plan_columns import (
     TensorGroup,
     local_plan,
 )
+from dcp_mem.planning.tensor_guards import Guards
 
 _DTYPE, _SHAPE, _LAYOUT = map(operator.attrgetter, ("dtype", "shape", "layout"))
 _REQUIRES_GRAD, _SPEC = operator.attrgetter("requires_grad"), operator.attrgetter("_spec")
-_LOCAL = operator.attrgetter("_local_tensor")
-_LOOKED_AT: tuple[Callable[[Any], Any], ...] = (_DTYPE, _LAYOUT, _REQUIRES_GRAD, _SHAPE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sharding:
-    """The sharding of leaves: `others` of ShardedTensors, the other fields of DTensors."""
-
-    specs: Sequence[Any]
-    shapes: Sequence[torch.Size]
-    requires_grad: Sequence[bool]
-    local_types: Sequence[type]
-    others: Sequence[tuple[object, ...]]
-
-    def is_same(self, other: _Sharding) -> bool:
-        return (
-            self.shapes == other.shapes
-            and self.requires_grad == other.requires_grad
-            and self.local_types == other.local_types
-            and self.others == other.others
-            and (
-                all(map(operator.is_, self.specs, other.specs))
-                or all(map(_lie_alike, self.specs, other.specs))
-            )
-        )
+_LOOKED_AT: tuple[Callable[[Any], Any], ...] = (type, _DTYPE, _LAYOUT, _REQUIRES_GRAD, _SHAPE)
 
 
 class DescribedState:
@@ -148,25 +124,22 @@ class Structure:
         ]
         self._is_tensor = (self.plan.kind != ItemKind.OBJECT).tolist()
         self._grad_enabled = torch.is_grad_enabled()
-        self._sharding = self._sharding_of(leaves)
-        # Comparing with few objects is faster: they stay in the processor's cache.
+        self._sharding = _Sharding(*self._sharded(leaves))
         one_of: dict[torch.Size, torch.Size] = {}
-        self._looks = [
-            (*looks, [one_of.setdefault(shape, shape) for shape in shapes])
-            for *looks, shapes in self._look_at(leaves)
-        ]
+        self._looks = [_Looks(block, one_of) for _, block in self._blocks(leaves)]
 
     def recognise(
         self,
         state: Mapping[str, Any],
-        visit: Callable[[int, Sequence[torch.Tensor]], None] | None = None,
+        visit: Callable[[int, Sequence[torch.Tensor], bool], None] | None = None,
     ) -> Sequence[Any] | None:
         """Return the leaves of a state dict of the same structure; None for any other.
 
         Args:
             state: The state dict.
-            visit: Called with the index of its first tensor and each block of the plan's tensors,
-                while the processor's cache has them. If None is returned, its results are void.
+            visit: Called with the index of its first tensor, each block of the plan's tensors, and
+                whether all of the block are known to be plain, while the processor's cache has
+                them. If None is returned, its results are void.
         """
         leaves: list[Any] = []
         if not collect_leaves(state, self._root, leaves):
@@ -176,32 +149,76 @@ class Structure:
         if any(is_container(leaves[number]) for number in self._doubtful):
             return None
         # Leaves that are sharded alike have as many items: only then can those be compared.
-        if not self._sharding.is_same(self._sharding_of(leaves)):
+        if not self._sharding.is_that_of(*self._sharded(leaves)):
             return None
-        return leaves if all(map(operator.eq, self._look_at(leaves, visit), self._looks)) else None
+        for looks, (start, block) in zip(self._looks, self._blocks(leaves), strict=True):
+            is_guarded = looks.guards.hold(block)
+            if not (is_guarded or looks.are_those_of(block)):
+                return None
+            if visit is not None:
+                visit(start, block, is_guarded and looks.guards.are_plain)
+        return leaves
 
-    def _look_at(
-        self,
-        leaves: Sequence[Any],
-        visit: Callable[[int, Sequence[torch.Tensor]], None] | None = None,
-    ) -> Iterator[tuple[list[Any], ...]]:
-        """Yield what is compared of this rank's tensors, a block at a time."""
+    def _blocks(self, leaves: Sequence[Any]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Yield the plan's tensors a block at a time, with the index of its first."""
         tensors: list[torch.Tensor] = list(compress(self.item_values(leaves), self._is_tensor))
         for start in range(0, len(tensors), BLOCK):
-            block = tensors[start : start + BLOCK]
-            yield tuple(list(map(look, block)) for look in _LOOKED_AT)
-            if visit is not None:  # only reached if the block is as it was described
-                visit(start, block)
+            yield start, tensors[start : start + BLOCK]
 
-    def _sharding_of(self, leaves: Sequence[Any]) -> _Sharding:
-        found = list(map(leaves.__getitem__, self._dtensors))
-        return _Sharding(
-            specs=list(map(_SPEC, found)),
-            shapes=list(map(_SHAPE, found)),
-            requires_grad=list(map(_REQUIRES_GRAD, found)),
-            local_types=list(map(type, map(_LOCAL, found))),
-            others=[sharded_tensors.sharding_of(leaves[number]) for number in self._others],
+    def _sharded(self, leaves: Sequence[Any]) -> tuple[list[DTensor], list[ShardedTensor]]:
+        return list(map(leaves.__getitem__, self._dtensors)), [
+            leaves[number] for number in self._others
+        ]
+
+
+class _Looks:
+    """What a block of tensors looks like.
+
+    Args:
+        block: The tensors.
+        one_of: Of each shape the object to compare with. Comparing with few of them is faster:
+            they stay in the processor's cache.
+    """
+
+    def __init__(self, block: Sequence[torch.Tensor], one_of: dict[torch.Size, torch.Size]) -> None:
+        self.guards = Guards(block)
+        *looks, shapes = _look_at(block)
+        self._looks = (*looks, [one_of.setdefault(shape, shape) for shape in shapes])
+
+    def are_those_of(self, block: Sequence[torch.Tensor]) -> bool:
+        """Return whether as many tensors look the same in all that the plan depends on."""
+        return all(map(operator.eq, _look_at(block), self._looks))
+
+
+def _look_at(block: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
+    return (list(map(look, block)) for look in _LOOKED_AT)
+
+
+class _Sharding:
+    """How the sharded leaves of a state dict are sharded.
+
+    Args:
+        dtensors: Those leaves that are DTensors.
+        others: Those that are ShardedTensors.
+    """
+
+    def __init__(self, dtensors: Sequence[DTensor], others: Sequence[ShardedTensor]) -> None:
+        self._guards = Guards(dtensors)
+        self._specs, self._wholes = list(map(_SPEC, dtensors)), _wholes(dtensors)
+        self._others = list(map(sharded_tensors.sharding_of, others))
+
+    def is_that_of(self, dtensors: Sequence[DTensor], others: Sequence[ShardedTensor]) -> bool:
+        """Return whether as many leaves are sharded alike."""
+        specs = list(map(_SPEC, dtensors))
+        return (
+            (all(map(operator.is_, specs, self._specs)) or all(map(_lie_alike, specs, self._specs)))
+            and (self._guards.hold(dtensors) or _wholes(dtensors) == self._wholes)
+            and list(map(sharded_tensors.sharding_of, others)) == self._others
         )
+
+
+def _wholes(dtensors: Sequence[DTensor]) -> list[tuple[Any, ...]]:
+    return list(zip(map(_SHAPE, dtensors), map(_REQUIRES_GRAD, dtensors), strict=True))
 
 
 def _parts(leaf: Any) -> Sequence[Any]:

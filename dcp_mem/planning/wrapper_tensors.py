@@ -146,7 +146,7 @@ def copy_values(target: torch.Tensor, values: torch.Tensor) -> None:
         target.copy_(values)
     elif is_wrapper(target) and _are_built_alike(target, values):
         for name in target.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            copy_values(getattr(target, name).detach(), getattr(values, name))
+            copy_values(detached(getattr(target, name)), getattr(values, name))
     else:
         _copy_as_classes_do(target, values)
 

@@ -32,6 +32,7 @@ class ReplicationTask:
         timeout: Seconds that a rank waits for another.
         transport: What moves the bytes.
         sharing: How segments of frozen items are shared with other nodes; None: they are copied.
+        store: Keeps the store served that the ranks connect through.
     """
 
     manifest: Manifest
@@ -42,6 +43,7 @@ class ReplicationTask:
     timeout: float
     transport: TransportChoice
     sharing: Sharing | None = None
+    store: object = None
 
     @property
     def makes_slots(self) -> bool:

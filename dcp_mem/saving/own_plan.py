@@ -496,7 +496,7 @@ def _without_frozen(
     if context.settings.redundancy.parity:
         warn_without_effect(context.session, WHY_NOT_WITH_PARITY)
         return planned
-    tensors = list(map(items.resolve, planned.tensors))
+    tensors = items.tensors(planned.tensors)
     # Another thread may set its own at once: each is right.
     planned, plan.split = frozen_apart(context, planned, plan.keys, tensors, plan.split)
     return planned
@@ -570,6 +570,10 @@ class _RowItems:
     def resolve(self, item: int) -> Any:
         part = self._parts[item]
         return part if isinstance(part, torch.Tensor) else stream_of(part)
+
+    def tensors(self, items: Sequence[int]) -> list[torch.Tensor]:
+        """Return what items that are tensors stand for."""
+        return list(map(self._parts.__getitem__, items))
 
     def index(self, item: int) -> MetadataIndex:
         local = self._local

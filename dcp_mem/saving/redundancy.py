@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from dcp_mem.comm import held_store
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
 from dcp_mem.format import names
@@ -124,6 +125,7 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
         timeout=settings.replication_timeout,
         transport=settings.transport,
         sharing=sharing,
+        store=held_store(),
     )
 
     def retain(is_replicated: bool) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, overload
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -18,7 +19,7 @@ from dcp_mem.format import names
 from dcp_mem.format.frames import Spec
 from dcp_mem.format.layout import align
 from dcp_mem.format.metadata import StorageInfo
-from dcp_mem.memory.copying import Move, copy
+from dcp_mem.memory.copying import Move, copy, copy_many
 from dcp_mem.memory.device_copies import Enqueued, copy_stream
 from dcp_mem.memory.slots import Slot
 from dcp_mem.planning.plain_tensors import PLAIN
@@ -281,12 +282,14 @@ def _resolve(items: Items, item: Any) -> torch.Tensor:
 def _copy_tensors(slot: Slot, planned: Planned, later: Later | None) -> list[Any]:
     """Copy dense tensors to their places; return the others' items. Raises _OtherThanPlanned."""
     layout = planned.layout.layout
-    addresses = (slot.address + layout.payload_offsets).tolist()
-    lengths = layout.payload_nbytes.tolist()
+    addresses, nbytes = slot.address + layout.payload_offsets, layout.payload_nbytes
     if planned.sources is None:
-        places = list(zip(addresses, lengths, strict=True))
+        places = list(zip(addresses.tolist(), nbytes.tolist(), strict=True))
         return _copy_one_by_one(slot, places, planned, later)
-    moves = list(zip(addresses, planned.sources, lengths, strict=True))
+    if later is None and not faults.is_armed("stage.copying"):
+        copy_many(addresses, np.array(planned.sources, np.int64), nbytes)
+        return []
+    moves = list(zip(addresses.tolist(), planned.sources, nbytes.tolist(), strict=True))
     _copy_batch(moves if later is None else later.take(moves), OtherCopies(slot))
     return []
 
@@ -421,7 +424,7 @@ def _to_pickle(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise DcpMemError(_NO_DATA)
     if is_wrapper(tensor):
         with naming(name):
-            return rebuilt(tensor, lambda part: _to_pickle(part.detach(), name))
+            return rebuilt(tensor, lambda part: _to_pickle(detached(part), name))
     here = tensor.cpu()
     if here.layout is torch.strided and here.untyped_storage().nbytes() != here.nbytes:
         here = here.clone()  # torch.save would write all of the storage behind the view

@@ -39,7 +39,7 @@ PARTS = {
     "manager": "manager",
     "train_state": "manager",
     "functional": "calls",
-    "follower": "following",
+    "following": "following",
     "saving": "calls",
     "writer": "calls",
     "reader": "calls",

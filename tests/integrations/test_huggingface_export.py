@@ -36,7 +36,15 @@ from dcp_mem.integrations.huggingface import TrainerCheckpoints
 from dcp_mem.operations.inventory import list_checkpoints
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, agents, committed_in, wait_until
-from tests.support.frameworks.exports import GATE, Names, failing, made_within, once_open, shouted
+from tests.support.frameworks.exports import (
+    GATE,
+    Names,
+    failing,
+    failing_at_length,
+    made_within,
+    once_open,
+    shouted,
+)
 from tests.support.frameworks.huggingface_jobs import Account, make_trainer, tiny_model
 from tests.support.private import private_directory
 from tests.support.processes.forks import forked, forked_ranks
@@ -519,6 +527,46 @@ def test_retention_leaves_what_is_being_exported_and_what_is_gone_is_told(
         assert_equal(load_export(out / f"step-{number}"), make_weights(number))
 
 
+def reject_before_its_turn(
+    job: Job, export: HuggingFaceExport, gate: Path, keep_memory: int
+) -> dict[str, CheckpointStatus]:
+    """Reject step-2 while the export of step-1 runs; memory has step-2 still, or not any more."""
+    os.environ[GATE] = str(gate)
+    manager = CheckpointManager(
+        job.url, memory_root=job.memory, job=job.name, export=export, keep_memory=keep_memory
+    )
+    with manager:
+        for number in (1, 2, 3):
+            manager.save(number, make_state(number))
+            manager.wait(number)
+            name = f"step-{number}"
+            if number == 1:
+                wait_until(lambda: _of(manager, "step-1").export is ExportState.RUNNING, name)
+        assert _of(manager, "step-2").in_memory == (keep_memory > 2)
+        manager.reject(2, "a loss spike")
+        gate.touch()
+    return {one.name: one for one in manager.status()}
+
+
+def _of(manager: CheckpointManager, name: str) -> CheckpointStatus:
+    return next(one for one in manager.status() if one.name == name)
+
+
+@pytest.mark.parametrize("keep_memory", [3, 1])
+def test_what_is_rejected_before_its_turn_is_skipped_and_told(
+    job: Job, tmp_path: Path, keep_memory: int
+) -> None:
+    out = tmp_path / "out"
+    export = HuggingFaceExport(out, names=once_open)
+    said = forked(reject_before_its_turn, job, export, tmp_path / "gate", keep_memory, timeout=120)
+    assert said["step-1"].export is said["step-3"].export is ExportState.EXPORTED
+    assert said["step-2"].export is ExportState.SKIPPED
+    assert said["step-2"].export_error == "rejected: a loss spike"
+    assert exported_in(out) == ["step-1", "step-3"]
+    log = (job.directory.parent / ".agent" / "agent.log").read_text()
+    assert "step-2 isn't exported: rejected: a loss spike" in log
+
+
 def stop_in_flush(job: Job, export: HuggingFaceExport, gate: Path) -> tuple[list[str], bool]:
     """Have the agent stand still in its second flush, and then let the export go on."""
     os.environ |= {GATE: str(gate), "DCP_MEM_FAULTS": "flush.started:stop:2"}
@@ -561,6 +609,7 @@ def fail_to_export(job: Job, export: HuggingFaceExport) -> list[str]:
         ({"part": "weights"}, "no tensor below part='weights'; it has model.layers"),
         ({"names": failing}, "RuntimeError: no name for "),
         ({"names": {"layers.0.bias": "secret"}}, "both become secret"),
+        ({"names": failing_at_length}, "RuntimeError: no name among "),  # more than a pipe holds
     ],
 )
 def test_a_failed_export_is_told_and_fails_neither_saves_nor_the_end(

@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,15 +31,13 @@ from dcp_mem.integrations.lightning.paths import name_of
 from dcp_mem.operations import housekeeping
 from dcp_mem.operations.inventory import list_checkpoints, on_storage
 from dcp_mem.storage.routes import open_storage
-from tests.support import REPOSITORY
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.frameworks.lightning_job import BATCHES, EPOCHS, STRATEGIES, Model, trainer
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.forks import forked
-from tests.support.processes.launch import TETHER
+from tests.support.processes.launch import TORCHRUN, run_python
 
 _SECONDS = 150
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 # -- the plugin alone ------------------------------------------------------------------------------
@@ -363,24 +359,11 @@ def test_what_rank_0_saves_alone_reaches_nodes_that_have_nothing_of_it(
 # -- a job that is killed --------------------------------------------------------------------------
 
 
-def _torchrun(*arguments: Any) -> int:
+def _train(*arguments: Any) -> int:
     """Run the job on two ranks; its exit code."""
-    ended = subprocess.run(
-        [
-            *TETHER,
-            *_TORCHRUN,
-            "-m",
-            "tests.support.frameworks.lightning_job",
-            json.dumps(arguments),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": "."},
-        cwd=REPOSITORY,
-        timeout=_SECONDS,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(ended.stdout[-8192:], ended.stderr[-8192:])
+    job = ("-m", "tests.support.frameworks.lightning_job", json.dumps(arguments))
+    ended = run_python(*TORCHRUN, *job, timeout=_SECONDS)
+    print(ended.stdout[-16384:])
     return ended.returncode
 
 
@@ -391,9 +374,9 @@ def test_killed_jobs_go_on_from_memory_as_if_nothing_had_been(
     memory_root: Path, tmp_path: Path
 ) -> None:
     for kind in sorted(STRATEGIES):
-        assert _torchrun(str(tmp_path), str(memory_root), 2 * BATCHES + 1, kind) != 0
+        assert _train(str(tmp_path), str(memory_root), 2 * BATCHES + 1, kind) != 0
     assert not list(tmp_path.rglob(".metadata"))
-    assert _torchrun(str(tmp_path), str(memory_root), None, *sorted(STRATEGIES)) == 0
+    assert _train(str(tmp_path), str(memory_root), None, *sorted(STRATEGIES)) == 0
     resumed = [f"epoch=1-step={2 * BATCHES}.ckpt", "memory", 2 * BATCHES, 0]
     for rank in (0, 1):
         said = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -5,19 +5,16 @@ Megatron is imported by torchrun's ranks only: it takes seconds.
 
 import importlib.util
 import json
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.nodes.cluster import Cluster
-from tests.support.processes.launch import TETHER
+from tests.support.processes.launch import TORCHRUN, run_python
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,33 +25,19 @@ pytestmark = [
 _SECONDS = 250.0
 
 
-def _torchrun(
+def _train(
     module: str, *arguments: str | Path, temporary: Path
-) -> subprocess.CompletedProcess[str]:
+) -> "subprocess.CompletedProcess[str]":
     """Run a module on two ranks.
 
     temporary: where they have their temporary files, which a kill leaves there.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run(
-        [*TETHER, sys.executable, *launcher, "-m", module, *map(str, arguments)],
-        cwd=REPOSITORY,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": str(REPOSITORY),
-            "TMPDIR": str(temporary),
-        },
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
+    temporary_files = {"TMPDIR": str(temporary)}
+    return run_python(*TORCHRUN, "-m", module, *arguments, timeout=_SECONDS, env=temporary_files)
 
 
 def _answer(run: subprocess.CompletedProcess[str], answer: Path) -> Any:
-    assert run.returncode == 0, run.stderr[-8000:]
+    assert run.returncode == 0, run.stdout[-8000:]
     return json.loads(answer.read_text())
 
 
@@ -62,7 +45,7 @@ def test_dist_checkpointing_goes_through_memory(memory_root: Path, tmp_path: Pat
     answer = tmp_path / "answer"
     places = tmp_path / "ckpts", memory_root, answer
     fates = _answer(
-        _torchrun("tests.support.frameworks.megatron_claims", *places, temporary=tmp_path), answer
+        _train("tests.support.frameworks.megatron_claims", *places, temporary=tmp_path), answer
     )
     assert len(fates) == 19
     failed = {claim: fate for claim, fate in fates.items() if fate}
@@ -73,15 +56,15 @@ def test_a_training_that_is_killed_in_a_save_goes_on_and_loads_in_other_shapes(
     memory_root: Path, tmp_path: Path
 ) -> None:
     places = tmp_path / "ckpts", memory_root, tmp_path / "answer"
-    killed = _torchrun(
+    killed = _train(
         "tests.support.frameworks.megatron_training",
         *places,
         "stage.copied:kill:4",
         temporary=tmp_path,
     )
-    assert "SIGKILL" in killed.stderr, killed.stderr[-8000:]
+    assert "SIGKILL" in killed.stdout, killed.stdout[-8000:]
     found = _answer(
-        _torchrun("tests.support.frameworks.megatron_training", *places, temporary=tmp_path),
+        _train("tests.support.frameworks.megatron_training", *places, temporary=tmp_path),
         tmp_path / "answer",
     )
     assert found == {

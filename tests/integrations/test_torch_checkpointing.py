@@ -1,24 +1,23 @@
 """torch_checkpointing on dcp_mem's storage: killed in the middle of a save, and started again."""
 
 import os
-import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dcp_mem.cli.main import main as command
-from dcp_mem.errors import CheckpointExists, ConfigError, SegmentCorrupt
+from dcp_mem.errors import CheckpointExists, ConfigError, SegmentCorrupt, StorageUnavailable
+from dcp_mem.storage import Storage
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job, committed_in
 from tests.support.docs import blocks
 from tests.support.processes.forks import forked, forked_ranks, raised_by
-from tests.support.processes.launch import TETHER
+from tests.support.processes.launch import TORCHRUN, ends, run_python
 
 pytest.importorskip("torch_checkpointing")
 
@@ -33,10 +32,12 @@ from dcp_mem.integrations.torch_checkpointing import (
     MemoryStorage,
     MemoryStorageConfig,
     in_memory,
+    reading,
 )
 
 _SECONDS = 120
 _IN_THE_THIRD_SAVE = {"DCP_MEM_FAULTS": "stage.copied:kill:3"}
+_END = r"rank \d ends with [0-9a-f]{64}"
 _JOB = REPOSITORY / "tests" / "support" / "frameworks" / "torch_checkpointing_job.py"
 
 
@@ -78,34 +79,10 @@ def _load(manager: Any, name: str) -> int:
 # -- a training that is killed ---------------------------------------------------------------------
 
 
-def _train(root: Path, how: str, faults: dict[str, str] | None = None) -> tuple[int, str]:
-    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        **(faults or {}),
-    }
-    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run(
-        [*TETHER, sys.executable, *launcher, str(_JOB), str(root), "14", how],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
-    return ended.returncode, ended.stdout
-
-
-def _ends(run: tuple[int, str]) -> list[str]:
-    code, output = run
-    assert code == 0, output
-    found = sorted(set(re.findall(r"rank \d ends with [0-9a-f]{64}", output)))
-    assert len(found) == 2, output
-    return found
+def _train(
+    root: Path, how: str, faults: dict[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    return run_python(*TORCHRUN, _JOB, root, "14", how, timeout=_SECONDS, env=faults)
 
 
 @pytest.mark.slow
@@ -115,13 +92,13 @@ def test_a_killed_training_goes_on_from_memory_and_from_storage_to_the_bit(
     how: str, memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root / "first"))
-    undisturbed = _ends(_train(tmp_path / "undisturbed", how))
+    undisturbed = ends(_train(tmp_path / "undisturbed", how), _END)
     root = tmp_path / "run"
-    code, output = _train(root, how, _IN_THE_THIRD_SAVE)
-    assert code != 0, output
+    killed = _train(root, how, _IN_THE_THIRD_SAVE)
+    assert killed.returncode != 0, killed.stdout
     again = _train(root, how)
-    assert "rank 0 goes on from 6" in again[1], again[1]
-    assert _ends(again) == undisturbed
+    assert "rank 0 goes on from 6" in again.stdout, again.stdout
+    assert ends(again, _END) == undisturbed
     with (
         MemoryStorageConfig(str(root))
         .create_storage()
@@ -132,8 +109,8 @@ def test_a_killed_training_goes_on_from_memory_and_from_storage_to_the_bit(
     assert {f"step-{step}" for step in (3, 6, 9, 12)} == committed_in(root)
     monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root / "second"))
     elsewhere = _train(root, how)
-    assert "rank 1 goes on from 12" in elsewhere[1], elsewhere[1]
-    assert _ends(elsewhere) == undisturbed
+    assert "rank 1 goes on from 12" in elsewhere.stdout, elsewhere.stdout
+    assert ends(elsewhere, _END) == undisturbed
 
 
 # -- one process -----------------------------------------------------------------------------------
@@ -200,6 +177,69 @@ def _flip(path: Path) -> None:
 def test_what_is_damaged_in_memory_is_read_from_storage_or_refused(job: Job) -> None:
     forked(_saves_and_flushes, job)
     forked(_reads_what_is_damaged, job)
+
+
+def _reads_while_storage_is_silent(job: Job) -> None:
+    def committed_under(storage: Storage, name: str) -> NoReturn:
+        raise StorageUnavailable(storage.url, "an outage")
+
+    reading.committed_under = committed_under  # type: ignore[attr-defined]
+    assert _loads_all(job) == [1, 2]
+    missing = raised_by(lambda: _storage(job).read(Path("step-3/model_0.pt")))
+    assert isinstance(missing, StorageUnavailable), repr(missing)
+
+
+def test_what_memory_has_is_read_while_storage_is_silent(job: Job) -> None:
+    forked(_saves_and_flushes, job)
+    forked(_reads_while_storage_is_silent, job)
+
+
+def test_a_whole_file_is_read_and_checked_once() -> None:
+    read: list[tuple[int, int]] = []
+    file = reading.FileOfCheckpoint([lambda start, into: read.append((start, len(into)))], 100_000)
+    assert len(file.read(10)) == 10
+    assert len(file.read()) == 99_990
+    assert file.read() == b""
+    assert read == [(0, 10), (10, 99_990)]
+
+
+def test_a_long_read_from_storage_takes_little_memory_beside_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetched: list[int] = []
+
+    class Fetcher:
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+        def table(self, file: str) -> None: ...
+
+        def fetch(self, file: str, start: int, buffers: list[memoryview]) -> None:
+            fetched.append(len(buffers[0]))
+            buffers[0][:] = stored[start : start + len(buffers[0])]
+
+    monkeypatch.setattr(reading, "Fetcher", Fetcher)
+    monkeypatch.setattr(reading, "_AHEAD_BYTES", 100)
+    monkeypatch.setattr(reading, "_MOST_BYTES", 1000)
+    stored = bytes(number % 251 for number in range(5000))
+    source: Any = None
+    read = reading._Fetched(source, "step-1", reading.Place("segment", 500, 4000)).read
+    file = reading.FileOfCheckpoint([read], 4000)
+    assert file.read() == stored[500:4500]
+    assert fetched == [1000] * 4
+
+
+def test_a_closed_file_is_not_read() -> None:
+    read: list[int] = []
+    file = reading.FileOfCheckpoint([lambda start, into: read.append(start)], 100)
+    file.close()
+    for use in (lambda: file.readinto(bytearray(1)), file.readall, lambda: file.seek(1)):
+        assert isinstance(raised_by(use), ValueError)
+    assert read == []
+
+
+def test_a_config_shows_no_options() -> None:
+    options = {"storage_options": {"secret": "s3cr3t"}}
+    assert "s3cr3t" not in repr(MemoryStorageConfig("s3://bucket/run", options))
 
 
 def _names_are_kept(job: Job) -> None:

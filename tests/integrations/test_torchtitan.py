@@ -1,20 +1,16 @@
 """torchtitan's own trainer on dcp_mem: killed in the middle of a save, and started again."""
 
-import os
-import re
 import shutil
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import committed_in
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import forked, raised_by
-from tests.support.processes.launch import TETHER
+from tests.support.processes.launch import TORCHRUN, ends, run_python
 
 _MISSING = [
     name for name in ("torchtitan", "torchdata", "tyro", "spmd_types") if find_spec(name) is None
@@ -25,43 +21,17 @@ pytestmark = [
 ]
 _SECONDS = 200
 _IN_THE_THIRD_SAVE = {"DCP_MEM_FAULTS": "stage.copied:kill:3"}
+_END = r"rank \d ends at 12 with [0-9a-f]{64}"
 _JOB = "tests.support.frameworks.torchtitan_job"
 
 
 def _train(
     folder: Path, *options: str, served: bool = False, faults: dict[str, str] | None = None
-) -> tuple[int, str]:
-    """Run a training on two ranks; return its exit code and output."""
-    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        **(faults or {}),
-    }
-    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+) -> "subprocess.CompletedProcess[str]":
+    """Run a training on two ranks."""
     serving = ["-m", "dcp_mem.run", "--root", str(folder / "checkpoint")] if served else []
     program = [*serving, "-m", _JOB, f"--dump_folder={folder}", *options]
-    ended = subprocess.run(
-        [*TETHER, sys.executable, *launcher, *program],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
-    return ended.returncode, ended.stdout
-
-
-def _ends(run: tuple[int, str]) -> set[str]:
-    """What the ranks of a training that has ended well have come to."""
-    code, output = run
-    assert code == 0, output
-    found = set(re.findall(r"rank \d ends at 12 with [0-9a-f]{64}", output))
-    assert len(found) == 2, output
-    return found
+    return run_python(*TORCHRUN, *program, timeout=_SECONDS, env=faults)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +43,7 @@ def _in_private_memory(memory_root: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     """Where a training with torchtitan's own manager has saved, and what it has come to."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return folder, _ends(_train(folder, "--config=torchtitans"))
+    return folder, ends(_train(folder, "--config=torchtitans"), _END)
 
 
 @pytest.mark.slow
@@ -88,13 +58,13 @@ def test_a_killed_training_goes_on_from_memory_to_the_bit(
         "--checkpoint.persist_every=4",
         "--checkpoint.keep_latest_k=2",
     ]
-    code, output = _train(tmp_path, *options, faults=_IN_THE_THIRD_SAVE)
-    assert code != 0
-    assert "SIGKILL" in output, output
+    killed = _train(tmp_path, *options, faults=_IN_THE_THIRD_SAVE)
+    assert killed.returncode != 0
+    assert "SIGKILL" in killed.stdout, killed.stdout
     assert "step-6" not in committed_in(tmp_path / "checkpoint")
     run = _train(tmp_path, *options)
-    assert _ends(run) == undisturbed[1]
-    assert "torchtitan goes on from step-6, loaded from memory" in run[1]
+    assert ends(run, _END) == undisturbed[1]
+    assert "torchtitan goes on from step-6, loaded from memory" in run.stdout
     assert "step-12" in committed_in(tmp_path / "checkpoint")
 
 
@@ -104,12 +74,12 @@ def test_torchtitans_own_manager_goes_on_by_serve_to_the_bit(
     undisturbed: tuple[Path, set[str]], tmp_path: Path
 ) -> None:
     options = ["--config=torchtitans", "--checkpoint.async_mode=async"]
-    code, output = _train(tmp_path, *options, served=True, faults=_IN_THE_THIRD_SAVE)
-    assert code != 0
-    assert "SIGKILL" in output, output
+    killed = _train(tmp_path, *options, served=True, faults=_IN_THE_THIRD_SAVE)
+    assert killed.returncode != 0
+    assert "SIGKILL" in killed.stdout, killed.stdout
     run = _train(tmp_path, *options, served=True)
-    assert _ends(run) == undisturbed[1]
-    assert f"Loading the checkpoint from {tmp_path}/checkpoint/step-6" in run[1]
+    assert ends(run, _END) == undisturbed[1]
+    assert f"Loading the checkpoint from {tmp_path}/checkpoint/step-6" in run.stdout
     assert committed_in(tmp_path / "checkpoint") == {f"step-{step}" for step in (3, 6, 9, 12)}
 
 
@@ -120,11 +90,11 @@ def test_what_torchtitans_own_manager_saved_is_gone_on_from(
 ) -> None:
     shutil.copytree(undisturbed[0], tmp_path, dirs_exist_ok=True)
     run = _train(tmp_path, "--config=memory", "--checkpoint.load_step=9")
-    assert _ends(run) == undisturbed[1]
-    assert "torchtitan goes on from step-9, loaded from storage" in run[1]
-    code, output = _train(tmp_path, "--config=memory", "--checkpoint.load_step=5")
-    assert code != 0
-    assert "--checkpoint.load_step=5 not found" in output
+    assert ends(run, _END) == undisturbed[1]
+    assert "torchtitan goes on from step-9, loaded from storage" in run.stdout
+    missing = _train(tmp_path, "--config=memory", "--checkpoint.load_step=5")
+    assert missing.returncode != 0
+    assert "--checkpoint.load_step=5 not found" in missing.stdout
 
 
 def _refused() -> list[str]:

@@ -36,8 +36,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
 from dcp_mem import MemoryStorageWriter
@@ -50,6 +48,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from tests.support.checkpoints import sharding
 from tests.support.checkpoints.jobs import wait_until
+from tests.support.checkpoints.models import rows_of_five
 from tests.support.checkpoints.plans import (
     TorchLoadPlanner,
     TorchPlanner,
@@ -72,23 +71,11 @@ RANKS = pytest.mark.parametrize("ranks", [1, 2])
 # -- helpers of the ranks --------------------------------------------------------------------------
 
 
-def _rows(first: float, rows: int = 7) -> DTensor:
-    """Rows of five, sharded over all ranks, without communication."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    full = torch.arange(rows * 5.0).view(rows, 5) + first
-    chunks = full.chunk(world)
-    local = chunks[rank] if rank < len(chunks) else full[:0]
-    mesh = init_device_mesh("cpu", (world,))
-    return DTensor.from_local(
-        local.clone(), mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
-    )
-
-
 def _state(step: int) -> State:
     """Sharded, replicated and own tensors, and byte items, nested in dicts and lists."""
     rank = dist.get_rank()
     return {
-        "rows": _rows(step),
+        "rows": rows_of_five(7, step),
         "model": {"w": torch.full((9,), float(step)), "list": [torch.full((2,), step), "x" * step]},
         f"own.{rank}": {"t": torch.full((rank + 2,), rank + step), "note": f"rank {rank}"},
         "step": step,
@@ -338,7 +325,10 @@ def test_plan_caching_follows_structures_that_change(places: Places, one_planner
 
 def _counts_what_travels(places: Places, tensors: int) -> list[tuple[str, int]]:
     """Bytes of each object that a warm save and load send on torch's collectives."""
-    state = {"model": {f"layer.{number}": _rows(number) for number in range(tensors)}, "step": 1}
+    state = {
+        "model": {f"layer.{number}": rows_of_five(7, number) for number in range(tensors)},
+        "step": 1,
+    }
     sent: list[tuple[str, int]] = []
     what = ""
     pickled: Callable[..., Any] = distributed_c10d._object_to_tensor
@@ -864,7 +854,7 @@ def _loads_what_does_not_fit(places: Places) -> None:
         {**_state(0), "model": {"w": torch.zeros(10)}},
         {**_state(0), "model": {"w": torch.zeros(3, 3)}},
         {**_state(0), "model": {"w": "text"}},
-        {**_state(0), "rows": _rows(0, rows=8)},
+        {**_state(0), "rows": rows_of_five(8)},
     ]
     for state in unfit:
         theirs, ours = (

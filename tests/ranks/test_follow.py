@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
-import dcp_mem.follower as follower_module
 from dcp_mem import (
     CheckpointManager,
     ConfigError,
@@ -33,7 +32,13 @@ from dcp_mem import (
     StorageUnavailable,
     WaitTimeout,
 )
+from dcp_mem.common.values import Outcome
+from dcp_mem.following import look
+from dcp_mem.loading import open as opening
 from dcp_mem.loading.sources.stored import StorageSource
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.storage import Storage
+from dcp_mem.storage.listing import checkpoint_names
 from tests.support import REPOSITORY
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import (
@@ -49,7 +54,7 @@ from tests.support.checkpoints.jobs import (
 )
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import Forks, forking, raised_by
-from tests.support.processes.launch import TETHER
+from tests.support.processes.launch import TORCHRUN, run_python, running_python
 from tests.support.storage.servers import StorageRoot
 
 pytestmark = pytest.mark.timeout(120)
@@ -285,7 +290,7 @@ def _on_node(job: Job) -> Job:
     return Job(job.url, f"{job.memory}/node-{dist.get_rank()}")
 
 
-def _train_on_two_nodes(job: Job, notes: Path, options: dict[str, Any]) -> None:
+def _train_on_nodes(job: Job, notes: Path, options: dict[str, Any]) -> None:
     _train(_on_node(job), notes, options)
 
 
@@ -294,8 +299,10 @@ def _evaluate_on_two_nodes(job: Job, notes: Path, count: int) -> list[tuple[str,
 
 
 @contextlib.contextmanager
-def _training_on_two_nodes(job: Job, notes: Path, **options: Any) -> Iterator[_Trainer]:
-    with forking(_train_on_two_nodes, 2, job, notes, options) as forks:
+def _training_on_nodes(
+    job: Job, notes: Path, *, nodes: int = 2, **options: Any
+) -> Iterator[_Trainer]:
+    with forking(_train_on_nodes, nodes, job, notes, options) as forks:
         yield _Trainer(forks, notes)
 
 
@@ -303,7 +310,7 @@ def test_what_lies_on_several_nodes_is_put_together_by_an_evaluator_on_all_of_th
     memory_job: Job, notes: Path
 ) -> None:
     with (
-        _training_on_two_nodes(memory_job, notes) as trainer,
+        _training_on_nodes(memory_job, notes) as trainer,
         forking(_evaluate_on_two_nodes, 2, memory_job, notes, 2) as evaluator,
     ):
         for number in (1, 2):
@@ -323,7 +330,7 @@ def test_copies_make_a_checkpoint_of_several_nodes_whole_on_one(
     memory_job: Job, notes: Path
 ) -> None:
     alone = Job(None, f"{memory_job.memory}/node-0")
-    with _training_on_two_nodes(memory_job, notes, replicas=1) as trainer:
+    with _training_on_nodes(memory_job, notes, replicas=1) as trainer:
         trainer.save(1)
         for checkpoint in _follow(alone):
             with checkpoint.files() as files:
@@ -337,7 +344,7 @@ def test_copies_make_a_checkpoint_of_several_nodes_whole_on_one(
 
 def test_files_of_several_nodes_need_storage(memory_job: Job, notes: Path) -> None:
     with (
-        _training_on_two_nodes(memory_job, notes) as trainer,
+        _training_on_nodes(memory_job, notes) as trainer,
         forking(_ask_for_files, 2, memory_job) as evaluator,
     ):
         trainer.save(1)
@@ -683,6 +690,55 @@ def test_load_of_a_damaged_checkpoint_raises_and_the_next_one_comes(
     assert seen == [2]
 
 
+def _load_what_is_damaged_on_one_node(job: Job) -> tuple[int, str]:
+    state = _part()
+    for checkpoint in _follow(_on_node(job)):
+        source = checkpoint.load(state).source
+        return _number(state), source
+    raise AssertionError("nothing has come")
+
+
+def test_load_of_what_is_damaged_on_one_node_takes_another_node_s_copy(
+    memory_job: Job, notes: Path
+) -> None:
+    node = Job(None, f"{memory_job.memory}/node-0")
+    with _training_on_nodes(memory_job, notes, nodes=3, replicas=1) as trainer:
+        trainer.save(1)
+        _have_checksums(node, "step-1")
+        wait_until(lambda: _is_replicated(node, "step-1"), "copies")
+        _damage(node, "step-1")
+        with forking(_load_what_is_damaged_on_one_node, 3, memory_job) as ranks:
+            assert ranks.join() == [(1, "memory and peers")] * 3
+        trainer.end()
+
+
+def _is_replicated(job: Job, name: str) -> bool:
+    (found,) = JobMemory(job.memory, job.name or "").find(name)
+    return found.replication.outcome == Outcome.REPLICATED
+
+
+def test_what_can_t_be_opened_just_now_comes_later(
+    job: Job, memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job.writer(agent="thread") as writer:
+        for number in (1, 2):
+            save(writer, number)
+            writer.wait(f"step-{number}")
+    failures: list[str] = []
+    described_by = opening._described_by
+
+    def described_or_not(source: StorageSource, files: Any) -> Any:
+        if not failures:
+            failures.append(source.label)
+            raise StorageUnavailable(source.label, "an outage")
+        return described_by(source, files)
+
+    monkeypatch.setattr(opening, "_described_by", described_or_not)
+    monkeypatch.setattr(look, "_LOOK_AGAIN_SECONDS", 0.1)
+    elsewhere, state = Job(job.url, str(memory_root / "other"), name=None), _part()
+    assert [_number(state) for _ in _follow(elsewhere, state, timeout=3)] == [1, 2]
+
+
 def _follow_with_an_outage(job: Job) -> tuple[int, list[str]]:
     """Storage doesn't answer to a rank's first reads of segments, for longer than it is asked."""
     said: list[str] = []
@@ -699,7 +755,7 @@ def _follow_with_an_outage(job: Job) -> tuple[int, list[str]]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dcp_mem").addHandler(handler)
     StorageSource.read_into = read_or_fail  # type: ignore[method-assign, assignment]
-    follower_module._LOOK_AGAIN_SECONDS = 0.1
+    look._LOOK_AGAIN_SECONDS = 0.1
     mesh = init_device_mesh("cpu", (2,))
     state = {
         "sharded": DTensor.from_local(torch.zeros(30, 10), mesh, [Shard(0)]),
@@ -754,6 +810,24 @@ def test_the_last_checkpoint_of_a_run_that_has_ended_comes_and_then_the_end(job:
         assert [one.name for one in follower] == ["step-2"]
 
 
+def test_the_last_durable_checkpoint_comes_though_storage_was_silent_at_the_end(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job.writer(agent="thread") as writer:
+        save(writer, 1)
+    failures: list[str] = []
+
+    def names_or_none(storage: Storage) -> list[str]:
+        if len(failures) < 3:
+            failures.append(storage.url)
+            raise StorageUnavailable(storage.url, "an outage")
+        return checkpoint_names(storage)
+
+    monkeypatch.setattr("dcp_mem.loading.watch.checkpoint_names", names_or_none)
+    follower = _follow(job, until_ended=True, only_durable=True)
+    assert [one.name for one in follower] == ["step-1"]
+
+
 def test_memory_of_an_earlier_run_doesn_t_end_the_one_that_goes_on_elsewhere(
     job: Job, memory_root: Path, notes: Path
 ) -> None:
@@ -789,7 +863,7 @@ def test_nothing_in_time_is_an_error_that_says_where_it_looked(job: Job) -> None
 def test_nothing_for_some_time_is_said_once(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(follower_module, "_COMPLAIN_SECONDS", 0.05)
+    monkeypatch.setattr(look, "_COMPLAIN_SECONDS", 0.05)
     with pytest.raises(WaitTimeout):
         list(_follow(job, timeout=0.3))
     said = [one for one in caplog.records if "waiting for it" in one.getMessage()]
@@ -1050,32 +1124,6 @@ dist.destroy_process_group()
 """
 
 
-@contextlib.contextmanager
-def _torchrun(
-    script: Path, *arguments: str, env: Mapping[str, str] | None = None
-) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(script.parent)]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        **(env or {}),
-    }
-    with subprocess.Popen(
-        [*TETHER, *command, str(script), *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)  # torchrun ends its ranks; SIGKILL would leave them
-            process.wait()
-
-
 def _losses(output: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"step (\d+): loss (\S+)", output)}
 
@@ -1092,17 +1140,16 @@ def test_the_guide_s_evaluator_follows_a_training_that_is_killed_and_started_aga
     (tmp_path / "model.py").write_text(_MODEL)
     (tmp_path / "train.py").write_text(_TRAINER)
     root = str(tmp_path / "run")
-    with _torchrun(tmp_path / "evaluate.py", root) as evaluator:
+    with running_python(*TORCHRUN, tmp_path / "evaluate.py", root) as evaluator:
         killed = {"DCP_MEM_FAULTS": "stage.copied:kill:8"}
-        with _torchrun(tmp_path / "train.py", root, "30", "0.5", env=killed) as first:
-            before, _ = first.communicate(timeout=150)
-        assert first.returncode != 0, before
-        with _torchrun(tmp_path / "train.py", root, "16", "0.5") as second:
-            after, _ = second.communicate(timeout=150)
-        assert second.returncode == 0, after
+        trainer = (*TORCHRUN, tmp_path / "train.py", root)
+        first = run_python(*trainer, "30", "0.5", timeout=150, env=killed)
+        assert first.returncode != 0, first.stdout
+        second = run_python(*trainer, "16", "0.5", timeout=150)
+        assert second.returncode == 0, second.stdout
         evaluated, _ = evaluator.communicate(timeout=60)
     assert evaluator.returncode == 0, evaluated
-    found, trained = _losses(evaluated), _losses(before) | _losses(after)
+    found, trained = _losses(evaluated), _losses(first.stdout) | _losses(second.stdout)
     assert found == {step: trained[step] for step in found}
     assert max(found) == 16
-    assert min(found) <= max(_losses(before)), "it followed the second life alone"
+    assert min(found) <= max(_losses(first.stdout)), "it followed the second life alone"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dcp_mem import JobInUse, MemoryRootRefused, Reclaimed, reclaim
 from dcp_mem.common.files import allocated_bytes
+from dcp_mem.format import names
 from dcp_mem.memory.job import JobMemory
 from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
@@ -36,6 +37,17 @@ def test_dead_job_is_found_and_given_back(memory_job: Job) -> None:
     assert reclaim(memory_job.memory) == [Reclaimed("job", occupied)]
     assert not memory_job.directory.exists()
     assert reclaim(memory_job.memory) == []
+
+
+def test_who_looks_at_memory_that_was_reclaimed_finds_nothing(memory_job: Job) -> None:
+    """A follower, or `dcp-mem watch`, may look at that moment."""
+    forked(_save_and_end, memory_job, False)
+    memory = JobMemory(memory_job.memory, memory_job.name or "")
+    assert len(memory.checkpoints()) == 2
+    reclaim(memory_job.memory)
+    assert memory.checkpoints() == []
+    assert memory.manifests() == []
+    assert memory.damaged_manifests(names.COLLECTIVE) == {}
 
 
 def test_live_job_is_left_alone_even_when_it_is_forced(memory_job: Job) -> None:

@@ -68,6 +68,20 @@ def _delete_from(directory: Path, job: Job) -> None:
     dcp_mem.delete(str(job.url), "step-1")
 
 
+def _save_and_load(job: Job, name: str) -> int:
+    with job.writer(agent="thread") as writer:
+        dcp_mem.save(make_state(1), checkpoint_id=name, storage_writer=writer)
+        writer.wait(name, timeout=60)
+    with job.reader() as reader:
+        return load(reader, name)
+
+
+@pytest.mark.parametrize("name", ["ckpt_dir_$0_cached", "epoch=1,loss=0.5@a%20+b~c:d", "$"])
+def test_a_name_may_have_all_of_these_characters(job: Job, name: str) -> None:
+    assert forked(_save_and_load, job, name) == 1
+    assert Path(str(job.url), name, ".metadata").exists()
+
+
 @pytest.mark.parametrize("road", list(SAVES))
 def test_the_metadata_has_the_checkpoints_name_as_torchs_writers_have_it(
     places: Places, road: str

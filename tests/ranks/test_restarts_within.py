@@ -6,7 +6,9 @@ import gc
 import mmap
 import os
 import resource
+import socket
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +22,9 @@ import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter, State
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
-from tests.support.checkpoints.jobs import Job, wait_for_spare_slots
+from tests.support.checkpoints.jobs import Job, wait_for_spare_slots, wait_until
 from tests.support.processes.forks import forked, forked_ranks
+from tests.support.storage.servers import free_port
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -137,6 +140,56 @@ def test_a_hundred_restarts_within_the_process_leave_nothing_behind(
         settled = [max(column) for column in zip(*held[SETTLED : 2 * SETTLED], strict=True)]
         for most, last, more in zip(settled, held[-1], _Held(*MORE), strict=True):
             assert last <= most + more, held
+
+
+# -- a store that rank 0 serves --------------------------------------------------------------------
+
+
+def _all_come(store: dist.Store, what: str, world: int) -> None:
+    store.add(what, 1)
+    wait_until(lambda: store.add(what, 0) >= world, what)
+
+
+def _restarts_at_one_address(places: _Places, port: int, is_closed: bool) -> list[bool]:
+    """Groups are made at one address again and again; whether it is served between them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    kept, served = [], []
+    for number in range(5):
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=20),
+        )
+        writer = MemoryStorageWriter(memory_root=f"{places.memory}/{rank}", job="j", replicas=1)
+        kept.append(writer)
+        state: dict[str, Any] = {"w": torch.full((9000,), float(number)), f"of {rank}": number}
+        dcp_mem.save(state, checkpoint_id=f"{number}", storage_writer=writer)
+        writer.wait(f"{number}", "replicated", timeout=60)
+        if is_closed:
+            writer.close()
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()
+        between = dist.FileStore(f"{places.stores}-{number}", world)
+        _all_come(between, "gone", world)
+        with socket.socket() as asking:
+            served.append(asking.connect_ex(("127.0.0.1", port)) == 0)
+        _all_come(between, "asked", world)
+    _meet(places.stores, RESTARTS, rank, world)
+    return served
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "left as they are"])
+def test_a_store_that_rank_0_serves_ends_with_its_group(
+    memory_root: Path, tmp_path: Path, is_closed: bool
+) -> None:
+    """Else the next group has the store of before, with the addresses of before."""
+    places = _Places(str(memory_root), str(tmp_path / "storage"), str(tmp_path / "store"))
+    answers = forked_ranks(_restarts_at_one_address, 2, places, free_port(), is_closed, timeout=120)
+    assert answers == [[False] * 5] * 2
 
 
 # -- mappings --------------------------------------------------------------------------------------

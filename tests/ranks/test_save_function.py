@@ -30,10 +30,12 @@ from tests.support.checkpoints.models import (
     build_model,
     full_tensor,
     model_state,
+    rows_of_five,
     sharded_state,
+    sharded_state_comes_back,
     train_model,
+    unsharded_items,
     unsharded_state,
-    zero_tensor,
 )
 from tests.support.checkpoints.plans import (
     TorchPlanner,
@@ -95,18 +97,6 @@ def _planned_by_torch(lines: list[str]) -> list[str]:
     return [reason for reason in why_torch_plans(lines) if TorchPlanner.__name__ not in reason]
 
 
-def _rows(rows: int, first: float = 0.0) -> DTensor:
-    """Rows of five, sharded over all ranks. Without communication."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    full = torch.arange(rows * 5.0).view(rows, 5) + first
-    chunks = full.chunk(world)
-    local = chunks[rank] if rank < len(chunks) else full[:0]
-    mesh = init_device_mesh("cpu", (world,))
-    return DTensor.from_local(
-        local.clone(), mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
-    )
-
-
 # -- what is saved comes back ----------------------------------------------------------------------
 
 
@@ -114,20 +104,9 @@ def _saves_sharded(places: Places, prefix: str, earlier: list[str]) -> None:
     """Save every sharding as torch does; first load, resharded, what other worlds saved."""
     with places.writer(keep_memory=9) as writer:
         for name in earlier:
-            comes_back(
-                places,
-                name,
-                sharded_state(full_tensor, name),
-                blank=functools.partial(sharded_state, zero_tensor, name),
-                roads=FROM_MEMORY,
-            )
+            sharded_state_comes_back(places, name, FROM_MEMORY)
         rank = dist.get_rank()
-        state = {
-            **sharded_state(full_tensor, prefix),
-            "step": 3,
-            "replicated": torch.arange(100.0),
-            "nested": {"lr": 0.5},
-        }
+        state = {**sharded_state(full_tensor, prefix), **unsharded_items()}
         state[f"own.{rank}"] = torch.full((3,), rank)
         returned = _save(writer, state, prefix)
         _came_back(places, prefix, state, ("memory", "stock from storage"))
@@ -156,12 +135,7 @@ def test_sharded_state_comes_back_in_any_world_size_and_its_metadata_is_that_of_
     forked_ranks(_saves_sharded, 2, places, "two", [], timeout=100)
     forked_ranks(_saves_sharded, 4, places, "four", ["two"], timeout=150)
     for name in ("two", "four"):
-        expected = {
-            **unsharded_state(name, full_tensor),
-            "step": 3,
-            "replicated": torch.arange(100.0),
-            "nested": {"lr": 0.5},
-        }
+        expected = {**unsharded_state(name, full_tensor), **unsharded_items()}
         comes_back(places, name, expected, roads=ROADS)
 
 
@@ -200,7 +174,7 @@ def _training_state(step: int) -> State:
             },
             "param_groups": [{"lr": 0.1 / (step + 1), "betas": (0.9, 0.99), "params": [0, 1]}],
         },
-        "sharded": {"rows": _rows(7, first=step), "scalar": torch.tensor(True)},
+        "sharded": {"rows": rows_of_five(7, first=step), "scalar": torch.tensor(True)},
         "strided": tensors[4].t(),
         "list": [tensors[5], "text" * step, [1, 2]],
         "tuple": (step, torch.full((3,), step)),
@@ -362,7 +336,7 @@ def _saves_with_changes(places: Places) -> list[str]:
 
     def base(step: int) -> State:
         return {
-            "sharded": _rows(9, first=step),
+            "sharded": rows_of_five(9, first=step),
             "shared": torch.full((17,), float(step)),
             "log": "x" * (step * 1000),
             f"own.{rank}": {"t": torch.full((rank + 2,), step), "b": [step, "y" * (step * rank)]},
@@ -383,7 +357,7 @@ def _saves_with_changes(places: Places) -> list[str]:
         elif step == 8 and rank == 0:
             own["t"] = torch.nn.Parameter(own["t"].float())
         elif step in (9, 10):
-            state["sharded"] = _rows(8, first=step)
+            state["sharded"] = rows_of_five(8, first=step)
         return state
 
     with places.writer(keep_memory=2) as writer, logged() as lines:
@@ -406,7 +380,7 @@ def _saves_models_in_turn(places: Places, models: int) -> list[str]:
         for step in range(3):
             for model in range(models):
                 state = {
-                    f"w{model}": _rows(5 + model, first=step),
+                    f"w{model}": rows_of_five(5 + model, first=step),
                     "step": "x" * step,
                     "t": torch.full((3,), model),
                 }
@@ -434,7 +408,7 @@ def _saves_with_one_rank_going_to_and_fro(places: Places) -> list[str]:
     rank = dist.get_rank()
     with places.writer(persist=False) as writer, logged() as lines:
         for step in range(6):
-            state: State = {"rows": _rows(5, first=step), "step": "x" * step}
+            state: State = {"rows": rows_of_five(5, first=step), "step": "x" * step}
             if rank == 1:
                 state["own"] = {"t": torch.full((step % 2 + 1,), step)}
             dcp_mem.save(state, checkpoint_id=f"{step}", storage_writer=writer)
@@ -457,7 +431,7 @@ def test_a_rank_that_goes_to_and_fro_between_two_structures_is_followed_by_the_o
 def _saves_by_two_writers(places: Places, other: Places) -> list[str]:
     with places.writer() as one, other.writer() as two, logged() as lines:
         for step in range(3):
-            state = {"a": _rows(5, first=step), "step": step}
+            state = {"a": rows_of_five(5, first=step), "step": step}
             _save(one, state, f"{step}")
             _save(two, {**state, "b": torch.ones(step + 1)}, f"{step}")
             _came_back(places, f"{step}", state)
@@ -474,7 +448,7 @@ def _saves_on_both_roads_in_turn(places: Places) -> list[str]:
     with places.writer() as writer, logged() as lines:
         for step in range(6):
             state = {
-                "a": _rows(5, first=step),
+                "a": rows_of_five(5, first=step),
                 "step": "x" * step,
                 "t": torch.full((step // 4 + 1,), step),
             }
@@ -495,7 +469,7 @@ def _saves_with_new_writers(places: Places) -> list[str]:
     with logged() as lines:
         for step in range(3):
             with places.writer() as writer:
-                state = {"a": _rows(5, first=step), "step": "x" * step}
+                state = {"a": rows_of_five(5, first=step), "step": "x" * step}
                 _save(writer, state, f"{step}")
                 _came_back(places, f"{step}", state)
             if step == 0:
@@ -611,7 +585,7 @@ def _saves_with_a_slow_leader(places: Places) -> list[str]:
     with places.writer(persist=False) as writer:
         for step in range(2):
             dcp_mem.save(
-                {"a": _rows(4), "step": step}, checkpoint_id=f"{step}", storage_writer=writer
+                {"a": rows_of_five(4), "step": step}, checkpoint_id=f"{step}", storage_writer=writer
             )
             found.append(",".join(entry.name for entry in writer.status() if entry.in_memory))
             _barrier()
@@ -628,7 +602,7 @@ def _fails_at_every_point(places: Places) -> dict[str, Exception | None]:
 
     def state(step: int) -> State:
         return {
-            "rows": _rows(4, first=step),
+            "rows": rows_of_five(4, first=step),
             f"own.{rank}": torch.full((9,), rank + step),
             "step": step,
         }
@@ -705,10 +679,10 @@ def _bad_parts() -> dict[str, State]:
                 torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()], run_check=False
             )
         },
-        "cover 10 of 20": {"gap": _rows(4)},
+        "cover 10 of 20": {"gap": rows_of_five(4)},
         "overlapping": {"shared": _overlapping()},
         "meta device": {"bad": torch.empty(3, device="meta")},
-        "sharded on one rank and not on another": {"t": _rows(4)},
+        "sharded on one rank and not on another": {"t": rows_of_five(4)},
     }
 
 
@@ -724,8 +698,8 @@ def _saves_what_fails_on_one_rank(places: Places) -> dict[str, Exception | None]
     with places.writer(keep_memory=2) as writer:
         for step, (message, part) in enumerate(parts.items()):
             state = {
-                "rows": _rows(6, first=step),
-                "shared": _rows(4),
+                "rows": rows_of_five(6, first=step),
+                "shared": rows_of_five(4),
                 "t": torch.full((4,), step),
                 "step": step,
             }
@@ -756,7 +730,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_harms_no_other_save(places: Pla
 
 
 def _saves_raising_objects(places: Places) -> Exception | None:
-    state = {"a": _rows(4), "step": 1}
+    state = {"a": rows_of_five(4), "step": 1}
     with places.writer() as writer:
         _save(writer, state, "good")
         bad = {**state, "object": _Raising() if dist.get_rank() == 1 else _Counter(1)}
@@ -780,7 +754,7 @@ def test_an_object_whose_state_dict_raises_on_one_rank_fails_the_save_on_all(
 
 def _opens_on_one_rank_only(places: Places, refused: str) -> Exception | None:
     """Open a second writer whose memory root is refused on rank 1, after a good save."""
-    state = {"a": _rows(4), "step": 1}
+    state = {"a": rows_of_five(4), "step": 1}
     with places.writer() as writer:
         _save(writer, state, "good")
     _barrier()
@@ -811,7 +785,7 @@ def test_memory_that_one_rank_can_not_open_later_on_fails_the_save_on_all(
 
 
 def _calls_wrongly(places: Places) -> list[Exception | None]:
-    rank, state = dist.get_rank(), {"a": _rows(4), "step": 1}
+    rank, state = dist.get_rank(), {"a": rows_of_five(4), "step": 1}
     with places.writer(
         keep_memory=1, overwrite=False, memory_limit="32MiB", on_full="raise"
     ) as writer:
@@ -861,7 +835,7 @@ def test_a_checkpoint_id_is_needed(places: Places) -> None:
 
 
 def _skips(places: Places) -> None:
-    state = {"a": _rows(4), "step": 1}
+    state = {"a": rows_of_five(4), "step": 1}
     with places.writer(keep_memory=1, memory_limit="32MiB", on_full="skip") as writer:
         _save(writer, state, "good")
         skipped = dcp_mem.save(
@@ -906,8 +880,8 @@ def _saves_by_torch(places: Places) -> list[list[str]]:
     with places.writer() as writer, logged() as lines:
         for number, (state, blank, options) in enumerate(cases):
             for step in range(2):
-                _save(writer, {"rows": _rows(6), "step": step}, "latest")
-                _came_back(places, "latest", {"rows": _rows(6), "step": step})
+                _save(writer, {"rows": rows_of_five(6), "step": step}, "latest")
+                _came_back(places, "latest", {"rows": rows_of_five(6), "step": step})
                 lines.clear()
                 _save(writer, state, f"{number}-{step}", **options)
                 reasons.append(_planned_by_torch(lines))
@@ -1007,7 +981,7 @@ def _saves_each_rank_alone(places: Places) -> list[str]:
             state = {
                 "w": torch.full((7,), rank * 10.0 + step),
                 "rank": rank,
-                f"own.{rank}": {"part": _rows(6)},
+                f"own.{rank}": {"part": rows_of_five(6)},
             }
             dcp_mem.save(state, checkpoint_id=name, storage_writer=writer, no_dist=True)
             writer.wait(name, timeout=60)
@@ -1019,7 +993,7 @@ def _saves_each_rank_alone(places: Places) -> list[str]:
             other, places.load("memory", f"rank-{1 - rank}-step-2", blank_of(other), no_dist=True)
         )
         _barrier()
-        together = {"all": _rows(5), "step": 1}
+        together = {"all": rows_of_five(5), "step": 1}
         _save(writer, together, "together")
         _came_back(places, "together", together)
     return _planned(lines)

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import dcp_mem
-from dcp_mem import ConfigError, MemoryStorageWriter
+from dcp_mem import ConfigError, MemoryStorageWriter, serving
 from dcp_mem.run import main
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import (
@@ -33,7 +32,7 @@ from tests.support.checkpoints.jobs import (
     wait_until,
 )
 from tests.support.processes.forks import forked, forked_ranks
-from tests.support.processes.launch import TETHER, run_ranks
+from tests.support.processes.launch import TORCHRUN, run_python, run_ranks
 
 _SECONDS = 120
 _TORCHS = {"__0_0.distcp", "__1_0.distcp"}
@@ -251,6 +250,28 @@ def test_what_torch_wrote_is_loaded_and_what_is_missing_raises_as_in_torch(
     forked_ranks(_loads_what_torch_wrote, ranks, job)
 
 
+def _serves_twice(job: Job) -> int:
+    made = 0
+
+    class Counting(MemoryStorageWriter):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            nonlocal made
+            made += 1
+            super().__init__(*arguments, **options)
+
+    serving.MemoryStorageWriter = Counting  # type: ignore[attr-defined]
+    with _serving(job) as served:
+        options = served._options
+        assert dcp_mem.serve(str(job.url), **options) is served
+        with pytest.raises(ConfigError, match="other options"):
+            dcp_mem.serve(str(job.url), **{**options, "keep_memory": 3})
+    return made
+
+
+def test_a_root_that_is_served_gets_no_second_writer(job: Job) -> None:
+    assert forked(_serves_twice, job) == 1
+
+
 def _serves_two(job: Job, directory: Path) -> None:
     before = _torchs_functions()
     first = dcp_mem.serve(str(job.url), agent="thread", memory_root=job.memory)
@@ -420,22 +441,7 @@ def test_a_child_that_ends_leaves_its_parents_root_alone(job: Job) -> None:
 
 
 def _run(*command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [*TETHER, sys.executable, *command],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            **environment,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
+    return run_python(*command, timeout=_SECONDS, env=environment)
 
 
 @pytest.mark.slow
@@ -446,8 +452,7 @@ def test_an_unmodified_program_is_killed_and_goes_on(
 ) -> None:
     script, root = tmp_path / "train.py", tmp_path / "run"
     script.write_text(_PROGRAM)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "dcp_mem.run", str(script), str(root), begin]
+    command = [*TORCHRUN, "-m", "dcp_mem.run", str(script), str(root), begin]
     places = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_SERVE": str(root)}
     killed = _run(*command, **places)
     assert killed.returncode != 0

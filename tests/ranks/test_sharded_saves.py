@@ -28,9 +28,10 @@ from tests.support.checkpoints.models import (
     full_tensor,
     model_state,
     sharded_state,
+    sharded_state_comes_back,
     train_model,
+    unsharded_items,
     unsharded_state,
-    zero_tensor,
 )
 from tests.support.checkpoints.plans import SAVES, TorchPlanner
 from tests.support.checkpoints.roundtrip import (
@@ -52,18 +53,8 @@ def _saves_sharded(places: Places, prefix: str, earlier: list[str]) -> None:
     """Save every sharding; first load, resharded, what smaller or larger worlds have saved."""
     with places.writer(keep_memory=9) as writer:
         for name in earlier:
-            comes_back(
-                places,
-                name,
-                sharded_state(full_tensor, name),
-                blank=functools.partial(sharded_state, zero_tensor, name),
-            )
-        state = {
-            **sharded_state(full_tensor, prefix),
-            "step": 3,
-            "replicated": torch.arange(100.0),
-            "nested": {"lr": 0.5},
-        }
+            sharded_state_comes_back(places, name)
+        state = {**sharded_state(full_tensor, prefix), **unsharded_items()}
         state[f"own.{dist.get_rank()}"] = torch.full((3,), dist.get_rank())
         _save(places, writer, state, prefix, planner=TorchPlanner())
         comes_back(places, prefix, state)
@@ -88,12 +79,7 @@ def test_sharded_state_comes_back_in_any_world_size_from_every_road(places: Plac
     run_ranks(_saves_sharded, 4, places, "four", ["two"], timeout=150)
     run_ranks(_saves_sharded, 2, places, "again", ["four", "two"], timeout=100)
     for name in ("two", "four", "again"):
-        expected = {
-            **unsharded_state(name, full_tensor),
-            "step": 3,
-            "replicated": torch.arange(100.0),
-            "nested": {"lr": 0.5},
-        }
+        expected = {**unsharded_state(name, full_tensor), **unsharded_items()}
         comes_back(places, name, expected)
 
 

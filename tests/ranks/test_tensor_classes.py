@@ -214,6 +214,29 @@ def test_a_wrapper_comes_back_part_by_part(memory_root: Any, tmp_path: Any, road
     forked_ranks(_roundtrips, 1, Job(str(tmp_path / "root"), str(memory_root)), road)
 
 
+def _nested(number: int) -> Scaled:
+    """A wrapper of a wrapper, whose `detach` is the values in another precision."""
+    nested: Scaled = Scaled(scaled(number), torch.tensor(2.0))
+    return nested
+
+
+def _roundtrips_nested(job: Job) -> None:
+    torch.serialization.add_safe_globals([Scaled])
+    with job.writer() as writer:
+        dcp_mem.save({"nested": _nested(1)}, checkpoint_id="step-1", storage_writer=writer)
+        writer.wait("step-1")
+    for reader in (job.reader(), Job(job.url, f"{job.memory}/elsewhere").reader()):
+        blank = _nested(7)
+        blank.numbers.numbers.zero_()  # type: ignore[attr-defined]
+        dcp_mem.load({"nested": blank}, storage_reader=reader)
+        assert _is_same(blank.numbers, scaled(1))
+        assert torch.equal(blank.scale, torch.tensor(2.0))
+
+
+def test_a_wrapper_of_a_wrapper_comes_back_part_by_part(job: Job) -> None:
+    forked_ranks(_roundtrips_nested, 1, job)
+
+
 def _loads_into_others(job: Job) -> list[str]:
     torch.serialization.add_safe_globals([Scaled])
     with job.writer() as writer:

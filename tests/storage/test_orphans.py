@@ -15,11 +15,11 @@ from dcp_mem.common.values import Segment
 from dcp_mem.flushing.orphans import collect_older_attempts, delete_checkpoint, orphans
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
-from dcp_mem.format.segments import Segments
 from dcp_mem.storage import LEAST_PART, Storage
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, load_anew, save_two
+from tests.support.checkpoints.manifests import make_manifest
 from tests.support.processes.forks import forked, raised_by
 from tests.support.storage.conformance import upload
 from tests.support.storage.servers import BlobServer, S3Server, StorageRoot
@@ -33,17 +33,8 @@ def _manifest(save_id: str, created: float, scope: str = names.COLLECTIVE) -> Ma
         Segment(rank=rank, node="node", file=names.segment_file(rank, save_id), nbytes=4)
         for rank in range(2)
     ]
-    return Manifest(
-        name="step-1",
-        save_id=save_id,
-        scope=scope,
-        job="job",
-        created=created,
-        world_size=2,
-        persist=True,
-        committer="node",
-        segments=Segments.of(save_id, segments),
-        catalog=KEY,
+    return make_manifest(
+        segments, save_id=save_id, scope=scope, created=created, world_size=2, catalog=KEY
     )
 
 

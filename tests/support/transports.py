@@ -247,6 +247,27 @@ def _closes_before_it_comes(ends: Ends, *_: object) -> bool:
     return came == bytearray(_LARGE)
 
 
+def _sends_and_stops(ends: Ends, *_: object) -> None:
+    """Stand still while the peer reads, and go on once the peer has given up."""
+    channel = ends.connect(is_sender=True)
+    _meet(channel)
+    messages = [channel.send(_data(1, 16 * _LARGE)), channel.send(bytearray(b"g"))]
+    os.kill(os.getpid(), signal.SIGSTOP)
+    for message in messages:
+        with suppress(RuntimeError):
+            message.wait()
+    channel.close()
+
+
+def _gives_up(ends: Ends, *_: object) -> str:
+    channel = ends.connect(is_sender=False)
+    _meet(channel)
+    error, _seconds = _seconds_until_it_raises(channel.receive(bytearray(16 * _LARGE)).wait)
+    channel.close()
+    time.sleep(0.2)
+    return error
+
+
 def _nothing_comes(ends: Ends, *_: object) -> tuple[str, float]:
     return _seconds_until_it_raises(lambda: ends.connect(is_sender=True))
 
@@ -340,6 +361,9 @@ class TransportConformance:
     child_may_close: ClassVar[bool] = True
     """Whether a forked child that closes its copies leaves the parent's channels alone."""
 
+    reads_stopped_peers: ClassVar[bool] = False
+    """Whether a message of a peer that stands still comes nevertheless."""
+
     tells_of_halves: ClassVar[bool] = True
     """Whether a message that is half received fails at once where the peer closes its end."""
 
@@ -387,6 +411,11 @@ class TransportConformance:
         assert 0.9 * _SHORT <= seconds < _AT_ONCE
         assert silences == 1
         assert after == [True, True]
+
+    def test_a_sender_that_was_stopped_lives_on_when_its_peer_has_given_up(self) -> None:
+        error, code = self.pair(_gives_up, _sends_and_stops, seconds=_SHORT)
+        assert bool(error) != self.reads_stopped_peers
+        assert code == 0
 
     def test_nothing_is_written_once_a_channel_is_closed(self) -> None:
         assert self.pair(_closes_before_it_comes, _sends_late) == (True, 0)

@@ -20,7 +20,8 @@ scalars = (
     | st.text()
     | st.binary()
 )
-values = scalars | st.tuples(scalars, scalars) | st.lists(scalars | st.lists(scalars))
+flat = st.lists(scalars)
+values = scalars | st.tuples(scalars, scalars) | st.lists(scalars | flat | st.tuples(flat))
 
 
 def _by_torch(value: object) -> bytes:
@@ -52,9 +53,25 @@ def test_a_list_that_changes_gets_another_stream() -> None:
     assert before != stream_of(value).getvalue() == _by_torch([1, 2, 3])
 
 
-def test_who_writes_to_a_stream_changes_no_other_one() -> None:
-    stream_of(0.1).getbuffer()[:4] = b"gone"
-    assert stream_of(0.1).getvalue() == _by_torch(0.1)
+@pytest.mark.parametrize("count", [1, 100, 10_000, 100_000])
+def test_a_list_of_any_length_gets_the_bytes_that_torch_writes_again_and_again(count: int) -> None:
+    value = [f"layers.{number}.weight" for number in range(count)]
+    for _ in range(2):
+        assert stream_of(value).getvalue() == _by_torch(value)
+    value[-1] = "another name"
+    assert stream_of(value).getvalue() == _by_torch(value)
+
+
+@pytest.mark.parametrize("value", [0.1, ["a name"] * 1000])
+def test_who_writes_to_a_stream_changes_no_other_one(value: object) -> None:
+    stream_of(value).getbuffer()[:4] = b"gone"
+    assert stream_of(value).getvalue() == _by_torch(value)
+
+
+def test_a_list_within_itself_is_no_plain_value() -> None:
+    value: list[object] = [1]
+    value.append(value)
+    assert stream_of(value).getvalue() == _by_torch(value)
 
 
 def test_objects_of_classes_of_ones_own_are_pickled_anew() -> None:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import tempfile
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -61,6 +62,39 @@ def test_copies_and_reads_move_every_byte(threads: int, monkeypatch: pytest.Monk
             ],
         )
     assert all(map(torch.equal, back, sources))
+
+
+@pytest.mark.parametrize("by", ["the kernel", "hand", "the kernel, which does a part"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_small_pieces_are_copied_and_nothing_beside_them(
+    by: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    batches: list[int] = []
+    kernel = copying._is_copied_by_the_kernel
+
+    def copied(targets: copying.Columns, sources: copying.Columns) -> bool:
+        batches.append(len(targets))
+        is_broken_off = by == "the kernel, which does a part"
+        count = len(targets) // 2 if is_broken_off else len(targets)
+        return kernel(targets[:count], sources[:count]) and not is_broken_off
+
+    monkeypatch.setattr(copying, "_may_copy_by_the_kernel", lambda: by != "hand")
+    monkeypatch.setattr(copying, "_is_copied_by_the_kernel", copied)
+    nbytes = np.tile(np.array([3000, 0, 1, 8191, 4096], np.int64), 500)
+    offsets = np.cumsum(nbytes + 5) - nbytes
+    source = torch.randint(1, 255, (int(offsets[-1] + nbytes[-1]),), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    copying.copy_many(target.data_ptr() + offsets, source.data_ptr() + offsets, nbytes)
+    is_piece = torch.zeros_like(source, dtype=torch.bool)
+    for offset, length in zip(offsets.tolist(), nbytes.tolist(), strict=True):
+        is_piece[offset : offset + length] = True
+    assert torch.equal(target, torch.where(is_piece, source, 0))
+    assert sum(batches) == (0 if threads == 1 or by == "hand" else len(nbytes))
+
+
+def test_linux_copies_within_this_process() -> None:
+    assert copying._may_copy_by_the_kernel()
 
 
 def test_a_read_past_the_end_raises_and_leaves_no_thread_at_work(

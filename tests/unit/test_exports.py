@@ -12,8 +12,8 @@ from dcp_mem.export import export_of, order_of, renaming_of
 from dcp_mem.flushing.exports import JobExports
 from dcp_mem.format.exports import ExportRecord, ExportRecords
 from dcp_mem.format.manifest import Manifest
-from dcp_mem.format.segments import Segments
 from dcp_mem.memory.exports import read_exports
+from tests.support.checkpoints.manifests import make_manifest
 from tests.support.frameworks.exports import shouted
 
 
@@ -29,18 +29,10 @@ def order(every: int | Persist = 1) -> ExportOrder:
 
 def saved(count: int, step: int | None = None, generation: int = 1) -> Manifest:
     """The count-th save of a run."""
-    save_id = f"{generation}{count:07}"
-    return Manifest(
+    return make_manifest(
         name=f"step-{count}",
-        save_id=save_id,
-        scope="",
-        job="job",
+        save_id=f"{generation}{count:07}",
         created=1000.0 * generation + count,
-        world_size=1,
-        persist=True,
-        committer="node",
-        segments=Segments.of(save_id, []),
-        catalog="catalog",
         step=step,
         generation=generation,
         count=count,

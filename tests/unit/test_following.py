@@ -1,5 +1,6 @@
 """Which checkpoints a follower may take, and the links by which it holds them."""
 
+import errno
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -162,6 +163,26 @@ def test_a_checkpoint_that_has_left_can_t_be_linked(memory_job: Job, tmp_path: P
         with pytest.raises(FileNotFoundError):
             LinkedCheckpoint(str(links), checkpoint, _segments(checkpoint))
         assert not list(links.iterdir())
+
+
+def test_a_lease_that_fails_leaves_no_descriptor(
+    memory_job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leased: list[str] = []
+
+    def share(descriptor: int) -> bool:
+        leased.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with memory_job.writer() as writer:
+        save(writer, 1)
+        (checkpoint,) = writer._saver.open_session().memory.checkpoints()
+    monkeypatch.setattr("dcp_mem.memory.links.share", share)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)):
+        LinkedCheckpoint(str(memory_job.directory / ".links"), checkpoint, [])
+    found = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    assert leased
+    assert not set(leased) & set(found)
 
 
 def test_no_directory_of_links_is_fine(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ from dcp_mem.format.manifest import (
 )
 from dcp_mem.format.metadata import read_metadata
 from dcp_mem.format.segments import Segments
+from tests.support.checkpoints.manifests import make_manifest, of_four_ranks
 from tests.support.checkpoints.roundtrip import bits, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -434,23 +435,8 @@ def test_what_is_no_manifest_is_refused(read: Callable[[bytes], object], data: b
 
 
 def _manifest() -> Manifest:
-    each = (
-        Segment(rank=rank, node=f"node{rank // 2}", file=f"__{rank}_0-aa.distcp", nbytes=10 + rank)
-        for rank in range(4)
-    )
-    segments = Segments.of("aa", each)
-    return Manifest(
-        name="step-1",
-        save_id="aa",
-        scope="",
-        job="job",
-        created=1.0,
-        world_size=4,
-        persist=True,
-        committer="node0",
-        segments=segments,
-        catalog="0123456789abcdef",
-    )
+    segments = of_four_ranks(lambda rank: 10 + rank)
+    return make_manifest(segments, world_size=4, committer="node0")
 
 
 def test_a_manifest_of_a_later_version_asks_for_a_newer_release() -> None:

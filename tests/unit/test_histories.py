@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_mem.common.values import Segment, Transfer
+from dcp_mem.common.values import Transfer
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.history import COLUMNS, HistoryRow, from_csv, row_of, to_csv, with_row
-from dcp_mem.format.manifest import FlushRecord, Manifest
-from dcp_mem.format.segments import Segments
+from dcp_mem.format.manifest import FlushRecord
+from tests.support.checkpoints.manifests import make_manifest, of_four_ranks
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
 MOMENTS = st.integers(1, 4_000_000_000).map(float) | st.just(1795205846.676303)
@@ -93,27 +93,8 @@ def test_a_history_reads_like_this() -> None:
 
 
 def test_a_line_tells_what_the_flush_recorded() -> None:
-    segments = Segments.of(
-        "aa",
-        (
-            Segment(
-                rank=rank, node=f"node{rank // 2}", file=f"__{rank}_0-aa.distcp", nbytes=1 << 20
-            )
-            for rank in range(4)
-        ),
-    )
-    manifest = Manifest(
-        name="step-1",
-        save_id="aa",
-        scope="",
-        job="job",
-        created=12.0,
-        world_size=4,
-        persist=True,
-        committer="node0",
-        segments=segments,
-        catalog="0123",
-        stage_seconds=0.5,
+    manifest = make_manifest(
+        of_four_ranks(lambda rank: 1 << 20), created=12.0, world_size=4, stage_seconds=0.5
     )
     transfer = Transfer(
         sent_nbytes=8 << 20, reused_nbytes=9, parts=7, retries=3, segments_seconds=4.0

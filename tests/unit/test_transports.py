@@ -32,6 +32,7 @@ class TestGloo(TransportConformance):
 @needs_nixl
 class TestNixlByMemory(TransportConformance):
     name = "nixl"
+    reads_stopped_peers = True
 
 
 @needs_nixl

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.forks import SECONDS, in_forks, meet, sockets, threads
+from benchmarks.harness.forks import (
+    RANKS_PER_NODE,
+    SECONDS,
+    Footprint,
+    footprint,
+    in_forks,
+    meet,
+    sockets_row,
+)
 from benchmarks.harness.tables import Part, Row, Section, attempt
 from dcp_mem.comm.job_ranks import JobRanks
 from dcp_mem.comm.timed_store import own_connection
@@ -31,9 +39,7 @@ TITLE = "Connections and agreement of many ranks"
 WORLDS, QUICK_WORLDS = (16, 64, 128), (16,)
 MOST_RANKS_OF_GLOO = 64
 """A group of more of them takes minutes and tens of thousands of sockets on one machine."""
-MOST_SOCKETS = 64
 AGREEMENTS = 20
-RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +51,14 @@ class Found:
         connecting_cpu: CPU seconds of this rank in it.
         agreement: Median seconds of a later agreement.
         agreement_cpu: CPU seconds of this rank in a later agreement.
-        sockets: Opened by connecting.
-        threads: Begun by connecting.
+        opened: By connecting.
     """
 
     connecting: float
     connecting_cpu: float
     agreement: float
     agreement_cpu: float
-    sockets: int
-    threads: int
+    opened: Footprint
 
 
 def run(settings: Settings) -> Section:
@@ -68,14 +72,10 @@ def _part(world: int) -> Part:
     found = {way: _measured(way, world) for way in ways}
     own = found["dcp_mem"]
     gloo = found.get("gloo", [])
-    most = max(one.sockets for one in own)
     rows = [
-        Row(
-            "sockets of a rank, at most",
-            dcp_mem=f"{most}",
-            target=f"≤ {MOST_SOCKETS}",
-            met=most <= MOST_SOCKETS,
-            peer=f"{max(one.sockets for one in gloo)} (gloo)" if gloo else "",
+        sockets_row(
+            [one.opened for one in own],
+            peer=f"{max(one.opened.sockets for one in gloo)} (gloo)" if gloo else "",
         ),
         Row(
             "connecting, and the first agreement",
@@ -104,8 +104,8 @@ def _part(world: int) -> Part:
 
 def _in_words(ranks: list[Found]) -> str:
     return (
-        f"at most {max(one.sockets for one in ranks)} sockets and "
-        f"{max(one.threads for one in ranks)} threads more; connecting took "
+        f"at most {max(one.opened.sockets for one in ranks)} sockets and "
+        f"{max(one.opened.threads for one in ranks)} threads more; connecting took "
         f"{_text(max(one.connecting for one in ranks))}, an agreement "
         f"{_text(median(one.agreement for one in ranks))}"
     )
@@ -126,11 +126,11 @@ def _measured(way: str, world: int) -> list[Found]:
 def _live(rank: int, world: int, store: dist.Store, way: str) -> Found:
     agree, keep = _agreement(way, rank, world, store)
     meet(store, "ready", world)
-    before = sockets(), threads()
+    before = footprint()
     started, cpu = time.perf_counter(), time.process_time()
     agree()
     connecting, connecting_cpu = time.perf_counter() - started, time.process_time() - cpu
-    opened, begun = sockets() - before[0], threads() - before[1]
+    opened = footprint().since(before)
     meet(store, "connected", world)
     cpu, seconds = time.process_time(), []
     for _ in range(AGREEMENTS):
@@ -145,8 +145,7 @@ def _live(rank: int, world: int, store: dist.Store, way: str) -> Found:
         connecting_cpu=connecting_cpu,
         agreement=median(seconds),
         agreement_cpu=agreement_cpu,
-        sockets=opened,
-        threads=begun,
+        opened=opened,
     )
 
 

@@ -145,6 +145,38 @@ def tensor_aware(tree: dict[str, Any]) -> Any:
     return _TensorAware(tree)
 
 
+def nvrx_strategy_on_cpus(jump: int) -> Any:
+    """Return NVRx's replication among ranks that are `jump` apart, which also loads without a GPU.
+
+    NVRx's own `GroupWrapper` moves each tensor that it sends to the GPU, and receives on the GPU
+    what was saved on a CPU; on a machine without CUDA the load after a lost node ends there.
+    """
+    from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import GroupWrapper
+    from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
+        CliqueReplicationStrategy,
+    )
+
+    class OnCpus(GroupWrapper):  # type: ignore[misc]
+        def isend_state_dict(self, state_dict: Any, dst: int) -> dict[str, float]:
+            tensors = state_dict.pop_tensors()
+            self.send_object(state_dict, dst)
+            for tensor in tensors:
+                torch.distributed.send(tensor, dst, group=self.group)
+            state_dict.insert_tensors(tensors)
+            return {"data_sent": sum(tensor.nbytes for tensor in tensors)}
+
+        def irecv_state_dict(self, src: int) -> tuple[Any, dict[str, float]]:
+            came = self.recv_object(src)
+            came.init_tensors()
+            for tensor in came.tensors:
+                torch.distributed.recv(tensor, src, group=self.group)
+            return came, {"data_recv": sum(tensor.nbytes for tensor in came.tensors)}
+
+    strategy = CliqueReplicationStrategy.from_replication_params(jump, 2)
+    strategy.local_group = OnCpus(strategy.local_group.group)
+    return strategy
+
+
 class _TensorAware:
     """A flat dict of CPU tensors with the methods of NVRx's `TensorAwareStateDict`."""
 
@@ -166,6 +198,9 @@ class _TensorAware:
         }
         self.is_hollow = True
         return popped
+
+    def init_tensors(self) -> None:
+        self.insert_tensors([torch.empty_like(tensor, device="cpu") for tensor in self.tensors])
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
         given = iter(tensor_data)

@@ -30,11 +30,11 @@ from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError
 from dcp_mem.integrations.megatron.common import Common, make_directory, put_beside, stand_in
 from dcp_mem.integrations.megatron.strategies import (
     Directory,
-    MegatronCheckpointNotFound,
     MemoryLoadStrategy,
     MemorySaveStrategy,
     iteration_of,
     name_of,
+    not_found,
 )
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
 from dcp_mem.writer import MemoryStorageWriter
@@ -357,7 +357,7 @@ class MemoryCheckpointing:
             )
         except CheckpointNotFound as error:
             if not self._is_megatrons(root, checkpoint_dir):
-                raise MegatronCheckpointNotFound(*error.args) from None
+                raise not_found(error, checkpoint_dir) from None
         return common.data
 
     # -- directories that Megatron has written -----------------------------------------------------

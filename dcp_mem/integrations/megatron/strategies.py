@@ -12,7 +12,7 @@ import megatron.core
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -49,9 +49,28 @@ class MegatronCheckpointNotFound(CheckpointNotFound, CheckpointingException):  #
     """There is no such checkpoint; Megatron's CheckpointingException, as its callers expect it."""
 
 
+def not_found(error: CheckpointNotFound, checkpoint_dir: Directory) -> MegatronCheckpointNotFound:
+    """Return the error as Megatron's, with what Megatron says of such a directory as a reason.
+
+    Args:
+        error: From a load.
+        checkpoint_dir: The checkpoint's directory, as Megatron names it.
+    """
+    directory, reasons = os.fspath(checkpoint_dir), list(error.reasons)
+    if "://" not in directory:
+        if not os.path.isdir(directory):
+            reasons.append(f"Checkpoint directory {directory} does not exist")
+        elif not os.path.exists(os.path.join(directory, CONFIG_FNAME)):
+            reasons.append(f"{directory} is not a distributed checkpoint")
+    return MegatronCheckpointNotFound(error.checkpoint, error.where, error.available, reasons)
+
+
 @contextmanager
-def not_found_as_megatrons() -> Iterator[None]:
+def not_found_as_megatrons(checkpoint_dir: Directory) -> Iterator[None]:
     """Raise a CheckpointNotFound of the block as one that is a CheckpointingException, too.
+
+    Args:
+        checkpoint_dir: The checkpoint's directory, as Megatron names it.
 
     Raises:
         MegatronCheckpointNotFound: There is no such checkpoint.
@@ -64,7 +83,7 @@ def not_found_as_megatrons() -> Iterator[None]:
         cause = cause_of(error, None)
         if not isinstance(cause, CheckpointNotFound):
             raise
-        raise MegatronCheckpointNotFound(*cause.args) from None
+        raise not_found(cause, checkpoint_dir) from None
 
 
 class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -177,7 +196,7 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
                 one.key: one for one in tensors if one.allow_shape_mismatch
             },
         )
-        with not_found_as_megatrons():
+        with not_found_as_megatrons(checkpoint_dir):
             dcp.load(
                 state,
                 checkpoint_id=name_of(checkpoint_dir),
@@ -237,7 +256,7 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             MegatronCheckpointNotFound: There is no such checkpoint.
         """
         self.reader.reset(name_of(checkpoint_dir))
-        with self.reader, not_found_as_megatrons():
+        with self.reader, not_found_as_megatrons(checkpoint_dir):
             return self.reader.read_metadata()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from dcp_mem.common.log import log
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
 from dcp_mem.config import Settings
-from dcp_mem.errors import SegmentCorrupt
+from dcp_mem.errors import SegmentCorrupt, StorageRefused, StorageUnavailable
 from dcp_mem.format import names
 from dcp_mem.loading.fetch import Fetcher
 from dcp_mem.loading.sources.base import SOURCE_ERRORS, Description
@@ -25,7 +25,8 @@ from dcp_mem.storage import Storage
 from dcp_mem.storage.leases import read_lease
 from dcp_mem.storage.listing import committed_under
 
-_AHEAD_BYTES = 4 << 20
+_AHEAD_BYTES, _MOST_BYTES = 4 << 20, 64 << 20
+"""How much of a file is fetched from storage at once: for a short read, and for a long one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Place:
     nbytes: int
 
 
-class CheckpointFiles:
+class LeasedFiles:
     """The files of one checkpoint, in this node's memory or on storage; leased until closed.
 
     Attributes:
@@ -128,10 +129,19 @@ def found(settings: Settings, storage: Storage | None, name: str) -> CheckpointS
         settings: The job's.
         storage: The job's; None where it has none.
         name: The checkpoint's.
+
+    Raises:
+        StorageUnavailable, StorageRefused: Storage can't be read, and memory hasn't the checkpoint.
     """
-    known = [one for one in inventory.in_memory(settings) if one.name == name]
+    local = [one for one in inventory.in_memory(settings) if one.name == name]
+    known = local
     if storage is not None:
-        known = inventory.merged(known, inventory.stored(committed_under(storage, name)))
+        try:
+            known = inventory.merged(local, inventory.stored(committed_under(storage, name)))
+        except (StorageUnavailable, StorageRefused) as error:
+            if not any(map(counts, local)):
+                raise
+            log.warning("%s; reading %s from memory", error, name)
     return next((one for one in known if counts(one)), None)
 
 
@@ -165,6 +175,7 @@ class FileOfCheckpoint(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._refuse_closed()
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
         if start + offset < 0:
             raise ValueError(f"negative position {start + offset}")
@@ -179,8 +190,15 @@ class FileOfCheckpoint(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
+    def readall(self) -> bytes:
+        """Read all that is left, at once: each of many reads would check whole blocks."""
+        left = bytearray(max(self.nbytes - self._position, 0))
+        self.readinto(left)
+        return bytes(left)
+
     def readinto(self, buffer: Any) -> int:
         """Read at the position. Raises SegmentCorrupt where no place has the bytes undamaged."""
+        self._refuse_closed()
         # Released at once: an error's traceback would keep them, and a mapping of the caller's,
         # which it couldn't unmap then.
         with memoryview(buffer) as whole, whole.cast("B") as view:
@@ -189,6 +207,10 @@ class FileOfCheckpoint(io.RawIOBase):
                 self._fill(wanted)
         self._position += count
         return count
+
+    def _refuse_closed(self) -> None:
+        if self.closed:  # and its descriptors may be other files' by now
+            raise ValueError("I/O operation on a closed file")
 
     def _fill(self, wanted: memoryview) -> None:
         if not wanted:
@@ -213,7 +235,7 @@ class _InMemory:
 
 
 class _Fetched:
-    """Fetches whole blocks, as only these can be checked, and keeps the last small piece."""
+    """Fetches whole blocks, as only these can be checked, and keeps the last ones."""
 
     def __init__(self, source: StorageSource, checkpoint: str, place: Place) -> None:
         self._fetcher = Fetcher(source, checkpoint, [place.segment], verify=True)
@@ -221,6 +243,11 @@ class _Fetched:
         self._start, self._kept = 0, memoryview(b"")
 
     def read(self, position: int, view: memoryview) -> None:
+        for done in range(0, len(view), _MOST_BYTES):
+            with view[done : done + _MOST_BYTES] as piece:
+                self._read(position + done, piece)
+
+    def _read(self, position: int, view: memoryview) -> None:
         start = self._place.offset + position
         stop = start + len(view)
         if not self._start <= start <= stop <= self._start + len(self._kept):

@@ -25,8 +25,8 @@ from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageC
 from dcp_mem.config import Settings, is_checkpoint_name, settings
 from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError, FlushFailed
 from dcp_mem.integrations.torch_checkpointing.reading import (
-    CheckpointFiles,
     FileOfCheckpoint,
+    LeasedFiles,
     counts,
     found,
 )
@@ -46,13 +46,14 @@ class MemoryStorageConfig(StorageConfig):  # type: ignore[misc]
 
     Attributes:
         path: The job's root on storage; None for memory alone.
-        options: Further arguments of `MemoryStorageWriter`.
+        options: Further arguments of `MemoryStorageWriter`; not in repr, because they may hold
+            secrets.
         ranks: How many ranks save together.
         temp_dir_prefix: As in CheckpointWriterConfig.
     """
 
     path: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, repr=False)
     ranks: int = 1
     temp_dir_prefix: str = DEFAULT_TEMP_DIR_PREFIX
 
@@ -117,7 +118,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         self._writer: MemoryStorageWriter | None = None
         self._pending: dict[str, Streams] = {}
         self._writing = threading.RLock()
-        self._opened: dict[str, CheckpointFiles] = {}
+        self._opened: dict[str, LeasedFiles] = {}
         self._opening = threading.RLock()
 
     # -- writing, in the order of torch_checkpointing's calls --------------------------------------
@@ -352,8 +353,9 @@ class MemoryStorage(Storage):  # type: ignore[misc]
 
     def _names(self, name: str) -> list[str]:
         """Return the files of a checkpoint, complete or not; none where there is no such one."""
-        if name in self._pending:
-            return list(self._pending[name].extents)
+        pending = self._pending.get(name)
+        if pending is not None:
+            return list(pending.extents)
         with self._files(name) as files:
             return [] if files is None else list(files.places)
 
@@ -368,7 +370,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
             return stream
 
     @contextmanager
-    def _files(self, name: str) -> Iterator[CheckpointFiles | None]:
+    def _files(self, name: str) -> Iterator[LeasedFiles | None]:
         """Yield a complete checkpoint's files. Who uses them at the same time shares them.
 
         They aren't kept: a lease would keep memory from being recycled.
@@ -379,9 +381,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
                 storage = self._storage()
                 checkpoint = found(self._settings, storage, name)
                 if checkpoint is not None:
-                    files = self._opened[name] = CheckpointFiles(
-                        self._settings, storage, checkpoint
-                    )
+                    files = self._opened[name] = LeasedFiles(self._settings, storage, checkpoint)
             if files is not None:
                 files.users += 1
         try:

@@ -1,6 +1,7 @@
 """Sharded state of every kind, and small models in each kind of parallelism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.checkpoints.roundtrip import State, random_tensor
+from tests.support.checkpoints.roundtrip import ROADS, Places, State, comes_back, random_tensor
 
 SHAPES = {
     "even": (8, 6),
@@ -48,6 +49,34 @@ def _meshes() -> dict[str, tuple[DeviceMesh, list[Placement]]]:
             "hybrid columns": (grid, [Shard(1), Replicate()]),
         }
     return ways
+
+
+def rows_of_five(rows: int, first: float = 0.0) -> DTensor:
+    """Rows of five, sharded over all ranks, without communication."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    full = torch.arange(rows * 5.0).view(rows, 5) + first
+    chunks = full.chunk(world)
+    local = chunks[rank] if rank < len(chunks) else full[:0]
+    mesh = init_device_mesh("cpu", (world,))
+    return DTensor.from_local(
+        local.clone(), mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+    )
+
+
+def unsharded_items() -> State:
+    """What a state has beside its sharded tensors, alike on all ranks."""
+    return {"step": 3, "replicated": torch.arange(100.0), "nested": {"lr": 0.5}}
+
+
+def sharded_state_comes_back(places: Places, name: str, roads: Sequence[str] = ROADS) -> None:
+    """Assert that what `sharded_state` was, under this name, comes back as this world shards it."""
+    comes_back(
+        places,
+        name,
+        sharded_state(full_tensor, name),
+        blank=partial(sharded_state, zero_tensor, name),
+        roads=roads,
+    )
 
 
 def sharded_state(fill: Callable[[str], torch.Tensor], prefix: str) -> State:

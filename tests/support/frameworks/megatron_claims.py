@@ -440,6 +440,16 @@ def what_cannot_work_says_so() -> None:
         _assert_not_found(look, directory)
     foreign = _directory(_root("foreign"), 1, make=True)
     _assert_not_found(partial(checkpointing.load, _state(0)), foreign)
+    # In Megatron's words, for those who look for them.
+    for path, words in (
+        (directory, f"directory {directory} does not exist"),
+        (foreign, f"{foreign} is not a distributed checkpoint"),
+    ):
+        for functions in (checkpointing, dist_checkpointing):
+            for look in (partial(functions.load, _state(0)), functions.load_tensors_metadata):
+                with pytest.raises(CheckpointingException, match=re.escape(words)):
+                    look(path)
+                dist.barrier()
     with pytest.raises(ConfigError, match="on_full"):
         MemoryCheckpointing(memory_root=MEMORY, on_full="panic").latest(DIRECTORY)
 

@@ -11,6 +11,9 @@ are this machine's, which makes them the disk that all nodes share. Nothing has 
 these namespaces, so clusters don't meet, and the kernel removes them with the processes in them,
 which die with the test's process however that ends.
 
+With DCP_MEM_TEST_ONE_MACHINE=1 the nodes share processes and IPC, as containers of one machine may.
+Then they can read each other's memory, and NIXL goes over shared memory between them.
+
 Needs root and the programs in `TOOLS`.
 """
 
@@ -53,6 +56,9 @@ ON_DEMAND = pytest.mark.skipif(
 )
 """For tests that a gate has no time for."""
 
+IS_ONE_MACHINE = os.environ.get("DCP_MEM_TEST_ONE_MACHINE", "") == "1"
+"""Whether nodes can read each other's memory."""
+
 
 def job_on_nodes(storage: Path | None = None) -> Job:
     """A job with its memory in every node's own tmpfs, and its storage in a shared directory."""
@@ -91,7 +97,8 @@ class Node:
         )
         self._namespaces = _Namespaces(
             f"set -e; hostname {self.name}; {mount}; mount --bind {hosts} /etc/hosts;"
-            f" {_NO_IPV6}; {_HOLD}"
+            f" {_NO_IPV6}; {_HOLD}",
+            beside=switch if IS_ONE_MACHINE else None,
         )
         try:
             ends = (
@@ -303,15 +310,24 @@ def _address(number: int, network: int = 0) -> str:
 class _Namespaces:
     """A network, mounts, processes and a host name, held by a process; they end with it."""
 
-    _KINDS = ("--net", "--mount", "--uts", "--ipc", "--pid")
+    _OWN, _SHARED = ("--net", "--mount", "--uts"), ("--ipc", "--pid")
+    _KINDS = (*_OWN, *_SHARED)
 
-    def __init__(self, script: str) -> None:
-        """script: what the holding process does; it says "ready", and doesn't end."""
+    def __init__(self, script: str, beside: "_Namespaces | None" = None) -> None:
+        """script: what the holding process does; it says "ready", and doesn't end.
+
+        beside: whose processes and IPC to share.
+        """
+        self._is_beside = beside is not None
+        enter = (
+            () if beside is None else ("nsenter", "--target", str(beside.pid), *self._SHARED, "--")
+        )
         self._parent = subprocess.Popen(
             [
                 *TETHER,
+                *enter,
                 "unshare",
-                *self._KINDS,
+                *(self._KINDS if beside is None else self._OWN),
                 "--fork",
                 "--kill-child",
                 "--mount-proc",
@@ -334,7 +350,9 @@ class _Namespaces:
                 self._parent.wait()
                 raise ServerUnavailable(f"no namespaces can be made here: {said}{output.read()}")
         (holder,) = psutil.Process(self._parent.pid).children()
-        self.pid = holder.pid
+        if beside is not None:  # nsenter has a child of its own
+            (holder,) = holder.children()
+        self.pid: int = holder.pid
 
     @property
     def is_alive(self) -> bool:
@@ -363,17 +381,28 @@ class _Namespaces:
 
     def processes(self) -> list[psutil.Process]:
         """What runs here."""
-        ours = os.readlink(f"/proc/{self.pid}/ns/pid")
-        return [
-            process for process in psutil.process_iter() if _process_namespace(process.pid) == ours
-        ]
+        kind = "net" if self._is_beside else "pid"
+        ours = _namespace(self.pid, kind)
+        return [one for one in psutil.process_iter() if _namespace(one.pid, kind) == ours != ""]
 
     def close(self) -> None:
         """Kill all that runs here, and wait until it is gone."""
-        if self.is_alive:
+        if self.is_alive and self._is_beside:
+            self._kill_each()
+        elif self.is_alive:
             # The kernel ends a namespace's first process only after all others.
             os.kill(self.pid, signal.SIGKILL)
         self._parent.wait()
+
+    def _kill_each(self) -> None:
+        """Kill what runs here one by one, until nothing is left that was started meanwhile."""
+        ours = _namespace(self.pid, "net")
+        assert ours != _namespace(os.getpid(), "net")
+        while left := [pid for pid in psutil.pids() if _namespace(pid, "net") == ours != ""]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
 
 
 def _shell(script: str, where: Callable[[Sequence[str]], Sequence[str]] = list) -> None:
@@ -385,9 +414,10 @@ def _shell(script: str, where: Callable[[Sequence[str]], Sequence[str]] = list) 
         raise ServerUnavailable(f"{script}: {done.stderr.strip()}")
 
 
-def _process_namespace(pid: int) -> str:
+def _namespace(pid: int, kind: str) -> str:
+    """Which namespace a process is in; "" where it has ended."""
     try:
-        return os.readlink(f"/proc/{pid}/ns/pid")
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
     except OSError:
         return ""
 

@@ -9,13 +9,21 @@ Functions and arguments are pickled, so functions are defined at module level. N
 call: ranks and their children are killed, but for those that detached themselves on purpose, as the
 flush agent does; the `memory_root` fixture ends that one. Warnings from dcp_mem are errors in the
 ranks too.
+
+Programs that begin as users' do have an interpreter of their own, and perhaps torchrun:
+
+    run = run_python(*TORCHRUN, script, root, timeout=60)       # its code, and what it printed
+    assert ends(run, r"rank . ends with [0-9a-f]{64}") == undisturbed
 """
 
 import contextlib
 import faulthandler
 import os
 import pickle
+import re
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -35,6 +43,9 @@ Ts = TypeVarTuple("Ts")
 
 TETHER = ("setpriv", "--pdeathsig", "KILL", "--")
 """Put before a command, this has the kernel kill it when its parent ends, however it ends."""
+
+TORCHRUN = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+"""Put before a script, or `-m` and a module, this has `run_python` run it on two ranks."""
 
 _DUMP_STACKS = signal.SIGRTMAX  # Leaves the signals to the tests that jobs and schedulers use.
 _DUMP_SECONDS = 0.5
@@ -334,6 +345,50 @@ class _Process:
             size = output.seek(0, os.SEEK_END)
             output.seek(max(0, size - _OUTPUT_BYTES))
             return output.read().decode(errors="replace")
+
+
+@contextlib.contextmanager
+def running_python(
+    *command: str | Path, env: Mapping[str, str] | None = None
+) -> Iterator["subprocess.Popen[str]"]:
+    """An interpreter while it runs, its errors with its output; ended at the end of the block.
+
+    It gets SIGTERM then: torchrun ends its ranks, which SIGKILL would leave.
+    """
+    with subprocess.Popen(
+        [*TETHER, sys.executable, *command],
+        cwd=REPOSITORY,
+        env={**os.environ, **_environment(2), **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.communicate()  # else a full pipe would hold it up
+
+
+def run_python(
+    *command: str | Path, timeout: float, env: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run an interpreter; how it ended, and in `stdout` what it printed, its errors among that.
+
+    Raises TimeoutExpired, once it was ended.
+    """
+    with running_python(*command, env=env) as process:
+        output, _ = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def ends(run: "subprocess.CompletedProcess[str]", said: str) -> set[str]:
+    """What the two ranks of a run that ended well have said of their end; `said` is a pattern."""
+    assert run.returncode == 0, run.stdout
+    found = set(re.findall(said, run.stdout))
+    assert len(found) == 2, run.stdout
+    return found
 
 
 def _environment(world_size: int | None) -> dict[str, str]:

@@ -1,0 +1,162 @@
+"""The reader by which a follower opens checkpoints, holds them, and loads them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from dcp_mem.comm.dcp_call import DcpCall
+from dcp_mem.common.log import log
+from dcp_mem.errors import DcpMemError
+from dcp_mem.functional import load_or_raise_cause
+from dcp_mem.loading.load_attempt import LoadAttempt
+from dcp_mem.loading.open import OpenCheckpoint
+from dcp_mem.loading.request import Eligible, Places
+from dcp_mem.loading.sources.memory import MemorySource
+from dcp_mem.loading.watch import StorageWatch
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.links import LinkedCheckpoint
+from dcp_mem.planning.tensor_choice import TensorChoice
+from dcp_mem.reader import MemoryStorageReader, RecoveryReport
+from dcp_mem.storage import Storage
+from dcp_mem.storage.routes import open_storage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """An open checkpoint, until it is loaded or let go of.
+
+    Attributes:
+        load: What has opened it.
+        opened: What is open.
+        links: Its files in this node's memory; None where there are none, or they are leased.
+    """
+
+    load: LoadAttempt
+    opened: OpenCheckpoint
+    links: LinkedCheckpoint | None
+
+
+class HoldingReader(MemoryStorageReader):
+    """A reader that holds what a follower has opened, and keeps its view of memory and storage.
+
+    Attributes:
+        watch: What storage has.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None,
+        process_group: dist.ProcessGroup | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Check the arguments; nothing is looked at yet.
+
+        Args:
+            root: As for `follow`.
+            process_group: As for `follow`.
+            options: Further arguments of the reader.
+        """
+        super().__init__(root, process_group=process_group, record=False, **options)
+        self._memory: JobMemory | None = None
+        self._storage: Storage | None = None
+        if self.settings.url is not None:
+            self._storage = open_storage(self.settings.url, self.settings.storage_options)
+        self.watch = StorageWatch(self._storage)
+        self._links: LinkedCheckpoint | None = None
+
+    def memory(self) -> JobMemory | None:
+        """Return the job's memory on this node; None where it has none, and none is made."""
+        chosen = self.settings
+        slots = os.path.join(chosen.memory_root, chosen.job, ".slots")
+        if not os.path.isdir(slots):
+            self._memory = None
+        elif self._memory is None:
+            self._memory = JobMemory(chosen.memory_root, chosen.job)
+        return self._memory
+
+    def _places(self) -> Places:
+        return Places(self.memory(), self._storage, self.settings.job)
+
+    def attempt(self, call: DcpCall, eligible: Eligible) -> LoadAttempt:
+        """Return a load that is about to begin.
+
+        Args:
+            call: The ranks that load.
+            eligible: Returns the candidates that will do.
+        """
+        self._is_coordinator = call.rank == 0
+        request = replace(self._request(call, time.monotonic(), True), eligible=eligible)
+        return LoadAttempt(request, self.watch)
+
+    def hold(self, load: LoadAttempt, opened: OpenCheckpoint) -> None:
+        """Keep an open checkpoint, for the next load or until `close`.
+
+        Its files in this node's memory are linked, so that no save has to wait for this process.
+
+        Args:
+            load: Has opened it.
+            opened: What it has opened.
+        """
+        self.close()
+        self._load, self._opened = load, opened
+        source = next((one for one in opened.sources if isinstance(one, MemorySource)), None)
+        if source is None or load.memory is None:
+            return
+        try:
+            self._links = load.memory.link(source.checkpoint, source.files)
+            damaged = load.damaged_ranks(source.checkpoint)
+            linked = MemorySource(self._links.local, load.memory.node, damaged)
+        except (OSError, DcpMemError) as error:
+            log.info("%s stays leased: its files can't be linked: %s", opened.choice.name, error)
+            self._end_links()
+            return
+        sources = tuple(linked if one is source else one for one in opened.sources)
+        self._opened = replace(opened, sources=sources)
+        source.close()
+
+    @property
+    def held(self) -> Held | None:
+        """The checkpoint that is held; None where there is none."""
+        load, opened = self._load, self._opened
+        return None if load is None or opened is None else Held(load, opened, self._links)
+
+    def load_held(
+        self, state_dict: dict[str, Any], weights_only: bool, skip: TensorChoice | None
+    ) -> RecoveryReport:
+        """Load what is held, and let go of it, however that ends.
+
+        Args:
+            state_dict: As for `dcp_mem.load`.
+            weights_only: As for `dcp_mem.load`.
+            skip: As for `dcp_mem.load`.
+        """
+        try:
+            load_or_raise_cause(
+                state_dict, storage_reader=self, weights_only=weights_only, skip=skip
+            )
+        finally:
+            self.close()
+        return self.report()
+
+    def _open(self, *_: object, weights_only: bool) -> tuple[LoadAttempt, OpenCheckpoint]:
+        """Return what is held, in the place of a checkpoint that is searched for."""
+        assert self.held is not None
+        load, opened = self.held.load, self.held.opened
+        load.request = replace(load.request, started=time.monotonic(), weights_only=weights_only)
+        return load, opened
+
+    def close(self) -> None:
+        """Let go of the open checkpoint. Closing twice is fine."""
+        super().close()
+        self._end_links()
+
+    def _end_links(self) -> None:
+        links, self._links = self._links, None
+        if links is not None:
+            links.close()

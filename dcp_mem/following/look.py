@@ -1,0 +1,245 @@
+"""What a follower's ranks see of a run, and what they do next."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from dcp_mem.comm import Ranks
+from dcp_mem.comm.agreement import from_all_ranks, known_to_all
+from dcp_mem.common.log import log
+from dcp_mem.errors import (
+    ConfigError,
+    DcpMemError,
+    MemoryRootRefused,
+    MemoryUnavailable,
+    StorageRefused,
+    StorageUnavailable,
+    WaitTimeout,
+)
+from dcp_mem.following.hold import HoldingReader
+from dcp_mem.memory.job import jobs_in
+from dcp_mem.memory.locks import job_is_live, run_in
+from dcp_mem.policy.order import Place
+
+_LOOK_AGAIN_SECONDS = 10.0
+"""Pause after which checkpoints are surveyed though nothing seems to have changed."""
+_COMPLAIN_SECONDS = 10.0
+"""Time after which it is said that there is nothing to follow so far."""
+
+
+class Verdict(Enum):
+    """What the ranks do after a look."""
+
+    WAIT = "wait"
+    TAKE = "take"  # there may be something new
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What one rank has seen.
+
+    Attributes:
+        is_news: Whether its node's memory has something else than at the last survey.
+        is_stopped: Whether it was told to stop.
+        run: Token of the run that saves, or has saved, on its node; None where there is none.
+        has_ended: Whether that run has ended.
+    """
+
+    is_news: bool
+    is_stopped: bool
+    run: str | None = None
+    has_ended: bool = False
+
+
+class Complaints:
+    """Warnings of a follower, each logged once."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._made: set[str] = set()
+
+    def make(self, text: str, about: str = "") -> None:
+        """Log a warning, unless one about the same has been logged before.
+
+        Args:
+            text: For people.
+            about: What it is about; "" for a warning that differs from others by its text.
+        """
+        if (about or text) not in self._made:
+            self._made.add(about or text)
+            log.warning("%s", text)
+
+
+class Lookout:
+    """Looks at memory on every rank and at storage on rank 0, and decides for all ranks."""
+
+    def __init__(
+        self,
+        reader: HoldingReader,
+        complaints: Complaints,
+        *,
+        only_durable: bool,
+        until_ended: bool,
+        timeout: float | None,
+    ) -> None:
+        """Take the follower's arguments; nothing is looked at yet.
+
+        Args:
+            reader: Knows memory and storage.
+            complaints: Says what is wrong, once.
+            only_durable: As for `follow`.
+            until_ended: As for `follow`.
+            timeout: As for `follow`.
+        """
+        self._reader, self._complaints = reader, complaints
+        self._only_durable, self._until_ended, self._timeout = only_durable, until_ended, timeout
+        self._memory_seen: object = None
+        self._surveyed_at = 0.0
+        self._ended_since: float | None = None
+
+    def look_together(
+        self, ranks: Ranks, *, begun: float, last: Place | None, is_stopped: bool
+    ) -> Verdict:
+        """Look, and return what all ranks do next; one gather, one broadcast.
+
+        Args:
+            ranks: The ranks that follow together.
+            begun: Since when they wait, by `time.monotonic`.
+            last: Place of the checkpoint that was taken last; None for none so far.
+            is_stopped: Whether this rank was told to stop.
+
+        Raises:
+            ConfigError: The job in memory has another root.
+            MemoryRootRefused: The memory root is another user's, or isn't safe.
+            StorageRefused: Storage can't be read, and nothing else is known of the run.
+            WaitTimeout: The time is over, and there was no checkpoint at all.
+            RankFailed: Another rank has failed.
+        """
+        verdict = from_all_ranks(
+            ranks,
+            f"following {self._reader.settings.job}",
+            lambda: self._look(is_stopped),
+            lambda looks: self._decide(looks, begun, last),
+        )
+        if isinstance(verdict, DcpMemError):
+            raise known_to_all(verdict)
+        return verdict
+
+    # -- on every rank -----------------------------------------------------------------------------
+
+    def _look(self, is_stopped: bool) -> _Look:
+        """Look at this node's memory. Nothing is leased: saves must not mistake this for a load."""
+        memory = self._reader.memory()
+        if memory is None:
+            return _Look(self._has_changed(frozenset()), is_stopped)
+        run = run_in(memory.directory)
+        self._refuse_another_root(run.url)
+        is_live = job_is_live(memory.directory)
+        found = memory.checkpoints()
+        is_pending = any(one.pending for one in found)
+        seen = frozenset(
+            (one.name, one.manifest.save_id, one.rejected, one.replication.outcome, one.pending)
+            for one in found
+        )
+        return _Look(
+            is_news=self._has_changed(seen),
+            is_stopped=is_stopped,
+            run=run.token,
+            has_ended=run.has_ended and not is_live and not is_pending,
+        )
+
+    def _has_changed(self, seen: object) -> bool:
+        is_due = time.monotonic() - self._surveyed_at > _LOOK_AGAIN_SECONDS
+        if seen == self._memory_seen and not is_due:
+            return False
+        self._memory_seen, self._surveyed_at = seen, time.monotonic()
+        return True
+
+    def _refuse_another_root(self, url: str) -> None:
+        chosen = self._reader.settings
+        if chosen.url is None or not url or _is_same_place(url, chosen.url):
+            return
+        raise ConfigError(
+            f"job {chosen.job!r} in {chosen.memory_root} is that of {url}, not of {chosen.url}: "
+            "give the job= or the root of the run that you mean, or another memory_root="
+        )
+
+    # -- on rank 0 ---------------------------------------------------------------------------------
+
+    def _decide(
+        self, looks: Sequence[_Look], begun: float, last: Place | None
+    ) -> Verdict | DcpMemError:
+        """Look at storage, and decide for all ranks."""
+        watch = self._reader.watch
+        is_news = watch.look() or any(look.is_news for look in looks)
+        if any(look.is_stopped for look in looks):
+            return Verdict.END
+        is_hopeless = isinstance(watch.error, StorageRefused) and not watch.seen_at
+        if is_hopeless and all(look.run is None for look in looks):
+            assert isinstance(watch.error, StorageRefused)
+            return watch.error
+        if watch.error is not None:
+            self._complaints.make(
+                f"{watch.error}; following what memory has until storage answers again",
+                about=type(watch.error).__name__,
+            )
+        has_ended = self._until_ended and self._has_ended(looks, last)
+        if is_news:
+            return Verdict.TAKE
+        if has_ended:
+            return Verdict.END
+        waited = time.monotonic() - begun
+        if self._timeout is not None and waited >= self._timeout:
+            if last is None:
+                return WaitTimeout(f"after {self._timeout:g} s there is {self._nothing()}")
+            log.info("no newer checkpoint within %g s", self._timeout)
+            return Verdict.END
+        if last is None and waited >= _COMPLAIN_SECONDS:
+            self._complaints.make(f"there is {self._nothing()}; waiting for it")
+        return Verdict.WAIT
+
+    def _has_ended(self, looks: Sequence[_Look], last: Place | None) -> bool:
+        """Tell whether the run has ended, and everything of it was there to be seen."""
+        known = [look for look in looks if look.run is not None]
+        # An earlier run may have left memory on this node, and this one runs elsewhere.
+        last_run = "" if last is None else last.run
+        is_of_run = not last_run or any(look.run == last_run for look in known)
+        if not known or not all(look.has_ended for look in known) or not is_of_run:
+            self._ended_since = None
+            return False
+        if self._ended_since is None:
+            self._ended_since = time.monotonic()
+        watch = self._reader.watch
+        if self._reader.settings.url is None or watch.seen_at > self._ended_since:
+            return True
+        # Memory had its last checkpoint. One that storage alone will do for is waited for, unless
+        # storage can't be read at all.
+        may_answer = isinstance(watch.error, StorageUnavailable)
+        return watch.error is not None and not (self._only_durable and may_answer)
+
+    def _nothing(self) -> str:
+        """Return what to say as long as there is nothing to follow."""
+        chosen = self._reader.settings
+        try:
+            others = jobs_in(chosen.memory_root)
+        except (MemoryRootRefused, MemoryUnavailable):
+            others = []
+        there = f" (jobs there: {', '.join(others[:8])})" if others else ""
+        where = f"{chosen.memory_root} for job {chosen.job}{there}"
+        storage = f", nor in {chosen.url}" if chosen.url is not None else ""
+        kind = "durable checkpoint" if self._only_durable else "checkpoint"
+        return (
+            f"no {kind} that can be taken in {where}{storage}. Path, job= and memory_root= must be "
+            "those that the run's writer was given"
+        )
+
+
+def _is_same_place(one: str, other: str) -> bool:
+    if one.startswith("/") and other.startswith("/"):
+        return os.path.realpath(one) == os.path.realpath(other)
+    return one == other
