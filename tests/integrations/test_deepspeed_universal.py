@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,7 @@ def _train_on(place: str, seed: int, steps: int, *, shared: bool, is_killed: boo
     from dcp_mem.integrations.deepspeed import use_memory
 
     losses: Losses = {}
+    assert tempfile.gettempdir() == place  # where nothing may be left in the end
     for name, (stage, is_bf16) in _CASES.items():
         engine = _engine(stage, is_bf16, seed)
         load_dir = f"{place}/names-{name[0]}-{dist.get_world_size()}"
@@ -203,7 +205,9 @@ def test_what_zero_saved_on_two_ranks_is_trained_on_by_four_and_then_by_one(
     undisturbed = run_ranks(_undisturbed, 2, env=env, timeout=120)[0]
     run_ranks(_first, 2, place, env=env, expect_signal=signal.SIGKILL, timeout=120)
     grown = run_ranks(_grown, 4, place, env=env, timeout=240)[0]
-    for of_job in memory_root.glob("storage-*"):  # the last ones load from storage
+    jobs = list(memory_root.glob("storage-?-????????"))
+    assert len(jobs) == len(_CASES)
+    for of_job in jobs:  # the last ones load from storage
         shutil.rmtree(of_job)
         left = (
             tmp_path / "shared" / f"dcp_mem-universal-{of_job.name}" / "files" / "of a killed load"
