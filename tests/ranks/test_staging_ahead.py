@@ -269,19 +269,29 @@ def test_the_writer_is_a_stager_in_every_spelling(memory_job: Job) -> None:
 def _counted_copies() -> Iterator[list[tuple[str, int]]]:
     """Who copies how much: (thread, bytes), and ("torch", 0) for torch's stager."""
     seen: list[tuple[str, int]] = []
-    real_copy, real_copied = copying.copy, ahead.copied
+    real_copied = ahead.copied
 
-    def counted(moves: Any) -> None:
-        nbytes = sum(move[2] for move in moves)
+    def note(nbytes: int) -> None:
         if nbytes:
             seen.append((threading.current_thread().name, nbytes))
-        real_copy(moves)
+
+    def copy(moves: Any) -> None:
+        note(sum(move[2] for move in moves))
+        copying.copy(moves)
+
+    def copy_many(destination: Any, source: Any, nbytes: Any) -> None:
+        note(int(nbytes.sum()))
+        copying.copy_many(destination, source, nbytes)
 
     def copied(*args: Any, **options: Any) -> Any:
         seen.append(("torch", 0))
         return real_copied(*args, **options)
 
-    with patch.object(stage_module, "copy", counted), patch.object(saver_module, "copied", copied):
+    with (
+        patch.object(stage_module, "copy", copy),
+        patch.object(stage_module, "copy_many", copy_many),
+        patch.object(saver_module, "copied", copied),
+    ):
         yield seen
 
 

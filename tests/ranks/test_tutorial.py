@@ -15,7 +15,9 @@ from tests.support.processes.launch import TETHER
 _BLOCK = re.compile(r"```(bash|python|text)\n(.*?)```", re.DOTALL)
 _INSTALL = "pip install dcp_mem\n"
 _SECONDS = 120
-_CHANGING = re.compile(r"\d+ s|loss.\d+\.\d+|[\d.]+ [KM]iB")
+_AGENT_SECONDS = 300
+"""For the agent, which leaves the processor to everybody else."""
+_CHANGING = re.compile(r"\d+ (?:s|min)|loss.\d+\.\d+|[\d.]+ [KM]iB")
 """Ages, losses and sizes differ from machine to machine."""
 
 
@@ -35,9 +37,9 @@ def test_the_tutorials_commands_print_what_it_shows(memory_root: Path, tmp_path:
             printed = _run(command, memory_root, tmp_path)
             losses += re.findall(r"step 99, loss ([\d.]+)", printed)
         elif kind == "text":
-            deadline = time.monotonic() + _SECONDS
+            deadline = time.monotonic() + _AGENT_SECONDS
             while command.startswith("dcp-mem ls") and _lines(text) != _lines(printed):
-                assert time.monotonic() < deadline, "the agent hasn't flushed step 40"
+                assert time.monotonic() < deadline, _of_agent(memory_root)
                 printed = _run(command, memory_root, tmp_path)
             assert _lines(text) == _lines(printed)
     assert "whole" in printed
@@ -66,6 +68,10 @@ def _run(command: str, memory_root: Path, directory: Path) -> str:
     assert done.returncode in ((0, 137, -9) if "crash" in done.stdout else (0,))
     assert "Warning" not in done.stderr
     return done.stdout
+
+
+def _of_agent(memory_root: Path) -> str:
+    return "step 40 isn't flushed:\n" + (memory_root / ".agent" / "agent.log").read_text()
 
 
 def _lines(text: str) -> list[list[str]]:

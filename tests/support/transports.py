@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,9 +26,9 @@ Act = Callable[[Channel], Any]
 TRANSPORTS: Mapping[str, Callable[[], Transport]] = {"gloo": GlooTransport, "nixl": NixlTransport}
 SIZES = (0, 1, 100, 64 << 10, (64 << 10) + 1, (1 << 20) + 3, 16 << 20, (64 << 20) + 1)
 _LARGE = 4 << 20
-_LONG, _SHORT = 60.0, 1.5
+_LONG, _SHORT = 60.0, 4.0
 """Seconds that a message may wait: so long that a test would fail, and so short that it's done."""
-_AT_ONCE = 15.0
+_AT_ONCE = 20.0
 """Seconds within which a test that doesn't wait for the time-out is through, on a busy machine."""
 
 
@@ -63,6 +64,8 @@ def in_pair(transport: str, seconds: float, own: Rank, peers: Rank, args: Sequen
             try:
                 peers(ends, *args)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         try:
@@ -251,7 +254,7 @@ def _sends_and_stops(ends: Ends, *_: object) -> None:
     """Stand still while the peer reads, and go on once the peer has given up."""
     channel = ends.connect(is_sender=True)
     _meet(channel)
-    messages = [channel.send(_data(1, 16 * _LARGE)), channel.send(bytearray(b"g"))]
+    messages = [channel.send(bytearray(16 * _LARGE)), channel.send(bytearray(b"g"))]
     os.kill(os.getpid(), signal.SIGSTOP)
     for message in messages:
         with suppress(RuntimeError):
@@ -414,7 +417,8 @@ class TransportConformance:
 
     def test_a_sender_that_was_stopped_lives_on_when_its_peer_has_given_up(self) -> None:
         error, code = self.pair(_gives_up, _sends_and_stops, seconds=_SHORT)
-        assert bool(error) != self.reads_stopped_peers
+        # What is read without the sender's help comes, if it said in time that it is there.
+        assert error or self.reads_stopped_peers
         assert code == 0
 
     def test_nothing_is_written_once_a_channel_is_closed(self) -> None:
