@@ -140,6 +140,7 @@ def take(environment: Mapping[str, str]) -> None:
 
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None
     if threads := environment.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     faults.arm(environment.get("DCP_MEM_FAULTS", ""))
