@@ -31,6 +31,8 @@ Losses = dict[str, list[float]]
 class _Model(torch.nn.Module):
     """Sizes that no number of ranks divides, a frozen part, and a buffer that training changes."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(7, 13), torch.nn.Linear(13, 5)
@@ -39,7 +41,8 @@ class _Model(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.seen += 1
-        return self.frozen(self.second(torch.tanh(self.first(inputs)))) + self.seen / 100
+        found: torch.Tensor = self.frozen(self.second(torch.tanh(self.first(inputs))))
+        return found + self.seen / 100
 
 
 def _deepspeed() -> Any:
