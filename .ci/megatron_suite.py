@@ -27,6 +27,7 @@ Prints how many tests of each file have which outcome, as a table, and those who
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import inspect
 import json
@@ -64,6 +65,7 @@ START_SECONDS = 120.0
 FLUSH_SECONDS = 60.0
 LONGEST_REASON = 160
 LOG_CHARACTERS = 3000
+PR_SET_PDEATHSIG = 1
 
 TRANSFORMER_ENGINE = (
     "transformer_engine",
@@ -377,6 +379,7 @@ def be_rank(
     """Run the tests of a file as one of the ranks."""
     try:
         os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         _log_to(place / f"rank{rank}.log")
         # Processes that Megatron spawns would import this script, and torch with it.
         del sys.modules["__main__"].__file__

@@ -11,8 +11,11 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import secrets
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,8 @@ def main(extra: str, root: str, storage_options: dict[str, Any]) -> None:
         subprocess.run([sys.executable, *DEMO], check=True)
     if extra in EXAMPLES:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}
-        os.environ.update({**alone, **meeting, "MASTER_PORT": _free_port()})
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        os.environ.update({**alone, **meeting, "DS_ACCELERATOR": "cpu"})
         sys.argv = [f"{EXAMPLES[extra]}.py", root, "12"]
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
@@ -109,11 +112,13 @@ def _elsewhere() -> str:
 
 
 def _free_port() -> str:
-    import socket
-
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return str(listening.getsockname()[1])
+    """A port that nobody listens on, below those that the kernel gives to connections."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = first_given - 1 - secrets.randbelow(10_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
 
 
 if __name__ == "__main__":

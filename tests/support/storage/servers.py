@@ -372,10 +372,13 @@ def _answers(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, below those that the kernel gives to connections."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = first_given - 1 - secrets.randbelow(10_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((_HOST, port))
+            return port
 
 
 def _tail(log: IO[bytes]) -> str:
