@@ -22,7 +22,10 @@ BEGUN = time.time()
 KILLED, NOTICED, PHASES = (
     "killed",
     "noticed",
-    ("processes", "torch's import", "the library's import", "groups", "model", "load", "step"),
+    (
+        *("processes", "torch's import", "the library's import", "groups", "model"),
+        *("state dict", "load", "state put back", "step"),
+    ),
 )
 """What is noted: the kill, when the survivor's step has failed, and the end of each phase."""
 TORCH, META, NVRX, MEMORY, SAME_PROCESS = (
@@ -143,10 +146,13 @@ def _train(stamps: Stamps, road: Road, life: Life, *, ends: bool) -> bool:
 
     training = ShardedTraining()
     stamps.note(PHASES[4])
-    step = road.load(training.state())
+    state = training.state()
+    stamps.note(PHASES[5])
+    step = road.load(state)
+    stamps.note(PHASES[6])
     if step:
         training.take(step)
-    stamps.note(PHASES[5])
+    stamps.note(PHASES[7])
     while True:
         try:
             training.step()
@@ -155,7 +161,7 @@ def _train(stamps: Stamps, road: Road, life: Life, *, ends: bool) -> bool:
             raise
         step += 1
         if ends:
-            stamps.note(PHASES[6])
+            stamps.note(PHASES[8])
             road.close()
             dist.destroy_process_group()
             return False

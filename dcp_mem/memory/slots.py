@@ -115,7 +115,7 @@ class Slot:
                 self._raise_full(error, wanted)
             self.capacity = wanted
 
-    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write bytes outside the mapped part, for which there is room.
 
         Args:

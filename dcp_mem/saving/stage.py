@@ -46,6 +46,8 @@ from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.values import Agreed, Items, Planned, SaveContext, Staged
 
 _BATCH = 256 << 20
+_GATHERED = 256 << 10
+"""Bytes of small streams that are written with one system call."""
 _NO_DATA = "a tensor on the meta device has no data to save: materialise the module first"
 
 
@@ -434,15 +436,32 @@ def _to_pickle(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _append(slot: Slot, offset: int, streams: Iterator[memoryview]) -> Iterator[tuple[int, int]]:
-    """Write streams one behind the other from `offset` on; yield where each lies."""
+    """Write streams one behind the other from `offset` on; yield where each lies.
+
+    Small ones are gathered: a system call for each takes longer than their bytes.
+    """
+    gathered = bytearray()
     for data in streams:
         # An empty item has a place of its own, too: readers find it by that.
         following = align(offset + max(len(data), 1))
-        slot.reserve(following)
-        slot.write_at(offset, data)
-        slot.write_at(offset + len(data), bytes(following - offset - len(data)))
+        zeros = bytes(following - offset - len(data))
+        if len(gathered) + len(data) > _GATHERED:
+            _write(slot, offset - len(gathered), gathered)
+            gathered = bytearray()
+        if len(data) > _GATHERED:
+            _write(slot, offset, data)
+            _write(slot, offset + len(data), zeros)
+        else:
+            gathered += data
+            gathered += zeros
         yield offset, len(data)
         offset = following
+    _write(slot, offset - len(gathered), gathered)
+
+
+def _write(slot: Slot, offset: int, data: bytes | bytearray | memoryview) -> None:
+    slot.reserve(offset + len(data))
+    slot.write_at(offset, data)
 
 
 def seal(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import random
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dcp_mem
 from dcp_mem.format.byte_items import stream_of
 
 scalars = (
@@ -80,3 +85,39 @@ def test_objects_of_classes_of_ones_own_are_pickled_anew() -> None:
 
     with pytest.raises(AttributeError):  # as torch.save: a local class can't be pickled
         stream_of(Sub(1))
+
+
+def _objects(seed: int) -> dict[str, Any]:
+    """Thousands of small values, and some of several times what is written with one call."""
+    chosen = random.Random(seed)
+    sizes = [*(chosen.randrange(450) for _ in range(2000)), 150 << 10, 127 << 10, 0, 1, 1 << 19]
+    chosen.shuffle(sizes)
+    values = {f"value {number}": chosen.randbytes(size).hex() for number, size in enumerate(sizes)}
+    return {"weight": torch.full((100,), float(seed)), **values}
+
+
+def _segment(memory_root: Path, job: str, name: str) -> bytes:
+    [segment] = memory_root.glob(f"{job}*/{name}/*.distcp")
+    return segment.read_bytes()
+
+
+def test_byte_items_of_any_size_come_back_and_their_segment_is_the_same_in_any_slot(
+    memory_root: Path,
+) -> None:
+    def writer(job: str) -> dcp_mem.MemoryStorageWriter:
+        return dcp_mem.MemoryStorageWriter(
+            None, job=job, memory_root=str(memory_root), keep_memory=1
+        )
+
+    with closing(writer("used")) as used, closing(writer("fresh")) as fresh:
+        for seed in range(4):  # slots are recycled: other bytes were there before
+            dcp_mem.save(_objects(seed), checkpoint_id=f"step-{seed}", storage_writer=used)
+        dcp_mem.save(_objects(3), checkpoint_id="step-3", storage_writer=fresh)
+        # The slots' files go on behind the segments.
+        written = _segment(memory_root, "fresh", "step-3").rstrip(b"\0")
+        assert _segment(memory_root, "used", "step-3").startswith(written)
+    loaded = {name: torch.zeros(100) if name == "weight" else "" for name in _objects(3)}
+    reader = dcp_mem.MemoryStorageReader(None, job="used", memory_root=str(memory_root))
+    dcp_mem.load(loaded, storage_reader=reader)
+    assert loaded.pop("weight").equal(torch.full((100,), 3.0))
+    assert loaded == {name: value for name, value in _objects(3).items() if name != "weight"}

@@ -67,8 +67,9 @@ MOST_SHARE = 0.05
 OURS = ("the library's import", "load")
 
 _PHASE_NOTE = (
-    "model: it is made and sharded; load: the newest checkpoint, verified by dcp_mem; step: the "
-    "first one, which allocates what later ones have"
+    "model: it is made and sharded; state dict, state put back: torch's get_state_dict and "
+    "set_state_dict; load: the newest checkpoint, verified by dcp_mem; step: the first one, which "
+    "allocates what later ones have"
 )
 _PAGE_CACHE_NOTE = "a page cache that is warm; imports from a cold disk take several times as long"
 NOTES = (
@@ -282,6 +283,8 @@ def _started(
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": interface,
+        # As on users' machines: modules are compiled once, when they are first imported.
+        "PYTHONDONTWRITEBYTECODE": "",
         # Else restarted ranks find the addresses of before the restart (torch 2.13).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
