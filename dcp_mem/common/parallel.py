@@ -17,7 +17,8 @@ def in_parallel(
 ) -> Iterator[R]:
     """Yield what `act` returns for each item, in order, working a few items ahead of the caller.
 
-    When the iterator ends, or is closed, no call is under way any more.
+    When the iterator ends, or is closed, no call is under way any more. One item alone is worked on
+    by the caller: starting a thread holds it up for longer than a small item takes.
 
     Args:
         act: Called in several threads at once.
@@ -28,6 +29,9 @@ def in_parallel(
     Raises:
         Exception: What `act` raised first, in the order of the items.
     """
+    if isinstance(work, Sequence) and len(work) == 1:
+        yield act(work[0])
+        return
     with ThreadPoolExecutor(at_once, thread_name_prefix=name) as pool:
         under_way: deque[Future[R]] = deque()
         try:

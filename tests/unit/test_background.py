@@ -17,6 +17,7 @@ import torch
 import dcp_mem
 from dcp_mem import MemoryStorageWriter
 from dcp_mem.common.background import KeptThread, KeptThreads, let_caller_return
+from dcp_mem.common.parallel import in_parallel
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forked
 
@@ -128,3 +129,16 @@ def test_what_is_no_longer_wanted_does_not_begin() -> None:
     assert let_caller_return(unwanted)
     unwanted.set()
     assert not let_caller_return(unwanted)
+
+
+def test_one_item_alone_is_worked_on_by_the_caller() -> None:
+    def failing(item: int) -> int:
+        raise ValueError(item)
+
+    assert list(in_parallel(lambda item: (item, threading.get_ident()), [7])) == [
+        (7, threading.get_ident())
+    ]
+    assert list(in_parallel(lambda item: item, [])) == []
+    assert len({*in_parallel(lambda item: threading.get_ident(), [1, 2])} - {threading.get_ident()})
+    with pytest.raises(ValueError, match="7"):
+        list(in_parallel(failing, [7]))
