@@ -43,10 +43,16 @@ EXTRAS = (
     "opentelemetry",
     "s3",
     "tensorboard",
+    "torch-checkpointing",
+    "torchft",
+    "torchtitan",
     "wandb",
 )
 """Those for users; `bench`, `docs`, `lint`, `release` and `test` are developers'."""
-NOT_INSTALLED = {"nixl": "the gate installs NIXL without what it asks of CUDA"}
+NOT_INSTALLED = {
+    "nixl": "the gate installs NIXL without what it asks of CUDA",
+    "torchtitan": "the gate installs torchtitan without what it asks for",
+}
 IN_THE_WHEEL = {
     "dcp_mem/__init__.py",
     "dcp_mem/demo/as_you_like_it.txt",
