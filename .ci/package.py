@@ -29,7 +29,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 300
+SECONDS = 900
+"""Against hanging: where other work fills both cores, the demo alone takes 300."""
 AT_ONCE = 2
 EXTRAS = (
     "azure",

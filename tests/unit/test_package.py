@@ -64,7 +64,7 @@ def test_the_gate_uses_the_wheel_with_each_of_the_users_extras() -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make isn't installed")
-@pytest.mark.parametrize("target", ["demo", "test", "check", "docs", "package", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "check", "newest", "docs", "package", "bench"])
 def test_make_has_the_usual_commands(target: str) -> None:
     told = ["/usr/bin/env", "make", "--dry-run", "--always-make", target]
     done = subprocess.run(told, cwd=REPOSITORY, check=True, capture_output=True, text=True)
