@@ -156,9 +156,9 @@ def test_the_manager_restores_an_unknown_class_where_it_is_told_to(memory_job: J
 
 
 def _follows_marked(job: Job) -> list[str]:
-    def follow(*state: Any, **options: Any) -> Any:
-        places = {"memory_root": job.memory, "job": job.name, "timeout": 30.0}
-        return iter(dcp_mem.follow(job.url, *state, **places, **options))
+    def follow(state: Any = None, **options: Any) -> Any:
+        places: dict[str, Any] = {"memory_root": job.memory, "job": job.name, "timeout": 30.0}
+        return iter(dcp_mem.follow(job.url, state, **places, **options))
 
     with CheckpointManager(job.url, memory_root=job.memory, job=job.name) as manager:
         manager.save(1, _marked(3))
