@@ -3,7 +3,7 @@
     python packaged.py '{"extra": "s3", "root": "s3://…", "storage_options": {}}'
 
 Without an extra: the demo, the command line, and the example with DCP's calls. With a framework's
-extra its example, and with a tracker's or a store's a run of the manager with that.
+extra its example or a save by it, and with a tracker's or a store's a run of the manager with that.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ def main(extra: str, root: str, storage_options: dict[str, Any]) -> None:
         os.environ.update({**alone, **meeting, "DS_ACCELERATOR": "cpu"})
         sys.argv = [f"{EXAMPLES[extra]}.py", root, "12"]
         runpy.run_path(sys.argv[0], run_name="__main__")
+    elif extra == "torch-checkpointing":
+        _save_by_torch_checkpointing(root)
     else:
+        if extra == "torchft":
+            _heal_by_torchft()
         _train(root, _trackers(extra), storage_options)
     found = dcp_mem.MemoryStorageReader(root, storage_options=storage_options).recoverable()
     assert found, f"{root} has no checkpoint"
@@ -71,6 +75,41 @@ def _train(root: str, trackers: list[Any], storage_options: dict[str, Any]) -> N
         assert manager.restore(state) == 2
         assert manager.report().source == "storage"
         assert state["w"].tolist() == [2.0] * 1000
+
+
+def _save_by_torch_checkpointing(root: str) -> None:
+    import torch
+    from torch_checkpointing.checkpoint_manager import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+
+    from dcp_mem.integrations.torch_checkpointing import in_memory
+
+    places = in_memory(root)
+    manager = CheckpointManager(
+        CheckpointManager.Config(save=SyncCheckpointSaverConfig(), **places)
+    )
+    manager.save("step-1", {"model": {"w": torch.full((1000,), 2.0)}})
+    into = {"model": {"w": torch.zeros(1000)}}
+    manager.load("step-1", into=into)
+    assert into["model"]["w"].tolist() == [2.0] * 1000
+    manager.close()
+    places["storage_config"].flush()
+
+
+def _heal_by_torchft() -> None:
+    from datetime import timedelta
+
+    import torch
+
+    from dcp_mem.integrations.torchft import MemoryCheckpointTransport
+
+    one, other = MemoryCheckpointTransport(), MemoryCheckpointTransport()
+    timeout = timedelta(seconds=60)
+    one.send_checkpoint([1], 3, {"w": torch.full((1000,), 2.0)}, timeout)
+    healed = other.recv_checkpoint(0, one.metadata(), 3, timeout)
+    assert healed["w"].tolist() == [2.0] * 1000
+    one.shutdown()
+    other.shutdown()
 
 
 def _trackers(extra: str) -> list[Any]:

@@ -24,7 +24,9 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Dtypes that tensors can be converted to, and from."""
 _PROGRAM = "dcp_mem.operations.export_process"
 _MOST_BYTES = 8 << 20
-_WEIGHTS = re.compile(r".*\.(safetensors|safetensors\.index\.json|bin|bin\.index\.json|pt|pth)")
+_WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|ckpt|gguf|h5|msgpack|onnx|ot|pt|pth|tflite)(\.index\.json)?"
+)
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 
 Rename = Callable[[str], str | None]

@@ -61,6 +61,9 @@ TITLES = {
     "deepspeed": "DeepSpeed",
     "huggingface": "Hugging Face Trainer",
     "megatron": "Megatron-LM",
+    "torch_checkpointing": "torch_checkpointing",
+    "torchft": "torchft",
+    "torchtitan": "torchtitan",
 }
 
 _API = """# API
@@ -120,9 +123,14 @@ def _api_index() -> str:
     text = [_API]
     for part, sections in _parts().items():
         text.append(f"## [{_title(part)}]({posixpath.basename(_api(part))})\n")
-        for section in sections:
-            names = (f"[`{name}`][{section.prefix}.{name}]" for name in section.names)
-            text.append(f"From `{section.prefix}`: {', '.join(names)}\n")
+        for prefix in dict.fromkeys(section.prefix for section in sections):
+            links = ", ".join(
+                f"[`{name}`][{prefix}.{name}]"
+                for section in sections
+                if section.prefix == prefix
+                for name in section.names
+            )
+            text.append(f"From `{prefix}`: {links}\n")
     return "\n".join(text)
 
 

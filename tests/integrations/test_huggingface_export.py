@@ -634,6 +634,26 @@ def test_what_somebody_else_has_there_is_left_alone(job: Job, tmp_path: Path) ->
 # -- arguments -------------------------------------------------------------------------------------
 
 
+def test_weights_of_any_framework_are_no_files_to_hand_in(tmp_path: Path) -> None:
+    wanted = {"config.json", "tokenizer.json", "tokenizer.model", "vocab.txt", "merges.txt"}
+    weights = {
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "consolidated.00.pth",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "model.onnx",
+        "rust_model.ot",
+        "model.gguf",
+    }
+    for name in wanted | weights:
+        (tmp_path / name).touch()
+    export = HuggingFaceExport("/tmp/out", files=[tmp_path])
+    assert {Path(path).name for path in export.files} == wanted
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [

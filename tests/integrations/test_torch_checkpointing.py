@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -325,6 +326,53 @@ def _unfinished(job: Job) -> None:
 
 def test_only_whole_files_of_the_last_attempt_become_a_checkpoint(memory_job: Job) -> None:
     forked(_unfinished, memory_job)
+
+
+def _two_at_once(job: Job) -> None:
+    storage = _storage(job)
+    first, second = (storage.stream_write(Path(f"step-1/{name}")) for name in "ab")
+    first.write(b"first")
+    for refused in (
+        lambda: second.write(b"second"),
+        second.close,
+        lambda: storage.mkdir(Path("step-1")),
+        lambda: storage.rename(Path("step-1"), Path("step-2")),
+        lambda: storage.complete("step-1"),
+    ):
+        error = raised_by(refused)
+        assert isinstance(error, ConfigError)
+        assert "close the file" in str(error)
+    first.close()
+    second.write(b"second")
+    second.close()
+    storage.complete("step-1")
+    assert storage.read(Path("step-1/a")) == b"first"
+    assert storage.read(Path("step-1/b")) == b"second"
+
+
+def test_two_files_that_a_thread_writes_at_once_are_refused(memory_job: Job) -> None:
+    forked(_two_at_once, memory_job)
+
+
+def _discarded_elsewhere(job: Job) -> None:
+    storage = _storage(job)
+    left = []
+
+    def begin() -> None:
+        left.append(storage.stream_write(Path("step-1/a")))
+        left[0].write(b"half")
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    left.clear()  # discarded in this thread
+    storage.write(Path("step-1/b"), b"whole")
+    storage.complete("step-1")
+    assert _storage(job).ls(Path("step-1")) == ["b"]
+
+
+def test_a_file_that_was_never_closed_holds_up_no_other(memory_job: Job) -> None:
+    forked(_discarded_elsewhere, memory_job)
 
 
 def _refuses(job: Job) -> None:

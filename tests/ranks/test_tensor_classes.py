@@ -155,6 +155,31 @@ def test_the_manager_restores_an_unknown_class_where_it_is_told_to(memory_job: J
     assert "marked isn't loaded" in error
 
 
+def _follows_marked(job: Job) -> list[str]:
+    def follow(state: Any = None, **options: Any) -> Any:
+        places: dict[str, Any] = {"memory_root": job.memory, "job": job.name, "timeout": 30.0}
+        return iter(dcp_mem.follow(job.url, state, **places, **options))
+
+    with CheckpointManager(job.url, memory_root=job.memory, job=job.name) as manager:
+        manager.save(1, _marked(3))
+        held = follow()
+        checkpoint = next(held)
+        refused = [lambda: next(follow(_blank(Marked))), lambda: checkpoint.load(_blank(Marked))]
+        errors = [type(raised_by(load)).__name__ for load in refused]
+        by_follow, by_load = _blank(torch.Tensor), _blank(torch.Tensor)
+        next(follow(by_follow, weights_only=False))
+        held = follow()
+        next(held).load(by_load, weights_only=False)
+        for state in (by_follow, by_load):
+            assert torch.equal(state["marked"], torch.arange(8) + 3)
+    return errors
+
+
+def test_a_follower_loads_an_unknown_class_where_it_is_told_to(memory_job: Job) -> None:
+    (errors,) = forked_ranks(_follows_marked, 1, memory_job)
+    assert errors == [UntrustedObject.__name__] * 2
+
+
 # -- wrappers: classes whose values lie in other tensors -------------------------------------------
 
 

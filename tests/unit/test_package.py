@@ -55,8 +55,16 @@ def test_stable_names_are_in_the_reference() -> None:
     assert [name for name in dcp_mem.__all__ if f"### dcp_mem.{name}\n" not in reference] == []
 
 
+def test_the_gate_uses_the_wheel_with_each_of_the_users_extras() -> None:
+    package = runpy.run_path(str(REPOSITORY / ".ci" / "package.py"))
+    extras = PROJECT.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    named = set(re.findall(r"^([\w-]+) = \[", extras, re.MULTILINE))
+    assert set(package["EXTRAS"]) == named - {"bench", "docs", "lint", "release", "test"}
+    assert set(package["NOT_INSTALLED"]) == {"nixl", "torchtitan"}
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make isn't installed")
-@pytest.mark.parametrize("target", ["demo", "test", "check", "docs", "package", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "check", "newest", "docs", "package", "bench"])
 def test_make_has_the_usual_commands(target: str) -> None:
     told = ["/usr/bin/env", "make", "--dry-run", "--always-make", target]
     done = subprocess.run(told, cwd=REPOSITORY, check=True, capture_output=True, text=True)

@@ -117,7 +117,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         self._settings = config.settings()
         self._writer: MemoryStorageWriter | None = None
         self._pending: dict[str, Streams] = {}
-        self._writing = threading.RLock()
+        self._writing = _OneFile()
         self._opened: dict[str, LeasedFiles] = {}
         self._opening = threading.RLock()
 
@@ -132,14 +132,13 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         """
         name, _ = self._split(path)
         with self._writing:
-            left = self._pending.pop(name, None)
-            if left is not None:
-                left.close()
+            self._discard(name)
 
     def stream_write(self, path: Path) -> io.IOBase:
         """Return a file to write; it counts once it is closed without an error.
 
-        Files are written one after the other: another one waits until this one is closed.
+        Files are written one after the other: a write to another one waits until this one is
+        closed, or raises ConfigError in the thread that has yet to close it.
 
         Args:
             path: Of the file.
@@ -187,8 +186,13 @@ class MemoryStorage(Storage):  # type: ignore[misc]
                     raise ConfigError(f"{src_path} is complete, and keeps its name")
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(src_path))
             moved = self._pending.pop(source)
-            self.mkdir(dst_path)
+            self._discard(target)
             self._pending[target] = moved
+
+    def _discard(self, name: str) -> None:
+        left = self._pending.pop(name, None)
+        if left is not None:
+            left.close()
 
     def complete(self, path: str | os.PathLike[str]) -> None:
         """Make a checkpoint of the files under this name, with all ranks; see `complete`.
@@ -398,6 +402,37 @@ class MemoryStorage(Storage):  # type: ignore[misc]
 def _has_below(known: list[str], directory: str) -> bool:
     prefix = f"{directory}/" if directory else ""
     return any(one.startswith(prefix) for one in known)
+
+
+class _OneFile:
+    """The lock of files that are written: one at a time, from its first byte to its end.
+
+    A thread that waited for its own file would wait for ever. Any thread may release the lock, as
+    a file that nobody has closed may be discarded in another thread than it was written in.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    def acquire(self) -> None:
+        if self._holder == threading.get_ident():
+            raise ConfigError(
+                "close the file that is being written first: files of a rank lie one "
+                "behind the other"
+            )
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def release(self) -> None:
+        self._holder = None
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class _Writing(io.RawIOBase):
