@@ -118,7 +118,7 @@ def test_a_slot_takes_hardly_more_than_its_bytes_and_no_store_into_it_faults(
     assert nbytes <= slot.capacity == present(slot.descriptor) < nbytes + (64 << 10)
     for value in (1, 2):  # staged anew in the slot of an earlier save
         assert slot.mapping is not None
-        data = np.frombuffer(slot.mapping.buffer, np.uint8)
+        data = np.frombuffer(memoryview(slot.mapping.buffer).cast("B"), np.uint8)
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         data[:] = value
         faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
