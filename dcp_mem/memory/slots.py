@@ -25,7 +25,14 @@ from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory.locks import end_lease, in_turn, share, try_lease
 from dcp_mem.memory.mapping import Mapping
 from dcp_mem.memory.recycling import retire
-from dcp_mem.policy.slots import FreeSlot, SlotNeed, capacity_for, is_too_large, preferred
+from dcp_mem.policy.slots import (
+    FreeSlot,
+    SlotNeed,
+    capacity_for,
+    file_size_for,
+    is_too_large,
+    preferred,
+)
 
 _SUFFIX = ".slot"
 _NAMELESS = "a slot without a name"
@@ -85,7 +92,7 @@ class Slot:
         if had and had >= nbytes:
             return
         self.unmap()
-        room = max(self.capacity, capacity_for(max(nbytes, room, 1)))
+        room = max(self.capacity, file_size_for(max(nbytes, room, 1)))
         try:
             if room > self.capacity:
                 os.ftruncate(self.descriptor, room)
@@ -108,7 +115,7 @@ class Slot:
             MemoryBudgetExceeded: There is no room.
         """
         if nbytes > self.capacity:
-            wanted = capacity_for(nbytes)
+            wanted = file_size_for(nbytes)
             try:
                 os.posix_fallocate(self.descriptor, self.capacity, wanted - self.capacity)
             except OSError as error:
@@ -171,7 +178,7 @@ class Slot:
         Args:
             nbytes: Length of the segment to come.
         """
-        wanted = capacity_for(nbytes)
+        wanted = file_size_for(nbytes)
         if os.fstat(self.descriptor).st_size > wanted:
             self.unmap()
             self.frames = ""
@@ -187,14 +194,16 @@ class Slot:
         facts = os.fstat(self.descriptor)
         return facts.st_blocks * 512 >= facts.st_size
 
-    def set_aside(self, nbytes: int) -> None:
-        """Have the file's size tell others that memory for `nbytes` will be taken.
+    def set_aside(self, nbytes: int, room: int) -> None:
+        """Have the file's size tell others that memory will be taken, if `map` will take any.
 
         Args:
-            nbytes: What will be mapped.
+            nbytes: As given to `map`.
+            room: As given to `map`.
         """
-        if os.fstat(self.descriptor).st_size < nbytes:
-            os.ftruncate(self.descriptor, capacity_for(nbytes))
+        is_mapped = self.mapping is not None and self.mapping.nbytes >= nbytes
+        if not is_mapped and os.fstat(self.descriptor).st_size < room:
+            os.ftruncate(self.descriptor, capacity_for(room))
 
     def see_truncation(self) -> None:
         """Forget pages that were cut off meanwhile: a store into them would be SIGBUS."""
@@ -492,7 +501,7 @@ class SlotPool:
                 if not has_room(capacity_for(nbytes)):
                     return
                 slot = self._create()
-                slot.set_aside(nbytes)
+                slot.set_aside(nbytes, nbytes)
             try:
                 slot.map(nbytes, nbytes, wanted)
                 if slot.mapping is not None:

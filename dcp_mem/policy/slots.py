@@ -1,7 +1,7 @@
 """Choose a free slot for a segment, and compute by how much the slot grows.
 
-A slot is a file of whole huge pages. It keeps its size from segment to segment, unless it has
-become far too large.
+A slot's file is hardly longer than its segment: what is left of the last huge page takes plain
+pages. It keeps its size from segment to segment, unless it has become far too large.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 HUGE = 2 << 20
 """Bytes of a huge page."""
+_UNIT = 64 << 10
+"""Slots have sizes of whole units: the largest of Linux's plain pages."""
 _TOO_LARGE = 64 << 20
 
 
@@ -48,8 +50,20 @@ class SlotNeed:
     frames: str = ""
 
 
+def file_size_for(nbytes: int) -> int:
+    """Return the size of a new slot's file for so many bytes.
+
+    Args:
+        nbytes: Length of the segment.
+    """
+    return -(-nbytes // _UNIT) * _UNIT
+
+
 def capacity_for(nbytes: int) -> int:
-    """Return the memory that a slot for so many bytes takes.
+    """Return the most memory that a slot for so many bytes takes: whole huge pages.
+
+    That is what it takes on a tmpfs with `huge=always`, and what is counted before it is there. On
+    others it takes the size of its file.
 
     Args:
         nbytes: Length of the segment.
@@ -89,7 +103,7 @@ def is_too_large(capacity: int, nbytes: int) -> bool:
 
 
 def growth(needs: Sequence[SlotNeed], free: Sequence[FreeSlot]) -> int:
-    """Return by how many bytes slots grow, or come anew, for claims in this order.
+    """Return by how many bytes slots grow, or come anew, for claims in this order, at most.
 
     Args:
         needs: What is claimed.
@@ -103,7 +117,8 @@ def growth(needs: Sequence[SlotNeed], free: Sequence[FreeSlot]) -> int:
             total += capacity
             continue
         left.remove(taken)
-        if not is_too_large(taken.capacity, need.nbytes):
-            capacity = max(capacity, taken.capacity)  # all of it is populated
+        if need.nbytes <= taken.capacity and not is_too_large(taken.capacity, need.nbytes):
+            # It doesn't grow, but all of it is populated.
+            capacity = max(taken.capacity, file_size_for(need.nbytes))
         total += max(0, capacity - taken.present)
     return total

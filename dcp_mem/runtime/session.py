@@ -147,7 +147,7 @@ class Session:
         """
         try:
             slot = self.slots.take(plan.slot_nbytes, "")
-            slot.set_aside(plan.slot_nbytes)
+            slot.set_aside(plan.nbytes, plan.slot_nbytes)
             return slot
         except (DcpMemError, OSError) as error:
             return f"{type(error).__name__}: {error}"

@@ -1,18 +1,42 @@
-"""Storage behind any fsspec URL, through fsspec itself, with bounded memory."""
+"""Storage behind any fsspec URL, through fsspec itself, with bounded memory.
+
+Few of fsspec's file systems copy a file on the server: most of them download and upload it, which
+costs more than sending what lies in memory. So only those that are listed here are asked to copy.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any
 
-from dcp_mem.errors import CheckpointExists, StorageKeyMissing, StorageUnavailable
-from dcp_mem.storage import Entry, Sending, Source, Unfinished, part_count, part_nbytes, scatter
+from dcp_mem.common.log import log
+from dcp_mem.errors import (
+    CheckpointExists,
+    DcpMemError,
+    StorageKeyMissing,
+    StorageUnavailable,
+)
+from dcp_mem.storage import (
+    Copies,
+    Entry,
+    Sending,
+    Source,
+    Unfinished,
+    part_count,
+    part_nbytes,
+    scatter,
+)
 from dcp_mem.storage.file_system import file_system_of
 from dcp_mem.storage.translate import Translator, says, status_of
 
 _BLOCK = 32 << 20
+_LEAST_BLOCK = 5 << 20
+"""s3fs writes no shorter ones."""
 # On these a directory is only a part of a name, and making one may create a bucket whose name is a
 # typing error.
 _WITHOUT_DIRECTORIES = {
@@ -30,6 +54,45 @@ _WITHOUT_DIRECTORIES = {
     "http",
     "https",
 }
+_COPIES_ON_GCS = "DCP_MEM_GCS_COPY"
+"""Variable that allows copies on Google Cloud Storage, which no test has shown."""
+_MOST_FAILED_COPIES = 3
+"""In a row: then the storage isn't asked any more. A store may begin a copy, and keep what it has
+of it as an unfinished upload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCopies:
+    """How a file system has its server copy an object.
+
+    Attributes:
+        digest: The field of `info` that stands for an object's bytes. A copy's must be the same.
+        options: For `cp_file`.
+    """
+
+    digest: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_COPYING = {
+    # Part by part, as the object was put: then a copy has its ETag, an MD5 of all of its parts.
+    "s3fs.core.S3FileSystem": ServerCopies(digest="ETag", options={"preserve_etag": True})
+}
+_COPYING_IF_ASKED = {"gcsfs.core.GCSFileSystem": ServerCopies(digest="md5Hash")}  # `rewriteTo`
+
+
+def server_copies_of(cls: type) -> ServerCopies | None:
+    """Return how a file system has its server copy; None where it isn't known to do so.
+
+    Not listed: adlfs begins a copy, and doesn't wait for its end; SFTP and FTP have none in fsspec;
+    HDFS's, and that of most others, reads and writes.
+
+    Args:
+        cls: Of the file system.
+    """
+    known = {**_COPYING, **(_COPYING_IF_ASKED if os.environ.get(_COPIES_ON_GCS) == "1" else {})}
+    classes = (f"{one.__module__}.{one.__qualname__}" for one in cls.__mro__)
+    return next((known[one] for one in classes if one in known), None)
 
 
 class FsspecStorage:
@@ -47,21 +110,66 @@ class FsspecStorage:
             self._fs, self._root = file_system_of(url, storage_options)
         protocol = self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]
         self._directories = protocol not in _WITHOUT_DIRECTORIES
+        self._copies = server_copies_of(type(self._fs))
+        self._failed_copies = 0
 
     def upload(self, key: str, nbytes: int, source: Source | None = None) -> FsspecUpload:
         path = self._path(key)
         with self._translator.errors():
             self._make_parent(path)
-            stream = self._fs.open(path, "wb", block_size=part_nbytes(nbytes))
-        return FsspecUpload(stream, nbytes, lambda: self._check_size(key, nbytes), self._translator)
 
-    def _check_size(self, key: str, nbytes: int) -> None:
+        def open_stream() -> Any:
+            with self._translator.errors():
+                block_nbytes = max(part_nbytes(nbytes), _LEAST_BLOCK)
+                return self._fs.open(path, "wb", block_size=block_nbytes)
+
+        copy = None
+        if self._copies is not None and source is not None and source.nbytes == nbytes:
+            copy = partial(self._copy, source, key)
+        return FsspecUpload(
+            open_stream, nbytes, partial(self._stored, key, nbytes), self._translator, copy
+        )
+
+    def _stored(self, key: str, nbytes: int) -> str:
+        """Return the digest of an object that has just been stored; raise if it isn't whole."""
         with self._translator.errors():
-            stored = int(self._fs.info(self._path(key))["size"])
+            facts = self._fs.info(self._path(key))
+        stored = int(facts["size"])
         if stored != nbytes:
             raise StorageUnavailable(
                 self.url, f"{key} has {stored} bytes after an upload of {nbytes}"
             )
+        return self._digest(facts)
+
+    def _digest(self, facts: Mapping[str, Any]) -> str:
+        return "" if self._copies is None else str(facts.get(self._copies.digest) or "")
+
+    def _copy(self, source: Source, key: str) -> str:
+        """Have an object copied; return its digest, or "" where it can't be had that way."""
+        if self._copies is None or not source.etag:
+            return ""
+        path = self._path(source.key)
+        try:
+            with self._translator.errors(source.key):
+                if self._digest(self._fs.info(path)) != source.etag:
+                    return ""
+                self._fs.cp_file(path, self._path(key), **self._copies.options)
+            digest = self._stored(key, source.nbytes)
+        except StorageKeyMissing:
+            return ""
+        except DcpMemError as error:
+            return self._note_failed_copy(str(error))
+        if digest != source.etag:  # where objects are encrypted, it may not be of the bytes alone
+            return self._note_failed_copy(f"a copy of {source.key} has another digest")
+        self._failed_copies = 0
+        return digest
+
+    def _note_failed_copy(self, why: str) -> str:
+        self._failed_copies += 1
+        log.info("%s can't copy, so bytes are sent: %s", self.url, why)
+        if self._failed_copies >= _MOST_FAILED_COPIES:
+            self._copies = None
+        return ""
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         path = self._path(key)
@@ -162,27 +270,50 @@ class FsspecUpload(Sending):
     """An upload through a stream of fsspec's: parts in order; one that breaks off begins again.
 
     Args:
-        stream: Open for writing; the object appears when it is closed.
+        open_stream: Returns a stream to write to; the object appears when it is closed.
         nbytes: Length of the object.
-        check: Called once the stream is closed; raises where the object isn't whole.
+        stored: Called once the stream is closed; raises where the object isn't whole. Returns what
+            stands for its bytes.
         translator: Of the storage's errors.
+        copy: Has all of the source copied, in place of a stream; returns the same, or "" where it
+            has no copy. None: there is nothing to copy.
     """
 
     in_order = True
+    verifies_copies = True
 
     def __init__(
-        self, stream: Any, nbytes: int, check: Callable[[], None], translator: Translator
+        self,
+        open_stream: Callable[[], Any],
+        nbytes: int,
+        stored: Callable[[], str],
+        translator: Translator,
+        copy: Callable[[], str] | None = None,
     ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
+        self.copies = Copies.NOTHING if copy is None else Copies.WHOLE
         self._missing = part_count(nbytes, self.part_nbytes)
-        self._stream, self._check, self._translator = stream, check, translator
-        self._is_open = True
+        self._open_stream, self._stored, self._translator = open_stream, stored, translator
+        self._copy, self._etag = copy, ""
+        self._stream, self._is_open = open_stream(), True
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
+        if not self._is_open:
+            self._stream, self._is_open = self._open_stream(), True
         with self._translator.errors():
             self._stream.write(data)
         self._missing -= 1
         return True
+
+    def copy_whole(self) -> bool:
+        if self._copy is None:
+            return False
+        self.close()  # parts that are put after all need a new stream
+        self._etag = self._copy()
+        return bool(self._etag)
+
+    def etag(self) -> str:
+        return self._etag
 
     def finish(self) -> None:
         if self._missing:
@@ -190,7 +321,7 @@ class FsspecUpload(Sending):
         with self._translator.errors():
             self._stream.close()
         self._is_open = False
-        self._check()
+        self._etag = self._stored()
 
     def close(self) -> None:
         if self._is_open:
@@ -221,8 +352,8 @@ def _entry(facts: Mapping[str, Any]) -> Entry:
 
 
 def _modified(facts: Mapping[str, Any]) -> float:
-    for field in ("LastModified", "last_modified", "mtime", "modified", "updated", "created"):
-        value = facts.get(field)
+    for name in ("LastModified", "last_modified", "mtime", "modified", "updated", "created"):
+        value = facts.get(name)
         if isinstance(value, datetime):
             return value.timestamp()
         if isinstance(value, (int, float)):

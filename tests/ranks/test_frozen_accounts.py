@@ -18,7 +18,7 @@ from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.operations.housekeeping import reclaim
 from dcp_mem.runtime.session import open_session
 from dcp_mem.storage.posix import PosixStorage
-from tests.support.checkpoints.jobs import Job, wait_until
+from tests.support.checkpoints.jobs import Job, wait_for_spare_slots, wait_until
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 
 pytestmark = pytest.mark.timeout(120)
@@ -27,7 +27,9 @@ State = dict[str, torch.Tensor]
 MIB = 1 << 20
 BASE, ADAPTER = 16 * MIB, MIB
 SLOT = 4 * MIB
-"""More than the slot of an adapter takes: slots are of 2 MiB, and have room for a tail."""
+"""The most that the slot of an adapter takes: it has room for a tail."""
+UNIT = 64 << 10
+"""By so much a slot may be longer than what it is for."""
 
 
 def _state() -> State:
@@ -85,6 +87,22 @@ def _save_within(job: Job, nbytes: int, keep: int, changes: tuple[int, ...]) -> 
 def test_a_memory_limit_counts_a_shared_base_once(memory_job: Job) -> None:
     kept = forked(_save_within, memory_job, BASE + 6 * SLOT, 4, ())
     assert kept[-4:] == [4, 4, 4, 4]
+
+
+def _used_with(job: Job, state: State) -> int:
+    with job.writer(frozen="base.*", agent="thread", keep_memory=2, persist=False) as writer:
+        for step in range(1, 5):
+            _save(writer, state, step)
+            wait_for_spare_slots()
+        return JobMemory(job.memory, "job").allocated_bytes()
+
+
+def test_two_checkpoints_take_a_base_once_and_what_trains_three_times(memory_job: Job) -> None:
+    base, trained = BASE + 123 * 4, 5 * ADAPTER + 77 * 4
+    state = {"base.a": torch.zeros(base // 4), "adapter": torch.zeros(trained // 4)}
+    used = forked(_used_with, memory_job, state)
+    tail, small_files = MIB, 256 << 10
+    assert used < base + 3 * (trained + tail) + small_files + 4 * UNIT
 
 
 # -- leases ----------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_preparing_makes_as_many_slots_as_the_memory_limit_has_room_for(
         options = {"keep_memory": 2, "memory_limit": limit}
         found = forked_ranks(_prepared, 2, Job(None, str(small)), options)
     assert watch.most <= limit + BESIDE_THE_JOB
-    assert found == [[12] * 2 * ready] * 2
+    assert found == [[10] * 2 * ready] * 2
 
 
 def test_preparing_for_what_the_memory_limit_has_no_room_for_says_what_to_do(
@@ -193,4 +193,4 @@ def test_preparing_with_frozen_tensors_makes_one_slot_for_them_and_small_ones_fo
 ) -> None:
     job = Job(None, str(memory_root))
     (ready,) = forked_ranks(_prepared, 1, job, {"keep_memory": keep}, "base.*")
-    assert ready == [6] * (keep + 1) + [8]
+    assert ready == [4] * (keep + 1) + [6]

@@ -543,6 +543,8 @@ class Place:
         return found
 
 
+_ONLY_BY_S3FS = {"config_kwargs": {"connector_args": {"keepalive_timeout": 12}}}
+"""Botocore knows no such option: it is aiobotocore's."""
 _UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}
 
 
@@ -551,6 +553,7 @@ _UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}
         "directory",
         "xfs",
         pytest.param("s3", marks=pytest.mark.servers),
+        pytest.param("s3 by fsspec", marks=pytest.mark.servers),
         pytest.param("abfs", marks=pytest.mark.servers),
     ]
 )
@@ -559,6 +562,13 @@ def place(request: pytest.FixtureRequest, memory_root: Path) -> Place:
     if request.param in ("directory", "xfs"):
         job: Job = request.getfixturevalue(f"{request.param}_job")
         return Place(job, job)
+    if request.param == "s3 by fsspec":
+        s3: Way = request.getfixturevalue("s3_way")
+        roots = [
+            replace(root, storage_options={**root.storage_options, **_ONLY_BY_S3FS})
+            for root in (s3.root, s3.direct)
+        ]
+        return Place(*(s3.job(memory_root, root) for root in roots))
     way: Way = request.getfixturevalue(f"{request.param}_way")
     return Place(way.job(memory_root), way.job(memory_root, way.direct))
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("nbytes", [4096, HUGE, 130 * _MIB])
+@pytest.mark.parametrize("nbytes", [4096, HUGE, 9 * _MIB + 4096, 130 * _MIB])
 def test_every_page_is_there_and_what_the_file_held_stays(descriptor: int, nbytes: int) -> None:
     os.ftruncate(descriptor, nbytes)
     held = os.urandom(4096)
@@ -105,6 +106,27 @@ def test_prefaulting_stops_when_it_is_no_longer_wanted_and_loses_nothing(memory_
     slot = pool.claim(192 * _MIB, "")
     assert present(slot.descriptor) == slot.capacity == 192 * _MIB
     assert pool.free_count() == 0
+    pool.close()
+
+
+@pytest.mark.parametrize("nbytes", [1000, 5 * _MIB + 1000, 64 * _MIB - 1, 64 * _MIB + 1])
+def test_a_slot_takes_hardly_more_than_its_bytes_and_no_store_into_it_faults(
+    memory_root: Path, nbytes: int, kernel: str
+) -> None:
+    pool = SlotPool(str(memory_root))
+    slot = pool.claim(nbytes, "")
+    assert nbytes <= slot.capacity == present(slot.descriptor) < nbytes + (64 << 10)
+    for value in (1, 2):  # staged anew in the slot of an earlier save
+        assert slot.mapping is not None
+        data = np.frombuffer(memoryview(slot.mapping.buffer).cast("B"), np.uint8)
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        data[:] = value
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        assert faults < 10 or (value == 1 and kernel == "an old kernel")
+        pool.share(slot)
+        assert pool.claim(nbytes, "") is slot
+    assert present(slot.descriptor) == slot.capacity
+    del data
     pool.close()
 
 
