@@ -63,8 +63,10 @@ def raise_if_full(error: OSError, path: str, nbytes: int = 1) -> None:
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = free_bytes(os.path.dirname(path))
-        # With no inode left there may be bytes.
-        raise MemoryBudgetExceeded(max(nbytes, free + 1), free, f"no space for {path}") from None
+        what = f"no space for {path}"
+        if free >= nbytes:
+            what += ", though bytes are free: its inodes or a quota are used up"
+        raise MemoryBudgetExceeded(max(nbytes, free + 1), free, what) from None
 
 
 def swap_names(one: str, other: str) -> None:
