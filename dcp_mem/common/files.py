@@ -69,6 +69,43 @@ def raise_if_full(error: OSError, path: str, nbytes: int = 1) -> None:
         raise MemoryBudgetExceeded(max(nbytes, free + 1), free, what) from None
 
 
+def create(path: str, *, flags: int = 0) -> int:
+    """Open a private file (0600) for reading and writing, made where it is missing.
+
+    Args:
+        path: The file.
+        flags: Further ones of `os.open`.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        MemoryBudgetExceeded: The file system is full.
+    """
+    try:
+        return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    except OSError as error:
+        raise_if_full(error, path)
+        raise
+
+
+def link(path: str, name: str) -> None:
+    """Give a file one more name.
+
+    Args:
+        path: The file.
+        name: The new path.
+
+    Raises:
+        MemoryBudgetExceeded: The file system is full.
+    """
+    try:
+        os.link(path, name)
+    except OSError as error:
+        raise_if_full(error, name)
+        raise
+
+
 def swap_names(one: str, other: str) -> None:
     """Swap the names of two files in one step, so that neither is ever missing.
 

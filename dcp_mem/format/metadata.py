@@ -7,7 +7,7 @@ import io
 import pathlib
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, cast
 
@@ -144,7 +144,9 @@ def refuse_contradictions(metadata: Metadata) -> None:
     Raises:
         ValueError: A field isn't of its type, or a chunk lies outside of its tensor.
     """
-    entries, places = metadata.state_dict_metadata, metadata.storage_data
+    # Whatever torch's annotations say, a pickle may hold anything here.
+    entries: Any = metadata.state_dict_metadata
+    places: Any = metadata.storage_data
     if not isinstance(entries, Mapping) or not isinstance(places, Mapping):
         raise ValueError("it lacks the entries, or where they lie")
     if not all(
@@ -159,7 +161,7 @@ def refuse_contradictions(metadata: Metadata) -> None:
             raise ValueError(f"{name!r} is neither a tensor nor a byte item")
 
 
-def _refuse_outside(name: str, tensor: TensorStorageMetadata) -> None:
+def _refuse_outside(name: Any, tensor: Any) -> None:
     """Raise ValueError where a tensor is none, or where a chunk of it lies outside of it."""
     known = isinstance(tensor.properties, TensorProperties) and isinstance(tensor.chunks, list)
     if not isinstance(name, str) or not known or not _are_lengths(tensor.size):
@@ -180,7 +182,7 @@ def _refuse_outside(name: str, tensor: TensorStorageMetadata) -> None:
             raise ValueError(f"a chunk of {name!r} lies outside of it")
 
 
-def _are_lengths(size: Sequence[int]) -> bool:
+def _are_lengths(size: Any) -> bool:
     return isinstance(size, torch.Size) and all(length >= 0 for length in size)
 
 

@@ -308,7 +308,7 @@ def _refuse_gaps(opened: OpenCheckpoint, plan: LoadPlan, planner: LoadPlanner) -
     for request in plan.items:
         found[request.dest_index.fqn] += prod(request.lengths)
     for name, saved in opened.metadata.state_dict_metadata.items():
-        tensor = planner.state_dict.get(name)
+        tensor: Any = planner.state_dict.get(name)
         if not isinstance(saved, TensorStorageMetadata) or not hasattr(tensor, "size"):
             continue
         held = sum(prod(chunk.sizes) for chunk in saved.chunks)

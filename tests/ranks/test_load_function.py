@@ -607,19 +607,15 @@ def _loads_what_one_rank_saved(own: Job, by_torch: bool) -> None:
         with own.writer(agent="thread") as writer:
             dcp_mem.save(saved, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
     dist.barrier()
-    for load in (dcp.load, dcp_mem.load):
+    for road in (dcp.load, dcp_mem.load):
         part = {"w": _sharded(torch.full((8,), -1.0))}
-        lack = raised_by(
-            lambda load=load, part=part: load(part, storage_reader=own.reader(), no_dist=True)
-        )
+        lack = raised_by(partial(road, part, storage_reader=own.reader(), no_dist=True))
         if dist.get_rank() == 0:
             assert (lack, part["w"].to_local().tolist()) == (None, [0.0, 1.0, 2.0, 3.0])
         else:
             assert "it has 0 of the 4 elements of w that are wanted" in str(lack)
         whole = {"w": torch.full((8,), -1.0)}
-        lack = raised_by(
-            lambda load=load, whole=whole: load(whole, storage_reader=own.reader(), no_dist=True)
-        )
+        lack = raised_by(partial(road, whole, storage_reader=own.reader(), no_dist=True))
         assert "it has 4 of the 8 elements of w that are wanted" in str(lack)
     dist.barrier()
 
