@@ -85,7 +85,7 @@ def _show(screen: Screen, checkpoint: CheckpointStatus, inside: Contents, most: 
         ["name", Text(checkpoint.name, "bold")],
         ["save id", checkpoint.save_id or "none: written by torch"],
         ["state", state(checkpoint)],
-        ["problem", Text(shown(checkpoint.problem), "red")],
+        ["problem", Text(shown(checkpoint.problem or checkpoint.error), "red")],
         ["rejected", Text(shown(checkpoint.rejected), "yellow")],
         ["created", f"{moment(checkpoint.created)} ({age(checkpoint.created)} ago)"],
         ["step", "" if checkpoint.step is None else str(checkpoint.step)],

@@ -63,8 +63,47 @@ def raise_if_full(error: OSError, path: str, nbytes: int = 1) -> None:
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = free_bytes(os.path.dirname(path))
-        # With no inode left there may be bytes.
-        raise MemoryBudgetExceeded(max(nbytes, free + 1), free, f"no space for {path}") from None
+        what = f"no space for {path}"
+        if free >= nbytes:
+            what += ", though bytes are free: its inodes or a quota are used up"
+        raise MemoryBudgetExceeded(max(nbytes, free + 1), free, what) from None
+
+
+def create(path: str, *, flags: int = 0) -> int:
+    """Open a private file (0600) for reading and writing, made where it is missing.
+
+    Args:
+        path: The file.
+        flags: Further ones of `os.open`.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        MemoryBudgetExceeded: The file system is full.
+    """
+    try:
+        return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    except OSError as error:
+        raise_if_full(error, path)
+        raise
+
+
+def link(path: str, name: str) -> None:
+    """Give a file one more name.
+
+    Args:
+        path: The file.
+        name: The new path.
+
+    Raises:
+        MemoryBudgetExceeded: The file system is full.
+    """
+    try:
+        os.link(path, name)
+    except OSError as error:
+        raise_if_full(error, name)
+        raise
 
 
 def swap_names(one: str, other: str) -> None:

@@ -160,7 +160,8 @@ class CheckpointStatus:
         stage_seconds: How long the save took until the checkpoint was complete.
         flush_seconds: How long all flush attempts took, without the pauses between them.
         flush_attempts: Attempts that have ended.
-        error: Why the last attempt failed, or why the checkpoint was skipped.
+        error: Why the last attempt failed, or why the checkpoint was skipped; or that storage had
+            it, and has it no more.
         flush_stage: "segments", "commit", "waiting" (for other nodes), or "" if no flush runs.
         flush_again: When a failed flush is tried again, in seconds since the epoch; 0.0 if it is
             being tried, or nothing failed.

@@ -563,19 +563,21 @@ def _parse(kind: str, data: bytes) -> dict[str, Any]:
         document = json.loads(head + b"}")
         version, form, crc = document["version"], document["format"], document["crc"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ManifestInvalid(f"not a {kind} manifest of dcp_mem: {error}") from None
+        raise ManifestInvalid(f"no record of dcp_mem's ({kind}): {error}") from None
     if form != f"dcp_mem/{kind}" or version != VERSION:
         raise ManifestInvalid(
             f"{form} version {version} is not {kind} version {VERSION}: use a newer dcp_mem"
         )
     if body[-1:] != b"}" or zlib.crc32(body[:-1]) != crc:
-        raise ManifestInvalid(f"a {kind} manifest is damaged (checksum)")
+        raise ManifestInvalid(f"a record of dcp_mem's ({kind}) is damaged (checksum)")
     try:
         found = json.loads(body[:-1])
     except (ValueError, RecursionError) as error:
-        raise ManifestInvalid(f"a {kind} manifest is damaged: {error}") from None
+        raise ManifestInvalid(f"a record of dcp_mem's ({kind}) is damaged: {error}") from None
     if not isinstance(found, dict):
-        raise ManifestInvalid(f"a {kind} manifest is damaged: it holds a {type(found).__name__}")
+        raise ManifestInvalid(
+            f"a record of dcp_mem's ({kind}) is damaged: it holds a {type(found).__name__}"
+        )
     return found
 
 

@@ -15,7 +15,14 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from dcp_mem.errors import UntrustedMetadata
 from dcp_mem.format.names import DCP_VERSION
@@ -126,6 +133,57 @@ def read_metadata(data: bytes) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise UntrustedMetadata(f"a {type(metadata).__name__} in place of DCP metadata")
     return metadata
+
+
+def refuse_contradictions(metadata: Metadata) -> None:
+    """Make sure that metadata is made as torch's own writers make it.
+
+    Args:
+        metadata: As `read_metadata` returns it: of admitted classes, which may hold anything.
+
+    Raises:
+        ValueError: A field isn't of its type, or a chunk lies outside of its tensor.
+    """
+    # Whatever torch's annotations say, a pickle may hold anything here.
+    entries: Any = metadata.state_dict_metadata
+    places: Any = metadata.storage_data
+    if not isinstance(entries, Mapping) or not isinstance(places, Mapping):
+        raise ValueError("it lacks the entries, or where they lie")
+    if not all(
+        isinstance(one, StorageInfo) and isinstance(one.relative_path, str)
+        for one in places.values()
+    ):
+        raise ValueError("it doesn't say where an item lies")
+    for name, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata):
+            _refuse_outside(name, entry)
+        elif not isinstance(name, str) or not isinstance(entry, BytesStorageMetadata):
+            raise ValueError(f"{name!r} is neither a tensor nor a byte item")
+
+
+def _refuse_outside(name: Any, tensor: Any) -> None:
+    """Raise ValueError where a tensor is none, or where a chunk of it lies outside of it."""
+    known = isinstance(tensor.properties, TensorProperties) and isinstance(tensor.chunks, list)
+    if not isinstance(name, str) or not known or not _are_lengths(tensor.size):
+        raise ValueError(f"{name!r} lacks what a tensor has")
+    for chunk in tensor.chunks:
+        if not (
+            isinstance(chunk, ChunkStorageMetadata)
+            and _are_lengths(chunk.offsets)
+            and _are_lengths(chunk.sizes)
+            and len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
+            and all(
+                offset + length <= most
+                for offset, length, most in zip(
+                    chunk.offsets, chunk.sizes, tensor.size, strict=True
+                )
+            )
+        ):
+            raise ValueError(f"a chunk of {name!r} lies outside of it")
+
+
+def _are_lengths(size: Any) -> bool:
+    return isinstance(size, torch.Size) and all(length >= 0 for length in size)
 
 
 def _mutable() -> list[Any]:

@@ -6,13 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
 
 from dcp_mem.common.log import log
+from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.errors import SegmentCorrupt, UntrustedMetadata
 from dcp_mem.format import names
 from dcp_mem.format.sizes import refuse_beyond_file
@@ -95,6 +100,7 @@ class _Reading:
         """Return all items of the plan, one by one."""
         if isinstance(self.plan, Reads):
             return self.plan.everything()
+        _refuse_gaps(self.opened, self.plan, self.planner)
         return list(_items_of(self.opened, self.plan))
 
 
@@ -291,17 +297,54 @@ def _prepared(
 # -- what torch's plans say ------------------------------------------------------------------------
 
 
+def _refuse_gaps(opened: OpenCheckpoint, plan: LoadPlan, planner: LoadPlanner) -> None:
+    """Raise SegmentCorrupt where the checkpoint lacks a part of a tensor that is to be loaded.
+
+    Torch leaves such a part as it was. Tensors of another size are the planner's own business.
+    """
+    if not isinstance(planner, DefaultLoadPlanner):
+        return
+    found: Counter[str] = Counter()
+    for request in plan.items:
+        found[request.dest_index.fqn] += prod(request.lengths)
+    for name, saved in opened.metadata.state_dict_metadata.items():
+        tensor: Any = planner.state_dict.get(name)
+        if not isinstance(saved, TensorStorageMetadata) or not hasattr(tensor, "size"):
+            continue
+        held = sum(prod(chunk.sizes) for chunk in saved.chunks)
+        if held < prod(saved.size) and tensor.size() == saved.size:
+            wanted = _local_elements(tensor)
+            if found[name] < wanted:
+                lack = f"it has {found[name]} of the {wanted} elements of {name} that are wanted"
+                raise _corrupt(opened, lack)
+
+
+def _local_elements(tensor: Any) -> int:
+    """Return how many elements of a tensor this rank holds."""
+    if isinstance(tensor, ShardedTensor):
+        return sum(shard.tensor.numel() for shard in tensor.local_shards())
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel()
+
+
+def _corrupt(opened: OpenCheckpoint, detail: str) -> SegmentCorrupt:
+    return SegmentCorrupt(opened.choice.name, 0, opened.sources[0].label, detail)
+
+
 def _items_of(opened: OpenCheckpoint, plan: LoadPlan) -> Iterator[ItemRead]:
     """Yield the items of a plan of torch's, by DCP's metadata.
 
     Raises:
         UntrustedMetadata: It names a file outside of the checkpoint.
         SizeRefused: It says that an item reaches beyond its file.
-        SegmentCorrupt: A file is missing.
+        SegmentCorrupt: A file is missing, or it isn't said where an item lies.
     """
     metadata, file_nbytes = opened.metadata, opened.description.file_nbytes
     for request in plan.items:
-        info = metadata.storage_data[request.storage_index]
+        info = metadata.storage_data.get(request.storage_index)
+        if info is None:
+            missing = f"its metadata doesn't say where {request.storage_index.fqn} lies"
+            raise _corrupt(opened, missing)
         if "/" in info.relative_path or info.relative_path in ("", "..", "."):
             raise UntrustedMetadata(
                 f"metadata that names a file outside of the checkpoint: {info.relative_path}"
@@ -323,10 +366,10 @@ def _refuse_beyond_file(
     opened: OpenCheckpoint, info: Any, file_nbytes: Mapping[str, int], request: ReadItem
 ) -> None:
     """Hold an item of a checkpoint that torch's own writer made against its file's size."""
-    file, name = info.relative_path, opened.choice.name
+    file = info.relative_path
     if file not in file_nbytes:
-        raise SegmentCorrupt(name, 0, opened.sources[0].label, f"{file} does not exist")
-    what = f"{request.storage_index.fqn} in {file} of checkpoint {name!r}"
+        raise _corrupt(opened, f"{file} does not exist")
+    what = f"{request.storage_index.fqn} in {file} of checkpoint {opened.choice.name!r}"
     refuse_beyond_file(info.offset, info.length, file_nbytes[file], what)
 
 

@@ -57,7 +57,7 @@ class Catalogs:
         """
         path = os.path.join(checkpoint_directory, names.catalog_file(key))
         try:
-            os.link(self._path(key), path)
+            files.link(self._path(key), path)
         except FileExistsError:
             return
         except FileNotFoundError:  # another process has closed its writer, and removed it

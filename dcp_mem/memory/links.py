@@ -50,21 +50,19 @@ class LinkedCheckpoint:
             path = private_directory(os.path.join(self._directory, checkpoint.name))
             self.local = replace(checkpoint, directory=path)
             self._link(checkpoint, segments)
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if isinstance(error, OSError):
-                files.raise_if_full(error, self._directory)
             raise
 
     def _link(self, checkpoint: LocalCheckpoint, segments: Collection[str]) -> None:
         manifest, path = checkpoint.manifest, self.local.directory
         for file in segments:
-            os.link(checkpoint.segment_path(file), self.local.segment_path(file))
+            files.link(checkpoint.segment_path(file), self.local.segment_path(file))
         own = private_directory(os.path.join(path, names.OWN))
         of_manifest = os.path.basename(self.local.manifest_path)
         for file in own_files(manifest, segments) - {of_manifest}:
             with suppress(FileNotFoundError):  # not all of them are made at once
-                os.link(os.path.join(checkpoint.directory, names.OWN, file), f"{own}/{file}")
+                files.link(os.path.join(checkpoint.directory, names.OWN, file), f"{own}/{file}")
         # A copy: a lease on the manifest itself would keep the checkpoint in memory.
         files.write_atomically(self.local.manifest_path, manifest.to_json())
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from dcp_mem.common.files import read_bytes, write_atomically
+from dcp_mem.common.files import create, read_bytes, write_atomically
 from dcp_mem.errors import DcpMemError, JobInUse
 
 _PROBE_SECONDS = 0.2
@@ -164,14 +164,13 @@ class JobLock:
 
     Raises:
         JobInUse: A process of another run has it.
+        MemoryBudgetExceeded: The file system is full.
     """
 
     def __init__(self, directory: str, job: str, identity: RunIdentity) -> None:
         self._directory, self._identity = directory, identity
         self._owner_path = os.path.join(directory, _OWNER)
-        self._descriptor = os.open(
-            os.path.join(directory, ".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
-        )
+        self._descriptor = create(os.path.join(directory, ".lock"))
         try:
             self._take(job, identity)
         except BaseException:

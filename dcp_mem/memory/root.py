@@ -6,7 +6,7 @@ import os
 import stat
 import uuid
 
-from dcp_mem.common.files import raise_if_full, read_bytes, remove, write_atomically
+from dcp_mem.common.files import link, raise_if_full, read_bytes, remove, write_atomically
 from dcp_mem.common.log import log
 from dcp_mem.errors import MemoryRootRefused, MemoryUnavailable
 
@@ -109,7 +109,7 @@ def node_id(root: str) -> str:
     temporary = f"{path}.{uuid.uuid4().hex[:8]}.new"
     write_atomically(temporary, uuid.uuid4().hex[:12].encode())
     try:
-        os.link(temporary, path)  # the first one wins, and is never seen half written
+        link(temporary, path)  # the first one wins, and is never seen half written
     except FileExistsError:
         pass
     finally:

@@ -386,7 +386,7 @@ class SlotPool:
             for one in dict.fromkeys(known):
                 if _lies_at(slot, one):
                     with contextlib.suppress(FileNotFoundError):
-                        os.link(one, path)
+                        files.link(one, path)
                         break
             else:
                 return False
@@ -613,9 +613,7 @@ class SlotPool:
     def _create(self) -> Slot:
         path = os.path.join(self._directory, f"{uuid.uuid4().hex[:12]}{_SUFFIX}")
         # Until it is leased, its name isn't that of a free slot.
-        descriptor = os.open(
-            path + ".new", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600
-        )
+        descriptor = files.create(path + ".new", flags=os.O_EXCL)
         try_lease(descriptor, exclusive=True)
         os.rename(path + ".new", path)
         inode = os.fstat(descriptor).st_ino

@@ -40,7 +40,7 @@ def put_stock_metadata(
         files.write_atomically(own, metadata)
     target = os.path.join(directory, names.metadata_file(manifest.scope))
     temporary = f"{target}.{uuid.uuid4().hex[:8]}"
-    os.link(own, temporary)
+    files.link(own, temporary)
     os.rename(temporary, target)
     files.remove(temporary)  # a rename onto another name of the same file leaves both
 
@@ -58,7 +58,7 @@ def lend_stock_metadata(directory: str, manifest: Manifest) -> None:
     """
     target = os.path.join(directory, names.metadata_file(manifest.scope))
     try:
-        os.link(_own_path(directory, manifest), target)
+        files.link(_own_path(directory, manifest), target)
     except FileNotFoundError:  # it was about to be made, or the segments are of several nodes
         template = template_of(read_catalog(directory, manifest.catalog))
         metadata = template.render(manifest.save_id, manifest.tails, manifest.name)

@@ -222,7 +222,7 @@ def merged(
     """Join the checkpoints of memory and of storage, newest first.
 
     Storage decides what is durable: a checkpoint that memory takes to be durable and that storage
-    lacks gets a problem.
+    lacks is complete. That is no damage: retention on storage may have deleted it.
 
     Args:
         local: Checkpoints in memory.
@@ -246,7 +246,7 @@ def merged(
                 )
             )
         elif one.state is State.DURABLE:
-            found.append(replace(one, state=State.COMPLETE, problem=_GONE))
+            found.append(replace(one, state=State.COMPLETE, error=_GONE))
         else:
             found.append(one)
     return _newest_first([*found, *unmatched.values()])

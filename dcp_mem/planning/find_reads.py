@@ -190,7 +190,8 @@ class _Tensors:
             widened(catalog.offset, width, 0), widened(catalog.extent, width, 1), catalog.first
         )
         overlaps = index.find(wanted)
-        if (catalog.writer[overlaps.row] < 0).any():
+        found, needed = (boxes.extent.prod(axis=1).sum() for boxes in (overlaps, wanted))
+        if (catalog.writer[overlaps.row] < 0).any() or found < needed:
             return None
         return _Tensors(
             plan=plan,

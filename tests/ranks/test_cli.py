@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 import dcp_mem.integrations.nebula
-from dcp_mem import FlushFailed
+from dcp_mem import FlushFailed, keep_last
 from dcp_mem.cli.main import main
 from dcp_mem.config import settings
 from dcp_mem.format import names
@@ -35,6 +35,7 @@ from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.jobs import (
     Job,
+    committed_in,
     load,
     load_anew,
     make_state,
@@ -234,6 +235,21 @@ def test_ls_counts_what_newer_checkpoints_have_superseded(job: Job) -> None:
     assert Shell(job).json("ls")["superseded"] == 2
     last = Shell(job).run("ls").stdout.splitlines()[-1]
     assert last == "2 saves were superseded by a newer one before the flush"
+
+
+def test_what_retention_has_deleted_from_storage_is_complete_in_memory(job: Job) -> None:
+    with job.writer(agent="thread", keep_memory=3, keep_storage=keep_last(1)) as writer:
+        for number in (1, 2):
+            save(writer, number)
+            writer.wait(f"step-{number}", timeout=60)
+    stored = Path(job.url or "")
+    wait_until(lambda: committed_in(stored) == {"step-2"}, "step-1 to be deleted from storage")
+    newest, oldest = Shell(job).run("ls").stdout.splitlines()[1:]
+    assert newest.split()[1] == "durable"
+    assert oldest.split()[1] == "complete"
+    assert oldest.endswith("storage has it no more")
+    shown = Shell(job).run("show", "step-1").stdout
+    assert "problem   storage has it no more" in shown
 
 
 def test_piped_tables_are_narrow_and_have_no_spaces_at_the_end(job: Job) -> None:

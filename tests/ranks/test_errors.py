@@ -677,3 +677,14 @@ def test_a_root_that_is_full_before_the_first_save_is_refused_with_its_path(
     assert isinstance(error, MemoryBudgetExceeded)
     assert str(small) in str(error)
     assert "Raise memory_limit or the tmpfs size" in str(error)
+
+
+@pytest.mark.parametrize("inodes", range(2, 13))
+def test_a_root_without_inodes_is_refused_with_what_it_lacks(
+    memory_root: Path, inodes: int
+) -> None:
+    with mounted_tmpfs(memory_root / "small", f"8m,nr_inodes={inodes}") as small:
+        error = forked(_save_for_the_first_time, str(small))
+    assert isinstance(error, MemoryBudgetExceeded)
+    assert f"no space for {small}" in str(error)
+    assert "though bytes are free: its inodes or a quota are used up" in str(error)

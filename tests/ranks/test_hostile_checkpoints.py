@@ -112,6 +112,60 @@ def test_older_checkpoint_is_loaded_in_its_place(
     assert (mib < _MOST_MIB, seconds < _MOST_SECONDS) == (True, True), (mib, seconds)
 
 
+def _shorten(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].chunks.pop()
+
+
+def _of_other_kind(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"] = metadata.state_dict_metadata["object"]
+
+
+def _field(name: str, value: object, *path: object) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        for step in path:
+            metadata = getattr(metadata, step) if isinstance(step, str) else metadata[step[0]]  # type: ignore[index]
+        setattr(metadata, name, value)
+
+    return change
+
+
+_W = ("state_dict_metadata", ("w",))
+_CHUNK = (*_W, "chunks", (0,))
+_CONTRADICTIONS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a tensor that lacks its only chunk": (_shorten, "it has 0 of the 1 elements of w"),
+    "a chunk before its tensor": (_field("offsets", torch.Size([-1]), *_CHUNK), "outside of it"),
+    "a chunk beyond its tensor": (_field("sizes", torch.Size([2]), *_CHUNK), "outside of it"),
+    "a chunk of two dimensions": (_field("sizes", torch.Size([1, 1]), *_CHUNK), "outside of it"),
+    "a tensor without properties": (_field("properties", None, *_W), "'w' lacks what a tensor has"),
+    "a tensor without a size": (_field("size", None, *_W), "'w' lacks what a tensor has"),
+    "no entries": (_field("state_dict_metadata", None), "it lacks the entries"),
+    "no places": (_field("storage_data", None), "it lacks the entries, or where they lie"),
+    "no place of an item": (_field("storage_data", {}), "its metadata doesn't say where"),
+    "a byte item in place of a tensor": (_of_other_kind, "doesn't say where w lies"),
+}
+
+
+@pytest.mark.parametrize("road", ["dcp", "dcp_mem"])
+@pytest.mark.parametrize("case", _CONTRADICTIONS)
+def test_metadata_that_contradicts_itself_is_passed_over(
+    tmp_path: Path, memory_root: Path, case: str, road: str
+) -> None:
+    change, why = _CONTRADICTIONS[case]
+    for number in (1, 2):
+        dcp.save(_state(number), checkpoint_id=str(tmp_path / f"step-{number}"))
+    file = tmp_path / "step-2" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+    state = _state(-1.0)
+    with MemoryStorageReader(tmp_path, memory_root=memory_root, job="job") as reader:
+        (dcp if road == "dcp" else dcp_mem).load(state, storage_reader=reader)
+    assert state["w"].item() == 1.0
+    assert state["object"] == [1.0]
+    (passed_over,) = reader.report().passed_over
+    assert why in str(passed_over)
+
+
 def test_sound_checkpoint_of_the_same_form_loads(tmp_path: Path, memory_root: Path) -> None:
     root = tmp_path / "root"
     (root / "step-2").mkdir(parents=True)

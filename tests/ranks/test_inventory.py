@@ -97,9 +97,10 @@ def test_what_storage_has_lost_is_not_taken_for_durable(job: Job) -> None:
     save_in_two_places(job)
     shutil.rmtree(Path(job.url or "", "step-2"))
     (gone,) = [one for one in list_checkpoints(_of(job)) if one.name == "step-2"]
-    assert (gone.state, gone.places, gone.problem) == (
+    assert (gone.state, gone.places, gone.problem, gone.error) == (
         State.COMPLETE,
         (MEMORY,),
+        "",
         "storage has it no more",
     )
 

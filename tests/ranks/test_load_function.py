@@ -593,3 +593,40 @@ def test_damage_found_while_reading_falls_through_to_the_older(
     ):
         assert (number, name) == (1, "step-1")
         assert any("step-2" in reason for reason in passed_over)
+
+
+# -- what the checkpoint has a part of only --------------------------------------------------------
+
+
+def _loads_what_one_rank_saved(own: Job, by_torch: bool) -> None:
+    """Rank 0 alone saves its part of a tensor; both ranks try to load parts and the whole."""
+    saved = {"w": _sharded(torch.arange(8.0))}
+    if dist.get_rank() == 0 and by_torch:
+        dcp.save(saved, checkpoint_id=f"{own.url}/step-1", no_dist=True)
+    elif dist.get_rank() == 0:
+        with own.writer(agent="thread") as writer:
+            dcp_mem.save(saved, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
+    dist.barrier()
+    for road in (dcp.load, dcp_mem.load):
+        part = {"w": _sharded(torch.full((8,), -1.0))}
+        lack = raised_by(partial(road, part, storage_reader=own.reader(), no_dist=True))
+        if dist.get_rank() == 0:
+            assert (lack, part["w"].to_local().tolist()) == (None, [0.0, 1.0, 2.0, 3.0])
+        else:
+            assert "it has 0 of the 4 elements of w that are wanted" in str(lack)
+        whole = {"w": torch.full((8,), -1.0)}
+        lack = raised_by(partial(road, whole, storage_reader=own.reader(), no_dist=True))
+        assert "it has 4 of the 8 elements of w that are wanted" in str(lack)
+    dist.barrier()
+
+
+def _sharded(tensor: torch.Tensor) -> DTensor:
+    return distribute_tensor(tensor, init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
+@pytest.mark.parametrize("by_torch", [False, True], ids=["ours", "torch"])
+def test_a_part_that_the_checkpoint_lacks_is_an_error_and_not_left_as_it_was(
+    tmp_path: Path, memory_root: Path, by_torch: bool
+) -> None:
+    job = Job(str(tmp_path), str(memory_root))
+    forked_ranks(_loads_what_one_rank_saved, 2, job, by_torch)

@@ -12,7 +12,7 @@ from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.catalog import catalog_named
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
-from dcp_mem.format.metadata import read_metadata
+from dcp_mem.format.metadata import read_metadata, refuse_contradictions
 from dcp_mem.loading.sources.base import Description, DescriptionFiles, checked_catalog
 from dcp_mem.storage import Storage
 from dcp_mem.storage.listing import get_parsed, is_committed
@@ -75,8 +75,12 @@ class StorageSource:
             UntrustedMetadata: The `.metadata` holds what no DCP metadata is made of.
         """
         if not self._save_id:
-            metadata = self._without_manifest(read_metadata(files.metadata))
-            return Description(None, None, metadata, files.file_nbytes)
+            metadata = read_metadata(files.metadata)
+            try:
+                refuse_contradictions(metadata)
+            except ValueError as error:
+                raise self._corrupt(0, f"its .metadata contradicts itself: {error}") from None
+            return Description(None, None, self._without_manifest(metadata), files.file_nbytes)
         try:
             self._manifest = Manifest.from_json(files.manifest)
             return Description(catalog_named(self._manifest.catalog, files.catalog), self._manifest)
@@ -94,10 +98,7 @@ class StorageSource:
 
     def _without_manifest(self, metadata: Metadata) -> Metadata:
         """Return metadata that torch wrote; refuse ours, which lost its checksums."""
-        files = {
-            str(getattr(info, "relative_path", ""))
-            for info in (metadata.storage_data or {}).values()
-        }
+        files = {info.relative_path for info in metadata.storage_data.values()}
         if any(names.SEGMENT.fullmatch(file) for file in files):
             detail = "its manifest is missing, and the checksums with it"
             raise self._corrupt(0, f"{detail} (torch's own readers need none)")
