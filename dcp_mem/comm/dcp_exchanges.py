@@ -61,9 +61,7 @@ class _OnlyErrors(DistWrapper):
     def gather_object(self, object: Any) -> list[Any] | None:  # noqa: A002
         """Return what each rank has gathered, as far as this rank knows, or exchange errors."""
         has_failed = _is_wrapped_exception(object)
-        self._is_exchanging = (
-            has_failed and was_voted_on(object[0]) and is_of_one_call(object[0])
-        )
+        self._is_exchanging = has_failed and was_voted_on(object[0]) and is_of_one_call(object[0])
         if self._is_exchanging:
             _restore_coordinator(self)
             return super().gather_object(object)
