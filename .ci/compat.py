@@ -1,12 +1,13 @@
 """What .ci/compat asks of Python, in the environment that it has made.
 
-pins: constraints for everything but torch and what came with it. needs, frameworks: what the tests
-need, apart. missing: packages that can't be imported. row: the table's row of this torch, from
-pytest's report.
+chosen: the version that pip would install, from its report. pins: constraints for everything but
+torch and what came with it. needs, frameworks: what the tests need, apart. missing: packages that
+can't be imported. row: the table's row of this torch, from pytest's report.
 """
 
 import datetime as dt
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -44,6 +45,12 @@ COLUMNS = (
 
 def _key(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def chosen() -> None:
+    """Print the one requirement of pip's report on standard input, with its version."""
+    [found] = json.load(sys.stdin)["install"]
+    print(f"{found['metadata']['name']}=={found['metadata']['version']}")
 
 
 def pins() -> None:
@@ -167,6 +174,7 @@ def _account(name: str, version: str) -> str:
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "chosen": chosen,
     "pins": pins,
     "needs": needs,
     "frameworks": frameworks,

@@ -35,6 +35,7 @@ Failures = tuple[tuple[int, str], ...]
 
 _MOST_FAILURES = 8
 _SHARED = "_dcp_mem_is_shared"
+_OF_ONE_CALL = "_dcp_mem_is_of_one_call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +138,28 @@ def was_voted_on(error: BaseException) -> bool:
     return bool(getattr(error, _SHARED, False))
 
 
-def known_to_all(error: E) -> E:
+def is_of_one_call(error: BaseException) -> bool:
+    """Return whether the ranks that raise an error are in one call, as far as is known.
+
+    Args:
+        error: As this rank raises it.
+    """
+    return bool(getattr(error, _OF_ONE_CALL, True))
+
+
+def known_to_all(error: E, *, is_of_one_call: bool = True) -> E:
     """Return an error, marked as one that all ranks raise, each from the same facts.
 
     Without the mark, each rank would leave the others, who may be in their next call already.
 
     Args:
         error: What every rank raises here, whatever its type on each.
+        is_of_one_call: False where the ranks may have met from different calls, as when threads
+            save in another order on each rank. They mustn't wait for each other any more.
     """
     _mark(error, is_shared=True)
+    if not is_of_one_call:
+        setattr(error, _OF_ONE_CALL, False)
     return error
 
 

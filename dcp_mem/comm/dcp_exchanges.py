@@ -7,9 +7,10 @@ them. Where dcp_mem plans a save, its own votes do both, so each step ends like 
     it has failed, and all ranks know        DCP exchanges the errors, which are raised on all ranks
     it has failed, and others may not know   this rank raises alone; it has left the others, or its
                                              connection to them has broken
+    the ranks are in different calls         each rank raises alone
 
-In the last case an exchange would wait for ranks that aren't coming. The other ranks raise what
-their next vote tells them.
+In the last two cases an exchange would wait for ranks that aren't coming. The other ranks raise
+what their next vote tells them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import _is_wrapped_exception
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from dcp_mem.comm.agreement import was_voted_on
+from dcp_mem.comm.agreement import is_of_one_call, was_voted_on
 from dcp_mem.comm.dcp_errors import failures_by_rank
 
 DistWrapper = _DistWrapper
@@ -60,7 +61,7 @@ class _OnlyErrors(DistWrapper):
     def gather_object(self, object: Any) -> list[Any] | None:  # noqa: A002
         """Return what each rank has gathered, as far as this rank knows, or exchange errors."""
         has_failed = _is_wrapped_exception(object)
-        self._is_exchanging = has_failed and was_voted_on(object[0])
+        self._is_exchanging = has_failed and was_voted_on(object[0]) and is_of_one_call(object[0])
         if self._is_exchanging:
             _restore_coordinator(self)
             return super().gather_object(object)

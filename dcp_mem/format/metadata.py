@@ -257,13 +257,17 @@ def _admitted() -> Mapping[tuple[str, str], Any]:
         (module, name): getattr(dcp_metadata, name) for name in names
     }
     parts_of_plans = [
-        dcp_planner.SavePlan,
-        dcp_planner.WriteItem,
-        dcp_planner.WriteItemType,
-        dcp_planner.TensorWriteData,
-        dcp_planner.BytesIOWriteData,
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",  # newer than torch 2.6
     ]
-    admitted |= {(dcp_planner.__name__, part.__name__): part for part in parts_of_plans}
+    admitted |= {
+        (dcp_planner.__name__, name): getattr(dcp_planner, name)
+        for name in parts_of_plans
+        if hasattr(dcp_planner, name)
+    }
     admitted |= {
         ("torch", "Size"): torch.Size,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,

@@ -246,6 +246,7 @@ def _agree_at_length(
     waiting = _RoomWait(context)
     while True:
         reports = context.ranks.exchange(with_used(context, report))
+        _refuse_other_names(reports)
         if planned.error is not None:
             failed = [(rank, one.error) for rank, one in enumerate(reports) if one.error]
             cause = planned.error.__cause__ or RankFailed(f"preparing {context.name}", failed)
@@ -307,14 +308,21 @@ def _verdict(context: SaveContext, topology: Topology, reports: Sequence[RankRep
     """Decide from what every rank reported; the same on every rank."""
     failures = [(rank, report.error) for rank, report in enumerate(reports) if report.error]
     raise_together(f"preparing {context.name}", tuple(failures))
-    named = sorted({report.name for report in reports})
-    if len(named) > 1:
-        text = f"the ranks save under different checkpoint ids: {', '.join(named)}"
-        raise known_to_all(ConfigError(text))
     _check_plans(reports)
     if any(report.exists for report in reports):
         raise known_to_all(CheckpointExists(context.name, "memory"))
     return admit(node_memories(context, topology, reports), context.settings.keep)
+
+
+def _refuse_other_names(reports: Sequence[RankReport]) -> None:
+    """Raise ConfigError, on all ranks, where they save different checkpoints."""
+    named = sorted({report.name for report in reports})
+    if len(named) > 1:
+        text = (
+            f"the ranks save under different checkpoint ids: {', '.join(named)} "
+            f"(where several threads save, they must do so in the same order on all ranks)"
+        )
+        raise known_to_all(ConfigError(text), is_of_one_call=False)
 
 
 def _check_plans(reports: Sequence[RankReport]) -> None:

@@ -193,6 +193,8 @@ def _copied_value(value: Any, is_shared: bool) -> Any:
         return rebuilt(value, lambda part: _copied_value(part, is_shared))
     if isinstance(value, torch.Tensor):
         tensor = value.detach().to("cpu", copy=True)
+        if not isinstance(value, torch.nn.Parameter):
+            refuse_other_class(tensor, value, "is copied for an asynchronous save")
         return _of_its_kind(tensor.share_memory_() if is_shared else tensor, value)
     return copy.deepcopy(value)
 

@@ -320,6 +320,23 @@ def test_plan_caching_follows_structures_that_change(places: Places, one_planner
     forked_ranks(_saves_with_plan_caching, 2, places, one_planner)
 
 
+def _saves_structures_in_turn(places: Places) -> list[str]:
+    """Return the names of the checkpoints that the ranks planned for, going by the log."""
+    with places.writer(keep_memory=2, persist=False) as writer, logged() as lines:
+        for step in range(6):
+            more = {"more": torch.ones(3)} if step in (2, 3) else {}
+            dcp.save(_state(step) | more, checkpoint_id=f"{step}", storage_writer=writer)
+            comes_back(places, f"{step}", _state(step) | more, roads=FROM_MEMORY)
+            dist.barrier()
+    return [line.split()[1] for line in lines if line.startswith("planned ")]
+
+
+@RANKS
+def test_a_structure_is_planned_for_once_and_then_recognised(places: Places, ranks: int) -> None:
+    for planned in forked_ranks(_saves_structures_in_turn, ranks, places):
+        assert planned == ["0", "2"]
+
+
 # -- what travels ----------------------------------------------------------------------------------
 
 

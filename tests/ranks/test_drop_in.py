@@ -292,4 +292,5 @@ def test_what_is_loaded_is_put_into_the_dict_item_by_item_as_dcp_does(memory_job
         assert number_of({key: watched[key] for key in make_state(0)}) == 1
         assert torch.equal(one.loaded["value"], torch.ones(2))
         seen.append(watched.put)
-    assert seen[0] == seen[1] == sorted(make_state(0))
+    # torch 2.6 goes through a set of keys, in any order.
+    assert sorted(seen[0]) == seen[1] == sorted(make_state(0))

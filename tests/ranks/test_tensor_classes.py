@@ -11,7 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
-from dcp_mem import CheckpointManager, MemoryStorageWriter, RankFailed, UntrustedObject
+from dcp_mem import (
+    CheckpointManager,
+    DcpMemError,
+    MemoryStorageWriter,
+    RankFailed,
+    UntrustedObject,
+)
+from dcp_mem.saving import ahead
 from tests.support.checkpoints.jobs import Job
 from tests.support.processes.forks import forked_ranks, raised_by
 
@@ -320,6 +327,14 @@ def test_a_class_that_cant_be_saved_as_it_is_is_refused_on_all_ranks(
     if not road.startswith("async"):
         assert first.startswith("DcpMemError: scaled.of 0: "), first
         assert second.startswith("RankFailed"), second
+
+
+def test_a_class_that_a_copy_loses_is_refused_where_torch_has_no_stager_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "StateDictStager", None)  # as with torch 2.6
+    with pytest.raises(DcpMemError, match=r"Closed becomes a torch\.Tensor"):
+        ahead.copied({"scaled": scaled(1, Closed)})
 
 
 def _sharded(job: Job, step: str) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,6 +34,7 @@ from dcp_mem.runtime.session import (
 )
 from dcp_mem.runtime.turns import Turn
 from tests.support.checkpoints.jobs import Job, load_anew, make_state, number_of
+from tests.support.processes.forks import forked_ranks
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -86,6 +88,55 @@ def test_two_threads_with_a_writer_each_save_sixty_times_each(memory_job: Job) -
                 dcp_mem.load(state, checkpoint_id=entry.name, storage_reader=reader)
             assert number_of(state) == saved[entry.name]
     assert gc.isenabled()
+
+
+def _save_in_crossed_order(job: Job) -> list[str]:
+    """Save from two threads, in another order on each rank; return what these saves raised."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    raised: dict[int, str] = {}
+    entered = threading.Event()
+    wait_for_turn: Callable[[Turn], None] = Turn.wait
+
+    def waiting(turn: Turn) -> None:
+        wait_for_turn(turn)
+        entered.set()
+
+    with job.writer(agent="thread", persist=False) as writer:
+
+        def save(thread: int) -> None:
+            try:
+                dcp.save(
+                    {"x": torch.full((9,), thread)},
+                    checkpoint_id=f"of-thread-{thread}",
+                    storage_writer=writer,
+                    process_group=groups[thread],
+                )
+            except dcp.CheckpointException as error:
+                raised[thread] = str(error)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Turn, "wait", waiting)
+            first = threading.Thread(target=save, args=(rank,), daemon=True)
+            first.start()
+            assert entered.wait(_SECONDS)
+            _at_once(lambda: save(1 - rank))
+            first.join(_SECONDS)
+        assert not first.is_alive(), "a thread hangs"
+        dist.barrier()
+        dcp.save(make_state(7), checkpoint_id="later", storage_writer=writer)
+        dist.barrier()
+        state = make_state(-1)
+        with job.reader() as reader:
+            dcp.load(state, storage_reader=reader)
+        assert number_of(state) == 7
+    return [raised[thread] for thread in range(2)]
+
+
+def test_saves_of_threads_in_another_order_on_each_rank_are_refused(memory_job: Job) -> None:
+    """Each has a process group of its own, so DCP has no exchange in which the ranks would meet."""
+    for raised in forked_ranks(_save_in_crossed_order, 2, memory_job):
+        assert all("in the same order on all ranks" in one for one in raised), raised
 
 
 def test_a_close_waits_for_the_saves_of_other_threads(memory_job: Job) -> None:

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+import dcp_mem
 from dcp_mem.memory import pinning
 from tests.support.checkpoints.roundtrip import (
     ROADS,
@@ -186,6 +187,31 @@ def test_the_values_at_the_time_of_the_save_are_what_loads(places: Places) -> No
         tensor.fill_(9)
         writer.wait("step-1", timeout=60)
         _comes_back(places, "step-1", {"a": torch.zeros(8 << 20)}, "cpu")
+
+
+def test_an_overlapped_save_has_the_state_from_before_the_step_and_the_host_goes_on(
+    places: Places,
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(8 << 20, device="cuda"))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    buffer = torch.zeros(1 << 20, device="cuda")
+    with places.writer(keep_memory=3, persist=False) as writer:
+        for step in range(4):
+            state = {"parameter": parameter.detach(), "buffer": buffer}
+            _busy()
+            saving = dcp_mem.async_save(
+                state, checkpoint_id=f"{step}", storage_writer=writer, overlap=optimizer
+            )
+            buffer += 1
+            parameter.grad = torch.full_like(parameter, -1.0)
+            optimizer.step()
+            is_over = saving.done()
+            saving.result(60)
+            assert step == 0 or not is_over  # the device was still busy
+            into: State = {"parameter": torch.zeros(8 << 20), "buffer": torch.zeros(1 << 20)}
+            places.load("memory", f"{step}", into)
+            expected = {key: torch.full_like(value, step) for key, value in into.items()}
+            assert_same(expected, into)
 
 
 def test_a_model_and_its_optimizer_on_a_device_survive(places: Places) -> None:

@@ -3,6 +3,8 @@
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -41,6 +43,19 @@ def test_a_stray_import_is_found(tmp_path: Path) -> None:
         "_c",
         "distributed.x._e",
     }
+
+
+_AS_TORCH_2_6 = """
+import sys
+from torch.distributed.checkpoint import planner
+sys.modules["torch.distributed.checkpoint._state_dict_stager"] = None
+vars(planner).pop("BytesIOWriteData", None)
+import dcp_mem.reader, dcp_mem.writer
+"""
+
+
+def test_dcp_mem_is_imported_without_what_torch_2_6_lacks() -> None:
+    subprocess.run([sys.executable, "-c", _AS_TORCH_2_6], check=True, timeout=100)
 
 
 def _modules() -> list[Path]:
