@@ -262,6 +262,38 @@ def _hears_of_the_death(ends: Ends, *_: object) -> tuple[str, bool]:
     return str(error), time.monotonic() - began < 4
 
 
+def _does_not_reach_a_new_source(ends: Ends, *_: object) -> tuple[str, float, int]:
+    """NIXL connects to a peer whose cable has been pulled, and waits for ever."""
+    channel = ends.connect(is_sender=True)
+    hangs = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nixl_agents._api().nixl_agent, "add_remote_agent", lambda *_: hangs.wait())
+        channel.send(bytearray(b"g")).wait()
+        began = time.monotonic()
+        error = raised_by(channel.receive(bytearray(300_000)).wait)
+        seconds = time.monotonic() - began
+        channel.close()
+        hangs.set()
+    return str(error), seconds, ends.silences
+
+
+def _offers_from_a_new_source(ends: Ends, *_: object) -> None:
+    channel, data = ends.connect(is_sender=False), bytearray(300_000)
+    channel.receive(bytearray(1)).wait()
+    with channel.registered(data):
+        pass  # the source that the two ranks have tried is ended with this
+    raised_by(channel.send(data).wait)
+
+
+@needs_nixl
+def test_a_peer_that_nixl_connects_to_in_vain_is_an_error_after_the_time_out() -> None:
+    arguments = ("nixl", 4.0, _does_not_reach_a_new_source, _offers_from_a_new_source, ())
+    (error, seconds, silences), code = forked(in_pair, *arguments, timeout=100)
+    assert error == "the peer was silent for 4 s"
+    assert 3.5 <= seconds < 20
+    assert (silences, code) == (1, 0)
+
+
 def _pair(own: Rank, peers: Rank) -> tuple[Any, int]:
     found: tuple[Any, int] = forked(in_pair, "nixl", 60.0, own, peers, (), timeout=100)
     return found
