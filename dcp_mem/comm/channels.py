@@ -128,7 +128,7 @@ class _Meeting(dist.Store):
     def get(self, key: str) -> bytes:
         return bytes(self._open().get(key))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         if timeout is None:
             self._open().wait(list(keys))
         else:
