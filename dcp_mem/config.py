@@ -27,6 +27,7 @@ TransportChoice = Literal["auto", "gloo", "nixl"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_MOST_LINES = 16
 _SECRET_IN_URL = re.compile(r"^[^/@]*:[^/@]*@|[?&](sig|token|[\w-]*signature)=", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9_=+,@%~$][A-Za-z0-9_.=+,@%~$:-]*")
 
@@ -308,6 +309,21 @@ def exchange_timeout() -> float:
         ConfigError: The variable is no number above 0.
     """
     return _seconds_from("DCP_MEM_TIMEOUT", 600.0)
+
+
+def lines_of_channel() -> int:
+    """Return the connections of a channel over TCP: $DCP_MEM_LINES, else 1; from 1 to 16.
+
+    Raises:
+        ConfigError: The variable is no such number.
+    """
+    text = os.environ.get("DCP_MEM_LINES") or "1"
+    if not (text.isdecimal() and 1 <= int(text) <= _MOST_LINES):
+        raise ConfigError(
+            f"DCP_MEM_LINES={text!r}: give a whole number from 1 to {_MOST_LINES}, the same on all "
+            "ranks"
+        )
+    return int(text)
 
 
 def _seconds_from(variable: str, default: float) -> float:

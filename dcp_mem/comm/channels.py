@@ -7,9 +7,11 @@ a larger group has one for all its messages.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -20,6 +22,7 @@ from dcp_mem.comm.timed_store import connected
 
 T = TypeVar("T")
 _TAG = 0x64638
+_LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 _WHOLE = 0.9
 """The part of the time-out from which on a failed wait has taken all of it."""
 
@@ -47,10 +50,13 @@ class GlooChannel:
         """
         self._peer = 1 if is_sender else 0
         self._patience = _Patience(seconds, on_silence)
+        meeting = self._meeting = _Meeting(store)
         # Any: torch declares no methods for a gloo group that isn't registered
         self._group: Any = self._patience.spent_on(
-            lambda: connected(store, 1 - self._peer, 2, seconds)
+            lambda: connected(meeting, 1 - self._peer, 2, seconds)
         )
+        if os.environ.get(_LAZY_VARIABLE, "0") == "0":  # else gloo connects by the first message
+            meeting.end()
         self._messages = WeakSet[_PendingMessage]()
 
     def send(self, data: Any) -> _PendingMessage:
@@ -103,6 +109,39 @@ def _tensor(data: Any) -> torch.Tensor:
         if len(data)
         else torch.empty(0, dtype=torch.uint8)
     )
+
+
+class _Meeting(dist.Store):
+    """A store that a group connects by, and doesn't keep.
+
+    A gloo group keeps its store for as long as it lives, and so a socket of this process and one of
+    the process that serves the store: for each end of each channel of the whole job.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store: dist.Store | None = store
+
+    def set(self, key: str, value: str) -> None:
+        self._open().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._open().get(key))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._open().wait(list(keys))
+        else:
+            self._open().wait(list(keys), timeout)
+
+    def end(self) -> None:
+        """Let the store go."""
+        self._store = None
+
+    def _open(self) -> dist.Store:
+        if self._store is None:
+            raise RuntimeError("the two ranks have met already")
+        return self._store
 
 
 class _Patience:

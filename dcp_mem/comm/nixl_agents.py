@@ -19,7 +19,8 @@ import importlib
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -54,6 +55,10 @@ def extent_of(data: Any) -> Extent:
     """
     array = np.frombuffer(data, np.uint8)
     return Extent(array.ctypes.data, array.nbytes)
+
+
+class PeerSilent(RuntimeError):
+    """The peer's process doesn't answer in time."""
 
 
 def import_trouble() -> str:
@@ -171,18 +176,31 @@ class Sink(_Agent):
         super().__init__()
         self._source = ""
 
-    def learn(self, source: str, described: bytes) -> None:
+    def learn(self, source: str, described: bytes, seconds: float) -> None:
         """Take what a source said of its memory; forget an earlier source, which nothing reads.
 
         Args:
             source: Its name.
             described: As `Source.offer` returned it.
+            seconds: The most that this may take.
+
+        Raises:
+            PeerSilent: It takes longer; the sink is good for nothing then but to be closed.
         """
+        if source == self._source:  # is connected
+            with _as_runtime_error("NIXL can't take the sender's memory"):
+                self._agent.add_remote_agent(described)
+            return
+        agent, earlier, self._source = self._agent, self._source, source
+
+        def connect() -> None:
+            if earlier:
+                agent.remove_remote_agent(earlier)
+            agent.add_remote_agent(described)
+
+        # NIXL waits for ever for a peer that has stopped, or whose cable is pulled.
         with _as_runtime_error("NIXL can't take the sender's memory"):
-            if self._source not in ("", source):
-                self._agent.remove_remote_agent(self._source)
-            self._source = source
-            self._agent.add_remote_agent(described)
+            _in_time(connect, seconds)
 
     def read(self, own: Extent, remote: Extent, is_registered: bool) -> Read:
         """Begin to read.
@@ -193,6 +211,25 @@ class Sink(_Agent):
             is_registered: Whether this sink has registered `own`, or memory around it.
         """
         return Read(self, self._agent, self._source, own, remote, is_registered)
+
+
+def _in_time(act: Callable[[], None], seconds: float) -> None:
+    """Call `act` in a thread, which is left behind, with what it uses, where it takes too long."""
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            act()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="dcp_mem-connect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if thread.is_alive():
+        raise PeerSilent("it doesn't answer")
 
 
 class Read:
@@ -256,6 +293,8 @@ def _keep_for_ever(value: object) -> None:
 def _as_runtime_error(what: str) -> Iterator[None]:
     try:
         yield
+    except PeerSilent:
+        raise
     except Exception as error:
         text = str(error) or type(error).__name__
         raise RuntimeError(f"{what}: {text}") from None

@@ -23,7 +23,7 @@ from typing import Any
 from weakref import WeakSet
 
 from dcp_mem.comm.control_line import ControlLine, Frame
-from dcp_mem.comm.nixl_agents import Extent, Read, Sink, Source, extent_of
+from dcp_mem.comm.nixl_agents import Extent, PeerSilent, Read, Sink, Source, extent_of
 
 _INLINE, _OFFER, _TAKEN = 1, 2, 3
 _OFFER_HEAD = struct.Struct("<QQH")
@@ -59,6 +59,7 @@ class NixlChannel:
         self._sink_scopes: dict[Extent, Any] = {}
         self._offers: dict[int, _Outgoing] = {}
         self._count = 0
+        self._left = 0.0  # seconds that the wait under way may still take
         self._arrived = deque[Frame]()
         self._awaited = deque[_Incoming]()
         self._reading = list[_Incoming]()
@@ -150,6 +151,7 @@ class NixlChannel:
         deadline, pause = time.monotonic() + self._seconds, _FIRST_PAUSE
         while True:
             with self._guard:
+                self._left = max(deadline - time.monotonic(), 0.0)
                 is_moving = self._advance(message)
                 if message.is_done:
                     return
@@ -170,8 +172,11 @@ class NixlChannel:
 
     def _give_up(self) -> None:
         with self._guard:
-            self._fail(f"the peer was silent for {self._seconds:.0f} s")
+            self._fail(self._silence())
         self._on_silence()
+
+    def _silence(self) -> str:
+        return f"the peer was silent for {self._seconds:.0f} s"
 
     # -- progress, with the guard held -------------------------------------------------------------
 
@@ -268,11 +273,19 @@ class NixlChannel:
         if self._sink is None:
             self._sink = Sink()
         if described:
-            self._sink.learn(name.decode(), described)
+            self._learn(name.decode(), described)
         own = extent_of(view)
         message.number = frame.number
         message.read = self._sink.read(own, Extent(address, nbytes), self._is_in_scope(own))
         self._reading.append(message)
+
+    def _learn(self, source: str, described: bytes) -> None:
+        assert self._sink is not None
+        try:
+            self._sink.learn(source, described, self._left)
+        except PeerSilent:
+            self._on_silence()
+            raise RuntimeError(self._silence()) from None
 
     def _is_in_scope(self, extent: Extent) -> bool:
         """Register the user's memory around an extent, once; return whether there is any."""

@@ -1,6 +1,6 @@
 """Choose a transport for two ranks that exchange many bytes, and connect them.
 
-    gloo   TCP, everywhere; a group of two ranks (`channels`)
+    gloo   TCP, everywhere; a group of two ranks (`channels`), or several of them (`lines`)
     nixl   one-sided reads by UCX, over InfiniBand, RoCE or shared memory (`nixl_channel`)
 
 Two ranks settle it in the store before they connect:
@@ -19,7 +19,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,10 +31,12 @@ from dcp_mem.comm.addresses import listening_socket
 from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.control_line import ControlLine, accepted, dialled
+from dcp_mem.comm.lines import LinedChannel
 from dcp_mem.comm.nixl_agents import import_trouble
 from dcp_mem.comm.nixl_channel import INLINE_NBYTES, NixlChannel
 from dcp_mem.comm.timed_store import TimedCalls
 from dcp_mem.common.log import log
+from dcp_mem.config import lines_of_channel
 
 _INFINIBAND = "/sys/class/infiniband"
 _TCP_VARIABLE = "DCP_MEM_NIXL_TCP"
@@ -87,9 +89,16 @@ class TransportUnusable(RuntimeError):
 
 
 class GlooTransport:
-    """Connects by a gloo group of the two ranks."""
+    """Connects by gloo groups of the two ranks: one for each line.
+
+    Args:
+        lines: Connections of a channel; the same on both ranks.
+    """
 
     name = "gloo"
+
+    def __init__(self, lines: int = 1) -> None:
+        self._lines = lines
 
     def connect(self, pair: Pair) -> Channel:
         """Connect; return this rank's end.
@@ -97,7 +106,20 @@ class GlooTransport:
         Args:
             pair: The ranks.
         """
-        return GlooChannel(pair.store, pair.is_sender, pair.seconds, pair.on_silence)
+        if self._lines == 1:
+            return _gloo_channel(pair, pair.store)
+        with ExitStack() as connected_so_far:
+            lines = []
+            for number in range(self._lines):
+                line = _gloo_channel(pair, dist.PrefixStore(f"line {number}", pair.store))
+                connected_so_far.callback(line.close)
+                lines.append(line)
+            connected_so_far.pop_all()
+            return LinedChannel(lines)
+
+
+def _gloo_channel(pair: Pair, store: dist.Store) -> GlooChannel:
+    return GlooChannel(store, pair.is_sender, pair.seconds, pair.on_silence)
 
 
 class NixlTransport:
@@ -154,6 +176,7 @@ def connected(choice: str, pair: Pair) -> Channel:
         pair: The ranks.
 
     Raises:
+        ConfigError: $DCP_MEM_LINES is no number of lines.
         RuntimeError: The peer doesn't come, or is gone.
     """
     if choice != "gloo":
@@ -161,7 +184,7 @@ def connected(choice: str, pair: Pair) -> Channel:
             return NixlTransport(only_rdma=choice == "auto").connect(pair)
         except TransportUnusable as error:
             _say_why(choice, str(error))
-    return GlooTransport().connect(pair)
+    return GlooTransport(lines_of_channel()).connect(pair)
 
 
 def _say_why(choice: str, why: str) -> None:

@@ -27,7 +27,7 @@ from dcp_mem.comm.transports import (
     TransportUnusable,
     rdma_devices,
 )
-from dcp_mem.config import TransportChoice
+from dcp_mem.config import TransportChoice, lines_of_channel
 from dcp_mem.format.checksums import checksum
 from dcp_mem.operations.doctor import Check, Severity
 from dcp_mem.operations.measured_nodes import named, slow_among
@@ -110,7 +110,7 @@ class _Ring:
     def _connected(self, sender: int, receiver: int, is_sender: bool) -> Channel | str:
         """Return this rank's end of a channel, or why there is none."""
         transport: Transport = (
-            GlooTransport()
+            GlooTransport(lines_of_channel())
             if self.choice == "gloo"
             else NixlTransport(only_rdma=self.choice == "auto")
         )

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -23,7 +24,10 @@ from dcp_mem.comm.addresses import SOCKETS_OF_A_RANK, check_open_files, listenin
 from dcp_mem.comm.job_ranks import JobRanks
 from dcp_mem.comm.peers import _MOST_GREETINGS, PeerLost, Peers
 from dcp_mem.comm.timed_store import TimedStore
+from dcp_mem.comm.tree import tree_of
 from dcp_mem.comm.wire import TcpWire
+from dcp_mem.policy.redundancy import Redundancy
+from dcp_mem.replicating.plan import copies_of, stripes_of
 from tests.support.checkpoints.jobs import Job
 from tests.support.processes.forks import forked_ranks
 from tests.support.processes.kill_targets import forked, wait_for
@@ -64,6 +68,72 @@ def test_many_ranks_save_and_load_over_few_connections(memory_job: Job) -> None:
     assert max(sockets for sockets, _ in found) <= SOCKETS_OF_A_RANK
     # A parent, eight children, a listener; and a thread's own connection to the store.
     assert max(first for _, first in found) <= 1 + 8 + 1 + 1
+
+
+def _opens_channels() -> tuple[int, int]:
+    """Return the sockets that two channels have opened, and that are left when they are closed."""
+    ranks = ranks_of(None, "channels")
+    ranks.all_reduce(1, int.__add__)
+    before = _sockets()
+    channels = [ranks.channel(0, 1, once) for once in ("first", "second")]
+    byte = bytearray(1)
+    for channel in channels:
+        (channel.send if dist.get_rank() == 0 else channel.receive)(byte).wait()
+    ranks.all_reduce(1, int.__add__)
+    opened = _sockets() - before
+    for channel in channels:
+        channel.close()
+    del channel
+    channels.clear()
+    ranks.all_reduce(1, int.__add__)
+    return opened, _sockets() - before
+
+
+def test_a_channel_keeps_no_connection_to_the_store() -> None:
+    """Else the store's host would have two for each pair of ranks with copies."""
+    env = {"FORK_BACKEND": "none", "DCP_MEM_TRANSPORT": "gloo"}
+    for opened, left in forked_ranks(_opens_channels, 2, env=env):
+        assert opened <= 2 * 2  # each listens, and has its connection
+        assert left == 0
+
+
+_RANKS_PER_NODE = 8
+
+
+def _sockets_in_tree(nodes: Sequence[str], rank: int) -> int:
+    tree = tree_of(nodes, rank)
+    return len(tree.children) + (tree.parent is not None) + bool(tree.children)
+
+
+@pytest.mark.parametrize(
+    "redundancy",
+    [Redundancy(copies=1), Redundancy(copies=4), Redundancy(parity=2), Redundancy(parity=4)],
+    ids=str,
+)
+@pytest.mark.parametrize("world", [80, 1024, 4096])
+def test_no_rank_of_a_large_job_has_more_sockets(redundancy: Redundancy, world: int) -> None:
+    """By the same rules that ranks connect by: saves, loads, copies, channels, and the store."""
+    nodes = tuple(str(rank // _RANKS_PER_NODE) for rank in range(world))
+    sizes = tuple((1 << 29) + rank * 12345 for rank in range(world))
+    copies = copies_of(nodes, nodes, sizes, redundancy.copies)
+    pairs = {(copy.sender, copy.receiver) for copy in copies}
+    if redundancy.parity:
+        pairs |= {
+            (share.rank, stripe.keeper)
+            for stripe in stripes_of(nodes, nodes, sizes, redundancy.parity)
+            for share in stripe.shares
+            if share.rank != stripe.keeper
+        }
+    channels = [0] * world
+    for pair in pairs:
+        for rank in pair:
+            channels[rank] += 1
+    alone = [str(rank) for rank in range(world)]
+    most = max(
+        2 * _sockets_in_tree(nodes, rank) + _sockets_in_tree(alone, rank) + 2 * channels[rank] + 2
+        for rank in range(min(world, 24 * _RANKS_PER_NODE))  # those further down have fewer
+    )
+    assert most <= SOCKETS_OF_A_RANK
 
 
 # -- lost ranks have names -------------------------------------------------------------------------
@@ -356,7 +426,9 @@ def _has_few_descriptors() -> str:
 def test_too_few_open_files_are_an_error_at_the_start_that_says_what_to_do() -> None:
     for text in forked_ranks(_has_few_descriptors, 2):
         assert "rank 1: this process has" in text
-        assert "ulimit -n" in text
+        used, needed, limit = map(int, re.findall(r"(?:has|to|limit is) (\d+)", text)[:3])
+        assert used + needed > limit == used + 10
+        assert f"ulimit -n {max(4096, used + needed)}" in text
 
 
 def test_an_unlimited_process_may_connect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,11 @@ from dcp_mem.comm.transports import GlooTransport, NixlTransport, Pair, Transpor
 from tests.support.processes.forks import forked
 
 Act = Callable[[Channel], Any]
-TRANSPORTS: Mapping[str, Callable[[], Transport]] = {"gloo": GlooTransport, "nixl": NixlTransport}
+TRANSPORTS: Mapping[str, Callable[[], Transport]] = {
+    "gloo": GlooTransport,
+    "gloo, three lines": partial(GlooTransport, 3),
+    "nixl": NixlTransport,
+}
 SIZES = (0, 1, 100, 64 << 10, (64 << 10) + 1, (1 << 20) + 3, 16 << 20, (64 << 20) + 1)
 _LARGE = 4 << 20
 _LONG, _SHORT = 60.0, 4.0

@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from dcp_mem.comm import nixl_agents, ranks_of, transports
+from dcp_mem.comm.lines import LinedChannel
 from dcp_mem.common.log import log
-from dcp_mem.config import settings
+from dcp_mem.config import lines_of_channel, settings
 from dcp_mem.errors import ConfigError
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.transports import Ends, Rank, TransportConformance, in_pair
@@ -25,6 +26,12 @@ needs_nixl = pytest.mark.skipif(
 
 class TestGloo(TransportConformance):
     name = "gloo"
+    child_may_close = False
+    tells_of_halves = False
+
+
+class TestGlooOfSeveralLines(TransportConformance):
+    name = "gloo, three lines"
     child_may_close = False
     tells_of_halves = False
 
@@ -169,6 +176,45 @@ def test_the_choice_comes_from_the_argument_or_the_environment(
             settings(None, job="job", transport=wrong)
 
 
+def _many_lines(patch: pytest.MonkeyPatch, rank: int) -> None:
+    patch.setenv("DCP_MEM_LINES", "4")
+
+
+def test_channels_over_gloo_have_as_many_lines_as_the_environment_says() -> None:
+    _assert_taken("gloo", _many_lines, "LinedChannel", ["", ""])
+
+
+class _CountingLine:
+    """A line that notes what goes over it."""
+
+    def __init__(self) -> None:
+        self.nbytes: list[int] = []
+
+    def send(self, data: bytes) -> "_CountingLine":
+        self.nbytes.append(len(data))
+        return self
+
+    def wait(self) -> None:
+        return
+
+
+def test_lines_carry_as_many_bytes_each() -> None:
+    lines: list[Any] = [_CountingLine() for _ in range(3)]
+    channel = LinedChannel(lines)
+    for _ in range(300):  # a chunk and its checksum, as transfers send them
+        channel.send(bytes(1000))
+        channel.send(bytes(4))
+    totals = [sum(line.nbytes) for line in lines]
+    assert max(totals) - min(totals) <= 1000
+
+
+@pytest.mark.parametrize("wrong", ["0", "17", "-1", "two", "1.5"])
+def test_lines_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setenv("DCP_MEM_LINES", wrong)
+    with pytest.raises(ConfigError, match=r"DCP_MEM_LINES=.*: give a whole number from 1 to 16"):
+        lines_of_channel()
+
+
 # -- what only NIXL's channels do ------------------------------------------------------------------
 
 
@@ -214,6 +260,38 @@ def _hears_of_the_death(ends: Ends, *_: object) -> tuple[str, bool]:
     began = time.monotonic()
     error = raised_by(channel.receive(bytearray(1)).wait)
     return str(error), time.monotonic() - began < 4
+
+
+def _does_not_reach_a_new_source(ends: Ends, *_: object) -> tuple[str, float, int]:
+    """NIXL connects to a peer whose cable has been pulled, and waits for ever."""
+    channel = ends.connect(is_sender=True)
+    hangs = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nixl_agents._api().nixl_agent, "add_remote_agent", lambda *_: hangs.wait())
+        channel.send(bytearray(b"g")).wait()
+        began = time.monotonic()
+        error = raised_by(channel.receive(bytearray(300_000)).wait)
+        seconds = time.monotonic() - began
+        channel.close()
+        hangs.set()
+    return str(error), seconds, ends.silences
+
+
+def _offers_from_a_new_source(ends: Ends, *_: object) -> None:
+    channel, data = ends.connect(is_sender=False), bytearray(300_000)
+    channel.receive(bytearray(1)).wait()
+    with channel.registered(data):
+        pass  # the source that the two ranks have tried is ended with this
+    raised_by(channel.send(data).wait)
+
+
+@needs_nixl
+def test_a_peer_that_nixl_connects_to_in_vain_is_an_error_after_the_time_out() -> None:
+    arguments = ("nixl", 4.0, _does_not_reach_a_new_source, _offers_from_a_new_source, ())
+    (error, seconds, silences), code = forked(in_pair, *arguments, timeout=100)
+    assert error == "the peer was silent for 4 s"
+    assert 3.5 <= seconds < 20
+    assert (silences, code) == (1, 0)
 
 
 def _pair(own: Rank, peers: Rank) -> tuple[Any, int]:

@@ -3,10 +3,15 @@
 Every rank is a process of its own, forked from one that has imported torch. The peers are torch's
 gloo groups, which connect every rank with every other one: at once, and where they're lazy (torch
 2.8) with the first message.
+
+Larger jobs are simulated: ranks are threads of a few processes. Each runs the same code, with its
+own connections over loopback, and its own connection to the store, which the benchmark's own
+process serves. Two cores do the work of all ranks then, so seconds are CPU of the busiest ones.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.forks import (
+    MOST_SOCKETS,
     RANKS_PER_NODE,
     SECONDS,
     Footprint,
@@ -26,6 +32,7 @@ from benchmarks.harness.forks import (
     meet,
     sockets_row,
 )
+from benchmarks.harness.processes import MeasurementFailed
 from benchmarks.harness.tables import Part, Row, Section, attempt
 from dcp_mem.comm.job_ranks import JobRanks
 from dcp_mem.comm.timed_store import own_connection
@@ -39,7 +46,14 @@ TITLE = "Connections and agreement of many ranks"
 WORLDS, QUICK_WORLDS = (16, 64, 128), (16,)
 MOST_RANKS_OF_GLOO = 64
 """A group of more of them takes minutes and tens of thousands of sockets on one machine."""
-AGREEMENTS = 20
+AGREEMENTS, SIMULATED_AGREEMENTS = 20, 3
+SIMULATED_WORLDS, QUICK_SIMULATED_WORLDS = (1024, 4096, 16384), (256,)
+RANKS_PER_PROCESS = 1024
+SIMULATED_SECONDS = 900.0
+STACK_NBYTES = 1 << 20
+SETTING_UP_LIMIT, SETTING_UP_WORLD = 2.0, 1024
+AGREEMENT_LIMIT = 1e-5
+"""Seconds of rank 0, for each rank of the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +75,31 @@ class Found:
     opened: Footprint
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What the ranks of one process measured.
+
+    Attributes:
+        connecting: Seconds until all of them have agreed for the first time.
+        connecting_cpu: CPU seconds of the process in it.
+        first_cpu: CPU seconds of its first rank in it.
+        agreement_cpu: CPU seconds of its first rank in a later agreement.
+        sockets: Of the rank that has the most, its connection to the store included.
+    """
+
+    connecting: float
+    connecting_cpu: float
+    first_cpu: float
+    agreement_cpu: float
+    sockets: int
+
+
 def run(settings: Settings) -> Section:
     worlds = QUICK_WORLDS if settings.quick else WORLDS
     parts = [attempt("connections", f"{world} ranks", partial(_part, world)) for world in worlds]
+    for world in QUICK_SIMULATED_WORLDS if settings.quick else SIMULATED_WORLDS:
+        title = f"{world:,} ranks, simulated"
+        parts.append(attempt("connections", title, partial(_simulated_part, world)))
     return Section(TITLE, parts)
 
 
@@ -95,11 +131,50 @@ def _part(world: int) -> Part:
         Row(
             "the same, CPU of rank 0",
             dcp_mem=_text(own[0].agreement_cpu),
+            target=f"≤ {_text(AGREEMENT_LIMIT * world)}",
+            met=own[0].agreement_cpu <= AGREEMENT_LIMIT * world,
             peer=f"{_text(gloo[0].agreement_cpu)} (gloo)" if gloo else "",
         ),
     ]
     notes = [f"{way}: {_in_words(ranks)}" for way, ranks in found.items()]
     return Part(rows, notes)
+
+
+def _simulated_part(world: int) -> Part:
+    processes = -(-world // RANKS_PER_PROCESS)
+    store_cpu = time.process_time()
+    found = in_forks(_simulate, processes, world, preload=__name__, seconds=SIMULATED_SECONDS)
+    store_cpu = time.process_time() - store_cpu
+    busiest = max(store_cpu, found[0].first_cpu)
+    most = max(one.sockets for one in found)
+    agreement = found[0].agreement_cpu
+    is_limited = world <= SETTING_UP_WORLD
+    cpu = sum(one.connecting_cpu for one in found)
+    rows = [
+        Row(
+            "sockets of a rank, at most",
+            dcp_mem=f"{most}",
+            target=f"≤ {MOST_SOCKETS}",
+            met=most <= MOST_SOCKETS,
+        ),
+        Row("connecting: CPU of the store's host", dcp_mem=_text(store_cpu)),
+        Row("connecting: CPU of rank 0", dcp_mem=_text(found[0].first_cpu)),
+        Row("connecting: CPU of a rank, on average", dcp_mem=_text(cpu / world)),
+        Row(
+            "connecting: CPU of the busiest of these",
+            dcp_mem=_text(busiest),
+            target=f"≤ {SETTING_UP_LIMIT:.0f} s" if is_limited else "",
+            met=busiest <= SETTING_UP_LIMIT if is_limited else None,
+        ),
+        Row(
+            "a later agreement: CPU of rank 0",
+            dcp_mem=_text(agreement),
+            target=f"≤ {_text(AGREEMENT_LIMIT * world)}",
+            met=agreement <= AGREEMENT_LIMIT * world,
+        ),
+    ]
+    took = max(one.connecting for one in found)
+    return Part(rows, [f"all ranks on this machine's cores: connected in {_text(took)}"])
 
 
 def _in_words(ranks: list[Found]) -> str:
@@ -176,3 +251,64 @@ def _group(way: str, rank: int, world: int, store: dist.Store) -> Any:
     options._devices = [gloo.create_device(interface="lo", lazy_init=True)]
     options._timeout = timedelta(seconds=SECONDS)
     return gloo(store, rank, world, options)
+
+
+# -- simulated ranks -----------------------------------------------------------------------------
+
+
+class _Direct:
+    """Calls of the store without a thread for each, of which there would be too many."""
+
+    def do(self, act: Callable[[], Any], seconds: float | None = None) -> Any:
+        return act()
+
+
+class _SimulatedRank:
+    """A rank in a thread: it agrees when told to."""
+
+    def __init__(self, rank: int, nodes: tuple[str, ...], store: dist.Store) -> None:
+        own = own_connection(store, SIMULATED_SECONDS)
+        self._ranks = JobRanks(rank, range(len(nodes)), "simulated", own, SIMULATED_SECONDS)
+        self._ranks._timed_store._calls = _Direct()  # type: ignore[assignment]
+        self._ranks.set_nodes(nodes)
+        self._size = len(nodes)
+        self.cpu: list[float] = []
+
+    def agree(self) -> None:
+        started = time.thread_time()
+        if self._ranks.all_reduce(1, int.__add__) != self._size:
+            raise MeasurementFailed("ranks have agreed without one of them")
+        self.cpu.append(time.thread_time() - started)
+
+    def sockets(self) -> int:
+        """Return its connections, one that listens, and one to the store."""
+        peers = self._ranks._in_tree
+        assert peers is not None
+        return len(peers._sockets) + (peers._listener is not None) + 1
+
+
+def _simulate(part: int, parts: int, store: dist.Store, world: int) -> Simulated:
+    threading.stack_size(STACK_NBYTES)
+    nodes = tuple(str(rank // RANKS_PER_NODE) for rank in range(world))
+    own = range(part * RANKS_PER_PROCESS, min((part + 1) * RANKS_PER_PROCESS, world))
+    ranks = [_SimulatedRank(rank, nodes, store) for rank in own]
+    times = []
+    for number in range(1 + SIMULATED_AGREEMENTS):
+        meet(store, f"before {number}", parts)
+        started, cpu = time.perf_counter(), time.process_time()
+        threads = [threading.Thread(target=rank.agree) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        times.append((time.perf_counter() - started, time.process_time() - cpu))
+    failed = [rank for rank, one in zip(own, ranks, strict=True) if len(one.cpu) != len(times)]
+    if failed:
+        raise MeasurementFailed(f"ranks {failed[:5]} have failed")
+    return Simulated(
+        connecting=times[0][0],
+        connecting_cpu=times[0][1],
+        first_cpu=ranks[0].cpu[0],
+        agreement_cpu=median(ranks[0].cpu[1:]),
+        sockets=max(rank.sockets() for rank in ranks),
+    )

@@ -132,7 +132,7 @@ def _part(settings: Settings, world: int) -> Part:
     ]
     notes = [
         (
-            f"{SAVES} saves of {_state_nbytes() / 1e6:.1f} MB a rank with replicas=1; in the load, "
+            f"{SAVES} saves of {_state_nbytes() / 1e3:.0f} kB a rank with replicas=1; in the load, "
             f"{loaded[0].from_peers / 1e6:.1f} MB came from other nodes"
         )
     ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.harness.tables import Part, Section, Table
 from dcp_mem.comm.tree import tree_of
+from dcp_mem.replicating.plan import stripes_of
 
 if TYPE_CHECKING:
     from benchmarks.harness.settings import Settings
@@ -63,8 +64,10 @@ SURVEY = 4096
 UNPICKLING = 100e6
 """Bytes per second that rank 0 unpickles of surveys."""
 FAN_OUT = 8
-SETS = 3
-"""Sets of connections that a rank has: saves, loads, copies."""
+CHANNEL_SOCKETS = 2
+"""Of a channel: one that listens, and the connection."""
+STORE_SOCKETS = 2
+"""Of a rank to the job's store: torch's, and one that copies meet by."""
 HOW = {
     "opening a catalog, each rank": "measured at 16,384",
     "sharing out what a node needs, its leader": "measured at 16,384",
@@ -203,11 +206,34 @@ def resharding(cluster: Cluster) -> Estimate:
 
 
 def sockets(cluster: Cluster) -> int:
-    """Of a leader that has most of them: to its parent and its children, and one that listens."""
+    """Of a leader that has most of them, where nodes keep parity of each other's segments."""
     nodes = [str(rank // RANKS_PER_NODE) for rank in range(cluster.gpus)]
+    flat = [str(rank) for rank in range(cluster.gpus)]  # loads don't know the nodes
+    sizes = [int(cluster.of_rank)] * cluster.gpus
     leaders = range(0, min(cluster.gpus, 4 * RANKS_PER_NODE), RANKS_PER_NODE)
-    trees = (tree_of(nodes, rank) for rank in leaders)
-    return SETS * (1 + max(len(tree.children) + (tree.parent is not None) for tree in trees))
+    return STORE_SOCKETS + max(
+        2 * _tree_sockets(nodes, rank)  # saves, copies
+        + _tree_sockets(flat, rank)
+        + CHANNEL_SOCKETS * _channels(nodes, sizes, rank)
+        for rank in leaders
+    )
+
+
+def _tree_sockets(nodes: list[str], rank: int) -> int:
+    """To a rank's parent and its children, and one that listens."""
+    tree = tree_of(nodes, rank)
+    return 1 + len(tree.children) + (tree.parent is not None)
+
+
+def _channels(nodes: list[str], sizes: list[int], rank: int) -> int:
+    """Of a rank, to and from those that keep parity of the same bytes."""
+    pairs = {
+        (share.rank, stripe.keeper)
+        for stripe in stripes_of(nodes, nodes, sizes, PARITY, nodes[rank])
+        for share in stripe.shares
+        if share.rank != stripe.keeper
+    }
+    return sum(rank in pair for pair in pairs)
 
 
 def survey(cluster: Cluster) -> float:
@@ -280,7 +306,11 @@ def tables() -> list[Table]:
     decisions = Table(
         ("decisions: seconds", "how", *names),
         [
-            line("sockets of a rank, at most", COMPUTED, *(f"{sockets(c)}" for c in CLUSTERS)),
+            line(
+                f"sockets of a rank, at most, with parity({PARITY})",
+                COMPUTED,
+                *(f"{sockets(c)}" for c in CLUSTERS),
+            ),
             line(
                 "keys that a set puts into the job's store, and look-ups",
                 COMPUTED,
