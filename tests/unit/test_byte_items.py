@@ -116,7 +116,7 @@ def test_byte_items_of_any_size_come_back_and_their_segment_is_the_same_in_any_s
         # The slots' files go on behind the segments.
         written = _segment(memory_root, "fresh", "step-3").rstrip(b"\0")
         assert _segment(memory_root, "used", "step-3").startswith(written)
-    loaded = {name: torch.zeros(100) if name == "weight" else "" for name in _objects(3)}
+    loaded: dict[str, Any] = dict.fromkeys(_objects(3), "") | {"weight": torch.zeros(100)}
     reader = dcp_mem.MemoryStorageReader(None, job="used", memory_root=str(memory_root))
     dcp_mem.load(loaded, storage_reader=reader)
     assert loaded.pop("weight").equal(torch.full((100,), 3.0))
