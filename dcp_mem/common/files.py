@@ -193,6 +193,17 @@ def free_bytes(path: str) -> int:
     return facts.f_bavail * facts.f_frsize
 
 
+def is_full(path: str) -> bool:
+    """Return whether a user can make no file in the file system of `path`.
+
+    Args:
+        path: Any path in the file system.
+    """
+    facts = os.statvfs(path)
+    lacks_inodes = facts.f_files > 0 and facts.f_favail == 0  # some have no limit, and tell 0
+    return facts.f_bavail == 0 or lacks_inodes
+
+
 def allocated_bytes(path: str) -> int:
     """Return the bytes that the files under `path` occupy, or have set aside by their size.
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+from dcp_mem.common import files
 from dcp_mem.common.log import log
 from dcp_mem.common.progress_bar import Show
 from dcp_mem.common.values import (
@@ -424,7 +425,15 @@ def _trouble(settings: Settings) -> str:
         if entry.error and entry.in_memory
     ]
     log_file = "" if settings.agent == "thread" else f" (the agent's log: {agent_log(settings)})"
-    return (errors[0] if errors else "no error so far") + log_file
+    if errors:
+        return errors[0] + log_file
+    told = "no error so far"
+    if files.is_full(settings.memory_root):
+        told += (
+            f", but {settings.memory_root} is full, and the agent can't write down there how far "
+            "it is: remove other files, or mount a larger tmpfs"
+        )
+    return told + log_file
 
 
 # -- status ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -688,3 +689,26 @@ def test_a_root_without_inodes_is_refused_with_what_it_lacks(
     assert isinstance(error, MemoryBudgetExceeded)
     assert f"no space for {small}" in str(error)
     assert "though bytes are free: its inodes or a quota are used up" in str(error)
+
+
+def _wait_beside_a_full_root(root: str, memory: str) -> str:
+    filler = Path(memory) / "filler"
+    with MemoryStorageWriter(root, memory_root=memory, upload_limit="1KiB") as writer:
+        save(writer, 1)
+        filler.mkdir(0o700)
+        with contextlib.suppress(OSError):
+            for number in range(1000):
+                (filler / str(number)).touch(0o600)
+        told = str(raised_by(lambda: writer.wait("step-1", timeout=0.5)))
+        shutil.rmtree(filler)
+        writer.close(flush=False)
+    return told
+
+
+def test_a_wait_beside_a_root_that_has_become_full_says_so(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    with mounted_tmpfs(memory_root / "small", "64m,nr_inodes=500") as small:
+        told = forked(_wait_beside_a_full_root, str(tmp_path / "storage"), str(small))
+    assert f"no error so far, but {small} is full" in told
+    assert "remove other files, or mount a larger tmpfs" in told
