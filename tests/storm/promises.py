@@ -90,11 +90,17 @@ class Promises:
         """Let an older save pass only where the newest one was rejected; return why it was.
 
         That is for a crash loop, or since a tensor that is declared frozen changed. Behind an
-        asynchronous save nobody can tell whether it changed before the copy or after it.
+        asynchronous save nobody can tell whether it changed before the copy or after it. Of such
+        saves the older ones may have left memory since: they share the bytes of the newest, are
+        rejected with it, and leave first.
         """
         name = self.names.get(self.complete, "")
         passed_over = [one for one in restored["passed_over"] if name in one]
-        if any(_REJECTED_AS_STALE in one for one in passed_over):
+        since_then = {one for at, one in self.names.items() if at >= self.complete}
+        if any(
+            _REJECTED_AS_STALE in one and any(f"{newer} " in one for newer in since_then)
+            for one in restored["passed_over"]
+        ):
             why = "loads past what may be stale"
         else:
             why = "loads that left a crash loop"
