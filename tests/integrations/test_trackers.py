@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -526,6 +526,47 @@ def test_wandb_has_figures_by_their_own_steps(
         if record.HasField("metric") and record.metric.glob_name
     }
     assert axes["checkpoint/flush_*"] == "checkpoint/flush_step"
+
+
+class _RowsBetween:
+    """A run in which the loop sometimes begins a row as the tracker is about to add to one."""
+
+    def __init__(self, run: Any) -> None:
+        self._run, self._calls = run, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    def log(self, row: dict[str, Any], commit: bool | None = None) -> None:
+        if self._calls % 3 == 0:
+            self._run.log({"loss": 0.5}, step=self._run.step + 1)
+        self._calls += 1
+        self._run.log(row, commit=commit)
+
+
+def test_wandb_loses_no_figure_where_the_loop_begins_a_row_at_the_same_moment(
+    offline_runs: Path,
+) -> None:
+    import wandb
+
+    from dcp_mem.integrations.trackers.wandb import WandB
+
+    with wandb.init(project="dcp_mem", settings=wandb.Settings(console="off")) as run:
+        tracker = WandB(cast(Any, _RowsBetween(run)))
+        for step in range(4):
+            tracker.track(
+                Event(
+                    kind="save",
+                    outcome="complete",
+                    time=0.0,
+                    job="job",
+                    checkpoint=f"step-{step}",
+                    step=step,
+                )
+            )
+        tracker.close()
+    rows = _rows(offline_runs)
+    assert _column(rows, "checkpoint/save_step") == [(step,) for step in range(4)]
 
 
 def test_wandb_leaves_the_steps_of_the_training_loop_alone(

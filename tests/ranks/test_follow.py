@@ -439,8 +439,8 @@ def test_retention_leaves_the_bytes_of_what_is_held_and_no_save_waits(
 def test_within_a_memory_limit_a_save_waits_until_a_follower_lets_go(
     memory_job: Job, notes: Path
 ) -> None:
-    """A slot takes 2 MiB here: the limit has room for two of them."""
-    with _training(memory_job, notes, keep_memory=1, memory_limit="5MiB") as trainer:
+    """A slot takes little over 1 MiB here, and counts 2 until it is there: the limit has two."""
+    with _training(memory_job, notes, keep_memory=1, memory_limit="4MiB") as trainer:
         trainer.save(1)
         for checkpoint in _follow(memory_job):
             trainer.save(2)

@@ -207,12 +207,15 @@ class _Mapped(NamedTuple):
 
 
 def _mapped(directory: Path) -> frozenset[tuple[str, str]]:
-    """Addresses and inodes of the job's files that this process has mapped."""
+    """Addresses and inodes of the job's slots that this process has mapped, free or as segments.
+
+    Catalogs aren't among them: a load maps one, and lets it go when its objects are collected.
+    """
     lines = Path("/proc/self/maps").read_text().splitlines()
     return frozenset(
         (line.split()[0], line.split()[4])
         for line in lines
-        if line.endswith(".slot") or f" {directory}/" in line
+        if f" {directory}/" in line and (".slot" in line or ".distcp" in line)
     )
 
 

@@ -69,3 +69,6 @@ class WandB:
             row = self._waiting.popleft()
             self._taken |= row.keys()
             run.log(row, commit=False)
+            if run.step != self._row:
+                # The loop has begun a row meanwhile, and nobody knows which of the two took ours.
+                self._row, self._taken = run.step, set(row)
