@@ -434,7 +434,7 @@ def _notes(saved: Saved) -> list[str]:
         _WHY_NOT_AS_ONE,
         (
             "asking each tensor of the nested state dict for its address takes "
-            f"{Figure.of(saved.walk)}, {saved.walk.median / saved.copy.median:.0%} of the copy; "
+            f"{Figure.of(saved.walk).short}, {saved.walk.median / saved.copy.median:.0%} of the copy; "
             "the copies above begin with a list of the tensors"
         ),
         "the next save begins when the one before is complete; that wait isn't counted",
