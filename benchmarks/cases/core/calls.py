@@ -434,8 +434,8 @@ def _notes(saved: Saved) -> list[str]:
         _WHY_NOT_AS_ONE,
         (
             "asking each tensor of the nested state dict for its address takes "
-            f"{Figure.of(saved.walk).short}, {saved.walk.median / saved.copy.median:.0%} of the copy; "
-            "the copies above begin with a list of the tensors"
+            f"{Figure.of(saved.walk).short}, {saved.walk.median / saved.copy.median:.0%} of the "
+            "copy; the copies above begin with a list of the tensors"
         ),
         "the next save begins when the one before is complete; that wait isn't counted",
         "what every call saved last was loaded, and was the state before the step that followed",
