@@ -63,7 +63,7 @@ of it as an unfinished upload."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCopies:
-    """How a file system has its server copy an object.
+    """What makes the server of a file system copy an object.
 
     Attributes:
         digest: The field of `info` that stands for an object's bytes. A copy's must be the same.

@@ -94,8 +94,6 @@ class Promises:
         saves the older ones may have left memory since: they share the bytes of the newest, are
         rejected with it, and leave first.
         """
-        name = self.names.get(self.complete, "")
-        passed_over = [one for one in restored["passed_over"] if name in one]
         since_then = {one for at, one in self.names.items() if at >= self.complete}
         if any(
             _REJECTED_AS_STALE in one and any(f"{newer} " in one for newer in since_then)
@@ -104,6 +102,8 @@ class Promises:
             why = "loads past what may be stale"
         else:
             why = "loads that left a crash loop"
+            name = self.names.get(self.complete, "")
+            passed_over = [one for one in restored["passed_over"] if name in one]
             assert any(_REJECTED_FOR_IT in one for one in passed_over), (
                 f"{number} was restored, {self.complete} ({name}) was complete: {restored}"
             )
