@@ -9,6 +9,7 @@ SEGMENT = re.compile(r"__(\d+)_(\d+)-([0-9a-f]{8})\.distcp")
 PARITY = re.compile(r"__parity_(\d+)_([0-9a-f]{8})-([0-9a-f]{8})\.xor")
 OWN = ".dcp_mem"
 """Directory of our own files, beside the segments."""
+SAVE_ID_NBYTES = 8
 DCP_VERSION = "1.0.0"
 """The version that DCP gives its metadata format."""
 FROZEN = 1 << 24
@@ -22,7 +23,7 @@ COLLECTIVE = ""
 
 def new_save_id() -> str:
     """Return an id for one save attempt, which is part of every file name of that attempt."""
-    return uuid.uuid4().hex[:8]
+    return uuid.uuid4().hex[:SAVE_ID_NBYTES]
 
 
 def segment_file(rank: int, save_id: str) -> str:

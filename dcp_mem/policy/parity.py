@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Group = Mapping[int, int]
 """The nodes of a group, with the bytes of each: its segments, laid behind each other."""
@@ -164,6 +164,30 @@ def stripes(
             if high > low:
                 found.append(Stripe(rank, high - low, tuple(shares)))
     return found
+
+
+def steady_nbytes(nbytes: int) -> int:
+    """Return a length for a segment that stays the same where its byte items vary a little.
+
+    Stripes that are cut by it lie where they lay for the checkpoint before. It is at most 1/256
+    more.
+
+    Args:
+        nbytes: Of the segment.
+    """
+    unit = 1 << (nbytes // 512).bit_length()
+    return -(-nbytes // unit) * unit
+
+
+def clipped(stripe: Stripe, nbytes: Sequence[int]) -> Stripe:
+    """Return a stripe without the bytes behind its segments' ends.
+
+    Args:
+        stripe: Cut by longer segments.
+        nbytes: The length of every rank's segment.
+    """
+    shares = (replace(one, stop=min(one.stop, nbytes[one.rank])) for one in stripe.shares)
+    return replace(stripe, shares=tuple(one for one in shares if one.start < one.stop))
 
 
 def _shares(segments: Segments, start: int, stop: int, origin: int) -> Iterator[Share]:

@@ -13,7 +13,7 @@ from hashlib import sha256
 from dcp_mem.format import names
 from dcp_mem.format.names import FROZEN
 from dcp_mem.format.segments import Segments
-from dcp_mem.policy.parity import Stripe, groups, stripes
+from dcp_mem.policy.parity import Stripe, clipped, groups, steady_nbytes, stripes
 from dcp_mem.policy.placement import Original, place
 from dcp_mem.policy.redundancy import Redundancy
 
@@ -264,10 +264,11 @@ def stripes_of(
         node: Return the stripes of this node's group only; None for all groups.
     """
     members = members_of(nodes)
-    segments = [{rank: nbytes[rank] for rank in ranks} for ranks in members.values()]
+    segments = [{rank: steady_nbytes(nbytes[rank]) for rank in ranks} for ranks in members.values()]
     domain_of = [domains[ranks[0]] for ranks in members.values()]
     only = None if node is None else list(members).index(node)
-    return stripes_over(segments, list(members.values()), domain_of, k, only)
+    found = stripes_over(segments, list(members.values()), domain_of, k, only)
+    return [clipped(stripe, nbytes) for stripe in found]
 
 
 def stripes_over(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
+from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.transfer import IncomingChunk
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format.checksums import (
@@ -23,6 +24,7 @@ from dcp_mem.format.checksums import (
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.slots import Slot
 from dcp_mem.replicating.earlier import EarlierCopy, FindEarlier, Told, cuts_of
+from dcp_mem.replicating.earlier_parity import Deciding
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.task import SMALL_CHUNK, SegmentTables
 
@@ -40,6 +42,7 @@ class IncomingFile:
         tables: SegmentTables,
         seal: Callable[[IncomingFile], None],
         find_earlier: FindEarlier,
+        deciding: Deciding | None,
     ) -> None:
         """Describe the file.
 
@@ -49,6 +52,7 @@ class IncomingFile:
             tables: The items of the checkpoint's segments.
             seal: Puts the file into the checkpoint; called once all senders have ended.
             find_earlier: Finds an earlier copy of a segment, by its blocks.
+            deciding: Decides what parity is made from; None: from its shares.
         """
         self.plan, self.slot = plan, slot
         self.is_sealed = False
@@ -63,9 +67,10 @@ class IncomingFile:
         self._copied: BlockChecksums | None = None
         self._find_earlier = find_earlier
         self._earlier: EarlierCopy | None = None
+        self._deciding = deciding
 
     def begin(self) -> None:
-        """Map the slot; where parts are added up, fill it with zeros.
+        """Map the slot; where parts are added up, fill it with zeros, unless that is decided later.
 
         Raises:
             DcpMemError: There is no slot, or no room.
@@ -90,7 +95,7 @@ class IncomingFile:
         if plan.is_copy:
             self._copied = BlockChecksums(self._blocks())
             self._earlier = self._find_earlier(self._blocks())
-        elif plan.nbytes:
+        elif plan.nbytes and self._deciding is None:
             np.frombuffer(memory, np.uint8)[:] = 0
         return memory
 
@@ -107,23 +112,47 @@ class IncomingFile:
 
     # -- receiving ---------------------------------------------------------------------------------
 
-    def told(self) -> bytearray | None:
-        """Return what the sender of a copy is told first: what of it lies here; None otherwise."""
+    def told(self, sender: int) -> bytearray | None:
+        """Return what a sender is told first: what lies here of what it sends; None for nothing.
+
+        Args:
+            sender: The rank that sends.
+        """
+        if self._deciding is not None:
+            return self._deciding.offer(sender)
         if not self.plan.is_copy:
             return None
         if self._earlier is not None:
             return self._earlier.told.message
         return Told(block_count(self._tables[self.plan.file].lengths)).message
 
-    def chunks_from(self, sender: int) -> Iterator[IncomingChunk]:
+    def chunks_from(self, sender: int, channel: Channel) -> Iterator[IncomingChunk]:
         """Yield all that a rank sends for the plan, in the order of `OutgoingFiles.chunks`.
 
         Args:
             sender: The rank that sends.
+            channel: To it.
+
+        Raises:
+            DcpMemError: Another sender has failed, without which this one can't go on.
         """
         if self.plan.is_copy:
             yield from self._chunks_in_place()
             return
+        if self._deciding is not None:
+            assert self._memory is not None
+            self._deciding.settle(channel, self._memory)
+        if self._deciding is not None and self._deciding.is_reused:
+            yield from self._deciding.chunks(sender, self.add)
+        else:
+            yield from self._chunks_of_parts(sender)
+        for file in self.plan.checksums_from(sender):
+            crcs = bytearray(4 * block_count(self._tables[file].lengths))
+            self.checksums[file] = np.frombuffer(crcs, "<u4")
+            if crcs:
+                yield IncomingChunk(crcs, partial(checksum, memoryview(crcs)), _nothing)
+
+    def _chunks_of_parts(self, sender: int) -> Iterator[IncomingChunk]:
         buffers: list[bytearray] = []  # free ones, used again and again
         for part in self.plan.parts_from(sender):
             for start in range(part.start, part.stop, SMALL_CHUNK):
@@ -132,11 +161,6 @@ class IncomingFile:
                 place = part.place + start - part.start
                 accept = partial(self._add_and_free, place, data, buffer, buffers)
                 yield IncomingChunk(data, partial(checksum, data), accept)
-        for file in self.plan.checksums_from(sender):
-            crcs = bytearray(4 * block_count(self._tables[file].lengths))
-            self.checksums[file] = np.frombuffer(crcs, "<u4")
-            if crcs:
-                yield IncomingChunk(crcs, partial(checksum, memoryview(crcs)), _nothing)
 
     def _chunks_in_place(self) -> Iterator[IncomingChunk]:
         assert self._memory is not None
@@ -181,11 +205,18 @@ class IncomingFile:
         if is_last:
             self._seal(self)
 
+    def fail(self) -> None:
+        """Have the other senders' threads fail as well, where they wait for this one's."""
+        if self._deciding is not None:
+            self._deciding.fail()
+
     def close(self) -> None:
-        """Let the earlier copy be recycled."""
+        """Let the earlier copy, or parity, be recycled."""
         if self._earlier is not None:
             self._earlier.close()
             self._earlier = None
+        if self._deciding is not None:
+            self._deciding.close()
 
     # -- the assembled file ------------------------------------------------------------------------
 
@@ -215,6 +246,14 @@ class IncomingFile:
         return {
             file: replace(self._tables[file], crc32c=crcs) for file, crcs in self.checksums.items()
         }
+
+    def is_parity(self, crcs: Sequence[int]) -> bool:
+        """Return whether what began as an earlier parity is that of its shares now.
+
+        Args:
+            crcs: As `crcs` returns them.
+        """
+        return self._deciding is None or self._deciding.is_parity(crcs)
 
     def crcs(self) -> tuple[int, ...]:
         """Return the CRC32C of each BLOCK of the file."""

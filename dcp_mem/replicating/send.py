@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.transfer import OutgoingChunk, Reduced
 from dcp_mem.common import faults
 from dcp_mem.errors import DcpMemError
@@ -25,6 +26,14 @@ from dcp_mem.memory.slots import Slot
 from dcp_mem.memory.views import lent
 from dcp_mem.policy.pieces import Extent
 from dcp_mem.replicating.earlier import Cut, Told, cuts_of, reduced
+from dcp_mem.replicating.earlier_parity import (
+    EarlierSegment,
+    Offer,
+    Vote,
+    begins_as_earlier,
+    sums_of,
+    vote,
+)
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.task import SMALL_CHUNK, ReplicationTask, SegmentTables
 
@@ -49,15 +58,18 @@ class OutgoingFiles:
         self._memory, self._task, self._tables = memory, task, tables
         self._directory = memory.checkpoint_directory(task.manifest.name)
         self._files: dict[str, OutgoingFile] = {}
+        self._earlier: dict[str, EarlierSegment] = {}
         self._opening = threading.Lock()
         self._resources = ExitStack()
 
-    def told(self, plan: FilePlan) -> Told | None:
-        """Return what the receiver of a copy fills in with what it has; None for other files.
+    def told(self, plan: FilePlan) -> Told | Offer | None:
+        """Return what the receiver fills in with what it has; None where it has nothing to tell.
 
         Args:
             plan: The file that another rank makes.
         """
+        if begins_as_earlier(plan):
+            return Offer(len(plan.parts_from(self._task.ranks.rank)))
         if not plan.is_copy:
             return None
         return Told(block_count(self._tables[plan.file].lengths))
@@ -65,33 +77,87 @@ class OutgoingFiles:
     def chunks(
         self,
         plan: FilePlan,
-        told: Told | None = None,
+        told: Told | Offer | None,
+        channel: Channel,
         register: Callable[[memoryview], None] = _leave_alone,
     ) -> Iterator[OutgoingChunk]:
         """Yield all that this rank sends for a plan: its parts, then checksums of segments.
 
         Args:
             plan: The file that another rank makes of the chunks.
-            told: What the receiver of a copy has.
+            told: What the receiver has, or would begin with.
+            channel: To the receiver.
             register: Called with memory that chunks lie in, before any of them.
         """
         rank = self._task.ranks.rank
-        for part in plan.parts_from(rank):
-            file = self.open(part.file, plan)
-            register(file.mapped[part.start : part.stop])
-            if told is not None:
-                # Before the last chunk: without that, nobody seals a copy of damaged bytes.
-                check = partial(self._check_unchanged, part.file, file)
-                chunks = file.copied_chunks(told, check)
-            else:
-                chunks = file.chunks(part.start, part.stop, SMALL_CHUNK)
-            for chunk in chunks:
-                yield chunk
-                faults.point("replicate.chunk")
+        if isinstance(told, Offer) and vote(channel, self._vote(plan, told)):
+            chunks = self._differences(plan, told)
+        else:
+            chunks = self._parts(plan, told, register)
+        for chunk in chunks:
+            yield chunk
+            faults.point("replicate.chunk")
         for name in plan.checksums_from(rank):
             data = bytearray(self.checksums(name, plan).tobytes())
             if data:
                 yield OutgoingChunk(data, partial(checksum, memoryview(data)))
+
+    def _parts(
+        self, plan: FilePlan, told: Told | Offer | None, register: Callable[[memoryview], None]
+    ) -> Iterator[OutgoingChunk]:
+        for part in plan.parts_from(self._task.ranks.rank):
+            file = self.open(part.file, plan)
+            register(file.mapped[part.start : part.stop])
+            if isinstance(told, Told):
+                # Before the last chunk: without that, nobody seals a copy of damaged bytes.
+                check = partial(self._check_unchanged, part.file, file)
+                yield from file.copied_chunks(told, check)
+            else:
+                yield from file.chunks(part.start, part.stop, SMALL_CHUNK)
+
+    def _vote(self, plan: FilePlan, offer: Offer) -> Vote:
+        """Return what this rank says to an offer: whether all of its shares are here, and gain."""
+        if not offer.save_id:
+            return Vote.CANNOT
+        try:
+            votes = self._votes(plan, offer)
+        except (OSError, EOFError):  # it has been evicted, or somebody has cut it off
+            return Vote.CANNOT
+        return Vote.CANNOT if Vote.CANNOT in votes else max(votes)
+
+    def _votes(self, plan: FilePlan, offer: Offer) -> Sequence[Vote]:
+        votes = []
+        for part, stop in zip(plan.parts_from(self._task.ranks.rank), offer.stops, strict=True):
+            earlier = self._earlier_segment(part.file, offer.save_id)
+            votes.append(earlier.vote(part, stop, self.open(part.file, plan).read))
+        return votes
+
+    def _differences(self, plan: FilePlan, offer: Offer) -> Iterator[OutgoingChunk]:
+        parts = plan.parts_from(self._task.ranks.rank)
+        reads = [self.open(part.file, plan).read for part in parts]
+        for part, stop, read in zip(parts, offer.stops, reads, strict=True):
+            yield from self._earlier_segment(part.file, offer.save_id).chunks(part, stop, read)
+        sums = bytearray(sums_of(parts, reads, plan.nbytes).tobytes())
+        yield OutgoingChunk(sums, partial(checksum, memoryview(sums)))
+
+    def _earlier_segment(self, file: str, save_id: str) -> EarlierSegment:
+        """Return a rank's segment in an earlier checkpoint.
+
+        Raises:
+            OSError: It doesn't lie here.
+        """
+        name = names.segment_file(names.rank_of(file), save_id)
+        with self._opening:
+            if name not in self._earlier:
+                found = [
+                    one for one in self._memory.checkpoints() if one.manifest.save_id == save_id
+                ]
+                if not found:
+                    raise FileNotFoundError(name)
+                earlier = EarlierSegment(found[0].segment_path(name))
+                self._resources.callback(earlier.close)
+                self._earlier[name] = earlier
+            return self._earlier[name]
 
     def open(self, name: str, plan: FilePlan) -> OutgoingFile:
         """Return a file of this node, to be sent for a plan.
@@ -145,6 +211,7 @@ class OutgoingFiles:
     def close(self) -> None:
         """End the leases."""
         self._files.clear()
+        self._earlier.clear()
         self._resources.close()
 
     def _opened(self, name: str, plan: FilePlan) -> OutgoingFile:

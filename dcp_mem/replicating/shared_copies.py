@@ -22,7 +22,6 @@ from dcp_mem.replicating.plan import FilePlan
 
 KEY_NBYTES = 16
 _NOTHING = bytes(KEY_NBYTES)
-_SAVE_ID_NBYTES = 8
 MOST_STALE = 64
 """Save ids of stale checkpoints that a message has room for."""
 
@@ -120,7 +119,9 @@ class Sharing:
         has = bytearray(KEY_NBYTES)
         channel.receive(has).wait()
         stale = "".join(self.stale[-MOST_STALE:]).encode()
-        channel.send(bytearray(self.key + stale.ljust(_SAVE_ID_NBYTES * MOST_STALE, b"\0"))).wait()
+        channel.send(
+            bytearray(self.key + stale.ljust(names.SAVE_ID_NBYTES * MOST_STALE, b"\0"))
+        ).wait()
         return has == self.key
 
 
@@ -135,11 +136,12 @@ def ask(channel: Channel, known: KnownCopy | None) -> tuple[bytes, Sequence[str]
         The key of the sender's segment, and the save ids of stale checkpoints.
     """
     channel.send(bytearray(_NOTHING if known is None else known.key)).wait()
-    answer = bytearray(KEY_NBYTES + _SAVE_ID_NBYTES * MOST_STALE)
+    answer = bytearray(KEY_NBYTES + names.SAVE_ID_NBYTES * MOST_STALE)
     channel.receive(answer).wait()
     told = answer[KEY_NBYTES:].rstrip(b"\0").decode(errors="replace")
     stale = [
-        told[start : start + _SAVE_ID_NBYTES] for start in range(0, len(told), _SAVE_ID_NBYTES)
+        told[start : start + names.SAVE_ID_NBYTES]
+        for start in range(0, len(told), names.SAVE_ID_NBYTES)
     ]
     return bytes(answer[:KEY_NBYTES]), stale
 

@@ -15,6 +15,7 @@ from dcp_mem.comm.agreement import Failures, joined
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.transfer import Amount, receive, refuse, send
 from dcp_mem.common import faults
+from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.format import names
@@ -22,6 +23,7 @@ from dcp_mem.format.manifest import StripeRecord
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.replicating.earlier import earlier_copy
+from dcp_mem.replicating.earlier_parity import Deciding, begins_as_earlier, earlier_parity
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.receive import IncomingFile
 from dcp_mem.replicating.send import OutgoingFiles
@@ -42,6 +44,8 @@ class _Progress(NamedTuple):
     is_cancelled: bool
     failures: Failures
     amount: Amount
+    in_full: frozenset[str]
+    """Files that are to be made again, from all bytes of their shares."""
 
     def join(self, other: _Progress) -> _Progress:
         return _Progress(
@@ -49,6 +53,7 @@ class _Progress(NamedTuple):
             self.is_cancelled or other.is_cancelled,
             joined(self.failures, other.failures),
             self.amount.plus(other.amount),
+            self.in_full | other.in_full,
         )
 
 
@@ -78,6 +83,7 @@ class Worker:
         self._incoming: list[IncomingFile] = []
         self._failures: list[tuple[int, str]] = []
         self._has_kept_checksums = False
+        self._in_full: set[str] = set()
         self._amounts: list[Amount] = []
         self.amount = Amount()
 
@@ -89,20 +95,16 @@ class Worker:
         3. Keep the checksums of this rank's own segment, if all of it was sent (`_agree`).
         4. Let readers in to the files that were sealed; give back the other slots.
         5. If anything failed, leave the ranks: their connections aren't used any more.
+
+        Parity that began as an earlier one, and turned out not to be right, is made again: all
+        ranks do 1 and 2 for it once more.
         """
-        threads: list[threading.Thread] = []
         self._guarded("replicating", lambda: faults.point("replicate.started"))
-        self._guarded("replicating", lambda: threads.extend(self._start()))
         try:
-            failures = self._agree(threads)
-        except RankFailed as error:
-            for thread in threads:
-                thread.join()
-            self._keep_checksums()
-            failures = (
-                *self._failures,
-                *((rank, f"agreeing: {plain(text)}") for rank, text in error.failures),
-            )
+            failures = self._carry_out(self._task.plans)
+            if self._in_full and not failures:
+                again = [plan for plan in self._task.plans if plan.file in self._in_full]
+                failures = self._carry_out(again)
         finally:
             self._give_back()
         if failures:
@@ -110,6 +112,20 @@ class Worker:
         elif self._task.sharing is not None:
             self._task.sharing.on_replicated()
         return failures
+
+    def _carry_out(self, plans: Sequence[FilePlan]) -> Failures:
+        threads: list[threading.Thread] = []
+        self._guarded("replicating", lambda: threads.extend(self._start(plans)))
+        try:
+            return self._agree(threads)
+        except RankFailed as error:
+            for thread in threads:
+                thread.join()
+            self._keep_checksums()
+            return (
+                *self._failures,
+                *((rank, f"agreeing: {plain(text)}") for rank, text in error.failures),
+            )
 
     def _guarded(self, what: str, act: Callable[[], None]) -> None:
         """Call `act`, and keep an error as a failure of this rank."""
@@ -122,15 +138,16 @@ class Worker:
 
     # -- 1. sending and receiving ------------------------------------------------------------------
 
-    def _start(self) -> list[threading.Thread]:
-        own, plans = self._rank, self._task.plans
-        self._incoming = [self._file(plan) for plan in plans if plan.receiver == own]
+    def _start(self, plans: Sequence[FilePlan]) -> list[threading.Thread]:
+        own = self._rank
+        incoming = [self._file(plan) for plan in plans if plan.receiver == own]
+        self._incoming += incoming
         by_receiver: dict[int, list[FilePlan]] = {}
         by_sender: dict[int, list[IncomingFile]] = {}
         for plan in plans:
             if own in plan.senders and plan.receiver != own:
                 by_receiver.setdefault(plan.receiver, []).append(plan)
-        for file in self._incoming:
+        for file in incoming:
             for sender in file.plan.senders or (own,):
                 by_sender.setdefault(sender, []).append(file)
         acts: list[tuple[str, Callable[[], None]]] = [
@@ -145,7 +162,13 @@ class Worker:
     def _file(self, plan: FilePlan) -> IncomingFile:
         find = partial(earlier_copy, self._memory, self._manifest, plan.file)
         slot = self._task.slots.get(plan.file, "no slot was claimed")
-        return IncomingFile(plan, slot, self._tables, self._seal, find)
+        deciding = None
+        if begins_as_earlier(plan):
+            earlier = None
+            if plan.file not in self._in_full:
+                earlier = earlier_parity(self._memory, plan, self._manifest)
+            deciding = Deciding(plan, earlier, self._task.timeout)
+        return IncomingFile(plan, slot, self._tables, self._seal, find, deciding)
 
     def _send(self, receiver: int, plans: Sequence[FilePlan]) -> None:
         with self._channel(self._rank, receiver) as channel:
@@ -160,7 +183,7 @@ class Worker:
                     def register(memory: memoryview, registered: ExitStack = registered) -> None:
                         registered.enter_context(channel.registered(memory))
 
-                    chunks = self._outgoing.chunks(plan, told, register)
+                    chunks = self._outgoing.chunks(plan, told, channel, register)
                     self._amounts.append(send(channel, chunks, self._go_on, message))
 
     def _receive(self, sender: int, files: Sequence[IncomingFile]) -> None:
@@ -169,13 +192,21 @@ class Worker:
                 if self._is_shared(file.plan) and self._share(channel, file):
                     continue
                 try:
-                    file.begin()
-                except DcpMemError as error:
-                    refuse(channel, str(error))
+                    self._receive_file(channel, sender, file)
+                except BaseException:
+                    file.fail()
                     raise
-                with channel.registered(file.received_into):
-                    receive(channel, file.chunks_from(sender), self._go_on, file.told())
-                file.end()
+
+    def _receive_file(self, channel: Channel, sender: int, file: IncomingFile) -> None:
+        try:
+            file.begin()
+        except DcpMemError as error:
+            refuse(channel, str(error))
+            raise
+        with channel.registered(file.received_into):
+            chunks = file.chunks_from(sender, channel)
+            receive(channel, chunks, self._go_on, file.told(sender))
+        file.end()
 
     # -- segments of frozen items ------------------------------------------------------------------
 
@@ -253,7 +284,12 @@ class Worker:
         if plan.stripe is None:
             self._memory.add_segment_copy(self._manifest, plan.file, file.table(), seal)
         else:
-            record = StripeRecord(self._manifest.save_id, plan.stripe, file.crcs())
+            crcs = file.crcs()
+            if not file.is_parity(crcs):
+                log.warning("the earlier parity of %s, or of a share, is damaged", plan.file)
+                self._in_full.add(plan.file)
+                return
+            record = StripeRecord(self._manifest.save_id, plan.stripe, crcs)
             tables = file.stripe_tables()
             self._memory.add_parity(self._manifest, plan.file, record, tables, seal)
         file.is_sealed = True
@@ -290,12 +326,13 @@ class Worker:
                 self._keep_checksums()
             amount = reduce(Amount.plus, list(self._amounts), Amount())
             failures = joined(tuple(self._failures), ())
-            own = _Progress(is_done, self._cancelled.is_set(), failures, amount)
+            in_full = frozenset(self._in_full)
+            own = _Progress(is_done, self._cancelled.is_set(), failures, amount, in_full)
             progress = self._ranks.all_reduce(own, _Progress.join)
             if progress.is_cancelled:
                 self._cancelled.set()
             if progress.is_done:
-                self.amount = progress.amount
+                self.amount, self._in_full = progress.amount, set(progress.in_full)
                 return progress.failures
 
     # -- 3. and 4. ending --------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,81 +19,37 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dcp_mem
-from dcp_mem import MemoryStorageReader, MemoryStorageWriter
+from dcp_mem import MemoryStorageWriter
 from dcp_mem.comm.transfer import CHUNK
 from dcp_mem.common import faults
-from dcp_mem.common.values import State
 from dcp_mem.format import names
-from dcp_mem.memory.job import JobMemory
 from dcp_mem.replicating import earlier
 from dcp_mem.replicating.earlier import EarlierCopy
 from dcp_mem.runtime.session import open_session
 from tests.support.channels import SentBytes
+from tests.support.checkpoints.fine_tuning import (
+    ADAPTER_NBYTES,
+    BASE_NBYTES,
+    LAYERS,
+    Nodes,
+    amounts,
+    loads,
+    save,
+    sent_at_most,
+    state_of,
+    trained,
+)
 from tests.support.processes import kill_targets
 from tests.support.processes.forks import forked_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
-_BASE_NBYTES, _ADAPTER_NBYTES = 3 << 20, 256 << 10
-_LAYERS = 8
-_SLACK = 1 << 20
-Values = Mapping[str, int]
 Spoil = Callable[["Nodes", MemoryStorageWriter], None]
-
-
-def _sent_at_most(changed_nbytes: float) -> float:
-    return 1.1 * changed_nbytes + _SLACK
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Where the nodes' memory lies."""
-
-    root: str
-
-    def memory(self, rank: int | None = None) -> str:
-        return f"{self.root}/node{dist.get_rank() if rank is None else rank}"
-
-    def writer(self, **options: Any) -> MemoryStorageWriter:
-        return MemoryStorageWriter(
-            memory_root=self.memory(), job="job", **{"replicas": 1, "keep_memory": 1, **options}
-        )
-
-    def held(self, node: int) -> JobMemory:
-        return JobMemory(f"{self.root}/node{node}", "job")
 
 
 @pytest.fixture
 def nodes(memory_root: Path) -> Nodes:
     return Nodes(str(memory_root))
-
-
-def _trained(step: int) -> dict[str, int]:
-    """Values with which the adapters change at each step, and the base never does."""
-    adapters = {f"layer{layer}.adapter": step for layer in range(_LAYERS)}
-    return {**adapters, **{f"layer{layer}.base": 0 for layer in range(_LAYERS)}, "note": step}
-
-
-def _state(values: Values) -> dict[str, Any]:
-    """Make a state in which tensors that train lie between those that don't."""
-    rank, state = dist.get_rank(), dict[str, Any]()
-    for layer in range(_LAYERS):
-        for kind, nbytes in (("base", _BASE_NBYTES), ("adapter", _ADAPTER_NBYTES)):
-            name = f"layer{layer}.{kind}"
-            start = values[name] * 1009 + rank * 7 + layer
-            state[f"rank{rank}.{name}"] = torch.arange(nbytes // 4, dtype=torch.int32) + start
-    return {**state, f"rank{rank}.note": "." * (values["note"] % 3 * 100)}
-
-
-def _save(writer: MemoryStorageWriter, name: str, values: Values) -> None:
-    dcp_mem.save(_state(values), checkpoint_id=name, storage_writer=writer)
-    writer.wait(name, "replicated", timeout=60)
-
-
-def _amounts(writer: MemoryStorageWriter, name: str) -> tuple[int, int]:
-    status = next(one for one in writer.status() if one.name == name)
-    assert status.state is State.REPLICATED
-    return status.replication_sent_nbytes, status.replication_reused_nbytes
 
 
 def _assert_copies_are_equal(nodes: Nodes, count: int, name: str, copies: int = 2) -> None:
@@ -117,11 +72,11 @@ def _assert_copies_are_equal(nodes: Nodes, count: int, name: str, copies: int = 
 def _trains(nodes: Nodes, steps: int, options: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     """For each save: bytes that this rank put on the wire, and all ranks' that were reported."""
     wire, found = SentBytes(), []
-    with nodes.writer(**options) as writer:
+    with nodes.writer(**{"replicas": 1, **options}) as writer:
         for step in range(1, steps + 1):
             name = f"step-{step}"
-            nbytes = wire.during(partial(_save, writer, name, _trained(step)))
-            found.append((nbytes, *_amounts(writer, name)))
+            nbytes = wire.during(partial(save, writer, name, trained(step)))
+            found.append((nbytes, *amounts(writer, name)))
     return found
 
 
@@ -130,13 +85,13 @@ def test_copies_of_later_checkpoints_take_what_has_changed(
     nodes: Nodes, options: Mapping[str, Any]
 ) -> None:
     by_rank = forked_ranks(_trains, 2, nodes, 4, options)
-    base_nbytes, adapters_nbytes = _LAYERS * _BASE_NBYTES, _LAYERS * _ADAPTER_NBYTES
+    base_nbytes, adapters_nbytes = LAYERS * BASE_NBYTES, LAYERS * ADAPTER_NBYTES
     for first, *later in by_rank:
         assert first[0] > base_nbytes + adapters_nbytes
         assert first[2] == 0
         for nbytes, sent_nbytes, reused_nbytes in later:
-            assert adapters_nbytes < nbytes < _sent_at_most(adapters_nbytes)
-            assert 2 * adapters_nbytes < sent_nbytes < 2 * _sent_at_most(adapters_nbytes)
+            assert adapters_nbytes < nbytes < sent_at_most(adapters_nbytes)
+            assert 2 * adapters_nbytes < sent_nbytes < 2 * sent_at_most(adapters_nbytes)
             assert 2 * base_nbytes < reused_nbytes + sent_nbytes
             assert reused_nbytes > 1.9 * base_nbytes
     _assert_copies_are_equal(nodes, 2, "step-4")
@@ -145,19 +100,19 @@ def test_copies_of_later_checkpoints_take_what_has_changed(
 def test_two_copies_of_a_segment_take_what_has_changed_each(nodes: Nodes) -> None:
     for _, *later in forked_ranks(_trains, 3, nodes, 3, {"replicas": 2}):
         for nbytes, _, _ in later:
-            assert nbytes < 2 * _sent_at_most(_LAYERS * _ADAPTER_NBYTES)
+            assert nbytes < 2 * sent_at_most(LAYERS * ADAPTER_NBYTES)
     _assert_copies_are_equal(nodes, 3, "step-3", copies=3)
 
 
 def _saves_what_changes(nodes: Nodes, changes: Sequence[Collection[str]]) -> list[tuple[int, int]]:
-    wire, found, values = SentBytes(), [], dict(_trained(0))
-    with nodes.writer() as writer:
-        _save(writer, "first", values)
+    wire, found, values = SentBytes(), [], dict(trained(0))
+    with nodes.writer(replicas=1) as writer:
+        save(writer, "first", values)
         for step, changed in enumerate(changes, 1):
             values.update(dict.fromkeys(changed, step))
             name = f"step-{step}"
-            nbytes = wire.during(partial(_save, writer, name, values))
-            sizes = {"base": _BASE_NBYTES, "adapter": _ADAPTER_NBYTES, "note": 300}
+            nbytes = wire.during(partial(save, writer, name, values))
+            sizes = {"base": BASE_NBYTES, "adapter": ADAPTER_NBYTES, "note": 300}
             found.append((nbytes, sum(sizes[one.rpartition(".")[2]] for one in changed)))
     return found
 
@@ -165,13 +120,13 @@ def _saves_what_changes(nodes: Nodes, changes: Sequence[Collection[str]]) -> lis
 @settings(
     max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.lists(st.sets(st.sampled_from(sorted(_trained(0)))), min_size=1, max_size=4))
+@given(st.lists(st.sets(st.sampled_from(sorted(trained(0)))), min_size=1, max_size=4))
 def test_whatever_changes_is_sent_and_little_else(
     nodes: Nodes, changes: Sequence[Collection[str]]
 ) -> None:
     for found in forked_ranks(_saves_what_changes, 2, nodes, changes):
         for nbytes, changed_nbytes in found:
-            assert nbytes <= _sent_at_most(changed_nbytes)
+            assert nbytes <= sent_at_most(changed_nbytes)
     _assert_copies_are_equal(nodes, 2, f"step-{len(changes)}")
     for node in range(2):
         shutil.rmtree(f"{nodes.root}/node{node}")
@@ -179,14 +134,14 @@ def test_whatever_changes_is_sent_and_little_else(
 
 def _saves_in_two_shapes(nodes: Nodes) -> list[int]:
     found = []
-    with nodes.writer() as writer:
+    with nodes.writer(replicas=1) as writer:
         for step, name in ((1, "step-1"), (2, "step-2")):
-            state = _state(_trained(0))
+            state = state_of(trained(0))
             if step == 2:  # all items lie elsewhere
                 state = {f"rank{dist.get_rank()}.first": torch.zeros(100), **state}
             dcp_mem.save(state, checkpoint_id=name, storage_writer=writer)
             writer.wait(name, "replicated", timeout=60)
-            found.append(_amounts(writer, name)[1])
+            found.append(amounts(writer, name)[1])
     return found
 
 
@@ -196,14 +151,14 @@ def test_copies_of_another_layout_are_sent(nodes: Nodes) -> None:
 
 
 def _saves_again(nodes: Nodes, step: int) -> tuple[int, int]:
-    with nodes.writer() as writer:
-        _save(writer, f"step-{step}", _trained(step))
-        return _amounts(writer, f"step-{step}")
+    with nodes.writer(replicas=1) as writer:
+        save(writer, f"step-{step}", trained(step))
+        return amounts(writer, f"step-{step}")
 
 
 def test_another_run_reuses_the_copies_of_the_one_before(nodes: Nodes) -> None:
     assert forked_ranks(_saves_again, 2, nodes, 1)[0][1] == 0
-    assert forked_ranks(_saves_again, 2, nodes, 2)[0][1] > 1.9 * _LAYERS * _BASE_NBYTES
+    assert forked_ranks(_saves_again, 2, nodes, 2)[0][1] > 1.9 * LAYERS * BASE_NBYTES
     _assert_copies_are_equal(nodes, 2, "step-2")
 
 
@@ -211,13 +166,13 @@ def test_another_run_reuses_the_copies_of_the_one_before(nodes: Nodes) -> None:
 
 
 def _saves_beside(nodes: Nodes, spoil: Spoil) -> tuple[int, int]:
-    with nodes.writer() as writer:
-        _save(writer, "step-1", _trained(1))
+    with nodes.writer(replicas=1) as writer:
+        save(writer, "step-1", trained(1))
         dist.barrier()
         if dist.get_rank() == 1:
             spoil(nodes, writer)
-        _save(writer, "step-2", _trained(2))
-        return _amounts(writer, "step-2")
+        save(writer, "step-2", trained(2))
+        return amounts(writer, "step-2")
 
 
 def _earlier_file(nodes: Nodes) -> str:
@@ -275,9 +230,9 @@ def _evict_halfway(nodes: Nodes, writer: MemoryStorageWriter) -> None:
     ("spoil", "least_resent"),
     [
         (_flip, 1 << 20),
-        (_remove, _LAYERS * _BASE_NBYTES),
-        (_remove_checksums, _LAYERS * _BASE_NBYTES),
-        (_fail_to_read, _LAYERS * _BASE_NBYTES),
+        (_remove, LAYERS * BASE_NBYTES),
+        (_remove_checksums, LAYERS * BASE_NBYTES),
+        (_fail_to_read, LAYERS * BASE_NBYTES),
         (_evict_halfway, 0),
     ],
 )
@@ -285,19 +240,19 @@ def test_a_copy_is_whole_whatever_becomes_of_the_earlier_one(
     nodes: Nodes, spoil: Spoil, least_resent: int
 ) -> None:
     (sent_nbytes, reused_nbytes), _ = forked_ranks(_saves_beside, 2, nodes, spoil)
-    assert sent_nbytes >= 2 * _LAYERS * _ADAPTER_NBYTES + least_resent
+    assert sent_nbytes >= 2 * LAYERS * ADAPTER_NBYTES + least_resent
     assert reused_nbytes > 0  # from rank 1 to rank 0, nothing has changed
     if not least_resent:
-        assert sent_nbytes < 2 * _sent_at_most(_LAYERS * _ADAPTER_NBYTES)
+        assert sent_nbytes < 2 * sent_at_most(LAYERS * ADAPTER_NBYTES)
     _assert_copies_are_equal(nodes, 2, "step-2")
 
 
 def _saves_until_killed(nodes: Nodes, killed: int, point: str) -> str:
-    writer = nodes.writer()
-    _save(writer, "step-1", _trained(1))
+    writer = nodes.writer(replicas=1)
+    save(writer, "step-1", trained(1))
     if dist.get_rank() == killed:
         faults.arm(f"{point}:kill:1")
-    dcp_mem.save(_state(_trained(2)), checkpoint_id="step-2", storage_writer=writer)
+    dcp_mem.save(state_of(trained(2)), checkpoint_id="step-2", storage_writer=writer)
     try:
         writer.wait("step-2", "replicated", timeout=30)
     except Exception as error:
@@ -313,24 +268,12 @@ def test_a_kill_amid_reuse_leaves_the_earlier_copies_whole(nodes: Nodes, point: 
     assert ranks.join(killed={1})[0] == "ReplicationFailed"
     _assert_copies_are_equal(nodes, 2, "step-1")
     sent, reused = forked_ranks(_saves_again, 2, nodes, 3)[0]
-    assert sent < 2 * _sent_at_most(_LAYERS * _ADAPTER_NBYTES)
-    assert reused > 1.9 * _LAYERS * _BASE_NBYTES
+    assert sent < 2 * sent_at_most(LAYERS * ADAPTER_NBYTES)
+    assert reused > 1.9 * LAYERS * BASE_NBYTES
     _assert_copies_are_equal(nodes, 2, "step-3")
-
-
-def _loads(nodes: Nodes, step: int) -> list[str]:
-    state = {name: torch.zeros_like(value) for name, value in _tensors(step).items()}
-    reader = MemoryStorageReader(memory_root=nodes.memory(), job="job")
-    dcp_mem.load(state, checkpoint_id=f"step-{step}", storage_reader=reader)
-    return [name for name, value in _tensors(step).items() if not torch.equal(state[name], value)]
-
-
-def _tensors(step: int) -> dict[str, torch.Tensor]:
-    state = _state(_trained(step))
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def test_a_lost_node_is_restored_from_a_copy_that_was_sent_in_part(nodes: Nodes) -> None:
     forked_ranks(_trains, 2, nodes, 3, {})
     shutil.rmtree(nodes.memory(0))
-    assert forked_ranks(_loads, 2, nodes, 3) == [[], []]
+    assert forked_ranks(loads, 2, nodes, 3) == [[], []]
