@@ -30,7 +30,7 @@ from dcp_mem.comm import relay
 from dcp_mem.comm.addresses import check_open_files
 from dcp_mem.comm.collectives import Channel, Join, Message, Ranks, Share, SingleRank
 from dcp_mem.comm.peers import PeerLost, Peers
-from dcp_mem.comm.timed_store import BorrowedStore, TimedStore, own_connection
+from dcp_mem.comm.timed_store import BorrowedStore, PolledStore, TimedStore, own_connection
 from dcp_mem.comm.transports import Pair, connected
 from dcp_mem.comm.tree import Tree, tree_of
 from dcp_mem.comm.wire import TcpWire
@@ -104,6 +104,7 @@ class JobRanks:
         )
         self._timeout, self._variable = timedelta(seconds=seconds), variable
         self._timed_store = TimedStore(store, min(seconds, _STORE_SECONDS))
+        self._polled_store = PolledStore(self._timed_store, seconds)  # as long as its channels
         self._generation = 0
         self._calls = 0
         self._has_met = False
@@ -168,7 +169,7 @@ class JobRanks:
             # Without its prefixes, the store may have keys of other runs.
             purpose = f"{purpose} {run_token()}"
             with _meeting(self.rank):
-                store = own_connection(default, min(seconds, _STORE_SECONDS))
+                store = _shared_connection(default, seconds)
             ranks = _ranks[key] = JobRanks(
                 self.rank, self._members, purpose, store, seconds, variable
             )
@@ -188,8 +189,7 @@ class JobRanks:
     def _connected(self, sender: int, receiver: int, prefix: str, transport: str) -> Channel:
         name = f"{self._name}/{self._generation}/{prefix}{sender}-{receiver}"
         seconds = self._timeout.total_seconds()
-        own = self._timed_store.own_connection(min(seconds, _STORE_SECONDS))
-        store = dist.PrefixStore(name, own)
+        store = dist.PrefixStore(name, self._polled_store)
         is_sender = self.rank == sender
         return connected(
             transport,
@@ -385,6 +385,16 @@ def run_token() -> str:
 
 
 _ranks: dict[tuple[object, ...], JobRanks] = {}
+_connections = weakref.WeakValueDictionary[object, dist.Store]()
+"""By a default group's store: the connection to it that sets of ranks share, while one is there."""
+
+
+def _shared_connection(default: dist.Store, seconds: float) -> dist.Store:
+    key = weakref.ref(default)
+    store = _connections.get(key)
+    if store is None:
+        store = _connections[key] = own_connection(default, min(seconds, _STORE_SECONDS))
+    return store
 
 
 def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:

@@ -23,7 +23,7 @@ from contextlib import suppress
 from weakref import WeakSet
 
 from dcp_mem.comm.addresses import is_out_of_files, listening_socket
-from dcp_mem.comm.timed_store import TimedStore
+from dcp_mem.comm.timed_store import FIRST_PAUSE, LONGEST_PAUSE, TimedStore
 
 _TOKEN_NBYTES = 16
 _RANK_NBYTES = 4
@@ -32,8 +32,6 @@ _MOST_GREETINGS = 64
 """Connections whose greeting is awaited; a rank has fewer children."""
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for a connection looks whether the others have given up."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5
-"""Seconds between two looks at the store for an address; each pause is twice the one before."""
 _GRACE_SECONDS = 5.0
 """How long an address where nobody answers may be one of before a restart, in the same store."""
 _KEEPALIVE = {
@@ -149,7 +147,7 @@ class Peers:
         while (found := self._store.get(self._key(rank))) == address:
             if _now() >= until:
                 return None
-            time.sleep(_LONGEST_PAUSE / 5)
+            time.sleep(LONGEST_PAUSE / 5)
         return found
 
     def _dial(self, rank: int, address: bytes, deadline: float) -> socket.socket:
@@ -170,7 +168,7 @@ class Peers:
     def _address_of(self, rank: int, deadline: float) -> bytes:
         """Return what a rank has put into the store; wait for it."""
         # It asks time and again: a call that waits for a key blocks whoever shares the connection.
-        key, pause, looked = self._key(rank), _FIRST_PAUSE, _now()
+        key, pause, looked = self._key(rank), FIRST_PAUSE, _now()
         while not self._store.check(key):
             if _now() >= deadline:
                 raise PeerLost(rank, "it has not come to this call in time")
@@ -178,7 +176,7 @@ class Peers:
                 self._check_that_none_has_given_up()
                 looked = _now()
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE)
         return self._store.get(key)
 
     def _accept(self, ranks: Sequence[int], deadline: float) -> None:

@@ -7,18 +7,21 @@ TCPStore's own time-outs are for waiting for keys. Where its host is gone withou
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.5
+"""Seconds between two looks for a key that isn't there yet; each is twice the one before."""
 
 
 class TimedCalls:
-    """Makes one call at a time, and gives up on it after some seconds.
+    """Makes one call at a time, for all threads, and gives up on it after some seconds.
 
     Args:
         seconds: The most that a call may take.
@@ -26,6 +29,7 @@ class TimedCalls:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._turn = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def do(self, act: Callable[[], T], seconds: float | None = None) -> T:
@@ -38,9 +42,13 @@ class TimedCalls:
         Raises:
             RuntimeError: `act` takes too long, or an earlier call still does.
         """
-        # A call behind one that hangs would only hang as well.
-        if self._thread is not None and self._thread.is_alive():
-            raise RuntimeError("the store that the ranks met in still doesn't answer")
+        with self._turn:
+            # A call behind one that hangs would only hang as well.
+            if self._thread is not None and self._thread.is_alive():
+                raise RuntimeError("the store that the ranks met in still doesn't answer")
+            return self._done(act, self._seconds if seconds is None else seconds)
+
+    def _done(self, act: Callable[[], T], limit: float) -> T:
         answers: list[T] = []
         errors: list[Exception] = []
 
@@ -53,7 +61,6 @@ class TimedCalls:
         # A daemon, so that it doesn't keep the process from ending.
         self._thread = threading.Thread(target=work, name="dcp_mem-ask", daemon=True)
         self._thread.start()
-        limit = self._seconds if seconds is None else seconds
         self._thread.join(limit)
         if errors:
             raise errors[0]
@@ -92,6 +99,8 @@ class BorrowedStore:
 class TimedStore:
     """A store whose calls raise RuntimeError where it is gone, or silent for some seconds.
 
+    None waits for a key, so that any number of threads share a connection.
+
     Args:
         store: A connection that nothing else uses, or one that is borrowed.
         seconds: The most that a call may take.
@@ -111,14 +120,6 @@ class TimedStore:
     def _store(self) -> dist.Store:
         return self._borrowed()
 
-    def own_connection(self, seconds: float) -> dist.Store:
-        """Return another connection to the same store, as `own_connection` does.
-
-        Args:
-            seconds: How long connecting may take.
-        """
-        return own_connection(self._store, seconds)
-
     def check(self, key: str, seconds: float | None = None) -> bool:
         """Return whether the store has the key.
 
@@ -129,7 +130,7 @@ class TimedStore:
         return self._calls.do(lambda: bool(self._store.check([key])), seconds)
 
     def get(self, key: str, seconds: float | None = None) -> bytes:
-        """Return a key's value; wait for it if need be.
+        """Return the value of a key that is there.
 
         Args:
             key: The key.
@@ -163,6 +164,51 @@ class TimedStore:
         )
 
 
+class PolledStore(dist.Store):
+    """A store for what waits for keys, over the connection of a `TimedStore`.
+
+    Torch looks up the name of each new connection's address, on both ends; where the network has no
+    answer to that, it takes seconds. So what connects for a moment shares a connection.
+
+    Args:
+        store: The store.
+        seconds: How long a wait may take that doesn't say so.
+    """
+
+    def __init__(self, store: TimedStore, seconds: float) -> None:
+        super().__init__()
+        self._store, self._seconds = store, seconds
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key's value."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key; return its value."""
+        self.wait([key])
+        return self._store.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether the store has all of these keys."""
+        return all(map(self._store.check, keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys.
+
+        Raises:
+            RuntimeError: They don't all come in time.
+        """
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + seconds
+        for key in keys:
+            pause = FIRST_PAUSE
+            while not self._store.check(key):
+                if time.monotonic() >= deadline:
+                    raise RuntimeError(f"nobody has set {key!r} in {seconds:.0f} s")
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+
 def connected(store: dist.Store, rank: int, size: int, seconds: float) -> dist.ProcessGroupGloo:
     """Return a gloo group of ranks that meet in the store.
 
@@ -183,7 +229,7 @@ def connected(store: dist.Store, rank: int, size: int, seconds: float) -> dist.P
 def own_connection(store: dist.Store, seconds: float) -> dist.Store:
     """Return another connection to the same store, without its prefixes.
 
-    A thread that may have to wait in the store needs one: threads that share a connection all wait.
+    Who shares a connection with somebody that waits for a key in the store, waits as well.
 
     Args:
         store: The store, with or without prefixes.

@@ -269,6 +269,7 @@ def _sends_and_stops(ends: Ends, *_: object) -> None:
 def _gives_up(ends: Ends, *_: object) -> str:
     channel = ends.connect(is_sender=False)
     _meet(channel)
+    time.sleep(0.3)  # until the sender stands still: before, all might come
     error, _seconds = _seconds_until_it_raises(channel.receive(bytearray(16 * _LARGE)).wait)
     channel.close()
     time.sleep(0.2)
