@@ -393,7 +393,7 @@ def _shared_connection(default: dist.Store, seconds: float) -> dist.Store:
     key = weakref.ref(default)
     store = _connections.get(key)
     if store is None:
-        store = _connections[key] = own_connection(default, min(seconds, _STORE_SECONDS))
+        store = _connections[key] = own_connection(default, seconds)
     return store
 
 

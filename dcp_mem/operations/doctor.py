@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import resource
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from dcp_mem.comm.addresses import listening_socket
 from dcp_mem.common.values import State
 from dcp_mem.errors import CheckpointExists, DcpMemError, gib
 from dcp_mem.flushing import agent_handle
@@ -34,6 +36,7 @@ _LEAST_TMPFS_NBYTES = 1 << 30
 _LEAST_OPEN_FILES = 4096
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 6), (2, 13)
 _MOST_SECONDS_APART = 30.0
+_SLOW_LOOKUP_SECONDS = 0.2
 _UNLIMITED = 1 << 60
 """Bytes from which on a limit is none."""
 _LOG_TAIL_NBYTES = 64 << 10
@@ -78,7 +81,8 @@ def examine(
         url: The job's root on storage; None to leave storage out.
         storage_options: For the storage.
     """
-    for look in (_versions, lambda: _memory(memory_root), _limits, lambda: _agent(memory_root)):
+    memory, agent = (lambda: _memory(memory_root)), (lambda: _agent(memory_root))
+    for look in (_versions, memory, _limits, _names, agent):
         yield from look()
     if url is not None:
         yield from _storage(url, storage_options)
@@ -268,6 +272,39 @@ def _limits() -> Iterator[Check]:
     )
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield Check("locked memory", Severity.OK, "no limit" if soft < 0 else f"up to {gib(soft)}")
+
+
+def _names() -> Iterator[Check]:
+    """Check how long torch is held up by each connection to a job's store.
+
+    It looks up the name of the other end's address, on both ends; the store's host serves nobody
+    else meanwhile.
+    """
+    seconds = []
+    for address in _addresses_as_torch_sees_them():
+        started = time.monotonic()
+        with contextlib.suppress(OSError):
+            socket.getnameinfo(address, 0)
+        seconds.append(time.monotonic() - started)
+    slowest = max(seconds)
+    found = f"{1000 * slowest:.0f} ms to look up this machine's address"
+    if slowest < _SLOW_LOOKUP_SECONDS:
+        yield Check("names", Severity.OK, found)
+        return
+    advice = (
+        "torch does so for each connection to the job's store, so that large jobs start slowly or "
+        "not at all: have the name server answer for the nodes' addresses, list them in "
+        "/etc/hosts, or start the job with RES_OPTIONS='timeout:1 attempts:1'"
+    )
+    yield Check("names", Severity.WARN, found, advice)
+
+
+def _addresses_as_torch_sees_them() -> Iterator[tuple[str, int, int, int]]:
+    """Yield this machine's addresses, as sockets have them that take IPv4 and IPv6."""
+    with listening_socket() as listener:
+        own = str(listener.getsockname()[0])
+    for address in (own, "127.0.0.1"):
+        yield (address if ":" in address else f"::ffff:{address}", 0, 0, 0)
 
 
 # -- agent -----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -700,6 +701,7 @@ def test_doctor_checks_machine_and_storage_and_leaves_nothing(shell: Shell) -> N
         "huge pages",
         "container's memory",
         "open files",
+        "names",
         "agent",
     } <= checks.keys()
     storage = [name for name in checks if name.startswith("storage: ")]
@@ -747,6 +749,31 @@ def test_doctor_fails_where_memory_is_open_to_others(memory_root: Path) -> None:
     assert result.exit_code == 1
     assert "fail memory root" in result.stdout
     (memory_root / "open").rmdir()
+
+
+def test_doctor_says_what_slow_name_servers_do_to_large_jobs(tmp_path: Path) -> None:
+    """The name server of a mount namespace answers nothing."""
+    if os.geteuid() or os.environ.get("DCP_MEM_NO_NODES"):
+        pytest.skip("it takes root and mount namespaces")
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.99\n")
+    (tmp_path / "nsswitch.conf").write_text("hosts: files dns\n")
+    mounts = " && ".join(
+        f"mount --bind {tmp_path}/{name} /etc/{name}" for name in ("resolv.conf", "nsswitch.conf")
+    )
+    script = "from dcp_mem.cli.main import main; main()"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.99", 53))
+        inside = ["unshare", "--mount", "sh", "-c", f'{mounts} && exec "$@"', "sh"]
+        done = subprocess.run(
+            [*inside, sys.executable, "-c", script, "doctor", "--json"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    (check,) = (one for one in json.loads(done.stdout)["checks"] if one["name"] == "names")
+    assert check["verdict"] == "warn"
+    assert "RES_OPTIONS" in check["advice"]
 
 
 def test_doctor_finds_the_tightest_limit_of_the_container(

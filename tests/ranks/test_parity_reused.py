@@ -223,7 +223,7 @@ def _cut_segment(nodes: Nodes) -> None:
 
 
 def _fail_to_read(nodes: Nodes) -> None:
-    fill = earlier_parity.fill
+    fill = earlier_parity.fill  # type: ignore[attr-defined]
 
     def failing(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
         earlier_parity.fill = fill  # type: ignore[attr-defined]
@@ -301,7 +301,7 @@ def _fails_on_one_rank(nodes: Nodes) -> tuple[str, str]:
             raise RuntimeError("out of luck")
 
         if dist.get_rank() == 1:
-            Deciding.settle = failing  # type: ignore[method-assign]
+            Deciding.settle = failing  # type: ignore[assignment, method-assign]
         dcp_mem.save(state_of(trained(2)), checkpoint_id="step-2", storage_writer=writer)
         try:
             writer.wait("step-2", "replicated", timeout=30)
