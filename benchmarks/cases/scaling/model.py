@@ -40,16 +40,16 @@ LOAD = 0.74
 """Of a rank whose node was lost, from the call to the restored state."""
 
 # Measured: seconds of CPU by ranks of the job.
-PLACING = {64: 0.00023, 1024: 0.0036, 16384: 0.071}
-COPIES_OF_A_SAVE = {64: 0.00001, 1024: 0.00014, 16384: 0.0022}
-ELECTING = {64: 0.00016, 1024: 0.0028, 16384: 0.058}
-SHARING_ON_NODE = {64: 0.0012, 1024: 0.0012, 16384: 0.0012}
+PLACING = {64: 0.00036, 1024: 0.0036, 16384: 0.073}
+COPIES_OF_A_SAVE = {64: 0.00002, 1024: 0.00014, 16384: 0.0023}
+ELECTING = {64: 0.00043, 1024: 0.0038, 16384: 0.080}
+SHARING_ON_NODE = {64: 0.001, 1024: 0.0006, 16384: 0.0006}
 """The leader of a node whose eight ranks need the segments of eight others."""
-PASSING_ON = {64: 0.0005, 1024: 0.003, 16384: 0.029}
+PASSING_ON = {64: 0.0012, 1024: 0.002, 16384: 0.032}
 """Rank 0, where everything moves: what nodes ask of each other, through the tree."""
-SHARING_ALL = {64: 0.0061, 1024: 0.11, 16384: 0.45}
+SHARING_ALL = {64: 0.0052, 1024: 0.079, 16384: 0.55}
 """Rank 0, where nodes pass on what they fetch from storage, and it shares out for all."""
-OPENING = {64: 0.001, 1024: 0.006, 16384: 0.028}
+OPENING = {64: 0.018, 1024: 0.020, 16384: 0.047}
 """Any rank, of 1,000 items a rank: catalog read and checked; what it reads itself, looked up."""
 PLANNING = {64: 0.07, 1024: 0.09, 16384: 1.1}
 """Rank 0, a first plan of 1,000 items a rank, up to the catalog in its node's memory."""
@@ -68,13 +68,6 @@ CHANNEL_SOCKETS = 2
 """Of a channel: one that listens, and the connection."""
 STORE_SOCKETS = 2
 """Of a rank to the job's store: torch's, and one that copies meet by."""
-HOW = {
-    "opening a catalog, each rank": "measured at 16,384",
-    "sharing out what a node needs, its leader": "measured at 16,384",
-    "what nodes ask of each other, rank 0": "measured at 16,384",
-    "sharing out everything (`broadcast=True`), rank 0": "measured, older code",
-}
-"""How figures were found that weren't measured at each size, with this code."""
 MEASURED, COMPUTED = "measured", "computed"
 """In one process that plays the other ranks; by this model."""
 
@@ -321,7 +314,7 @@ def tables() -> list[Table]:
                 "all-reduce along the tree", COMPUTED, *(_duration(agreement(c)) for c in CLUSTERS)
             ),
             *(
-                line(what, HOW.get(what, MEASURED), *(_duration(seconds[c.gpus]) for c in CLUSTERS))
+                line(what, MEASURED, *(_duration(seconds[c.gpus]) for c in CLUSTERS))
                 for what, seconds in {
                     "placing copies, once": PLACING,
                     "looking them up, each time": COPIES_OF_A_SAVE,
