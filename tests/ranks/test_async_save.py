@@ -209,7 +209,7 @@ def _uses_of_dcps_own_call(places: Places) -> dict[str, int]:
             used[how], name = 0, how.replace(" ", "-")
             with pytest.MonkeyPatch.context() as inner:
                 if how == "a torch that saves in another way":
-                    inner.setattr(dcp_mem.functional, "can_save_staged", lambda: False)
+                    inner.setattr(dcp_mem.functional.saves, "can_save_staged", lambda: False)
                 _start(writer, _state(1), name, OWN, **options).result(timeout=60)
             comes_back(places, name, _state(1), roads=("memory",))
     # A thread is kept for the next save, not one for each.

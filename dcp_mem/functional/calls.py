@@ -1,0 +1,64 @@
+"""What saves and loads share: how errors are raised, and which options torch's functions have."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_mem.errors import ConfigError
+
+
+@contextmanager
+def raised_together(error: Exception | None) -> Iterator[None]:
+    """Raise an error that DCP raises in the block on all ranks; as it is on this one.
+
+    Args:
+        error: Why this rank can't take part, which its planner raises; None for nothing.
+    """
+    try:
+        yield
+    except CheckpointException:
+        if error is None:
+            raise
+    if error is not None:
+        raise error
+
+
+Raising = Callable[
+    [str, dist.ProcessGroup | None, bool, Callable[[Exception], bool]],
+    AbstractContextManager[None],
+]
+"""Raises errors of a block in one of two ways: `raised_as_by_dcp`, or `raised_as_is`."""
+
+
+def raised_as_is(*_: object) -> AbstractContextManager[None]:
+    """Raise errors of a block as they are."""
+    return nullcontext()
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def accepted_by(function: Callable[..., Any], **options: tuple[Any, Any]) -> dict[str, Any]:
+    """Return the options that this torch's function has, and their values.
+
+    Args:
+        function: Of torch's.
+        options: For each option its value, and its default.
+
+    Raises:
+        ConfigError: The function lacks an option whose value isn't the default.
+    """
+    known = _parameters(function)
+    for name, (value, default) in options.items():
+        if name not in known and value != default:
+            raise ConfigError(f"{name}={value} needs a newer torch")
+    return {name: value for name, (value, _) in options.items() if name in known}

@@ -1,0 +1,202 @@
+"""`load`: a drop-in for torch's, by plans of dcp_mem's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+
+from dcp_mem.comm.agreement import attempt
+from dcp_mem.comm.dcp_errors import raised_as_by_dcp
+from dcp_mem.common.log import log
+from dcp_mem.errors import ConfigError
+from dcp_mem.functional.calls import Raising, accepted_by, raised_as_is, raised_together
+from dcp_mem.functional.stateful import NEVER_STATEFUL, States, optional_entries
+from dcp_mem.planning.load_planner import LocalLoadPlanner
+from dcp_mem.planning.refusing_planners import RefusingLoadPlanner
+from dcp_mem.planning.tensor_choice import TensorChoice
+from dcp_mem.reader import MemoryStorageReader
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    weights_only: bool = True,
+    skip: TensorChoice | None = None,
+) -> None:
+    """Load into a state dict, in place, as `torch.distributed.checkpoint.load` does.
+
+    With a MemoryStorageReader each rank plans by itself, and no plan is exchanged. What stateful
+    objects say is optional (HasOptional) may be missing in the checkpoint; all else of the state
+    dict has to be there.
+
+    Args:
+        state_dict: What to load into, item by item; stateful objects are given theirs.
+        checkpoint_id: Name of the checkpoint.
+        storage_reader: A MemoryStorageReader; any other goes through torch's planner.
+        planner: Default dcp_mem's own. A planner of your own unpickles byte items as it likes.
+        process_group: The ranks that load together; default all.
+        no_dist: Load alone.
+        weights_only: Refuse items that could run code when unpickled (UntrustedObject): byte items,
+            and tensors of classes that torch doesn't know. False loads whatever was saved.
+        skip: Tensors that this rank has already, as a frozen base that was loaded from elsewhere:
+            names or patterns ("model.base.*") of the flattened state dict, or a function of name
+            and tensor. They stay as they are, and the checkpoint may lack them.
+
+    Raises:
+        ConfigError: skip= is of another kind, or given with a planner of one's own.
+        CheckpointException: The load has failed, on all ranks, as from dcp.load. Its `failures`
+            have this rank's own error, and a RankFailed for each other rank that failed.
+        Exception: A stateful object's `state_dict` or `load_state_dict` raised it on this rank.
+    """
+    _load(
+        raised_as_by_dcp,
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        weights_only=weights_only,
+        skip=skip,
+    )
+
+
+def load_or_raise_cause(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    weights_only: bool = True,
+    skip: TensorChoice | None = None,
+) -> None:
+    """Load as `load` does, and raise dcp_mem's errors as they are: no CheckpointException.
+
+    For the manager, the integrations and the command line.
+
+    Args:
+        state_dict: As for `load`.
+        checkpoint_id: As for `load`.
+        storage_reader: As for `load`.
+        planner: As for `load`.
+        process_group: As for `load`.
+        no_dist: As for `load`.
+        weights_only: As for `load`.
+        skip: As for `load`.
+
+    Raises:
+        ConfigError: As from `load`.
+        RankFailed: Another rank has failed.
+        Exception: This rank has failed.
+    """
+    _load(
+        raised_as_is,
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        weights_only=weights_only,
+        skip=skip,
+    )
+
+
+def _load(
+    raising: Raising,
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_reader: StorageReader | None,
+    planner: LoadPlanner | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    weights_only: bool,
+    skip: TensorChoice | None,
+) -> None:
+    # Sorted: stateful objects may wait for each other's ranks.
+    keys = sorted(state_dict)
+    ordered = {key: state_dict[key] for key in keys}
+    usual = partial(
+        LocalLoadPlanner, weights_only=weights_only, optional=optional_entries(ordered), skip=skip
+    )
+    if planner is None:
+        planner = usual()
+    elif (
+        type(planner) is DefaultLoadPlanner
+        and planner.flatten_state_dict
+        and planner.flatten_sharded_tensors
+    ):
+        planner = usual(allow_partial_load=planner.allow_partial_load)
+    states = States(ordered)
+    if isinstance(storage_reader, MemoryStorageReader) and isinstance(planner, LocalLoadPlanner):
+        group = process_group if process_group is not None else storage_reader._process_group
+        with raising("load", group, no_dist, states.has_raised_or_left_to_torch):
+            loaded = storage_reader._load_collectively(
+                states.make, checkpoint_id, process_group, no_dist, planner
+            )
+    else:
+        log.info(
+            "%s is planned by torch: its reader or planner isn't dcp_mem's or the default",
+            checkpoint_id,
+        )
+        made = attempt(partial(_checked, states, planner, skip))
+        loaded = made.value if made.error is None else {}
+        restrictions: AbstractContextManager[None] = nullcontext()
+        if isinstance(storage_reader, MemoryStorageReader):
+            restrictions = storage_reader._unpickling(weights_only=weights_only)
+        with restrictions, raised_together(made.error):
+            dcp.load(
+                loaded,
+                checkpoint_id=checkpoint_id,
+                storage_reader=storage_reader,
+                planner=planner if made.error is None else RefusingLoadPlanner(made.error),
+                process_group=process_group,
+                **accepted_by(dcp.load, no_dist=(no_dist, False)),
+            )
+    if isinstance(planner, LocalLoadPlanner):
+        planner.take_out_lacking()
+    _put_into(state_dict, loaded, keys)
+
+
+def _checked(states: States, planner: LoadPlanner, skip: TensorChoice | None) -> dict[str, Any]:
+    """Return the state dict to load into; refuse what its planner can't leave out."""
+    if skip is not None and not isinstance(planner, LocalLoadPlanner):
+        raise ConfigError("skip= needs dcp_mem's planner or torch's default one")
+    return states.make()
+
+
+def _put_into(state_dict: dict[str, Any], loaded: dict[str, Any], keys: Sequence[str]) -> None:
+    """Give what is loaded to the caller's state dict, item by item, as DCP does.
+
+    A dict with a `__setitem__` of its own sees each item. A planner may have added keys, which come
+    last.
+    """
+    for key in keys:
+        if key not in state_dict or key not in loaded:
+            continue
+        value = state_dict[key]
+        if type(value) not in NEVER_STATEFUL and isinstance(value, Stateful):
+            value.load_state_dict(loaded[key])
+        else:
+            state_dict[key] = loaded[key]
+    known = set(keys)
+    for key in [key for key in loaded if key not in known]:
+        state_dict[key] = loaded[key]
