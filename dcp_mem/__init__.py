@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from dcp_mem.flushing.orphans import Orphan
     from dcp_mem.following.checkpoint import CheckpointFiles, FollowedCheckpoint
     from dcp_mem.following.follower import Follower, follow
-    from dcp_mem.functional import async_save, load, save
+    from dcp_mem.functional.loads import load
+    from dcp_mem.functional.saves import async_save, save
     from dcp_mem.manager.checkpoint_manager import CheckpointManager
     from dcp_mem.manager.saved import Saved
     from dcp_mem.operations.housekeeping import Reclaimed, collect_orphans, delete, reclaim
@@ -74,12 +75,12 @@ _LAZY = {
     "Reclaimed": "dcp_mem.operations.housekeeping",
     "Served": "dcp_mem.serving",
     "TrainState": "dcp_mem.train_state",
-    "async_save": "dcp_mem.functional",
+    "async_save": "dcp_mem.functional.saves",
     "collect_orphans": "dcp_mem.operations.housekeeping",
     "delete": "dcp_mem.operations.housekeeping",
-    "load": "dcp_mem.functional",
+    "load": "dcp_mem.functional.loads",
     "reclaim": "dcp_mem.operations.housekeeping",
-    "save": "dcp_mem.functional",
+    "save": "dcp_mem.functional.saves",
     "serve": "dcp_mem.serving",
 }
 
