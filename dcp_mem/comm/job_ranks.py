@@ -104,7 +104,6 @@ class JobRanks:
         )
         self._timeout, self._variable = timedelta(seconds=seconds), variable
         self._timed_store = TimedStore(store, min(seconds, _STORE_SECONDS))
-        self._polled_store = PolledStore(self._timed_store, seconds)  # as long as its channels
         self._generation = 0
         self._calls = 0
         self._has_met = False
@@ -189,7 +188,7 @@ class JobRanks:
     def _connected(self, sender: int, receiver: int, prefix: str, transport: str) -> Channel:
         name = f"{self._name}/{self._generation}/{prefix}{sender}-{receiver}"
         seconds = self._timeout.total_seconds()
-        store = dist.PrefixStore(name, self._polled_store)
+        store = PolledStore(self._timed_store, seconds, f"{name}/")
         is_sender = self.rank == sender
         return connected(
             transport,

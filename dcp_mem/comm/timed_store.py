@@ -173,24 +173,25 @@ class PolledStore(dist.Store):
     Args:
         store: The store.
         seconds: How long a wait may take that doesn't say so.
+        prefix: Of all keys.
     """
 
-    def __init__(self, store: TimedStore, seconds: float) -> None:
+    def __init__(self, store: TimedStore, seconds: float, prefix: str) -> None:
         super().__init__()
-        self._store, self._seconds = store, seconds
+        self._store, self._seconds, self._prefix = store, seconds, prefix
 
     def set(self, key: str, value: str) -> None:
         """Set a key's value."""
-        self._store.set(key, value)
+        self._store.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
         """Wait for a key; return its value."""
         self.wait([key])
-        return self._store.get(key)
+        return self._store.get(self._prefix + key)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether the store has all of these keys."""
-        return all(map(self._store.check, keys))
+        return all(self._store.check(self._prefix + key) for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys.
@@ -202,11 +203,25 @@ class PolledStore(dist.Store):
         deadline = time.monotonic() + seconds
         for key in keys:
             pause = FIRST_PAUSE
-            while not self._store.check(key):
+            while not self.check([key]):
                 if time.monotonic() >= deadline:
                     raise RuntimeError(f"nobody has set {key!r} in {seconds:.0f} s")
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def below(store: dist.Store, prefix: str) -> dist.Store:
+    """Return a store whose keys have a prefix in another one.
+
+    Torch's own would keep the other one's C++ half alone, without the methods of a `PolledStore`.
+
+    Args:
+        store: The other one.
+        prefix: Of the keys.
+    """
+    if isinstance(store, PolledStore):
+        return PolledStore(store._store, store._seconds, f"{store._prefix}{prefix}/")
+    return dist.PrefixStore(prefix, store)
 
 
 def connected(store: dist.Store, rank: int, size: int, seconds: float) -> dist.ProcessGroupGloo:

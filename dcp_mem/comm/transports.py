@@ -34,7 +34,7 @@ from dcp_mem.comm.control_line import ControlLine, accepted, dialled
 from dcp_mem.comm.lines import LinedChannel
 from dcp_mem.comm.nixl_agents import import_trouble
 from dcp_mem.comm.nixl_channel import INLINE_NBYTES, NixlChannel
-from dcp_mem.comm.timed_store import TimedCalls
+from dcp_mem.comm.timed_store import TimedCalls, below
 from dcp_mem.common.log import log
 from dcp_mem.config import lines_of_channel
 
@@ -111,7 +111,7 @@ class GlooTransport:
         with ExitStack() as connected_so_far:
             lines = []
             for number in range(self._lines):
-                line = _gloo_channel(pair, dist.PrefixStore(f"line {number}", pair.store))
+                line = _gloo_channel(pair, below(pair.store, f"line {number}"))
                 connected_so_far.callback(line.close)
                 lines.append(line)
             connected_so_far.pop_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -104,6 +105,28 @@ def test_a_chunk_that_changes_each_time_fails_both_ranks() -> None:
     )
     assert received[2] == []
     assert sent[0].startswith("RuntimeError")
+
+
+def _listens_late() -> bool:
+    """Rank 0 sends a chunk by hand, and is ready for the answer when rank 1 is done with it."""
+    channel, data = ranks_of(None, "transfer").channel(0, 1), _data(0)
+    if dist.get_rank() == 1:
+        receive(channel, _incoming([bytearray(_NBYTES)], []))
+        return True
+    channel.receive(bytearray(512)).wait()  # the greeting
+    crc = checksum(memoryview(data)).to_bytes(4, "little")
+    messages = [channel.send(data), channel.send(bytearray(crc))]
+    for message in messages:
+        message.wait()
+    time.sleep(0.5)
+    answer = bytearray(b"?")
+    channel.receive(answer).wait()
+    return answer == b"\0"
+
+
+def test_a_sender_hears_the_last_answer_however_late_it_listens() -> None:
+    """As where the answer goes by another line than the chunk."""
+    assert forked_ranks(_listens_late, 2, timeout=30) == [True, True]
 
 
 # -- what the receiver has already -----------------------------------------------------------------
