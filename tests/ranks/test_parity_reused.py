@@ -282,7 +282,7 @@ def _saves_until_killed(nodes: Nodes, killed: int, point: str) -> str:
 @pytest.mark.parametrize("point", ["replicate.reused", "replicate.chunk", "replicate.received"])
 def test_a_kill_amid_reuse_leaves_the_earlier_parity_whole(nodes: Nodes, point: str) -> None:
     ranks = kill_targets.forked(
-        _saves_until_killed, _RANKS, nodes, 1, point, env={"DCP_MEM_REPLICATION_TIMEOUT": "3"}
+        _saves_until_killed, _RANKS, nodes, 1, point, env={"DCP_MEM_REPLICATION_TIMEOUT": "6"}
     )
     assert ranks.join(killed={1})[0] == "ReplicationFailed"
     _assert_parity_is_right(nodes, "step-1")
