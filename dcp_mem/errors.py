@@ -333,8 +333,9 @@ class CheckpointNotFound(NoRecoverableCheckpoint):
         self, checkpoint: str, where: str, available: Sequence[str], reasons: Sequence[str]
     ) -> None:
         super().__init__(where, reasons)
-        self.args = (checkpoint, where, tuple(available), tuple(reasons))
-        self.checkpoint, self.available = checkpoint, tuple(available)
+        # Two attempts of a name may be there.
+        self.checkpoint, self.available = checkpoint, tuple(dict.fromkeys(available))
+        self.args = (checkpoint, where, self.available, tuple(reasons))
 
     def __str__(self) -> str:
         some = ", ".join(self.available[:_MOST_LISTED]) or "none"

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import logging
 import os
+import pickle
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_mem.loading.survey
 from dcp_mem import (
+    CheckpointNotFound,
     ConfigError,
     JobInUse,
     MemoryBudgetExceeded,
@@ -712,3 +714,9 @@ def test_a_wait_beside_a_root_that_has_become_full_says_so(
         told = forked(_wait_beside_a_full_root, str(tmp_path / "storage"), str(small))
     assert f"no error so far, but {small} is full" in told
     assert "remove other files, or mount a larger tmpfs" in told
+
+
+def test_a_name_that_was_saved_twice_is_listed_once() -> None:
+    error = CheckpointNotFound("step-9", "job", ["step-2", "step-1", "step-2"], [])
+    assert str(error) == "no step-9 in job (there are, newest first: step-2, step-1)"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -2,8 +2,8 @@
 
 A small transformer with adapters of peft runs real steps on the CPU, and saves after each: with the
 frozen parameters declared (`frozen=`), and without. What it must not cost more than is a copy of
-what trains, tensor by tensor as it lies after a step. Two nodes copy what has changed to each
-other.
+what trains, tensor by tensor as it lies after a step. Nodes copy what has changed to each other,
+or keep parity of it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ WIDTH, LAYERS, QUICK_LAYERS = 1024, 8, 2
 ADAPTER_RANKS = (64, 208)
 """Of the adapters: small ones, and as many bytes as the adapters of a 7B model have (131 MB)."""
 STORED_SAVES = 4
-NODES = 2
+NODES = 3
 WARM_UPS = 3
 PATIENCE = 1200.0
 
@@ -148,12 +148,12 @@ def _part(settings: Settings, layers: int, adapter_rank: int) -> Part:
         ),
         *(
             within(
-                f"sent to another node of a later checkpoint, with replicas=1{options}",
+                f"sent to other nodes of a later checkpoint, with {redundancy}",
                 sent_nbytes,
                 SENT * m.trained_nbytes + SENT_MORE,
                 BYTES,
             )
-            for options, sent_nbytes in copied.items()
+            for redundancy, sent_nbytes in copied.items()
         ),
     ]
     notes = [
@@ -162,7 +162,7 @@ def _part(settings: Settings, layers: int, adapter_rank: int) -> Part:
         f"copies of what trains: {named(m.copies)}",
         "the state dict is made before the clock starts; each save comes after a real step",
         "storage is a directory on disk: what hasn't changed is linked there",
-        f"copies: {NODES} nodes save the same model together; what both send is counted",
+        f"copies and parity: {NODES} nodes save the same model together; what all send is counted",
     ]
     return Part(rows, notes)
 
@@ -214,19 +214,22 @@ def _copied(step: Any, mapping: Mapping, way: Copy) -> float:
 
 
 def _replicated(rank: Rank, spec: Spec) -> dict[str, Sample]:
-    """Return the bytes that all ranks sent of each checkpoint but the first, by options."""
+    """Return the bytes that all ranks sent of each checkpoint but the first, by redundancy."""
     app, step = _training(spec)
+    ways = {
+        "replicas=1": {"replicas": 1},
+        "replicas=1 and frozen=": {"replicas": 1, "frozen": app.is_frozen},
+        f"parity({NODES - 1})": {"redundancy": dcp_mem.parity(NODES - 1)},
+    }
     return {
-        "": _copied_nbytes(app, step, spec.memory / f"plain{rank.rank}"),
-        " and frozen=": _copied_nbytes(
-            app, step, spec.memory / f"frozen{rank.rank}", frozen=app.is_frozen
-        ),
+        name: _copied_nbytes(app, step, spec.memory / f"{number}-{rank.rank}", options)
+        for number, (name, options) in enumerate(ways.items())
     }
 
 
-def _copied_nbytes(app: TrainState, step: Any, memory: Path, **options: Any) -> Sample:
+def _copied_nbytes(app: TrainState, step: Any, memory: Path, options: Any) -> Sample:
     found = []
-    with closing(_Saves(app, step, memory, replicas=1, **options)) as saves:
+    with closing(_Saves(app, step, memory, **options)) as saves:
         for number in range(1, STORED_SAVES + 1):
             saves.save()
             saves.writer.wait(f"step-{number}", "replicated", timeout=PATIENCE)
