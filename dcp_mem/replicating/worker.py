@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import NamedTuple
 
 from dcp_mem.comm.agreement import Failures, joined
 from dcp_mem.comm.collectives import Channel
@@ -37,23 +36,27 @@ class Overtaken(Exception):
     """A newer checkpoint is to be replicated instead, or the job ends."""
 
 
-class _Progress(NamedTuple):
-    """The progress of some ranks, joined; the ranks exchange it while they work."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Progress:
+    """The progress of some ranks, joined; the ranks exchange it while they work.
+
+    Attributes:
+        in_full: Files that are to be made again, from all bytes of their shares.
+    """
 
     is_done: bool
     is_cancelled: bool
     failures: Failures
     amount: Amount
     in_full: frozenset[str]
-    """Files that are to be made again, from all bytes of their shares."""
 
     def join(self, other: _Progress) -> _Progress:
         return _Progress(
-            self.is_done and other.is_done,
-            self.is_cancelled or other.is_cancelled,
-            joined(self.failures, other.failures),
-            self.amount.plus(other.amount),
-            self.in_full | other.in_full,
+            is_done=self.is_done and other.is_done,
+            is_cancelled=self.is_cancelled or other.is_cancelled,
+            failures=joined(self.failures, other.failures),
+            amount=self.amount.plus(other.amount),
+            in_full=self.in_full | other.in_full,
         )
 
 
@@ -326,8 +329,13 @@ class Worker:
                 self._keep_checksums()
             amount = reduce(Amount.plus, list(self._amounts), Amount())
             failures = joined(tuple(self._failures), ())
-            in_full = frozenset(self._in_full)
-            own = _Progress(is_done, self._cancelled.is_set(), failures, amount, in_full)
+            own = _Progress(
+                is_done=is_done,
+                is_cancelled=self._cancelled.is_set(),
+                failures=failures,
+                amount=amount,
+                in_full=frozenset(self._in_full),
+            )
             progress = self._ranks.all_reduce(own, _Progress.join)
             if progress.is_cancelled:
                 self._cancelled.set()

@@ -150,6 +150,14 @@ def _live(job: Job, persist: bool, keep: int) -> None:
     with job.writer(persist=persist, keep_memory=keep) as writer:
         for number in range(1, 5):
             save(writer, number)
+            if not persist:
+                _wait_for_checksums(job.directory / f"step-{number}" / ".dcp_mem")
+
+
+def _wait_for_checksums(own: Path) -> None:
+    """A checkpoint whose checksums are being made would be kept in place of another."""
+    made = f"checksums-__{dist.get_rank() if dist.is_initialized() else 0}_0-*"
+    wait_until(lambda: list(own.glob(made)), "checksums")
 
 
 def _left(job: Job) -> list[str]:
