@@ -34,7 +34,7 @@ _RETRIES = RetryPolicy(
 )
 _LEAST_TMPFS_NBYTES = 1 << 30
 _LEAST_OPEN_FILES = 4096
-_OLDEST_TORCH, _NEWEST_TORCH = (2, 6), (2, 13)
+_OLDEST_TORCH, _NEWEST_TORCH = (2, 6), (2, 14)
 _MOST_SECONDS_APART = 30.0
 _SLOW_LOOKUP_SECONDS = 0.2
 _UNLIMITED = 1 << 60
@@ -98,7 +98,7 @@ def _versions() -> Iterator[Check]:
     if not numbers:
         yield Check("torch", Severity.FAIL, "not installed", "pip install torch")
     elif not _OLDEST_TORCH <= numbers <= _NEWEST_TORCH:
-        yield Check("torch", Severity.WARN, found, "dcp_mem is tested with torch 2.6 to 2.13")
+        yield Check("torch", Severity.WARN, found, "dcp_mem is tested with torch 2.6 to 2.14")
     else:
         yield Check("torch", Severity.OK, found)
     packages = {name: _version(name) for name in ("fsspec", "s3fs", "adlfs")}
