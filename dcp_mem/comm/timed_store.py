@@ -99,10 +99,10 @@ class BorrowedStore:
 class TimedStore:
     """A store whose calls raise RuntimeError where it is gone, or silent for some seconds.
 
-    None waits for a key, so that any number of threads share a connection.
+    No call waits for a key, so any number of threads may share a connection.
 
     Args:
-        store: A connection that nothing else uses, or one that is borrowed.
+        store: A connection on which nobody waits for keys, or one that is borrowed.
         seconds: The most that a call may take.
 
     Attributes:

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from dcp_mem.comm.transfer import CHUNK, Reduced, Refilled
 from dcp_mem.common import faults
-from dcp_mem.common.values import Outcome
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format import names
 from dcp_mem.format.checksums import HASH_NBYTES, Blocks, Crcs, blocks_of, hasher
@@ -32,6 +31,7 @@ from dcp_mem.memory.checkpoint import checksums_of
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.views import fill
+from dcp_mem.replicating.task import newest_replicated
 
 Mask = npt.NDArray[np.bool_]
 _SHORT = 32 << 10
@@ -215,28 +215,23 @@ def earlier_copy(
 ) -> EarlierCopy | None:
     """Return the copy of a rank's segment in the newest replicated checkpoint that lies here.
 
-    No other one is looked at: it may be evicted meanwhile, and then its slots are counted on.
-
     Args:
         memory: The job's memory on this node.
         manifest: The checkpoint that is replicated.
         file: The segment's name in it.
         blocks: The segment's.
     """
-    for local in memory.checkpoints():
-        is_other = local.manifest.save_id != manifest.save_id
-        is_replicated = local.replication.outcome == Outcome.REPLICATED
-        if not (is_other and is_replicated and local.manifest.scope == manifest.scope):
-            continue
-        found = names.segment_file(names.rank_of(file), local.manifest.save_id)
-        try:
-            descriptor = open_leased(local.segment_path(found))
-        except OSError:
-            return None
-        try:
-            return EarlierCopy(descriptor, checksums_of(local, found), blocks)
-        except (OSError, ManifestInvalid):
-            end_lease(descriptor)
-            os.close(descriptor)
-            return None
-    return None
+    local = newest_replicated(memory, manifest)
+    if local is None:
+        return None
+    found = names.segment_file(names.rank_of(file), local.manifest.save_id)
+    try:
+        descriptor = open_leased(local.segment_path(found))
+    except OSError:
+        return None
+    try:
+        return EarlierCopy(descriptor, checksums_of(local, found), blocks)
+    except (OSError, ManifestInvalid):
+        end_lease(descriptor)
+        os.close(descriptor)
+        return None

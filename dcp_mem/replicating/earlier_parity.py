@@ -30,7 +30,6 @@ from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.transfer import IncomingChunk, OutgoingChunk, Reduced, Refilled
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
-from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BLOCK, BlockChecksums, Blocks, Crcs, checksum, combined
@@ -40,7 +39,7 @@ from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.views import fill
 from dcp_mem.policy.parity import Stripe
 from dcp_mem.replicating.plan import FilePart, FilePlan
-from dcp_mem.replicating.task import SMALL_CHUNK
+from dcp_mem.replicating.task import SMALL_CHUNK, newest_replicated
 
 Bytes = npt.NDArray[np.uint8]
 Pages = npt.NDArray[np.bool_]
@@ -288,27 +287,22 @@ class EarlierParity:
 def earlier_parity(memory: JobMemory, plan: FilePlan, manifest: Manifest) -> EarlierParity | None:
     """Return the parity of the same shares in the newest replicated checkpoint that lies here.
 
-    No other checkpoint is looked at, as with copies (`earlier.earlier_copy`).
-
     Args:
         memory: The job's memory on this node.
         plan: Of the new parity.
         manifest: Of the checkpoint that it belongs to.
     """
     assert plan.stripe is not None
-    for local in memory.checkpoints():
-        is_other = local.manifest.save_id != manifest.save_id
-        is_replicated = local.replication.outcome == Outcome.REPLICATED
-        if not (is_other and is_replicated and local.manifest.scope == manifest.scope):
-            continue
-        for file, record in local.stripes().items():
-            if _begin_alike(record.stripe, plan.stripe):
-                try:
-                    descriptor = open_leased(local.segment_path(file))
-                except OSError:
-                    return None
-                return EarlierParity(descriptor, local.manifest.save_id, record.stripe)
+    local = newest_replicated(memory, manifest)
+    if local is None:
         return None
+    for file, record in local.stripes().items():
+        if _begin_alike(record.stripe, plan.stripe):
+            try:
+                descriptor = open_leased(local.segment_path(file))
+            except OSError:
+                return None
+            return EarlierParity(descriptor, local.manifest.save_id, record.stripe)
     return None
 
 

@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
+from dcp_mem.common.values import Outcome
 from dcp_mem.config import TransportChoice
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog
 from dcp_mem.format.manifest import ItemTable, Manifest, items_of
 from dcp_mem.memory.catalogs import read_catalog
+from dcp_mem.memory.checkpoint import LocalCheckpoint
+from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slots import Slot
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.shared_copies import Sharing
@@ -51,6 +54,23 @@ class ReplicationTask:
         return any(
             not isinstance(slot, str) and slot.mapping is None for slot in self.slots.values()
         )
+
+
+def newest_replicated(memory: JobMemory, manifest: Manifest) -> LocalCheckpoint | None:
+    """Return the newest replicated checkpoint that lies here, besides one; None for none.
+
+    No other one is begun with: it may be evicted meanwhile, and then its slots are counted on.
+
+    Args:
+        memory: The job's memory on this node.
+        manifest: Of the checkpoint that is replicated now.
+    """
+    for local in memory.checkpoints():
+        is_other = local.manifest.save_id != manifest.save_id
+        is_replicated = local.replication.outcome == Outcome.REPLICATED
+        if is_other and is_replicated and local.manifest.scope == manifest.scope:
+            return local
+    return None
 
 
 class SegmentTables:
