@@ -24,7 +24,7 @@ from dcp_mem.errors import RankFailed
 from dcp_mem.format.checksums import checksum
 from dcp_mem.loading.pending import PendingItems
 from dcp_mem.loading.sources.memory import MemorySource
-from dcp_mem.policy.sharing import LoadShare, PeerPiece
+from dcp_mem.policy.shares import LoadShare, PeerPiece
 
 Scratch = npt.NDArray[np.uint8]
 

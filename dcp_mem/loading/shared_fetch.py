@@ -2,8 +2,8 @@
 
 1. The ranks of each node tell their first rank what they need. It shares that out, and tells ranks
    of other nodes what to send; two all-reduces, and values routed along the tree twice. Where nodes
-   are to pass on what they have fetched from storage, rank 0 shares out for all: one gather, one
-   scatter.
+   are to pass on what they have fetched from storage, these first ranks agree on it before: values
+   are routed twice more, and a few all-reduces.
 2. What one rank alone needs of storage it fetches by itself.
 3. What one rank of a node alone needs of other nodes' memory is sent to that rank (`peers.py`).
 4. The rest comes batch by batch into a window of tmpfs on each node: from storage, from a node that
@@ -36,17 +36,20 @@ from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.memory.root import node_id
 from dcp_mem.memory.views import view_of
 from dcp_mem.memory.window import Window, make_window, remove_window, room_for_window, window_path
-from dcp_mem.policy.pieces import merged, with_large_apart
-from dcp_mem.policy.sharing import (
-    LoadShare,
-    LoadTotals,
-    Need,
-    NoRoom,
-    SharedPiece,
-    joined_share,
-    share_out,
-    share_out_on_node,
+from dcp_mem.policy.needs import Edges, Extents, Need
+from dcp_mem.policy.passing import (
+    MOST_TRIES,
+    JointPieces,
+    JointSpan,
+    LoadNode,
+    join_nodes,
+    joint,
+    more_batches,
+    requests,
 )
+from dcp_mem.policy.pieces import Extent, merged, with_large_apart
+from dcp_mem.policy.shares import Batches, LoadShare, LoadTotals, SharedPiece, joined_share
+from dcp_mem.policy.sharing import NoRoom, share_out_on_node
 
 _SummedBytes = tuple[memoryview, int]
 """Bytes to send, and their CRC32C."""
@@ -157,50 +160,42 @@ class _OwnFailure:
 def _agree_on_shares(
     prepared: tuple[Fetcher, PendingItems] | None, group: LoadGroup, failure: _OwnFailure
 ) -> tuple[LoadShare, str] | None:
-    """Return this rank's share, and a token of this load; None where a rank can't take part."""
-    if group.across_nodes and not group.is_held:
-        return _shares_by_rank_0(prepared, group, failure)
-    return _shares_by_leaders(prepared, group, failure)
+    """Return this rank's share, and a token of this load; None where a rank can't take part.
 
+    The first rank of each node shares out what its node needs:
 
-def _shares_by_rank_0(
-    prepared: tuple[Fetcher, PendingItems] | None, group: LoadGroup, failure: _OwnFailure
-) -> tuple[LoadShare, str] | None:
-    needs = group.ranks.gather(_need(group, prepared[1]) if prepared is not None else None)
-    shares: list[tuple[LoadShare, str] | None] = [None] * group.ranks.size
-    if group.ranks.rank == 0 and prepared is not None and None not in needs:
-        with failure.kept(), _no_room_named(group):
-            known = [need for need in needs if need is not None]
-            found = share_out(
-                known, prepared[0].edges, across_nodes=group.across_nodes, holders=group.holding
-            )
-            token = uuid.uuid4().hex
-            shares = [(share, token) for share in found]
-    return group.ranks.scatter(shares)
-
-
-def _shares_by_leaders(
-    prepared: tuple[Fetcher, PendingItems] | None, group: LoadGroup, failure: _OwnFailure
-) -> tuple[LoadShare, str] | None:
-    """Have the first rank of each node share out what its node needs.
-
-    1. All ranks learn each node's first rank; one all-reduce.
-    2. A node's ranks tell it their needs; it decides, and tells all ranks that have a share.
-    3. All ranks learn whether every node could decide, and what they go through together; one
+    1. All ranks learn which ranks each node has; one all-reduce.
+    2. A node's ranks tell their first rank their needs.
+    3. Where nodes pass on what they have fetched, these ranks agree on it (`_passed`).
+    4. Each of them decides, and tells all ranks that have a share.
+    5. All ranks learn whether every node could decide, and what they go through together; one
        all-reduce.
     """
     ranks = group.ranks
     need = _need(group, prepared[1]) if prepared is not None else None
-    leaders = ranks.all_reduce({need.node: ranks.rank} if need is not None else None, _joined)
-    if leaders is None or need is None or prepared is None:
+    own = {need.node: LoadNode((ranks.rank,), need.window_nbytes)} if need is not None else None
+    nodes = ranks.all_reduce(own, join_nodes)
+    if nodes is None or need is None or prepared is None:
         return None
-    leader = leaders[need.node]
+    edges = prepared[0].edges
+    leader = nodes[need.node].ranks[0]
     needs, shares = dict(ranks.route({leader: need})), dict[int, LoadShare]()
+    passed: Batches | None = []
+    if group.across_nodes and not group.is_held:
+        passed = _passed(needs, nodes, edges, group, failure)
+    if passed is None:
+        return None
     failed = True
     with failure.kept(), _no_room_named(group):
         if leader == ranks.rank:
-            turn = sorted(leaders.values()).index(leader)
-            shares = share_out_on_node(needs, prepared[0].edges, holders=group.holding, turn=turn)
+            leaders = sorted(node.ranks[0] for node in nodes.values())
+            shares = share_out_on_node(
+                needs,
+                edges,
+                holders=group.holding,
+                turn=leaders.index(leader),
+                passed=passed,
+            )
         failed = False
     share = joined_share([part for _, part in ranks.route(shares)])
     token = uuid.uuid4().hex if ranks.rank == 0 else ""
@@ -208,11 +203,66 @@ def _shares_by_leaders(
     return None if agreed.failed else (share.within(agreed.totals), agreed.token)
 
 
-def _joined(one: dict[str, int] | None, other: dict[str, int] | None) -> dict[str, int] | None:
-    """Join the first ranks of nodes, as two sets of ranks know them; None: a rank has failed."""
-    if one is None or other is None:
+# -- what nodes pass on to each other --------------------------------------------------------------
+
+
+def _passed(
+    needs: Mapping[int, Need],
+    nodes: Mapping[str, LoadNode],
+    edges: Edges,
+    group: LoadGroup,
+    failure: _OwnFailure,
+) -> Batches | None:
+    """Return what this rank's node fetches together with others; None where a rank has failed.
+
+    All ranks call this; what the first ranks of nodes return counts.
+
+    1. Leaders ask homes who else needs what their nodes need.
+    2. Homes tell them.
+    3. All ranks try numbers of batches until every node has room for each batch; an all-reduce each
+       time.
+
+    Args:
+        needs: Of the ranks of this node, on its first rank; else none.
+        nodes: The nodes of all ranks.
+        edges: Where segments may be cut.
+        group: The ranks that load together.
+        failure: Keeps what goes wrong on this rank.
+    """
+    ranks = group.ranks
+    passing = {node.ranks[0]: node for node in nodes.values() if node.passes_on}
+    asked, told = dict[int, dict[str, list[Extent]]](), dict[int, list[JointSpan]]()
+    pieces: JointPieces | None = None
+    with failure.kept():
+        if ranks.rank in passing:
+            asked = requests(
+                [_of_storage(need.extents, group) for need in needs.values()], sorted(passing)
+            )
+    arrived = ranks.route(asked)
+    with failure.kept():
+        told = joint(dict(arrived))
+    arrived_spans = [span for _, spans in ranks.route(told) for span in spans]
+    with failure.kept():
+        if ranks.rank in passing:
+            pieces = JointPieces(ranks.rank, passing, arrived_spans, edges)
+    if failure.is_anywhere():
         return None
-    return {**one, **{node: min(rank, one.get(node, rank)) for node, rank in other.items()}}
+    count = ranks.all_reduce(pieces.fewest_batches if pieces is not None else 0, max)
+    for _ in range(MOST_TRIES):
+        if ranks.all_reduce(pieces is None or pieces.fits(count), operator.and_):
+            return pieces.in_batches(count) if pieces is not None else []
+        count = more_batches(count)
+    if ranks.rank == 0:
+        log.warning(
+            "nodes don't pass on what they fetch from storage: their windows are too small for it "
+            "(%s batches were tried); each of them fetches for itself",
+            count,
+        )
+    return []
+
+
+def _of_storage(extents: Extents, group: LoadGroup) -> Extents:
+    return {file: of_file for file, of_file in extents.items() if not group.holding(file)}
 
 
 class _Agreed(NamedTuple):

@@ -5,9 +5,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,11 @@ from dcp_mem.loading.fetch import Fetcher, fetch_all
 from dcp_mem.loading.pending import PendingItem, PendingItems
 from dcp_mem.loading.sources.base import Description
 from dcp_mem.planning.reads import ItemRead
-from dcp_mem.policy import pieces, sharing
-from dcp_mem.policy.pieces import Extent, cut, merged, with_large_apart
-from dcp_mem.policy.sharing import LoadShare, Need, NoRoom, SharedPiece, share_out
+from dcp_mem.policy import passing, pieces, sharing
+from dcp_mem.policy.needs import Need
+from dcp_mem.policy.pieces import Extent, cut, merged, with_large_apart, without
+from dcp_mem.policy.shares import LoadShare, SharedPiece
+from dcp_mem.policy.sharing import NoRoom
 from dcp_mem.storage.posix import PosixStorage
 from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.plans import LOADS
@@ -45,17 +46,6 @@ EXTENTS = st.lists(
 )
 
 
-class Way(Enum):
-    """Who shares out, and whether nodes pass on what they have fetched from storage."""
-
-    BY_RANK_0 = auto()
-    ACROSS_NODES = auto()
-    BY_NODE = auto()
-
-
-WAYS = st.sampled_from(Way)
-
-
 @contextmanager
 def small_pieces(nbytes: int) -> Iterator[None]:
     """Requests of so many bytes, so that few bytes make many."""
@@ -63,6 +53,14 @@ def small_pieces(nbytes: int) -> Iterator[None]:
         for module in (pieces, sharing):
             patch.setattr(module, "PIECE", nbytes)
         yield
+
+
+def _by_file(places: Sequence[tuple[int, int]]) -> dict[str, list[Extent]]:
+    """Return the ranges that cover these places, which are (number of a file, place in it)."""
+    found: dict[str, list[Extent]] = {}
+    for file, place in places:
+        found.setdefault(f"file{file}", []).append((place, place + 1))
+    return {file: merged(extents, 1) for file, extents in found.items()}
 
 
 def _bytes_of(extents: Sequence[Extent]) -> set[int]:
@@ -223,31 +221,27 @@ def _reach(pieces: Sequence[SharedPiece]) -> int:
     return max(taken, default=-1) + 1
 
 
-@pytest.mark.parametrize("by_node", [False, True])
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_where_everything_moves_all_nodes_are_served_at_once(
-    ranks_per_node: int, by_node: bool
-) -> None:
+def test_where_everything_moves_all_nodes_are_served_at_once(ranks_per_node: int) -> None:
     """Each of sixteen nodes needs what another has: no more batches than for one node."""
     nodes = [number for number in range(16) for _ in range(ranks_per_node)]
     needs = [
         Need(f"node{node:02}", {f"file{(node + 1) % 16:02}": [(0, 400)]}, 1000) for node in nodes
     ]
     with small_pieces(50):
-        parts = shared_out(needs, lambda file: [int(file[4:])], by_node=by_node)
+        parts = shared_out(needs, lambda file: [int(file[4:])])
         _played(needs, parts)
     assert len(parts[0].batches) == (ranks_per_node > 1)
     assert len(parts[0].receives) == (8 if ranks_per_node == 1 else 0)
 
 
 @settings(max_examples=300)
-@given(_needs(), WAYS)
+@given(_needs(), st.booleans())
 def test_every_rank_gets_what_it_needs_and_storage_gives_it_once(
-    needs: list[Need], way: Way
+    needs: list[Need], across_nodes: bool
 ) -> None:
-    across_nodes = way == Way.ACROSS_NODES
     with small_pieces(8):
-        parts = shared_out(needs, across_nodes=across_nodes, by_node=way == Way.BY_NODE)
+        parts = shared_out(needs, across_nodes=across_nodes)
         asked = _played(needs, parts)
     for node in {need.node for need in needs}:
         makers = [
@@ -272,21 +266,98 @@ def test_every_rank_gets_what_it_needs_and_storage_gives_it_once(
         assert set(sum(asked, Counter[tuple[str, int]]()).values()) <= {1}
 
 
+def test_shards_of_six_replicas_are_read_once_evenly_and_in_few_batches() -> None:
+    """Sharded over 4 nodes and saved by 5 ranks: the borders of files and shards differ."""
+    shards, replicas, per_node, nbytes = 4, 6, 2, 4000
+    needs = [
+        Need(
+            f"node{node:02}",
+            _by_file(
+                [
+                    (place // 800, place % 800)
+                    for place in range(nbytes)
+                    if place * shards * per_node // nbytes == node % shards * per_node + rank
+                ]
+            ),
+            100,
+        )
+        for node in range(shards * replicas)
+        for rank in range(per_node)
+    ]
+    with small_pieces(10):
+        parts = shared_out(needs, across_nodes=True)
+        asked = _played(needs, parts)
+    assert set(sum(asked, Counter[tuple[str, int]]()).values()) == {1}
+    # A node needs 1,000 bytes; ten windows hold that, and a few more are for what doesn't divide.
+    assert 10 <= len(parts[0].batches) <= 16
+    each = [sum(one.values()) for one in asked]
+    assert max(each) <= 2 * nbytes / len(needs)
+
+
+@pytest.mark.parametrize("window_nbytes", [20, 39])
+def test_many_sets_of_nodes_find_batches_in_which_every_window_has_room(window_nbytes: int) -> None:
+    """Every two of nine nodes share bytes that nobody else needs: 36 sets, eight at each node."""
+    pairs = list(combinations(range(9), 2))
+    needs = [
+        Need(
+            f"node{node}",
+            {f"file{pair}": [(0, 30)] for pair, of in enumerate(pairs) if node in of},
+            window_nbytes,
+        )
+        for node in range(9)
+    ]
+    with small_pieces(10):
+        parts = shared_out(needs, across_nodes=True)
+        asked = _played(needs, parts)
+    assert set(sum(asked, Counter[tuple[str, int]]()).values()) == {1}
+
+
+def test_pieces_that_no_batch_has_room_for_are_fetched_by_each_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(passing, "MOST_TRIES", 1)
+    needs = [
+        Need(
+            node,
+            {f"file{number}": [(0, 15)] for number in range(9) if number != 4 or node != "c"},
+            20,
+        )
+        for node in "aabbcc"
+    ]
+    with small_pieces(10):
+        asked = _played(needs, shared_out(needs, across_nodes=True))
+    by_node = [sum(asked[rank : rank + 2], Counter[tuple[str, int]]()) for rank in (0, 2, 4)]
+    assert [set(of_node.values()) for of_node in by_node] == [{1}] * 3
+
+
+@given(st.lists(st.integers(0, 60), unique=True))
+def test_a_set_of_nodes_is_kept_as_runs(leaders: list[int]) -> None:
+    runs = passing._as_runs(sorted(leaders))
+    assert [leader for run in runs for leader in run] == sorted(leaders)
+    assert len(passing._as_runs(range(0, 16384, 8))) == 1
+
+
+@given(EXTENTS, EXTENTS)
+def test_what_is_taken_away_from_ranges_is_gone_and_nothing_else(
+    extents: list[Extent], others: list[Extent]
+) -> None:
+    left = without(merged(extents, 1), merged(others, 1))
+    assert _bytes_of(left) == _bytes_of(extents) - _bytes_of(others)
+    assert all(earlier[1] <= later[0] for earlier, later in pairwise(left))
+
+
 def test_fetching_is_shared_out_evenly() -> None:
     needs = [Need("ab"[rank // 4], {"x": [(0, 8000)]}, 1000) for rank in range(8)]
     with small_pieces(10):
-        for way, each in ((Way.BY_RANK_0, 2000), (Way.BY_NODE, 2000), (Way.ACROSS_NODES, 1000)):
-            asked = _played(
-                needs,
-                shared_out(needs, across_nodes=way == Way.ACROSS_NODES, by_node=way == Way.BY_NODE),
-            )
+        for across_nodes, each in ((False, 2000), (True, 1000)):
+            asked = _played(needs, shared_out(needs, across_nodes=across_nodes))
             assert [sum(one.values()) for one in asked] == [each] * 8
 
 
 @settings(max_examples=300)
-@given(_needs(), st.sets(st.sampled_from("abc"), min_size=1), WAYS)
+@given(_needs(), st.sets(st.sampled_from("abc"), min_size=1), st.booleans())
 def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
-    needs: list[Need], having: set[str], way: Way
+    needs: list[Need], having: set[str], across_nodes: bool
 ) -> None:
     """`x` lies in the memory of some nodes, `y` on storage alone."""
     holding = [rank for rank, need in enumerate(needs) if need.node in having]
@@ -302,12 +373,7 @@ def test_what_nodes_have_in_memory_leaves_them_once_for_each_node_that_lacks_it(
     ]
     held = {"x": holding} if holding else {}
     with small_pieces(8):
-        parts = shared_out(
-            needs,
-            lambda file: held.get(file, ()),
-            across_nodes=way == Way.ACROSS_NODES,
-            by_node=way == Way.BY_NODE,
-        )
+        parts = shared_out(needs, lambda file: held.get(file, ()), across_nodes=across_nodes)
         asked = _played(needs, parts)
     if not holding:
         return
@@ -353,7 +419,7 @@ def test_nodes_that_need_little_of_one_segment_ask_different_ranks_for_it() -> N
         Need(f"node{rank // 8:03}", {} if rank in holding else {"x": [(0, 5)]}, 1000)
         for rank in range(8 * 66)
     ]
-    parts = shared_out(needs, lambda file: holding, by_node=True)
+    parts = shared_out(needs, lambda file: holding)
     _played(needs, parts)
     asked = [sum(len(batch) for batch in parts[rank].batches) for rank in holding]
     assert asked == [4] * 16
@@ -361,19 +427,15 @@ def test_nodes_that_need_little_of_one_segment_ask_different_ranks_for_it() -> N
 
 def test_a_node_without_room_for_what_others_send_is_named() -> None:
     with pytest.raises(NoRoom, match="b"):
-        share_out(
+        shared_out(
             [Need("a", {}, 1000), *(Need("b", {"x": [(0, 100)]}, 99) for _ in range(2))],
-            lambda file: None,
-            across_nodes=False,
-            holders=lambda file: [0],
+            lambda file: [0],
         )
 
 
 def test_what_comes_to_one_rank_alone_takes_no_room_of_its_node() -> None:
     needs = [Need("a", {}, 1000), Need("b", {"x": [(0, 100)]}, 0)]
-    _played(
-        needs, share_out(needs, lambda file: None, across_nodes=False, holders=lambda file: [0])
-    )
+    _played(needs, shared_out(needs, lambda file: [0]))
 
 
 # -- real ranks ------------------------------------------------------------------------------------
@@ -480,6 +542,7 @@ def _stored_nbytes(job: Job) -> int:
         pytest.param((0, 1), True, 1, id="2 nodes that pass on"),
         pytest.param((0, 1, 0, 1), True, 1, id="2 nodes of 2 ranks that pass on"),
         pytest.param((0, 1, 1), False, 2, id="uneven nodes"),
+        pytest.param((0, 1, 1, 2, 2, 2), True, 1, id="uneven nodes that pass on"),
     ],
 )
 def test_storage_gives_each_byte_once_for_each_node_or_in_all(

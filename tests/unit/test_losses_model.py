@@ -19,10 +19,11 @@ from dcp_mem.common.values import Segment
 from dcp_mem.format import names
 from dcp_mem.format.segments import Segments
 from dcp_mem.policy.election import ElectedCheckpoint, FoundCheckpoint, elect
+from dcp_mem.policy.needs import Need
 from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import Stripe
 from dcp_mem.policy.redundancy import Redundancy
-from dcp_mem.policy.sharing import Need, PeerPiece, SharedPiece
+from dcp_mem.policy.shares import PeerPiece, SharedPiece
 from dcp_mem.replicating.plan import FilePlan, file_plans
 from dcp_mem.replicating.repair_plan import all_parity, lost_segments, missing_copies
 from tests.support.sharing import shared_out
@@ -225,7 +226,6 @@ class Losses(RuleBasedStateMachine):
             lambda file: (
                 tuple(everybody) if holders is None else holders.get(names.rank_of(file), ())
             ),
-            by_node=data.draw(st.booleans(), "each node decides by itself"),
         )
         for rank, part in enumerate(parts):
             assert not part.alone  # nothing comes from storage

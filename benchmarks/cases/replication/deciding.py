@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,9 +25,20 @@ from dcp_mem.comm.tree import tree_of
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.names import rank_of, segment_file
 from dcp_mem.policy.election import FoundCheckpoint, elect
+from dcp_mem.policy.needs import Need
 from dcp_mem.policy.order import Place, SaveNumber
 from dcp_mem.policy.parity import groups
-from dcp_mem.policy.sharing import LoadShare, Need, share_out, share_out_on_node
+from dcp_mem.policy.passing import (
+    JointPieces,
+    JointSpan,
+    LoadNode,
+    join_nodes,
+    joint,
+    more_batches,
+    requests,
+)
+from dcp_mem.policy.shares import LoadShare
+from dcp_mem.policy.sharing import share_out_on_node
 from dcp_mem.policy.slots import capacity_for
 from dcp_mem.replicating.plan import copies_of
 
@@ -36,6 +47,7 @@ if TYPE_CHECKING:
 
     from benchmarks.harness.processes import Rank
     from benchmarks.harness.settings import Settings
+    from dcp_mem.policy.pieces import Extent
 
 TITLE = "Decisions of large jobs"
 SIZES = (64, 1024, 4096, 16384)
@@ -50,6 +62,10 @@ BYTES = 128 * MIB
 LOST, ALL = "a node", "everything"
 LARGE_PARTS = 100
 """Parts of a segment that a receiver reads each to where it belongs: at most about so many."""
+REPLICAS = 32
+"""Of each shard, with `broadcast=True`; fewer where the job has fewer nodes."""
+GAP = 2 * MIB
+"""Bytes between parts that are requests of their own."""
 GB = 1e9
 
 
@@ -200,6 +216,7 @@ class _Job:
             "the election's result, pickled and unpickled": lambda: pickle.loads(
                 pickle.dumps(elect(inventories, []), 5)
             ),
+            "which ranks each node has (all_reduce), rank 0": self.joining_nodes(),
             "who sends what to an empty node: its leader (share_out_on_node)": (
                 lambda: self.shared_out_on_node(LOST, lost, RANKS_PER_NODE)
             ),
@@ -211,12 +228,8 @@ class _Job:
                 lambda: self.shared_out_on_node(ALL, parted, 0)
             ),
             f"the same, {LARGE_PARTS} parts of each segment: rank 0 (route)": self.routing(parted),
-            "who sends what to an empty node, one rank for all (share_out)": (
-                lambda: self.shared_out(LOST, lost)
-            ),
-            "who sends what where everything moves, one rank for all (share_out)": (
-                lambda: self.shared_out(ALL, moved)
-            ),
+            **_Replicated(self.nodes, 1).decisions(""),
+            **_Replicated(self.nodes, LARGE_PARTS).decisions(f", {LARGE_PARTS} parts of each"),
         }
 
     def messages(self) -> Mapping[str, object]:
@@ -269,11 +282,6 @@ class _Job:
             for rank, node in enumerate(self.nodes)
         ]
 
-    def shared_out(self, what: str, needs: Sequence[Need]) -> object:
-        parts = share_out(needs, lambda file: self.edges, across_nodes=False, holders=self.holding)
-        self.batches[what] = max(len(part.batches) for part in parts)
-        return parts
-
     def shared_out_on_node(
         self, what: str, needs: Sequence[Need], leader: int
     ) -> Mapping[int, LoadShare]:
@@ -288,36 +296,139 @@ class _Job:
         self.batches[what] = max(len(part.batches) for part in parts.values())
         return parts
 
+    def joining_nodes(self) -> Callable[[], object]:
+        """Return what rank 0 does when all ranks learn which ranks each node has."""
+        tree = tree_of([str(rank) for rank in range(len(self.nodes))], 0)
+
+        def of(ranks: Sequence[int]) -> dict[str, LoadNode] | None:
+            own: list[dict[str, LoadNode] | None] = [
+                {self.nodes[rank]: LoadNode((rank,), WINDOW)} for rank in ranks
+            ]
+            return reduce(join_nodes, own)
+
+        messages = [dumped(of(ranks)) for ranks in tree.below]
+
+        def join() -> object:
+            wire = PlayedWire()
+            for child, message in zip(tree.children, messages, strict=True):
+                wire.arrive(child, message)
+            return relay.all_reduce(wire, tree, of([0]), join_nodes)
+
+        return join
+
     def holding(self, file: str) -> Sequence[int]:
         return self.holders[rank_of(file)]
 
     def routing(self, needs: Sequence[Need]) -> Callable[[], object]:
-        """Return what rank 0 does when all leaders tell ranks of other nodes what to send.
+        """Return what rank 0 does when all leaders tell ranks of other nodes what to send."""
+        return routed_by_rank_0(
+            len(self.nodes), lambda leader: self.shared_out_on_node(ALL, needs, leader)
+        )
 
-        Loads go along a tree in which each rank is a node of its own.
-        """
-        tree = tree_of([str(rank) for rank in range(len(self.nodes))], 0)
-        messages = [dumped(self._told_from(ranks, needs)) for ranks in tree.below]
 
-        def route() -> object:
-            wire = PlayedWire()
-            for child, message in zip(tree.children, messages, strict=True):
-                wire.arrive(child, message)
-            return relay.route(wire, tree, self.shared_out_on_node(ALL, needs, 0))
+def routed_by_rank_0(
+    size: int, told: Callable[[int], Mapping[int, object]]
+) -> Callable[[], object]:
+    """Return what rank 0 does when all leaders route values.
 
-        return route
+    Loads go along a tree in which each rank is a node of its own.
 
-    def _told_from(
-        self, ranks: Sequence[int], needs: Sequence[Need]
-    ) -> Mapping[int, list[tuple[int, bytes]]]:
-        """Return what leaders among some ranks tell ranks that aren't among them."""
+    Args:
+        size: Ranks of the job.
+        told: Returns what a leader has for which ranks.
+    """
+    tree = tree_of([str(rank) for rank in range(size)], 0)
+
+    def from_below(ranks: Sequence[int]) -> object:
         among, found = set(ranks), dict[int, list[tuple[int, bytes]]]()
         for leader in ranks:
             if leader % RANKS_PER_NODE == 0:
-                for rank, share in self.shared_out_on_node(ALL, needs, leader).items():
+                for rank, value in told(leader).items():
                     if rank not in among:
-                        found.setdefault(rank, []).append((leader, pickle.dumps(share, 5)))
-        return found
+                        found.setdefault(rank, []).append((leader, pickle.dumps(value, 5)))
+        return dumped(found)
+
+    messages = [from_below(ranks) for ranks in tree.below]
+
+    def route() -> object:
+        wire = PlayedWire()
+        for child, message in zip(tree.children, messages, strict=True):
+            wire.arrive(child, message)
+        return relay.route(wire, tree, told(0))
+
+    return route
+
+
+class _Replicated:
+    """A load from storage with `broadcast=True`: several nodes need the same shards.
+
+    Args:
+        nodes: Of each rank.
+        parts: Requests of each rank.
+    """
+
+    def __init__(self, nodes: Sequence[str], parts: int) -> None:
+        self._size = len(nodes)
+        self._leaders = range(0, self._size, RANKS_PER_NODE)
+        shards = self._size // min(REPLICAS, len(self._leaders))
+        part = SEGMENT // parts
+        extents = [(number * part, (number + 1) * part - GAP) for number in range(parts)]
+        self._needs = {
+            rank: Need(node, {segment_file(rank % shards, SAVE_ID): extents}, WINDOW)
+            for rank, node in enumerate(nodes)
+        }
+        self._nodes = {
+            leader: LoadNode(tuple(range(leader, leader + RANKS_PER_NODE)), WINDOW)
+            for leader in self._leaders
+        }
+        self._requests = {leader: self._requested(leader) for leader in self._leaders}
+        self._asked: dict[int, dict[int, Mapping[str, list[Extent]]]] = {}
+        for leader, of_homes in self._requests.items():
+            for home, extents_by_file in of_homes.items():
+                self._asked.setdefault(home, {})[leader] = extents_by_file
+        self._told = {home: joint(asked) for home, asked in self._asked.items()}
+
+    def decisions(self, how: str) -> Mapping[str, Callable[[], object]]:
+        """Return what ranks do, by what it is.
+
+        Args:
+            how: What is needed, as words for the table.
+        """
+        busiest = max(self._asked, key=lambda home: sum(map(len, self._told[home].values())))
+        told: dict[int, dict[int, list[JointSpan]]] = {}
+        for home, by_leader in self._told.items():
+            for leader, spans in by_leader.items():
+                told.setdefault(leader, {})[home] = spans
+        of_first = [span for spans in told[0].values() for span in spans]
+        what = f"what nodes fetch once in all{how}"
+        return {
+            f"{what}: the busiest home (joint)": lambda: joint(self._asked[busiest]),
+            f"{what}: a leader (JointPieces)": lambda: self._shared_out(of_first),
+            f"{what}: rank 0 passes on requests (route)": routed_by_rank_0(
+                self._size, lambda leader: self._requests[leader]
+            ),
+            f"{what}: rank 0 passes on answers (route)": routed_by_rank_0(
+                self._size, lambda leader: self._told.get(leader, {})
+            ),
+        }
+
+    def _requested(self, leader: int) -> Mapping[int, Mapping[str, list[Extent]]]:
+        ranks = self._nodes[leader].ranks
+        return requests([self._needs[rank].extents for rank in ranks], self._leaders)
+
+    def _shared_out(self, told: Sequence[JointSpan]) -> object:
+        """Ask, deal what homes have told, find the batches, and share out; of the first leader."""
+        self._requested(0)
+        edges = range(0, SEGMENT + 1, ITEM)
+        pieces = JointPieces(0, self._nodes, told, lambda file: edges)
+        count = pieces.fewest_batches
+        while not pieces.fits(count):
+            count = more_batches(count)
+        return share_out_on_node(
+            {rank: self._needs[rank] for rank in self._nodes[0].ranks},
+            lambda file: edges,
+            passed=pieces.in_batches(count),
+        )
 
 
 def _bytes_part(repeats: int) -> Part:

@@ -1,0 +1,175 @@
+"""What each rank does in a load: what it reads, sends and receives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import NamedTuple
+
+from dcp_mem.policy.needs import Extents
+
+Batches = list[list["SharedPiece"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPiece:
+    """Bytes [start, stop) of a segment that come into a node's window once.
+
+    Attributes:
+        place: Where in the window they begin.
+        by: The rank of the node that brings them there.
+        origin: The rank that it gets them from; None for storage, or its own node's memory.
+        to: Ranks of other nodes that it sends them to.
+        is_held: They come from a node's memory. The rank that sends them has them there; they don't
+            come into its own node's window.
+    """
+
+    file: str
+    start: int
+    stop: int
+    place: int
+    by: int
+    origin: int | None = None
+    to: tuple[int, ...] = ()
+    is_held: bool = False
+
+    @property
+    def comes_in(self) -> bool:
+        """Whether they come into the node's window."""
+        return self.origin is not None or not self.is_held
+
+
+class PeerPiece(NamedTuple):
+    """Bytes [start, stop) of a segment, sent from a node's memory to the only rank in need.
+
+    A plain tuple, because there are many, which are sent to their ranks.
+
+    Attributes:
+        peer: In the sender's share, the receiver; in the receiver's share, the sender.
+    """
+
+    peer: int
+    file: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadShare:
+    """One rank's share of a load.
+
+    Attributes:
+        alone: What it reads from storage for itself.
+        batches: What comes into its node's window, batch by batch.
+        window_nbytes: What the largest batch takes.
+        makes_window: Whether this rank makes the window for its node.
+        passes_on: Whether nodes send each other anything in any batch.
+        sends: What it sends to single ranks, in the same order in which they receive it.
+        receives: What it receives as the only rank that needs it.
+        is_passing: Whether any rank sends anything to a single rank.
+    """
+
+    alone: Extents = field(default_factory=dict)
+    batches: Sequence[Sequence[SharedPiece]] = ()
+    window_nbytes: int = 0
+    makes_window: bool = False
+    passes_on: bool = False
+    sends: Sequence[PeerPiece] = ()
+    receives: Sequence[PeerPiece] = ()
+    is_passing: bool = False
+
+    @property
+    def totals(self) -> LoadTotals:
+        """What all ranks of the load must know of this share."""
+        return LoadTotals(len(self.batches), self.passes_on, self.is_passing)
+
+    def within(self, totals: LoadTotals) -> LoadShare:
+        """Return the share as part of a load: with as many batches, some of them empty.
+
+        Args:
+            totals: Of all ranks' shares.
+        """
+        missing = totals.batches - len(self.batches)
+        return replace(
+            self,
+            batches=[*self.batches, *([] for _ in range(missing))],
+            passes_on=totals.passes_on,
+            is_passing=totals.is_passing,
+        )
+
+
+class LoadTotals(NamedTuple):
+    """What all ranks of a load go through together. A plain tuple, because it is sent to all ranks.
+
+    Attributes:
+        batches: Batches of the rank that has most.
+        passes_on: As in `LoadShare`.
+        is_passing: As in `LoadShare`.
+    """
+
+    batches: int
+    passes_on: bool
+    is_passing: bool
+
+    def join(self, other: LoadTotals) -> LoadTotals:
+        """Join what is known of two sets of ranks.
+
+        Args:
+            other: Of the other ranks.
+        """
+        return LoadTotals(
+            max(self.batches, other.batches),
+            self.passes_on or other.passes_on,
+            self.is_passing or other.is_passing,
+        )
+
+
+class NoRoom(Exception):
+    """A node needs bytes of other nodes' memory and has no room for a window.
+
+    Args:
+        node: The node's name.
+        nbytes: The bytes that the window would take at least.
+    """
+
+    def __init__(self, node: str, nbytes: int) -> None:
+        super().__init__(node, nbytes)
+        self.node, self.nbytes = node, nbytes
+
+
+def joined_share(parts: Sequence[LoadShare]) -> LoadShare:
+    """Return the share of a rank, from the parts of it that nodes have decided by themselves.
+
+    The messages between two ranks stay in their order: one node decides on all of them.
+
+    Args:
+        parts: The parts.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return LoadShare(
+        alone={file: extents for part in parts for file, extents in part.alone.items()},
+        batches=side_by_side(*(part.batches for part in parts)),
+        window_nbytes=max((part.window_nbytes for part in parts), default=0),
+        makes_window=any(part.makes_window for part in parts),
+        passes_on=any(part.passes_on for part in parts),
+        sends=[piece for part in parts for piece in part.sends],
+        receives=[piece for part in parts for piece in part.receives],
+        is_passing=any(part.is_passing for part in parts),
+    )
+
+
+def side_by_side(*several: Sequence[Sequence[SharedPiece]]) -> Batches:
+    """Return batches that have what the batches of the same number have.
+
+    What comes from nodes' memory is last: the order of messages between two ranks must be the same
+    on both, and only the receiver's leader decides on these.
+
+    Args:
+        several: Batches.
+    """
+    return [
+        sorted((piece for pieces in of_number for piece in pieces), key=lambda piece: piece.is_held)
+        for of_number in zip_longest(*several, fillvalue=())
+    ]
