@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,13 +28,19 @@ from dcp_mem.format.catalog import (
     Extent,
     Ints,
     Properties,
+    RunCatalog,
 )
 from dcp_mem.format.distinct_shapes import distinct_shapes
 from dcp_mem.format.layout import Layout
-from dcp_mem.format.locations import locations_of
+from dcp_mem.format.locations import refuse_missing_tails
 from dcp_mem.format.metadata import StorageInfo, read_metadata, with_storage
+from dcp_mem.format.metadata_by_entry import (
+    CatalogEntries,
+    EntryChunks,
+    EntryStorageData,
+    storage_data_of,
+)
 from dcp_mem.format.metadata_template import template_of
-from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named, layout_named, memory_format_named, properties
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -42,6 +48,8 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]
 _Place = tuple[int, int]
 """Index of the writer, and of the item in its segment."""
 _NOWHERE = (-1, -1)
+_MOST_ROWS = 1 << 17
+"""Rows of a catalog that all become Python objects at once: 100 MB, a second."""
 
 
 class MetadataNotDescribable(ValueError):
@@ -72,7 +80,10 @@ def metadata_of(
     tails: Mapping[int, Sequence[Extent]],
     checkpoint_id: str | None = None,
 ) -> Metadata:
-    """Return DCP's metadata of one save; equal shapes are one object.
+    """Return DCP's metadata of one save.
+
+    Of very many rows, chunks and storage data are made when somebody looks at them. Else equal
+    shapes are one object.
 
     Args:
         catalog: What the checkpoint consists of.
@@ -84,58 +95,58 @@ def metadata_of(
         ManifestInvalid: The tails don't belong to the catalog.
         UntrustedMetadata: The planner data names more than data.
     """
+    chunks: Sequence[Sequence[ChunkStorageMetadata]]
+    storage_data: Mapping[MetadataIndex, StorageInfo]
+    if isinstance(catalog, RunCatalog) and catalog.first[-1] > _MOST_ROWS:
+        refuse_missing_tails(catalog, tails)
+        entries = CatalogEntries(catalog)
+        columns = zip(catalog.dimensions.tolist(), catalog.size.tolist(), strict=True)
+        sizes = [torch.Size(size[:dimensions]) for dimensions, size in columns]
+        chunks = [EntryChunks(entries, number) for number in range(len(entries))]
+        storage_data = EntryStorageData(entries, save_id, tails)
+    else:
+        sizes, offsets, chunks = _objects_of(catalog)
+        storage_data = storage_data_of(catalog, offsets, save_id, tails)
+    metadata = Metadata(_known(catalog, sizes, chunks), planner_data=_planner_data(catalog))
+    return with_storage(metadata, storage_data, save_id, checkpoint_id)
+
+
+def _known(
+    catalog: Catalog,
+    sizes: Sequence[torch.Size],
+    chunks: Sequence[Sequence[ChunkStorageMetadata]],
+) -> dict[str, Any]:
+    """Return the entries of DCP's metadata; sizes and chunks are those of each entry."""
+    table = [_properties(one) for one in catalog.table]
+    entries = zip(catalog.name.tolist(), catalog.properties.tolist(), sizes, chunks, strict=True)
+    known: dict[str, Any] = {}
+    for name, kind, size, of_entry in entries:
+        if kind >= 0:
+            properties, held = table[kind], cast(list[ChunkStorageMetadata], of_entry)
+            known[catalog.names[name]] = TensorStorageMetadata(properties, size, held)
+        elif kind == BYTES:
+            known[catalog.names[name]] = BytesStorageMetadata()
+    return known
+
+
+def _objects_of(
+    catalog: Catalog,
+) -> tuple[list[torch.Size], list[torch.Size], list[list[ChunkStorageMetadata]]]:
+    """Return the size of each entry, the offset of each row, and the chunks of each entry."""
     shapes = distinct_shapes(catalog)
-    sizes = [
+    distinct = [
         torch.Size(values[:dimensions])
         for dimensions, values in zip(
             shapes.dimensions.tolist(), shapes.values.tolist(), strict=True
         )
     ]
-    table = [_properties(one) for one in catalog.table]
-    offsets = list(map(sizes.__getitem__, shapes.offset.tolist()))
-    chunks = list(
-        map(ChunkStorageMetadata, offsets, map(sizes.__getitem__, shapes.extent.tolist()))
+    sizes, offsets, extents = (
+        list(map(distinct.__getitem__, column.tolist()))
+        for column in (shapes.size, shapes.offset, shapes.extent)
     )
-    entries = zip(
-        catalog.name.tolist(), catalog.properties.tolist(), shapes.size.tolist(), strict=True
-    )
-    known: dict[str, Any] = {}
-    for (name, kind, size), (start, stop) in zip(
-        entries, pairwise(catalog.first.tolist()), strict=True
-    ):
-        if kind >= 0:
-            known[catalog.names[name]] = TensorStorageMetadata(
-                table[kind], sizes[size], chunks[start:stop]
-            )
-        elif kind == BYTES:
-            known[catalog.names[name]] = BytesStorageMetadata()
-    metadata = Metadata(known, planner_data=_planner_data(catalog))
-    storage_data = _storage_data(catalog, offsets, save_id, tails)
-    return with_storage(metadata, storage_data, save_id, checkpoint_id)
-
-
-def _storage_data(
-    catalog: Catalog,
-    offsets: Sequence[torch.Size],
-    save_id: str,
-    tails: Mapping[int, Sequence[Extent]],
-) -> dict[MetadataIndex, StorageInfo]:
-    places = locations_of(catalog)
-    rows = np.concatenate([places.rows, places.tail.rows])
-    extents = np.concatenate(
-        [np.stack([places.offsets, places.lengths], axis=1), places.tail.extents(tails)]
-    )
-    names = catalog.name[catalog.entry_of_row()[rows]]
-    columns = (rows, names, catalog.has_offset()[rows], catalog.writer[rows], *extents.T)
-    files = [segment_file(rank, save_id) for rank in catalog.ranks.tolist()]
-    return {
-        MetadataIndex(catalog.names[name], offsets[row] if has_offset else None): StorageInfo(
-            files[writer], offset, length
-        )
-        for row, name, has_offset, writer, offset, length in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
-    }
+    chunks = list(map(ChunkStorageMetadata, offsets, extents))
+    borders = pairwise(catalog.first.tolist())
+    return sizes, offsets, [chunks[start:stop] for start, stop in borders]
 
 
 def _planner_data(catalog: Catalog) -> Any:

@@ -8,7 +8,7 @@ import pathlib
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
@@ -86,8 +86,22 @@ class LazyMetadata(Metadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A plain Metadata, for processes without dcp_mem and for `read_metadata`. So are copies.
-        whole = self._whole()
+        whole = _of_lists(self._whole())
         return Metadata, (whole.state_dict_metadata,), vars(whole)
+
+
+def _of_lists(metadata: Metadata) -> Metadata:
+    """Return metadata without what is made entry by entry: `read_metadata` takes lists alone."""
+    data = metadata.storage_data
+    if data is None or isinstance(data, dict):
+        return metadata
+    known = {
+        name: replace(one, chunks=list(one.chunks))
+        if isinstance(one, TensorStorageMetadata)
+        else one
+        for name, one in metadata.state_dict_metadata.items()
+    }
+    return replace(metadata, state_dict_metadata=known, storage_data=dict(data.items()))
 
 
 def _field(name: str) -> property:

@@ -20,6 +20,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.errors import SegmentCorrupt, UntrustedMetadata
 from dcp_mem.format import names
+from dcp_mem.format.metadata_by_entry import numel_of
 from dcp_mem.format.sizes import refuse_beyond_file
 from dcp_mem.loading.fetch import Fetcher, fetch_all
 from dcp_mem.loading.open import OpenCheckpoint
@@ -311,7 +312,7 @@ def _refuse_gaps(opened: OpenCheckpoint, plan: LoadPlan, planner: LoadPlanner) -
         tensor: Any = planner.state_dict.get(name)
         if not isinstance(saved, TensorStorageMetadata) or not hasattr(tensor, "size"):
             continue
-        held = sum(prod(chunk.sizes) for chunk in saved.chunks)
+        held = numel_of(saved.chunks)
         if held < prod(saved.size) and tensor.size() == saved.size:
             wanted = _local_elements(tensor)
             if found[name] < wanted:

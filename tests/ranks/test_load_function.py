@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import dcp_mem
 import dcp_mem.loading.load as load_module
 from dcp_mem import CheckpointNotFound, RankFailed, UntrustedObject
+from dcp_mem.format import catalog_conversion
+from dcp_mem.format.metadata_by_entry import EntryStorageData
+from dcp_mem.planning import global_plan
 from tests.support.checkpoints.jobs import Job, make_state, number_of
 from tests.support.checkpoints.plans import load_by_torch, save_by_torch
 from tests.support.processes.forks import forked, forked_ranks, raised_by
@@ -552,6 +555,30 @@ def _load_by_own_planner(job: Job) -> int:
     dcp_mem.load(state, storage_reader=job.reader(), planner=planner)
     assert number_of(state) == 1
     return planner.asked
+
+
+def _save_as_large_jobs(job: Job) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in ("_LARGE", "_ALIKE"):
+            patch.setattr(global_plan, limit, 0)
+        _save(job, "rows")
+
+
+def _load_by_entries(job: Job, sharding: str) -> None:
+    state = _state(sharding, filled=False)
+    with pytest.MonkeyPatch.context() as patch, job.reader() as reader:
+        patch.setattr(catalog_conversion, "_MOST_ROWS", -1)
+        dcp.load(state, storage_reader=reader, planner=Upside())
+        assert isinstance(reader.read_metadata().storage_data, EntryStorageData)
+    _check(state)
+
+
+@pytest.mark.parametrize("loaded", [(1, "plain"), (2, "columns"), (4, "replicas")], ids=str)
+def test_a_planner_of_ones_own_reads_the_metadata_of_very_many_parts(
+    memory_job: Job, loaded: tuple[int, str]
+) -> None:
+    forked_ranks(_save_as_large_jobs, 3, memory_job)
+    forked_ranks(_load_by_entries, loaded[0], memory_job, loaded[1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,5 +1,6 @@
 """A catalog that is read as runs says what the same catalog says whose rows were all made."""
 
+import pickle
 from collections import Counter
 from random import Random
 from typing import Any
@@ -9,11 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format import catalog as catalog_module
+from dcp_mem.format import catalog_conversion
 from dcp_mem.format.catalog import Catalog, Ints, RunCatalog
+from dcp_mem.format.catalog_conversion import metadata_of
 from dcp_mem.format.locations import LayoutItems, refuse_missing_tails
+from dcp_mem.format.metadata import LazyMetadata, read_metadata
+from dcp_mem.format.metadata_by_entry import EntryStorageData, numel_of
 from dcp_mem.planning.find_reads import find_reads
 from dcp_mem.planning.global_plan import merge_rows
 from dcp_mem.planning.plan_catalog import share_written
@@ -152,6 +158,61 @@ def test_a_load_makes_only_the_rows_that_it_needs(monkeypatch: pytest.MonkeyPatc
     assert find_reads(plans[7], values, as_runs, "0123abcd", _tails(with_rows)) is not None
     assert made == [40]
     assert len(with_rows.writer) == 40 * 50
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, RANKS)
+def test_metadata_that_is_made_entry_by_entry_is_equal_to_all_of_it(seed: int, ranks: int) -> None:
+    _, as_runs, with_rows = _both(seed, ranks)
+    tails = _tails(with_rows)
+    expected = metadata_of(with_rows, "0123abcd", tails, "step-1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog_conversion, "_MOST_ROWS", -1)
+        patch.setattr(RunCatalog, "__getattr__", _refused)
+        found = metadata_of(as_runs, "0123abcd", tails, "step-1")
+        assert isinstance(found.storage_data, EntryStorageData)
+        assert found == expected
+        assert expected == found
+        copied = pickle.loads(pickle.dumps(found))
+        for one in copied.state_dict_metadata.values():
+            assert not isinstance(one, TensorStorageMetadata) or type(one.chunks) is list
+        assert (copied, type(copied.storage_data)) == (expected, dict)
+        assert read_metadata(pickle.dumps(LazyMetadata(lambda: found))) == expected
+        data = expected.storage_data
+        assert list(found.storage_data) == list(found.storage_data.keys())
+        assert len(found.storage_data) == len(data)
+        assert dict(found.storage_data.items()) == data
+        assert {info.relative_path for info in found.storage_data.values()} == {
+            info.relative_path for info in data.values()
+        }
+        for index, info in data.items():
+            assert found.storage_data[index] == info
+            elsewhere = None if index.offset else torch.Size([1 << 40] * len(index.offset or [0]))
+            assert found.storage_data.get(MetadataIndex(index.fqn, elsewhere)) == data.get(
+                MetadataIndex(index.fqn, elsewhere)
+            )
+        assert MetadataIndex("nobody") not in found.storage_data
+        for name, known in expected.state_dict_metadata.items():
+            of_name = found.state_dict_metadata[name]
+            assert type(of_name) is type(known)
+            if isinstance(known, TensorStorageMetadata):
+                assert isinstance(of_name, TensorStorageMetadata)
+                assert of_name.chunks[:] == known.chunks
+                assert [
+                    of_name.chunks[number] for number in range(len(known.chunks))
+                ] == known.chunks
+                assert repr(of_name) == repr(known)
+                assert numel_of(of_name.chunks) == numel_of(known.chunks)
+
+
+def test_tails_that_lack_an_item_are_noticed_before_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, as_runs, with_rows = _both(3, 5)
+    monkeypatch.setattr(catalog_conversion, "_MOST_ROWS", -1)
+    assert any(_tails(with_rows).values())
+    with pytest.raises(ManifestInvalid, match="aren't of one save"):
+        metadata_of(as_runs, "0123abcd", {})
 
 
 def _refused(_: RunCatalog, name: str) -> Any:
