@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 import dcp_mem
 from dcp_mem import MemoryStorageWriter
 from dcp_mem.comm.transfer import CHUNK
-from dcp_mem.common import faults
 from dcp_mem.format import names
 from dcp_mem.replicating import earlier
 from dcp_mem.replicating.earlier import EarlierCopy
@@ -35,6 +34,7 @@ from tests.support.checkpoints.fine_tuning import (
     amounts,
     loads,
     save,
+    saves_until_killed,
     sent_at_most,
     state_of,
     trained,
@@ -247,23 +247,16 @@ def test_a_copy_is_whole_whatever_becomes_of_the_earlier_one(
     _assert_copies_are_equal(nodes, 2, "step-2")
 
 
-def _saves_until_killed(nodes: Nodes, killed: int, point: str) -> str:
-    writer = nodes.writer(replicas=1)
-    save(writer, "step-1", trained(1))
-    if dist.get_rank() == killed:
-        faults.arm(f"{point}:kill:1")
-    dcp_mem.save(state_of(trained(2)), checkpoint_id="step-2", storage_writer=writer)
-    try:
-        writer.wait("step-2", "replicated", timeout=30)
-    except Exception as error:
-        return type(error).__name__
-    return ""
-
-
 @pytest.mark.parametrize("point", ["replicate.reused", "replicate.chunk"])
 def test_a_kill_amid_reuse_leaves_the_earlier_copies_whole(nodes: Nodes, point: str) -> None:
     ranks = kill_targets.forked(
-        _saves_until_killed, 2, nodes, 1, point, env={"DCP_MEM_REPLICATION_TIMEOUT": "3"}
+        saves_until_killed,
+        2,
+        nodes,
+        {"replicas": 1},
+        1,
+        point,
+        env={"DCP_MEM_REPLICATION_TIMEOUT": "3"},
     )
     assert ranks.join(killed={1})[0] == "ReplicationFailed"
     _assert_copies_are_equal(nodes, 2, "step-1")

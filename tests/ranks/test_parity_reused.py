@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 import dcp_mem
 from dcp_mem import parity
-from dcp_mem.common import faults
 from dcp_mem.common.values import Outcome
 from dcp_mem.format import names
 from dcp_mem.replicating import earlier_parity
@@ -35,6 +34,7 @@ from tests.support.checkpoints.fine_tuning import (
     amounts,
     loads,
     save,
+    saves_until_killed,
     sent_at_most,
     state_of,
     trained,
@@ -266,23 +266,16 @@ def test_a_chunk_that_came_otherwise_than_it_was_sent_comes_again(nodes: Nodes) 
     _assert_parity_is_right(nodes, "step-2")
 
 
-def _saves_until_killed(nodes: Nodes, killed: int, point: str) -> str:
-    writer = nodes.writer(**_PARITY)
-    save(writer, "step-1", trained(1))
-    if dist.get_rank() == killed:
-        faults.arm(f"{point}:kill:1")
-    dcp_mem.save(state_of(trained(2)), checkpoint_id="step-2", storage_writer=writer)
-    try:
-        writer.wait("step-2", "replicated", timeout=30)
-    except Exception as error:
-        return type(error).__name__
-    return ""
-
-
 @pytest.mark.parametrize("point", ["replicate.reused", "replicate.chunk", "replicate.received"])
 def test_a_kill_amid_reuse_leaves_the_earlier_parity_whole(nodes: Nodes, point: str) -> None:
     ranks = kill_targets.forked(
-        _saves_until_killed, _RANKS, nodes, 1, point, env={"DCP_MEM_REPLICATION_TIMEOUT": "6"}
+        saves_until_killed,
+        _RANKS,
+        nodes,
+        _PARITY,
+        1,
+        point,
+        env={"DCP_MEM_REPLICATION_TIMEOUT": "6"},
     )
     assert ranks.join(killed={1})[0] == "ReplicationFailed"
     _assert_parity_is_right(nodes, "step-1")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import dcp_mem
 from dcp_mem import MemoryStorageWriter
+from dcp_mem.common import faults
 from dcp_mem.common.values import State
 from dcp_mem.memory.job import JobMemory
 
@@ -86,3 +87,17 @@ def loads(nodes: Nodes, step: int) -> list[str]:
     reader = dcp_mem.MemoryStorageReader(memory_root=nodes.memory(), job="job")
     dcp_mem.load(state, checkpoint_id=f"step-{step}", storage_reader=reader)
     return [name for name, value in tensors_of(step).items() if not torch.equal(state[name], value)]
+
+
+def saves_until_killed(nodes: Nodes, options: Mapping[str, Any], killed: int, point: str) -> str:
+    """Save twice; the second time, a rank is killed at a point. Return what others then raise."""
+    writer = nodes.writer(**options)
+    save(writer, "step-1", trained(1))
+    if dist.get_rank() == killed:
+        faults.arm(f"{point}:kill:1")
+    dcp_mem.save(state_of(trained(2)), checkpoint_id="step-2", storage_writer=writer)
+    try:
+        writer.wait("step-2", "replicated", timeout=30)
+    except Exception as error:
+        return type(error).__name__
+    return ""
