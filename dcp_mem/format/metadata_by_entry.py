@@ -139,9 +139,13 @@ class EntryStorageData(Mapping[MetadataIndex, StorageInfo]):
             self._named.setdefault(catalog.names[name], []).append(entry)
         kinds = catalog.properties
         self._has_offset = ((kinds >= 0) | (kinds == LOOSE_CHUNKS)).tolist()
-        self._items = lru_cache(_ENTRIES_KEPT)(self._items_of)
+        # Of the entry that was gone through last: dict() looks up each index that it is given.
+        self._last: Mapping[MetadataIndex, StorageInfo] = {}
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
+        last = self._last  # another thread may go through another entry
+        if index in last:
+            return last[index]
         for entry in reversed(self._named.get(index.fqn, ())):
             if (found := self._found(entry, index)) is not None:
                 return found
@@ -163,20 +167,25 @@ class EntryStorageData(Mapping[MetadataIndex, StorageInfo]):
         offsets = list(map(torch.Size, catalog.offset[:, :dimensions].tolist()))
         return storage_data_of(catalog, offsets, self._save_id, self._tails)
 
-    def _items_of(self, entry: int) -> dict[MetadataIndex, StorageInfo]:
+    def _items_of(self, entry: int) -> Mapping[MetadataIndex, StorageInfo]:
         first = self._entries.catalog.first
-        return self._of_rows(entry, np.arange(int(first[entry + 1] - first[entry])))
+        items = self._of_rows(entry, np.arange(int(first[entry + 1] - first[entry])))
+        self._last = items
+        return items
 
     def pairs(self) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
         """Yield each item's index, and where it lies."""
         for entry in range(len(self._entries)):
-            yield from self._items(entry).items()
+            yield from self._items_of(entry).items()
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         return (index for index, _ in self.pairs())
 
     def __len__(self) -> int:
-        return sum(len(self._items(entry)) for entry in range(len(self._entries)))
+        return sum(1 for _ in self.pairs())
+
+    def __bool__(self) -> bool:
+        return next(self.pairs(), None) is not None
 
     def items(self) -> ItemsView[MetadataIndex, StorageInfo]:
         return _Items(self)

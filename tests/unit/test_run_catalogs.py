@@ -181,7 +181,8 @@ def test_metadata_that_is_made_entry_by_entry_is_equal_to_all_of_it(seed: int, r
         data = expected.storage_data
         assert list(found.storage_data) == list(found.storage_data.keys())
         assert len(found.storage_data) == len(data)
-        assert dict(found.storage_data.items()) == data
+        assert dict(found.storage_data.items()) == dict(found.storage_data) == data
+        assert bool(found.storage_data) == bool(data)
         assert {info.relative_path for info in found.storage_data.values()} == {
             info.relative_path for info in data.values()
         }
