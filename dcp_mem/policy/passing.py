@@ -24,11 +24,13 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from dcp_mem.policy.needs import Edges, Extents, spans
-from dcp_mem.policy.pieces import Extent, cut, least_window, merged
+from dcp_mem.policy.pieces import PIECE, Extent, cut, least_window, merged
 from dcp_mem.policy.shares import SharedPiece
 
 MOST_TRIES = 40
 """Numbers of batches that are tried. After the last one, each node fetches for itself."""
+_PIECES_OF_WINDOW = 8
+"""Pieces for which a window has room. With fewer, sets of nodes get into each other's way."""
 NodeSet = tuple[range, ...]
 """The leaders of nodes, as runs of equal steps: as a rule one run, of two nodes or of thousands."""
 
@@ -210,6 +212,7 @@ class _Set:
         self.leaders = [leader for run in of_set for leader in run]
         self._ranks = {leader: nodes[leader].ranks for leader in self.leaders}
         self.window_nbytes = min(nodes[leader].window_nbytes for leader in self.leaders)
+        self.piece_nbytes = min(PIECE, max(self.window_nbytes // _PIECES_OF_WINDOW, 1))
         # Different sets begin with different ranks and batches.
         self.turn = zlib.crc32(repr(of_set).encode())
         fetchers = [
@@ -246,7 +249,7 @@ class _Dealt:
         self._turn = of_set.turn
         self.pieces: list[SharedPiece] = []
         for span in of_spans:
-            for start, stop in cut((span.start, span.stop), edges(span.file)):
+            for start, stop in cut((span.start, span.stop), edges(span.file), of_set.piece_nbytes):
                 # A single item of a checkpoint that torch wrote, for instance, can't be cut.
                 if stop - start <= of_set.window_nbytes:
                     self._deal(leader, of_set, span.file, start, stop)

@@ -50,7 +50,7 @@ EXTENTS = st.lists(
 def small_pieces(nbytes: int) -> Iterator[None]:
     """Requests of so many bytes, so that few bytes make many."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (pieces, sharing):
+        for module in (passing, pieces, sharing):
             patch.setattr(module, "PIECE", nbytes)
         yield
 
@@ -496,7 +496,7 @@ def _load_counted(jobs: Sequence[Job], road: str, broadcast: bool) -> int:
     state, asked = _replicated(filled=False), _Asked()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_fetch, "WINDOW", MOST)
-        for module in (pieces, sharing):
+        for module in (passing, pieces, sharing):
             patch.setattr(module, "PIECE", 1 << 20)
         _load_and_compare(job, state, asked, road, broadcast)
     return asked.nbytes
