@@ -32,15 +32,15 @@ from dcp_mem.format.catalog import (
 )
 from dcp_mem.format.distinct_shapes import distinct_shapes
 from dcp_mem.format.layout import Layout
-from dcp_mem.format.locations import refuse_missing_tails
+from dcp_mem.format.locations import locations_of, refuse_missing_tails
 from dcp_mem.format.metadata import StorageInfo, read_metadata, with_storage
 from dcp_mem.format.metadata_by_entry import (
     CatalogEntries,
     EntryChunks,
     EntryStorageData,
-    storage_data_of,
 )
 from dcp_mem.format.metadata_template import template_of
+from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named, layout_named, memory_format_named, properties
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -50,6 +50,8 @@ _Place = tuple[int, int]
 _NOWHERE = (-1, -1)
 _MOST_ROWS = 1 << 17
 """Rows of a catalog that all become Python objects at once: 100 MB, a second."""
+_FEW_ROWS_OF_ENTRY = 16
+"""Of entries with fewer rows, all become objects: what it costs to look at an entry is more."""
 
 
 class MetadataNotDescribable(ValueError):
@@ -97,7 +99,8 @@ def metadata_of(
     """
     chunks: Sequence[Sequence[ChunkStorageMetadata]]
     storage_data: Mapping[MetadataIndex, StorageInfo]
-    if isinstance(catalog, RunCatalog) and catalog.first[-1] > _MOST_ROWS:
+    most_rows = max(_MOST_ROWS, _FEW_ROWS_OF_ENTRY * len(catalog.name))
+    if isinstance(catalog, RunCatalog) and catalog.first[-1] > most_rows:
         refuse_missing_tails(catalog, tails)
         entries = CatalogEntries(catalog)
         columns = zip(catalog.dimensions.tolist(), catalog.size.tolist(), strict=True)
@@ -106,7 +109,7 @@ def metadata_of(
         storage_data = EntryStorageData(entries, save_id, tails)
     else:
         sizes, offsets, chunks = _objects_of(catalog)
-        storage_data = storage_data_of(catalog, offsets, save_id, tails)
+        storage_data = _storage_data(catalog, offsets, save_id, tails)
     metadata = Metadata(_known(catalog, sizes, chunks), planner_data=_planner_data(catalog))
     return with_storage(metadata, storage_data, save_id, checkpoint_id)
 
@@ -147,6 +150,31 @@ def _objects_of(
     chunks = list(map(ChunkStorageMetadata, offsets, extents))
     borders = pairwise(catalog.first.tolist())
     return sizes, offsets, [chunks[start:stop] for start, stop in borders]
+
+
+def _storage_data(
+    catalog: Catalog,
+    offsets: Sequence[torch.Size],
+    save_id: str,
+    tails: Mapping[int, Sequence[Extent]],
+) -> dict[MetadataIndex, StorageInfo]:
+    """Return where each written row of a catalog lies; the offsets are those of each row."""
+    places = locations_of(catalog)
+    rows = np.concatenate([places.rows, places.tail.rows])
+    extents = np.concatenate(
+        [np.stack([places.offsets, places.lengths], axis=1), places.tail.extents(tails)]
+    )
+    names = catalog.name[catalog.entry_of_row()[rows]]
+    columns = (rows, names, catalog.has_offset()[rows], catalog.writer[rows], *extents.T)
+    files = [segment_file(rank, save_id) for rank in catalog.ranks.tolist()]
+    return {
+        MetadataIndex(catalog.names[name], offsets[row] if has_offset else None): StorageInfo(
+            files[writer], offset, length
+        )
+        for row, name, has_offset, writer, offset, length in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    }
 
 
 def _planner_data(catalog: Catalog) -> Any:

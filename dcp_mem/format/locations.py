@@ -47,10 +47,16 @@ class LayoutItems:
         Args:
             rows: Written rows of the catalog.
         """
-        layout, number = (
-            self.catalog.layout_of[self.catalog.writer[rows]],
-            self.catalog.number[rows],
-        )
+        return self.find(self.catalog.writer[rows], self.catalog.number[rows])
+
+    def find(self, writer: Ints, number: Ints) -> Ints:
+        """Return the same of items that are given by their writers and numbers.
+
+        Args:
+            writer: Of each item.
+            number: Of each item.
+        """
+        layout = self.catalog.layout_of[writer]
         start = self._starts[layout]
         return np.where(number < self._starts[layout + 1] - start, start + number, -1)
 
@@ -60,8 +66,17 @@ class LayoutItems:
         Args:
             rows: Written rows of the catalog.
         """
-        layout = self.catalog.layout_of[self.catalog.writer[rows]]
-        numbers: Ints = self.catalog.number[rows] - np.diff(self._starts)[layout]
+        return self.beyond(self.catalog.writer[rows], self.catalog.number[rows])
+
+    def beyond(self, writer: Ints, number: Ints) -> Ints:
+        """Return the same of items that are given by their writers and numbers.
+
+        Args:
+            writer: Of each item.
+            number: Of each item.
+        """
+        layout = self.catalog.layout_of[writer]
+        numbers: Ints = number - np.diff(self._starts)[layout]
         return numbers
 
 

@@ -92,16 +92,16 @@ class LazyMetadata(Metadata):
 
 def _of_lists(metadata: Metadata) -> Metadata:
     """Return metadata without what is made entry by entry: `read_metadata` takes lists alone."""
+    known = {name: _with_list(one) for name, one in metadata.state_dict_metadata.items()}
     data = metadata.storage_data
-    if data is None or isinstance(data, dict):
-        return metadata
-    known = {
-        name: replace(one, chunks=list(one.chunks))
-        if isinstance(one, TensorStorageMetadata)
-        else one
-        for name, one in metadata.state_dict_metadata.items()
-    }
-    return replace(metadata, state_dict_metadata=known, storage_data=dict(data.items()))
+    if isinstance(data, Mapping) and not isinstance(data, dict):
+        data = dict(data)
+    return replace(metadata, state_dict_metadata=known, storage_data=data)
+
+
+def _with_list(entry: Any) -> Any:
+    chunks = getattr(entry, "chunks", [])
+    return entry if isinstance(chunks, list) else replace(entry, chunks=list(chunks))
 
 
 def _field(name: str) -> property:

@@ -8,7 +8,6 @@ isn't kept.
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
-from functools import lru_cache
 from math import prod
 from typing import Any, overload
 
@@ -16,19 +15,17 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from dcp_mem.format.catalog import LOOSE_CHUNKS, Catalog, Extent, Ints, RunCatalog
-from dcp_mem.format.locations import locations_of
+from dcp_mem.format.catalog import LOOSE_CHUNKS, Extent, Ints, RunCatalog
+from dcp_mem.format.locations import LayoutItems
 from dcp_mem.format.metadata import StorageInfo
 from dcp_mem.format.names import segment_file
 
-_ENTRIES_KEPT = 8
-"""Entries whose boxes or items are kept for the next look-up."""
 _CHUNKS_AT_ONCE = 64
 """Chunks that become lists of integers at once; many more would wake the garbage collector."""
 
 
 class CatalogEntries:
-    """The rows of a catalog, entry by entry.
+    """The boxes of a catalog's rows, entry by entry.
 
     Args:
         catalog: What the checkpoint consists of.
@@ -37,24 +34,24 @@ class CatalogEntries:
     def __init__(self, catalog: RunCatalog) -> None:
         self.catalog = catalog
         self._dimensions = catalog.dimensions.tolist()
-        self.boxes = lru_cache(_ENTRIES_KEPT)(self._boxes)
+        # Whoever looks up one chunk of an entry soon looks up another.
+        self._last: tuple[int, tuple[Ints, Ints]] | None = None
 
     def __len__(self) -> int:
         return len(self._dimensions)
 
-    def _boxes(self, entry: int) -> tuple[Ints, Ints]:
-        dimensions = self._dimensions[entry]
-        offsets, extents = self.catalog.boxes_of(entry)
-        return offsets[:, :dimensions], extents[:, :dimensions]
-
-    def rows(self, entry: int, row: Ints) -> Catalog:
-        """Return a catalog of some rows of one entry.
+    def boxes(self, entry: int) -> tuple[Ints, Ints]:
+        """Return offsets and extents of an entry's rows: int64[rows, dimensions] each.
 
         Args:
-            entry: The entry's number.
-            row: Which of its rows, ascending.
+            entry: Its number.
         """
-        return self.catalog.with_rows(np.full(len(row), entry), row)
+        last = self._last  # another thread may look at another entry
+        if last is None or last[0] != entry:
+            dimensions = self._dimensions[entry]
+            offsets, extents = self.catalog.boxes_of(entry)
+            self._last = last = entry, (offsets[:, :dimensions], extents[:, :dimensions])
+        return last[1]
 
 
 class EntryChunks(Sequence[ChunkStorageMetadata]):
@@ -89,7 +86,7 @@ class EntryChunks(Sequence[ChunkStorageMetadata]):
             yield from map(_chunk, offsets[part].tolist(), extents[part].tolist())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+        return isinstance(other, list | EntryChunks) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -134,9 +131,11 @@ class EntryStorageData(Mapping[MetadataIndex, StorageInfo]):
     ) -> None:
         self._entries, self._save_id, self._tails = entries, save_id, tails
         catalog = entries.catalog
+        self._items = LayoutItems(catalog)
+        self._entry_names = [catalog.names[name] for name in catalog.name.tolist()]
         self._named: dict[str, list[int]] = {}
-        for entry, name in enumerate(catalog.name.tolist()):
-            self._named.setdefault(catalog.names[name], []).append(entry)
+        for entry, name in enumerate(self._entry_names):
+            self._named.setdefault(name, []).append(entry)
         kinds = catalog.properties
         self._has_offset = ((kinds >= 0) | (kinds == LOOSE_CHUNKS)).tolist()
         # Of the entry that was gone through last: dict() looks up each index that it is given.
@@ -146,26 +145,53 @@ class EntryStorageData(Mapping[MetadataIndex, StorageInfo]):
         last = self._last  # another thread may go through another entry
         if index in last:
             return last[index]
-        for entry in reversed(self._named.get(index.fqn, ())):
-            if (found := self._found(entry, index)) is not None:
-                return found
+        if isinstance(index, MetadataIndex):
+            for entry in reversed(self._named.get(index.fqn, ())):
+                found = self._of_rows(entry, self._rows_at(entry, index.offset))
+                if index in found:
+                    return found[index]
         raise KeyError(index)
 
-    def _found(self, entry: int, index: MetadataIndex) -> StorageInfo | None:
+    def _rows_at(self, entry: int, offset: Sequence[int] | None) -> Ints:
+        """Return which rows of an entry have this offset."""
         offsets, _ = self._entries.boxes(entry)
         if not self._has_offset[entry]:
-            row = np.arange(len(offsets) if index.offset is None else 0)
-        elif index.offset is None or len(index.offset) != offsets.shape[1]:
-            return None
-        else:
-            row = np.flatnonzero((offsets == np.array(index.offset, np.int64)).all(axis=1))
-        return self._of_rows(entry, row).get(index)
+            return np.arange(len(offsets) if offset is None else 0)
+        if offset is None or len(offset) != offsets.shape[1]:
+            return np.arange(0)
+        rows: Ints = np.flatnonzero((offsets == np.array(offset, np.int64)).all(axis=1))
+        return rows
 
     def _of_rows(self, entry: int, row: Ints) -> dict[MetadataIndex, StorageInfo]:
-        catalog = self._entries.rows(entry, row)
-        dimensions = int(catalog.dimensions[entry])
-        offsets = list(map(torch.Size, catalog.offset[:, :dimensions].tolist()))
-        return storage_data_of(catalog, offsets, self._save_id, self._tails)
+        """Return where the written ones of some rows of an entry lie."""
+        catalog, one = self._entries.catalog, np.full(len(row), entry)
+        writer = catalog.places.at(catalog.writer_runs[one], row)
+        is_written = writer >= 0
+        row, writer, one = row[is_written], writer[is_written], one[is_written]
+        number = catalog.places.at(catalog.number_runs[one], row)
+        found = self._items.find(writer, number)
+        places, lengths = self._items.columns[:2, found]
+        found_places = zip(
+            self._indexes(entry, row),
+            catalog.ranks[writer].tolist(),
+            found.tolist(),
+            places.tolist(),
+            lengths.tolist(),
+            self._items.beyond(writer, number).tolist(),
+            strict=True,
+        )
+        infos: dict[MetadataIndex, StorageInfo] = {}
+        for index, rank, item, offset, length, in_tail in found_places:
+            extent = self._tails[rank][in_tail] if item < 0 else (offset, length)
+            infos[index] = StorageInfo(segment_file(rank, self._save_id), *extent)
+        return infos
+
+    def _indexes(self, entry: int, row: Ints) -> list[MetadataIndex]:
+        name = self._entry_names[entry]
+        if not self._has_offset[entry]:
+            return [MetadataIndex(name)] * len(row)
+        offsets = self._entries.boxes(entry)[0][row].tolist()
+        return [MetadataIndex(name, torch.Size(offset)) for offset in offsets]
 
     def _items_of(self, entry: int) -> Mapping[MetadataIndex, StorageInfo]:
         first = self._entries.catalog.first
@@ -182,10 +208,9 @@ class EntryStorageData(Mapping[MetadataIndex, StorageInfo]):
         return (index for index, _ in self.pairs())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.pairs())
-
-    def __bool__(self) -> bool:
-        return next(self.pairs(), None) is not None
+        places, runs = self._entries.catalog.places, self._entries.catalog.writer_runs
+        counted = zip(*np.unique(runs, return_counts=True), strict=True)
+        return sum(int((places.run(int(run)) >= 0).sum() * count) for run, count in counted)
 
     def items(self) -> ItemsView[MetadataIndex, StorageInfo]:
         return _Items(self)
@@ -212,40 +237,3 @@ class _Values(ValuesView[StorageInfo]):
 
     def __iter__(self) -> Iterator[StorageInfo]:
         return (info for _, info in self._mapping.pairs())
-
-
-def storage_data_of(
-    catalog: Catalog,
-    offsets: Sequence[torch.Size],
-    save_id: str,
-    tails: Mapping[int, Sequence[Extent]],
-) -> dict[MetadataIndex, StorageInfo]:
-    """Return where each written row of a catalog lies.
-
-    Args:
-        catalog: What a checkpoint, or a part of it, consists of.
-        offsets: Of each row.
-        save_id: The save attempt; it is part of the segments' names.
-        tails: By rank, offset and length of each item of its tail.
-
-    Raises:
-        ManifestInvalid: The tails don't belong to the catalog.
-    """
-    places = locations_of(catalog)
-    rows = np.concatenate([places.rows, places.tail.rows])
-    extents = np.concatenate(
-        [np.stack([places.offsets, places.lengths], axis=1), places.tail.extents(tails)]
-    )
-    names = catalog.name[catalog.entry_of_row()[rows]]
-    columns = (rows, names, catalog.has_offset()[rows], catalog.writer[rows], *extents.T)
-    writers = np.unique(catalog.writer[rows])
-    ranks = zip(writers.tolist(), catalog.ranks[writers].tolist(), strict=True)
-    files = {writer: segment_file(rank, save_id) for writer, rank in ranks}
-    return {
-        MetadataIndex(catalog.names[name], offsets[row] if has_offset else None): StorageInfo(
-            files[writer], offset, length
-        )
-        for row, name, has_offset, writer, offset, length in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
-    }

@@ -144,9 +144,14 @@ class _OwnFailure:
         except Exception as error:  # the other ranks wait for this one: it must not leave now
             self._error = self._error or error
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has failed so far."""
+        return self._error is not None
+
     def is_anywhere(self) -> bool:
         """Return whether any rank has failed so far; one all-reduce, on all ranks together."""
-        return self._ranks.all_reduce(self._error is not None, operator.or_)
+        return self._ranks.all_reduce(self.is_here, operator.or_)
 
     def raise_own(self) -> None:
         """Raise what went wrong on this rank."""
@@ -185,7 +190,6 @@ def _agree_on_shares(
         passed = _passed(needs, nodes, edges, group, failure)
     if passed is None:
         return None
-    failed = True
     with failure.kept(), _no_room_named(group):
         if leader == ranks.rank:
             leaders = sorted(node.ranks[0] for node in nodes.values())
@@ -196,10 +200,11 @@ def _agree_on_shares(
                 turn=leaders.index(leader),
                 passed=passed,
             )
-        failed = False
-    share = joined_share([part for _, part in ranks.route(shares)])
+    share, parts = LoadShare(), ranks.route(shares)
+    with failure.kept():
+        share = joined_share([part for _, part in parts])
     token = uuid.uuid4().hex if ranks.rank == 0 else ""
-    agreed = ranks.all_reduce(_Agreed(failed, token, share.totals), _Agreed.join)
+    agreed = ranks.all_reduce(_Agreed(failure.is_here, token, share.totals), _Agreed.join)
     return None if agreed.failed else (share.within(agreed.totals), agreed.token)
 
 
@@ -247,10 +252,22 @@ def _passed(
             pieces = JointPieces(ranks.rank, passing, arrived_spans, edges)
     if failure.is_anywhere():
         return None
+    passed, count = list[list[SharedPiece]](), _number_of_batches(pieces, ranks, failure)
+    with failure.kept():
+        if pieces is not None:
+            passed += pieces.in_batches(count)
+    return passed
+
+
+def _number_of_batches(pieces: JointPieces | None, ranks: Ranks, failure: _OwnFailure) -> int:
+    """Return in how many batches every node has room for its pieces; 0 where none were found."""
     count = ranks.all_reduce(pieces.fewest_batches if pieces is not None else 0, max)
     for _ in range(MOST_TRIES):
-        if ranks.all_reduce(pieces is None or pieces.fits(count), operator.and_):
-            return pieces.in_batches(count) if pieces is not None else []
+        fits = True
+        with failure.kept():  # all learn of a failure here once they agree on the shares
+            fits = pieces is None or pieces.fits(count)
+        if ranks.all_reduce(fits, operator.and_):
+            return count
         count = more_batches(count)
     if ranks.rank == 0:
         log.warning(
@@ -258,7 +275,7 @@ def _passed(
             "(%s batches were tried); each of them fetches for itself",
             count,
         )
-    return []
+    return 0
 
 
 def _of_storage(extents: Extents, group: LoadGroup) -> Extents:

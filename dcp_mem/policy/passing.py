@@ -194,10 +194,10 @@ class JointPieces:
         """Return the pieces of each batch, in the order in which ranks send them to each other.
 
         Args:
-            count: The batches.
+            count: The batches; with 0 there are none.
         """
         found: list[list[SharedPiece]] = [[] for _ in range(count)]
-        for one in self._sets:
+        for one in self._sets if count else ():
             for batch, piece in zip(one.batches(count), one.pieces, strict=True):
                 found[batch].append(piece)
         for pieces in found:

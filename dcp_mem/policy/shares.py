@@ -125,19 +125,6 @@ class LoadTotals(NamedTuple):
         )
 
 
-class NoRoom(Exception):
-    """A node needs bytes of other nodes' memory and has no room for a window.
-
-    Args:
-        node: The node's name.
-        nbytes: The bytes that the window would take at least.
-    """
-
-    def __init__(self, node: str, nbytes: int) -> None:
-        super().__init__(node, nbytes)
-        self.node, self.nbytes = node, nbytes
-
-
 def joined_share(parts: Sequence[LoadShare]) -> LoadShare:
     """Return the share of a rank, from the parts of it that nodes have decided by themselves.
 

@@ -568,6 +568,7 @@ def _load_by_entries(job: Job, sharding: str) -> None:
     state = _state(sharding, filled=False)
     with pytest.MonkeyPatch.context() as patch, job.reader() as reader:
         patch.setattr(catalog_conversion, "_MOST_ROWS", -1)
+        patch.setattr(catalog_conversion, "_FEW_ROWS_OF_ENTRY", -1)
         dcp.load(state, storage_reader=reader, planner=Upside())
         assert isinstance(reader.read_metadata().storage_data, EntryStorageData)
     _check(state)

@@ -3,7 +3,7 @@
 import pickle
 from collections import Counter
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -168,6 +168,7 @@ def test_metadata_that_is_made_entry_by_entry_is_equal_to_all_of_it(seed: int, r
     expected = metadata_of(with_rows, "0123abcd", tails, "step-1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog_conversion, "_MOST_ROWS", -1)
+        patch.setattr(catalog_conversion, "_FEW_ROWS_OF_ENTRY", -1)
         patch.setattr(RunCatalog, "__getattr__", _refused)
         found = metadata_of(as_runs, "0123abcd", tails, "step-1")
         assert isinstance(found.storage_data, EntryStorageData)
@@ -193,6 +194,7 @@ def test_metadata_that_is_made_entry_by_entry_is_equal_to_all_of_it(seed: int, r
                 MetadataIndex(index.fqn, elsewhere)
             )
         assert MetadataIndex("nobody") not in found.storage_data
+        assert found.storage_data.get(cast(Any, "nobody")) is None
         for name, known in expected.state_dict_metadata.items():
             of_name = found.state_dict_metadata[name]
             assert type(of_name) is type(known)
@@ -211,6 +213,7 @@ def test_tails_that_lack_an_item_are_noticed_before_somebody_looks(
 ) -> None:
     _, as_runs, with_rows = _both(3, 5)
     monkeypatch.setattr(catalog_conversion, "_MOST_ROWS", -1)
+    monkeypatch.setattr(catalog_conversion, "_FEW_ROWS_OF_ENTRY", -1)
     assert any(_tails(with_rows).values())
     with pytest.raises(ManifestInvalid, match="aren't of one save"):
         metadata_of(as_runs, "0123abcd", {})
