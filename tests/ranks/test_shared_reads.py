@@ -603,6 +603,37 @@ def test_a_damaged_byte_that_one_rank_finds_fails_all_ranks(
         assert "CRC32C" in str(error)
 
 
+def _load_where_a_step_fails(jobs: Sequence[Job], step: str) -> str:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError(f"{step} failed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:  # the leader of its node
+            patch.setattr(f"dcp_mem.loading.shared_fetch.{step}", fail)
+        return str(raised_by(lambda: _load_counted(jobs, "dcp_mem.load", True)))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "requests",
+        "joint",
+        "JointPieces",
+        "JointPieces.fits",
+        "JointPieces.in_batches",
+        "share_out_on_node",
+        "joined_share",
+    ],
+)
+def test_a_step_of_sharing_out_that_fails_on_one_rank_is_told_by_all(
+    stored: Callable[..., list[Job]], step: str
+) -> None:
+    others = forked_ranks(_load_where_a_step_fails, 4, stored(0, 1, 0, 1), step)
+    own = others.pop(1)
+    assert own == f"{step} failed"
+    assert all(f"rank 1: ValueError: {step} failed" in other for other in others), others
+
+
 # -- resharded loads -------------------------------------------------------------------------------
 
 
