@@ -118,7 +118,7 @@ def numel_of(chunks: Sequence[ChunkStorageMetadata]) -> int:
 
 
 class EntryStorageData(Mapping[MetadataIndex, StorageInfo]):
-    """Where each item lies, made for each look-up.
+    """A mapping from each item to its place; a place is made when it is looked up.
 
     Args:
         entries: The catalog's rows.

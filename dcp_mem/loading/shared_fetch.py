@@ -38,13 +38,12 @@ from dcp_mem.memory.views import view_of
 from dcp_mem.memory.window import Window, make_window, remove_window, room_for_window, window_path
 from dcp_mem.policy.needs import Edges, Extents, Need
 from dcp_mem.policy.passing import (
-    MOST_TRIES,
     JointPieces,
     JointSpan,
     LoadNode,
+    batch_counts,
     join_nodes,
     joint,
-    more_batches,
     requests,
 )
 from dcp_mem.policy.pieces import Extent, merged, with_large_apart
@@ -146,7 +145,7 @@ class _OwnFailure:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank has failed so far."""
+        """True if something has gone wrong on this rank."""
         return self._error is not None
 
     def is_anywhere(self) -> bool:
@@ -261,19 +260,18 @@ def _passed(
 
 def _number_of_batches(pieces: JointPieces | None, ranks: Ranks, failure: _OwnFailure) -> int:
     """Return in how many batches every node has room for its pieces; 0 where none were found."""
-    count = ranks.all_reduce(pieces.fewest_batches if pieces is not None else 0, max)
-    for _ in range(MOST_TRIES):
+    fewest = ranks.all_reduce(pieces.fewest_batches if pieces is not None else 0, max)
+    for count in batch_counts(fewest):
         fits = True
         with failure.kept():  # all learn of a failure here once they agree on the shares
             fits = pieces is None or pieces.fits(count)
         if ranks.all_reduce(fits, operator.and_):
             return count
-        count = more_batches(count)
     if ranks.rank == 0:
         log.warning(
-            "nodes don't pass on what they fetch from storage: their windows are too small for it "
-            "(%s batches were tried); each of them fetches for itself",
-            count,
+            "nodes don't pass on what they fetch from storage: their windows are too small for it, "
+            "in %s batches or in more; each of them fetches for itself",
+            fewest,
         )
     return 0
 

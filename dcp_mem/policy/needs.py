@@ -1,4 +1,4 @@
-"""What ranks need of a checkpoint's segments, and which of them need the same bytes."""
+"""The bytes that ranks need of a checkpoint's segments, and which ranks need the same ones."""
 
 from __future__ import annotations
 

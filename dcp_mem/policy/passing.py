@@ -10,7 +10,7 @@ The steps, of each node's leader, which is its first rank:
 4. Pieces come batch by batch, and a batch is the same one on all nodes. Each set spreads its pieces
    evenly over all batches. So a leader sees what comes to its node in each batch, though it doesn't
    know the other nodes' sets. The leaders try numbers of batches, ascending, until every node's
-   window has room for each batch (`fits`, `more_batches`).
+   window has room for each batch (`batch_counts`, `fits`).
 
 What one node alone needs isn't decided here (`sharing.py`).
 """
@@ -18,7 +18,7 @@ What one node alone needs isn't decided here (`sharing.py`).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapreplace
 from itertools import zip_longest
 from typing import NamedTuple
@@ -136,17 +136,20 @@ def _as_runs(numbers: Sequence[int]) -> NodeSet:
     return tuple(runs)
 
 
-def more_batches(count: int) -> int:
-    """Return the number of batches to try next.
+def batch_counts(fewest: int) -> Iterator[int]:
+    """Yield the numbers of batches to try, ascending, until every node's window has room.
 
     Args:
-        count: The number for which some node's window is too small.
+        fewest: What would fill the fullest node's window each time.
     """
-    return count + max(1, count // 4)
+    count = fewest
+    for _ in range(MOST_TRIES):
+        yield count
+        count += max(1, count // 4)
 
 
 class JointPieces:
-    """What comes to one node from storage together with other nodes."""
+    """The pieces that one node and others fetch from storage together."""
 
     def __init__(
         self,

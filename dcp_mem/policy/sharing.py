@@ -134,7 +134,7 @@ class _Sending:
 
 
 class _Shares:
-    """What follows from one node's needs, while it is given out.
+    """The shares that follow from one node's needs, while they are decided.
 
     Args:
         needs: Of each rank of the node.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dcp_mem.policy import passing
 from dcp_mem.policy.needs import Edges, Extents, Need
-from dcp_mem.policy.passing import JointPieces, JointSpan, LoadNode, more_batches
+from dcp_mem.policy.passing import JointPieces, JointSpan, LoadNode
 from dcp_mem.policy.shares import Batches, LoadShare, LoadTotals, joined_share
 from dcp_mem.policy.sharing import share_out_on_node
 
@@ -64,9 +64,8 @@ def passed_on(
         for leader, spans in passing.joint(at_home).items():
             told[leader] += spans
     pieces = {leader: JointPieces(leader, passing_on, told[leader], edges) for leader in passing_on}
-    count = max((one.fewest_batches for one in pieces.values()), default=0)
-    for _ in range(passing.MOST_TRIES):
+    fewest = max((one.fewest_batches for one in pieces.values()), default=0)
+    for count in passing.batch_counts(fewest):
         if all(one.fits(count) for one in pieces.values()):
             return {leader: one.in_batches(count) for leader, one in pieces.items()}
-        count = more_batches(count)
     return {}

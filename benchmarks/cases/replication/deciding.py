@@ -32,9 +32,9 @@ from dcp_mem.policy.passing import (
     JointPieces,
     JointSpan,
     LoadNode,
+    batch_counts,
     join_nodes,
     joint,
-    more_batches,
     requests,
 )
 from dcp_mem.policy.shares import LoadShare
@@ -421,9 +421,7 @@ class _Replicated:
         self._requested(0)
         edges = range(0, SEGMENT + 1, ITEM)
         pieces = JointPieces(0, self._nodes, told, lambda file: edges)
-        count = pieces.fewest_batches
-        while not pieces.fits(count):
-            count = more_batches(count)
+        count = next(filter(pieces.fits, batch_counts(pieces.fewest_batches)))
         return share_out_on_node(
             {rank: self._needs[rank] for rank in self._nodes[0].ranks},
             lambda file: edges,
