@@ -10,10 +10,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from dcp_mem.common.background import KeptThread
 
 T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.5
@@ -30,7 +33,8 @@ class TimedCalls:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._turn = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread = KeptThread("dcp_mem-ask")
+        self._hanging: Future[None] | None = None  # in a forked child it stays so
 
     def do(self, act: Callable[[], T], seconds: float | None = None) -> T:
         """Return what `act` returns, or raise what it raises.
@@ -44,30 +48,19 @@ class TimedCalls:
         """
         with self._turn:
             # A call behind one that hangs would only hang as well.
-            if self._thread is not None and self._thread.is_alive():
+            if self._hanging is not None and not self._hanging.done():
                 raise RuntimeError("the store that the ranks met in still doesn't answer")
             return self._done(act, self._seconds if seconds is None else seconds)
 
     def _done(self, act: Callable[[], T], limit: float) -> T:
         answers: list[T] = []
-        errors: list[Exception] = []
-
-        def work() -> None:
-            try:
-                answers.append(act())
-            except Exception as error:
-                errors.append(error)
-
-        # A daemon, so that it doesn't keep the process from ending.
-        self._thread = threading.Thread(target=work, name="dcp_mem-ask", daemon=True)
-        self._thread.start()
-        self._thread.join(limit)
-        if errors:
-            raise errors[0]
-        if not answers:
+        asked = self._thread.submit(lambda: answers.append(act()))
+        if not wait([asked], limit).done:
+            self._hanging = asked
             raise RuntimeError(
                 f"the store that the ranks met in did not answer within {limit:.0f} s"
             )
+        asked.result()
         return answers[0]
 
 

@@ -18,6 +18,8 @@ POINTS = (
     "frozen.copied",  # frozen tensors are copied into a slot of their own
     "stage.copied",  # all payload bytes are copied
     "frozen.sealed",  # the segment of frozen tensors has its name
+    "eager.begun",  # copies go on while the ranks agree
+    "eager.copied",  # they have all been made
     "overlap.begun",  # copies go on behind the training loop
     "overlap.copied",  # they have all been made
     "stage.sealed",  # the slot has the segment's name

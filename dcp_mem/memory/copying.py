@@ -95,7 +95,7 @@ def copy_many(destination: Columns, source: Columns, nbytes: Columns) -> None:
         or not _ONE_THREAD_NBYTES <= total < _ONE_THREAD_PIECE * count
         or not _may_copy_by_the_kernel()
     ):
-        copy(list(zip(destination.tolist(), source.tolist(), nbytes.tolist(), strict=True)))
+        copy(moves_of(destination, source, nbytes))
         return
     # Arrays of struct iovec.
     targets, sources = np.stack([destination, nbytes], 1), np.stack([source, nbytes], 1)
@@ -103,10 +103,21 @@ def copy_many(destination: Columns, source: Columns, nbytes: Columns) -> None:
     def copy_batch(start: int) -> None:
         stop = min(start + _MOST_PIECES, count)
         if not _is_copied_by_the_kernel(targets[start:stop], sources[start:stop]):
-            columns = (column[start:stop].tolist() for column in (destination, source, nbytes))
-            copy_here(list(zip(*columns, strict=True)))
+            batch = slice(start, stop)
+            copy_here(moves_of(destination[batch], source[batch], nbytes[batch]))
 
     work_off(range(0, count, _MOST_PIECES), copy_batch)
+
+
+def moves_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Move]:
+    """Return columns as moves.
+
+    Args:
+        destination: Address of each piece's copy.
+        source: Address of each piece, or its offset in a file.
+        nbytes: Length of each piece.
+    """
+    return list(zip(destination.tolist(), source.tolist(), nbytes.tolist(), strict=True))
 
 
 def _is_copied_by_the_kernel(targets: Columns, sources: Columns) -> bool:
@@ -170,8 +181,8 @@ def read_many(descriptor: int, address: Columns, offset: Columns, nbytes: Column
         )
         # Cut short, or failed: read the ranges one by one, which says what is wrong.
         if count != ends[stop - 1] - offset[start]:
-            columns = (column[start:stop].tolist() for column in (address, offset, nbytes))
-            _read_share(descriptor, list(zip(*columns, strict=True)))
+            ranges = slice(start, stop)
+            _read_share(descriptor, moves_of(address[ranges], offset[ranges], nbytes[ranges]))
 
     work_off(list(pairwise(cuts)), read_batch)
 

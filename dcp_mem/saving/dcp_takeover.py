@@ -24,10 +24,11 @@ from dcp_mem.common.log import log
 from dcp_mem.planning.contradictions import PlanInvalid
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.ahead import AheadCopy, StagedState, staged_in
+from dcp_mem.saving.eager import EagerItems
 from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import Settled, settle
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
-from dcp_mem.saving.values import ItemProvider, NoCommonPlan, SaveContext
+from dcp_mem.saving.values import NoCommonPlan, SaveContext
 
 
 class DcpTakeover:
@@ -60,7 +61,7 @@ class DcpTakeover:
         # Also where DCP's planner plans: the ranks are told when it raises.
         self._stand_in = _StandIn(planner)
         call.replace_planner(self._stand_in)
-        self.items: ItemProvider | None = None
+        self.items: AheadCopy | EagerItems | None = None
         self.settled: Settled | None = None
         self.is_planned = False
 
@@ -113,18 +114,21 @@ class DcpTakeover:
         self._exchanges.everything()
 
     def give_up(self) -> None:
-        """Give back what has been copied ahead: the save has failed, or is skipped."""
-        if self._ahead is not None:
-            self._ahead.give_back()
+        """Give back what has been copied already: the save has failed, or is skipped."""
+        copied = self.items or self._ahead
+        if copied is not None:
+            copied.give_back()
 
-    def _provider(self, context: SaveContext) -> ItemProvider:
+    def _provider(self, context: SaveContext) -> AheadCopy | EagerItems:
         if self._ahead is not None:
             return self._ahead
-        return OwnPlanItems(
-            own_plans_of(context.session),
-            self._state,
-            why_not=self._why_not,
-            to_lowest_rank=self._stand_in.saves_to_lowest_rank,
+        return EagerItems(
+            OwnPlanItems(
+                own_plans_of(context.session),
+                self._state,
+                why_not=self._why_not,
+                to_lowest_rank=self._stand_in.saves_to_lowest_rank,
+            )
         )
 
     @property

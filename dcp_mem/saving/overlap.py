@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from dcp_mem.common import faults
 from dcp_mem.common.background import KeptThreads
 from dcp_mem.errors import ConfigError, DcpMemError
-from dcp_mem.memory.copying import Move, copy, copy_here
+from dcp_mem.memory.copying import Columns, Move, copy, copy_here, moves_of
 from dcp_mem.memory.device_copies import Enqueued, copy_stream
 from dcp_mem.saving.values import Planned
 
@@ -118,10 +118,10 @@ class OverlappedCopies:
         self._copier: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def take(self, moves: Sequence[Move]) -> Sequence[Move]:
+    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
         """Take over the copies of parameters and optimizer state; return the others."""
         at_once, later, kept = [], [], []
-        for number, move in enumerate(moves):
+        for number, move in enumerate(moves_of(destination, source, nbytes)):
             tensor = self._may_wait.get(move[1])
             if tensor is None or not 0 < move[2] <= tensor.nbytes:
                 at_once.append(move)

@@ -44,6 +44,7 @@ from dcp_mem.saving.dcp_takeover import (
     saves_to_lowest_rank,
     why_not_own_plan,
 )
+from dcp_mem.saving.eager import EagerItems
 from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import carry_out, save
@@ -212,10 +213,11 @@ class Saver:
         context = self._begin(checkpoint_id, process_group, no_dist)
         try:
             state = attempt(make_state)
-            with collector_paused():
-                items = OwnPlanItems(
-                    own_plans_of(context.session), state, to_lowest_rank=to_lowest_rank
-                )
+            plans = own_plans_of(context.session)
+            with (
+                collector_paused(),
+                EagerItems(OwnPlanItems(plans, state, to_lowest_rank=to_lowest_rank)) as items,
+            ):
                 completed = self.save(context, items)
                 if completed is None:
                     return Metadata({})

@@ -19,7 +19,7 @@ from dcp_mem.format import names
 from dcp_mem.format.frames import Spec
 from dcp_mem.format.layout import align
 from dcp_mem.format.metadata import StorageInfo
-from dcp_mem.memory.copying import Move, copy, copy_many
+from dcp_mem.memory.copying import Columns, Move, copy, copy_many, moves_of
 from dcp_mem.memory.device_copies import Enqueued, copy_stream
 from dcp_mem.memory.slots import Slot
 from dcp_mem.planning.plain_tensors import PLAIN
@@ -61,11 +61,13 @@ class Later(Protocol):
     def begin(self) -> None:
         """Begin with the copies that have been taken over."""
 
-    def take(self, moves: Sequence[Move]) -> Sequence[Move]:
+    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
         """Take copies over; return those to be made at once.
 
         Args:
-            moves: Of all tensors of a plan, in its order.
+            destination: Where each tensor of a plan goes, in its order.
+            source: Address of each.
+            nbytes: Length of each.
         """
 
     def take_from_device(self, device: torch.device, copies: DeviceCopies) -> None:
@@ -288,11 +290,13 @@ def _copy_tensors(slot: Slot, planned: Planned, later: Later | None) -> list[Any
     if planned.sources is None:
         places = list(zip(addresses.tolist(), nbytes.tolist(), strict=True))
         return _copy_one_by_one(slot, places, planned, later)
-    if later is None and not faults.is_armed("stage.copying"):
-        copy_many(addresses, np.array(planned.sources, np.int64), nbytes)
-        return []
-    moves = list(zip(addresses.tolist(), planned.sources, nbytes.tolist(), strict=True))
-    _copy_batch(moves if later is None else later.take(moves), OtherCopies(slot))
+    columns = addresses, np.array(planned.sources, np.int64), nbytes
+    if later is not None:
+        _copy_batch(later.take(*columns), OtherCopies(slot))
+    elif faults.is_armed("stage.copying"):
+        _copy_batch(moves_of(*columns), OtherCopies(slot))
+    else:
+        copy_many(*columns)
     return []
 
 

@@ -1,0 +1,166 @@
+"""Eager copies: a save in the call, such as `dcp.save`, copies while its ranks agree.
+
+Where a state dict is recognised and a slot is free, its tensors are copied in the background from
+the moment that this rank has begun. So a rank that is early copies while it waits for the others,
+and the agreement of many ranks costs next to nothing. What has been copied is sealed once all have
+agreed, or else given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+
+import torch
+
+from dcp_mem.common import faults
+from dcp_mem.common.background import KeptThreads
+from dcp_mem.memory.copying import Columns, Move, copy_many
+from dcp_mem.memory.device_copies import Enqueued, copy_stream
+from dcp_mem.policy.slots import SlotNeed, growth
+from dcp_mem.runtime.last_saves import SavedPlan
+from dcp_mem.saving.ahead import AheadCopy
+from dcp_mem.saving.own_plan import OwnPlanItems
+from dcp_mem.saving.plan import claims_of
+from dcp_mem.saving.stage import DeviceCopies, fill
+from dcp_mem.saving.values import (
+    Agreed,
+    CatalogSource,
+    Planned,
+    SaveContext,
+    Staged,
+    Unplanned,
+)
+
+_LEAST_NBYTES = 8 << 20
+"""Below this, handing over to a thread costs more than it gains."""
+_copiers = KeptThreads(16, "dcp_mem-eager")
+
+
+class EagerItems:
+    """The items of a state dict, copied while the ranks agree: an ItemProvider for one save.
+
+    Leave its context once the save has ended: it gives back what wasn't sealed.
+
+    Args:
+        items: Plans the save, and stages it where nothing is copied eagerly.
+    """
+
+    def __init__(self, items: OwnPlanItems) -> None:
+        self._items = items
+        self._ahead: AheadCopy | None = None
+
+    def plan(self, context: SaveContext) -> Planned | Unplanned:
+        """Recognise the state dict and begin to copy it, or look at its structure."""
+        planned = self._items.plan(context)
+        if isinstance(planned, Unplanned):
+            return planned
+        self._ahead = _begun(context, planned)
+        return planned if self._ahead is None else self._ahead.plan(context)
+
+    def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
+        """Give back what was copied by a plan that doesn't fit all ranks; find one that does."""
+        self.give_back()
+        return self._items.find_common_plan(context, why_not, in_common)
+
+    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
+        """Seal what has been copied, or copy now."""
+        ahead, self._ahead = self._ahead, None
+        return (self._items if ahead is None else ahead).stage(context, agreed, planned)
+
+    def has_changed(self, saved: SavedPlan | None) -> bool:
+        """Return whether the plan was made for this save."""
+        return self._items.has_changed(saved)
+
+    def catalog_source(self, planned: Planned) -> CatalogSource:
+        """Return what makes a catalog of the global plan and the ranks' rows."""
+        return self._items.catalog_source(planned)
+
+    def settle(self, saved: SavedPlan) -> None:
+        """Do nothing: the plan is kept already."""
+
+    def give_back(self) -> None:
+        """Give back the slot of what was copied and isn't sealed; no thread copies any more."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.give_back()
+
+    def __enter__(self) -> EagerItems:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
+
+
+def _begun(context: SaveContext, planned: Planned) -> AheadCopy | None:
+    """Begin to copy into a slot that is free; None where the save copies once all have agreed.
+
+    Frozen tensors have a slot of their own, and most of the time none of them is copied.
+    """
+    session = context.session
+    if planned.frozen is not None or planned.layout.layout.nbytes < _LEAST_NBYTES:
+        return None
+    if session.replicator.is_busy:  # what comes to this rank may need the free slots
+        return None
+    session.prefaulting.stop()
+    free = [one for one in session.slots.free() if one.is_held]
+    copies = session.last_saves.expected_copies.get(context.group, ())
+    if growth([*claims_of(planned), *map(SlotNeed, copies)], free):
+        return None  # new memory is for all ranks to agree on
+    later = _EagerCopies(planned)
+    try:
+        return AheadCopy(context, planned, fill(session, planned, later), later)
+    except Exception:  # the stage after the agreement meets it again, and tells all ranks
+        return None
+
+
+class _EagerCopies:
+    """Makes all copies of a plan in the background: a `Later`.
+
+    Args:
+        planned: Keeps the tensors alive until they have been copied.
+    """
+
+    def __init__(self, planned: Planned) -> None:
+        self._planned: Planned | None = planned
+        self._copying: Future[None] | None = None
+        self._enqueued: list[Enqueued] = []
+
+    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
+        """Begin with all copies; return none."""
+
+        def work() -> None:
+            faults.point("eager.begun")
+            copy_many(destination, source, nbytes)
+            faults.point("eager.copied")
+
+        self._copying = _copiers.submit(work)
+        return ()
+
+    def take_from_device(self, device: torch.device, copies: DeviceCopies) -> None:
+        """Enqueue copies from a device."""
+        stream = copy_stream(device)
+        assert stream is not None
+        targets, sources = zip(*copies, strict=True)
+        self._enqueued.append(stream.enqueue(targets, sources))
+
+    def begin(self) -> None:
+        """Do nothing: the copies have begun."""
+
+    def finish(self) -> None:
+        """Return once all copies have been made."""
+        self._end()
+        if self._copying is not None:
+            self._copying.result()
+
+    def cancel(self) -> None:
+        """Return once all copies have been made: the tensors may be gone afterwards."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._copying is not None:
+            wait([self._copying])
+        for enqueued in self._enqueued:
+            enqueued.wait()
+        self._enqueued.clear()
+        self._planned = None
