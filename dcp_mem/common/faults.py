@@ -18,8 +18,8 @@ POINTS = (
     "frozen.copied",  # frozen tensors are copied into a slot of their own
     "stage.copied",  # all payload bytes are copied
     "frozen.sealed",  # the segment of frozen tensors has its name
-    "eager.begun",  # copies go on while the ranks agree
-    "eager.copied",  # they have all been made
+    "eager.copying",  # the next part is about to be copied, while the ranks agree or afterwards
+    "eager.copied",  # all have been
     "overlap.begun",  # copies go on behind the training loop
     "overlap.copied",  # they have all been made
     "stage.sealed",  # the slot has the segment's name

@@ -17,9 +17,9 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -88,25 +88,31 @@ def copy_many(destination: Columns, source: Columns, nbytes: Columns) -> None:
         source: Address of each piece.
         nbytes: Length of each piece.
     """
+    work_off(copies_of(destination, source, nbytes), _call)
+
+
+def copies_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Callable[[], None]]:
+    """Return what copies pieces of memory, in parts that several threads can make at once.
+
+    Args:
+        destination: Address of each piece's copy.
+        source: Address of each piece.
+        nbytes: Length of each piece.
+    """
     count, total = len(nbytes), int(nbytes.sum())
+    is_worth_threads, is_small = total >= _ONE_THREAD_NBYTES, total < _ONE_THREAD_PIECE * count
     if (
-        torch.get_num_threads() == 1
-        or count < _MANY_PIECES
-        or not _ONE_THREAD_NBYTES <= total < _ONE_THREAD_PIECE * count
-        or not _may_copy_by_the_kernel()
+        is_worth_threads
+        and is_small
+        and count >= _MANY_PIECES
+        and torch.get_num_threads() > 1
+        and _may_copy_by_the_kernel()
     ):
-        copy(moves_of(destination, source, nbytes))
-        return
-    # Arrays of struct iovec.
-    targets, sources = np.stack([destination, nbytes], 1), np.stack([source, nbytes], 1)
-
-    def copy_batch(start: int) -> None:
-        stop = min(start + _MOST_PIECES, count)
-        if not _is_copied_by_the_kernel(targets[start:stop], sources[start:stop]):
-            batch = slice(start, stop)
-            copy_here(moves_of(destination[batch], source[batch], nbytes[batch]))
-
-    work_off(range(0, count, _MOST_PIECES), copy_batch)
+        return _copies_by_the_kernel(destination, source, nbytes)
+    moves = moves_of(destination, source, nbytes)
+    if is_small or not is_worth_threads:
+        return [partial(copy_here, moves)]
+    return [partial(copy_here, part) for part in shares(moves, _share_count())]
 
 
 def moves_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Move]:
@@ -118,6 +124,20 @@ def moves_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Mov
         nbytes: Length of each piece.
     """
     return list(zip(destination.tolist(), source.tolist(), nbytes.tolist(), strict=True))
+
+
+def _copies_by_the_kernel(
+    destination: Columns, source: Columns, nbytes: Columns
+) -> list[Callable[[], None]]:
+    # Arrays of struct iovec.
+    targets, sources = np.stack([destination, nbytes], 1), np.stack([source, nbytes], 1)
+
+    def copy_batch(batch: slice) -> None:
+        if not _is_copied_by_the_kernel(targets[batch], sources[batch]):
+            copy_here(moves_of(destination[batch], source[batch], nbytes[batch]))
+
+    starts = range(0, len(nbytes), _MOST_PIECES)
+    return [partial(copy_batch, slice(start, start + _MOST_PIECES)) for start in starts]
 
 
 def _is_copied_by_the_kernel(targets: Columns, sources: Columns) -> bool:
@@ -225,14 +245,15 @@ def _in_shares(moves: Sequence[Move], act: Callable[[Sequence[Move]], None]) -> 
     if threads == 1 or nbytes < max(_ONE_THREAD_NBYTES, _ONE_THREAD_PIECE * len(moves)):
         act(moves)
         return
-    work_off(shares(moves, threads * _SHARES_EACH), act)
+    work_off(shares(moves, _share_count()), act)
+
+
+def _share_count() -> int:
+    return torch.get_num_threads() * _SHARES_EACH
 
 
 def work_off(work: Sequence[T], act: Callable[[T], object]) -> None:
     """Call `act` for each piece of work, with as many threads as torch uses.
-
-    Each thread takes piece after piece until none is left: a thread that the machine holds up
-    delays one piece only. On return, also after an error, no thread is at work any more.
 
     Args:
         work: The pieces; taken in order.
@@ -241,18 +262,44 @@ def work_off(work: Sequence[T], act: Callable[[T], object]) -> None:
     Raises:
         Exception: What `act` raised first.
     """
-    threads = torch.get_num_threads()
-    waiting = deque(work)
-    helpers = [
-        _pool(threads).submit(_take, waiting, act) for _ in range(min(threads, len(work)) - 1)
-    ]
-    try:
-        _take(waiting, act)
-    finally:
-        # After an error too: no thread may touch the caller's memory once this has returned.
-        wait(helpers)
-    for helper in helpers:
-        helper.result()
+    WorkUnderWay(work, act, helpers=min(torch.get_num_threads(), len(work)) - 1).finish()
+
+
+class WorkUnderWay(Generic[T]):
+    """Work that other threads have begun with, and that its owner finishes, or cancels.
+
+    Each thread takes piece after piece until none is left: a thread that the machine holds up
+    delays one piece only. On return from either, no thread is at work any more.
+
+    Args:
+        work: The pieces; taken in order.
+        act: Called in several threads at once.
+        helpers: Threads that begin now; as many as torch uses are kept for them.
+    """
+
+    def __init__(self, work: Sequence[T], act: Callable[[T], object], *, helpers: int) -> None:
+        self._waiting, self._act = deque(work), act
+        pool = _pool(torch.get_num_threads())
+        self._helpers = [pool.submit(_take, self._waiting, act) for _ in range(helpers)]
+
+    def finish(self) -> None:
+        """Take part until all is done.
+
+        Raises:
+            Exception: What `act` raised first.
+        """
+        try:
+            _take(self._waiting, self._act)
+        finally:
+            # After an error too: no thread may touch the caller's memory once this has returned.
+            wait(self._helpers)
+        for helper in self._helpers:
+            helper.result()
+
+    def cancel(self) -> None:
+        """Leave what nobody has begun with."""
+        self._waiting.clear()
+        wait(self._helpers)
 
 
 def _take(waiting: deque[T], act: Callable[[T], object]) -> None:
@@ -266,6 +313,10 @@ def _take(waiting: deque[T], act: Callable[[T], object]) -> None:
         except BaseException:
             waiting.clear()
             raise
+
+
+def _call(part: Callable[[], None]) -> None:
+    part()
 
 
 def shares(moves: Sequence[Move], count: int) -> list[list[Move]]:

@@ -9,7 +9,7 @@ or `streams.py`; `frozen.py` and `frozen_apart.py` give frozen ones a segment of
 
 Saves come in by `saver.py`, those that DCP drives by `calls.py` and `dcp_takeover.py` too;
 `returned_metadata.py` is what `dcp.save` returns. `ahead.py` and `overlap.py` copy ahead of
-asynchronous saves.
+asynchronous saves, `eager.py` copies in the others while their ranks agree.
 
 Nothing is decided by one rank alone, and no rank fails alone: what goes wrong on one rank travels
 with the next exchange, so that all ranks raise together and none is left waiting.

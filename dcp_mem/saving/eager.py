@@ -8,14 +8,12 @@ agreed, or else given back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
 
 import torch
 
 from dcp_mem.common import faults
-from dcp_mem.common.background import KeptThreads
-from dcp_mem.memory.copying import Columns, Move, copy_many
+from dcp_mem.memory.copying import Columns, Move, WorkUnderWay, copies_of
 from dcp_mem.memory.device_copies import Enqueued, copy_stream
 from dcp_mem.policy.slots import SlotNeed, growth
 from dcp_mem.runtime.last_saves import SavedPlan
@@ -32,9 +30,8 @@ from dcp_mem.saving.values import (
     Unplanned,
 )
 
-_LEAST_NBYTES = 8 << 20
+LEAST_NBYTES = 8 << 20
 """Below this, handing over to a thread costs more than it gains."""
-_copiers = KeptThreads(16, "dcp_mem-eager")
 
 
 class EagerItems:
@@ -98,7 +95,7 @@ def _begun(context: SaveContext, planned: Planned) -> AheadCopy | None:
     Frozen tensors have a slot of their own, and most of the time none of them is copied.
     """
     session = context.session
-    if planned.frozen is not None or planned.layout.layout.nbytes < _LEAST_NBYTES:
+    if planned.frozen is not None or planned.layout.layout.nbytes < LEAST_NBYTES:
         return None
     if session.replicator.is_busy:  # what comes to this rank may need the free slots
         return None
@@ -118,23 +115,19 @@ class _EagerCopies:
     """Makes all copies of a plan in the background: a `Later`.
 
     Args:
-        planned: Keeps the tensors alive until they have been copied.
+        planned: What is saved.
     """
 
     def __init__(self, planned: Planned) -> None:
         self._planned: Planned | None = planned
-        self._copying: Future[None] | None = None
+        self._copies: WorkUnderWay[Callable[[], None]] | None = None
         self._enqueued: list[Enqueued] = []
 
     def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
-        """Begin with all copies; return none."""
-
-        def work() -> None:
-            faults.point("eager.begun")
-            copy_many(destination, source, nbytes)
-            faults.point("eager.copied")
-
-        self._copying = _copiers.submit(work)
+        """Begin with all copies, in as many threads as torch uses; return none."""
+        copies = copies_of(destination, source, nbytes)
+        helpers = min(torch.get_num_threads(), len(copies))
+        self._copies = WorkUnderWay(copies, self._make, helpers=helpers)
         return ()
 
     def take_from_device(self, device: torch.device, copies: DeviceCopies) -> None:
@@ -148,19 +141,26 @@ class _EagerCopies:
         """Do nothing: the copies have begun."""
 
     def finish(self) -> None:
-        """Return once all copies have been made."""
-        self._end()
-        if self._copying is not None:
-            self._copying.result()
+        """Help with the copies until all have been made."""
+        if self._copies is not None:
+            self._copies.finish()
+        self._wait_for_devices()
+        self._planned = None
+        faults.point("eager.copied")
 
     def cancel(self) -> None:
-        """Return once all copies have been made: the tensors may be gone afterwards."""
-        self._end()
+        """Make no further copy, and return once none is being made."""
+        if self._copies is not None:
+            self._copies.cancel()
+        self._wait_for_devices()
+        self._planned = None
 
-    def _end(self) -> None:
-        if self._copying is not None:
-            wait([self._copying])
+    def _make(self, copy: Callable[[], None]) -> None:
+        """Make a copy; whoever does holds this object, and with it the tensors."""
+        faults.point("eager.copying")
+        copy()
+
+    def _wait_for_devices(self) -> None:
         for enqueued in self._enqueued:
             enqueued.wait()
         self._enqueued.clear()
-        self._planned = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -15,12 +16,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_mem
-from dcp_mem import MemoryStorageWriter, RankFailed
+from dcp_mem import MemoryStorageReader, MemoryStorageWriter, RankFailed
 from dcp_mem.common import faults
-from dcp_mem.memory.copying import copy_many
+from dcp_mem.memory.copying import copies_of
 from dcp_mem.runtime import session
 from dcp_mem.saving import eager
 from dcp_mem.saving import pipeline as pipeline_module
+from dcp_mem.saving.agree import agree
 from tests.support.checkpoints.jobs import wait_for_spare_slots, wait_until
 from tests.support.checkpoints.plans import SAVES
 from tests.support.checkpoints.roundtrip import Places, State
@@ -54,7 +56,7 @@ def _state(step: int, **others: float) -> State:
 
 def _assert_loads(places: Places, name: str | None, step: int, **others: float) -> None:
     found = _state(-1, **dict.fromkeys(others, -1.0))
-    with places.reader("memory", "") as reader:
+    with MemoryStorageReader(None, memory_root=places.memory, job=places.job) as reader:
         dcp_mem.load(found, checkpoint_id=name, storage_reader=reader)
     expected = _state(step, **others)
     assert found["step"] == step
@@ -136,13 +138,12 @@ def test_what_is_copied_while_the_ranks_agree_is_the_state_of_the_call(
 def _saves_as_one_rank_is_late(places: Places, road: str, mark: Path) -> None:
     rank = _rank()
 
-    def copied(*columns: Any) -> None:
-        copy_many(*columns)
-        Path(f"{mark}-{rank}").touch()
+    def marked(*columns: Any) -> list[Callable[[], None]]:
+        return [*copies_of(*columns), Path(f"{mark}-{rank}").touch]
 
     with places.writer(keep_memory=2, persist=False) as writer:
         _warm(road, writer)
-        with patch.object(eager, "copy_many", copied):
+        with patch.object(eager, "copies_of", marked):
             if rank == 1:
                 wait_until(Path(f"{mark}-0").exists, "the early rank to have copied")
             _save(road, writer, _state(3), "step-3")
@@ -209,7 +210,7 @@ def _fails(places: Places, road: str, point: str, failing: int) -> None:
         _warm(road, writer)
         for step in (3, 5, 7):
             faults.arm(f"{point}:raise:1" if _rank() == failing else "")
-            error = raised_by(lambda step=step: _save(road, writer, _state(-step), "bad"))
+            error = raised_by(functools.partial(_save, road, writer, _state(-step), "bad"))
             assert not faults.is_armed(point), "the save has copied later"
             faults.arm("")
             assert f"fault injected at {point}" in str(error)
@@ -224,7 +225,7 @@ def _fails(places: Places, road: str, point: str, failing: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "failing"), [(None, 0), (2, 0), (2, 1)])
-@pytest.mark.parametrize("point", ["eager.begun", "eager.copied"])
+@pytest.mark.parametrize("point", ["eager.copying", "eager.copied"])
 @pytest.mark.parametrize("road", ROADS)
 def test_a_copy_that_fails_fails_the_save_on_all_ranks_and_harms_no_other(
     places: Places, road: str, point: str, ranks: int | None, failing: int
@@ -235,7 +236,6 @@ def test_a_copy_that_fails_fails_the_save_on_all_ranks_and_harms_no_other(
 
 def _is_interrupted(places: Places, road: str) -> None:
     """Ctrl-C comes while the ranks agree, and the copy is under way."""
-    agree = pipeline_module.agree
 
     def interrupted(*args: Any) -> Any:
         agree(*args)

@@ -626,7 +626,7 @@ def save(writer: MemoryStorageWriter, step: int, name: str = "") -> None:
         _save_behind(writer, state_of(step), name or name_of(step))
         return
     if os.environ.get(EAGER):
-        eager._LEAST_NBYTES = 0
+        eager.LEAST_NBYTES = 0
         wait_for_spare_slots()
     road = SAVES[os.environ.get(ROAD, "dcp.save")]
     road(state_of(step), checkpoint_id=name or name_of(step), storage_writer=writer)
