@@ -6,6 +6,7 @@ TCPStore's own time-outs are for waiting for keys. Where its host is gone withou
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -34,7 +35,8 @@ class TimedCalls:
         self._seconds = seconds
         self._turn = threading.Lock()
         self._thread = KeptThread("dcp_mem-ask")
-        self._hanging: Future[None] | None = None  # in a forked child it stays so
+        self._hanging: Future[None] | None = None
+        self._home = 0  # the process that waits for it; a forked child has no such thread
 
     def do(self, act: Callable[[], T], seconds: float | None = None) -> T:
         """Return what `act` returns, or raise what it raises.
@@ -48,15 +50,17 @@ class TimedCalls:
         """
         with self._turn:
             # A call behind one that hangs would only hang as well.
-            if self._hanging is not None and not self._hanging.done():
-                raise RuntimeError("the store that the ranks met in still doesn't answer")
+            if self._hanging is not None and self._home == os.getpid():
+                if not self._hanging.done():
+                    raise RuntimeError("the store that the ranks met in still doesn't answer")
+                self._hanging = None
             return self._done(act, self._seconds if seconds is None else seconds)
 
     def _done(self, act: Callable[[], T], limit: float) -> T:
         answers: list[T] = []
         asked = self._thread.submit(lambda: answers.append(act()))
         if not wait([asked], limit).done:
-            self._hanging = asked
+            self._hanging, self._home = asked, os.getpid()
             raise RuntimeError(
                 f"the store that the ranks met in did not answer within {limit:.0f} s"
             )

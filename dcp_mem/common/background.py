@@ -84,14 +84,15 @@ class KeptThread:
         Args:
             act: What it raises is in the future.
         """
-        if self._queue is None or self._home != os.getpid():
-            self._queue, self._home = SimpleQueue(), os.getpid()
-            weakref.finalize(self, self._queue.put, None).atexit = False
-            threading.Thread(
-                target=_serve, args=(self._queue,), name=self._name, daemon=True
-            ).start()
+        queue = self._queue
+        if queue is None or self._home != os.getpid():
+            queue = SimpleQueue()
+            threading.Thread(target=_serve, args=(queue,), name=self._name, daemon=True).start()
+            # Not before the thread has started: nobody would serve the queue if it can't.
+            self._queue, self._home = queue, os.getpid()
+            weakref.finalize(self, queue.put, None).atexit = False
         done: Future[None] = Future()
-        self._queue.put((done, act))
+        queue.put((done, act))
         return done
 
     def close(self) -> None:

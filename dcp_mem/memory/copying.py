@@ -13,10 +13,10 @@ import ctypes
 import errno
 import operator
 import os
+import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Generic, TypeVar
@@ -100,17 +100,12 @@ def copies_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Ca
         nbytes: Length of each piece.
     """
     count, total = len(nbytes), int(nbytes.sum())
-    is_worth_threads, is_small = total >= _ONE_THREAD_NBYTES, total < _ONE_THREAD_PIECE * count
-    if (
-        is_worth_threads
-        and is_small
-        and count >= _MANY_PIECES
-        and torch.get_num_threads() > 1
-        and _may_copy_by_the_kernel()
-    ):
+    has_threads = torch.get_num_threads() > 1 and total >= _ONE_THREAD_NBYTES
+    is_of_small_pieces = total < _ONE_THREAD_PIECE * count
+    if has_threads and is_of_small_pieces and count >= _MANY_PIECES and _may_copy_by_the_kernel():
         return _copies_by_the_kernel(destination, source, nbytes)
     moves = moves_of(destination, source, nbytes)
-    if is_small or not is_worth_threads:
+    if is_of_small_pieces or total < _ONE_THREAD_NBYTES:
         return [partial(copy_here, moves)]
     return [partial(copy_here, part) for part in shares(moves, _share_count())]
 
@@ -262,25 +257,42 @@ def work_off(work: Sequence[T], act: Callable[[T], object]) -> None:
     Raises:
         Exception: What `act` raised first.
     """
-    WorkUnderWay(work, act, helpers=min(torch.get_num_threads(), len(work)) - 1).finish()
+    under_way = WorkUnderWay(work, act)
+    under_way.start(min(torch.get_num_threads(), len(work)) - 1)
+    under_way.finish()
 
 
 class WorkUnderWay(Generic[T]):
-    """Work that other threads have begun with, and that its owner finishes, or cancels.
+    """Work that other threads begin with, and that its owner finishes, or cancels.
 
     Each thread takes piece after piece until none is left: a thread that the machine holds up
-    delays one piece only. On return from either, no thread is at work any more.
+    delays one piece only. On return from `finish` and `cancel`, also with an error, no other thread
+    is at work any more.
 
     Args:
         work: The pieces; taken in order.
         act: Called in several threads at once.
-        helpers: Threads that begin now; as many as torch uses are kept for them.
     """
 
-    def __init__(self, work: Sequence[T], act: Callable[[T], object], *, helpers: int) -> None:
+    def __init__(self, work: Sequence[T], act: Callable[[T], object]) -> None:
         self._waiting, self._act = deque(work), act
+        self._at_work: set[int] = set()  # threads, by their numbers
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+
+    def start(self, helpers: int) -> None:
+        """Have threads begin.
+
+        Args:
+            helpers: How many; as many as torch uses are kept for all such work.
+        """
         pool = _pool(torch.get_num_threads())
-        self._helpers = [pool.submit(_take, self._waiting, act) for _ in range(helpers)]
+        try:
+            for _ in range(helpers):
+                pool.submit(self._take)
+        except BaseException:  # those that come later find nothing left to do
+            self.cancel()
+            raise
 
     def finish(self) -> None:
         """Take part until all is done.
@@ -288,31 +300,47 @@ class WorkUnderWay(Generic[T]):
         Raises:
             Exception: What `act` raised first.
         """
+        self._take()
         try:
-            _take(self._waiting, self._act)
-        finally:
-            # After an error too: no thread may touch the caller's memory once this has returned.
-            wait(self._helpers)
-        for helper in self._helpers:
-            helper.result()
+            self._wait()
+        except BaseException:
+            self.cancel()
+            raise
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
 
     def cancel(self) -> None:
         """Leave what nobody has begun with."""
         self._waiting.clear()
-        wait(self._helpers)
+        self._wait()
 
+    def _take(self) -> None:
+        with self._changed:
+            self._at_work.add(threading.get_ident())
+        try:
+            while True:
+                try:
+                    piece = self._waiting.popleft()
+                except IndexError:
+                    return
+                self._act(piece)
+        except BaseException as error:
+            self._waiting.clear()
+            self._error = self._error or error
+        finally:
+            with self._changed:
+                self._at_work.discard(threading.get_ident())
+                self._changed.notify_all()
 
-def _take(waiting: deque[T], act: Callable[[T], object]) -> None:
-    while True:
-        try:
-            piece = waiting.popleft()
-        except IndexError:
-            return
-        try:
-            act(piece)
-        except BaseException:
-            waiting.clear()
-            raise
+    def _wait(self) -> None:
+        """Wait for all other threads."""
+        own = {threading.get_ident()}
+        with self._changed:
+            self._changed.wait_for(lambda: self._at_work <= own)
 
 
 def _call(part: Callable[[], None]) -> None:

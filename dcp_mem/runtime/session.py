@@ -10,7 +10,8 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 from dcp_mem.comm import Ranks
 from dcp_mem.config import Settings
@@ -38,6 +39,13 @@ T = TypeVar("T")
 
 _DRAIN_AT_EXIT = 60.0
 _CANCEL_AT_EXIT = 5.0
+
+
+class Unsealed(Protocol):
+    """What has been copied into a slot that isn't sealed yet."""
+
+    def give_back(self) -> None:
+        """Give the slot back, unless it has been sealed; on return no thread writes into it."""
 
 
 class Session:
@@ -74,6 +82,7 @@ class Session:
         publisher: Makes checkpoints COMPLETE on this node.
         nodes: On which nodes the job runs.
         turns: The order of the saves.
+        unsealed: Copies in slots that saves in the call have begun; each save gives its own back.
     """
 
     def __init__(self, root: str, job: str, identity: RunIdentity) -> None:
@@ -105,6 +114,7 @@ class Session:
         self.publisher = Publisher(self.memory, self.catalogs)
         self.nodes = JobNodes(self.memory.node)
         self.turns = Turns()
+        self.unsealed: WeakSet[Unsealed] = WeakSet()
         self._end: threading.Event | None = None  # set once it is closed; None: it stays open
         self._agent = AgentLink(root)
         self._noted_run = ""
@@ -198,12 +208,19 @@ class Session:
         if is_news and any(checkpoint.pending for checkpoint in self.memory.checkpoints()):
             self.wake_agent(settings)
 
+    def give_back_unsealed(self) -> None:
+        """Give back what saves have left that were broken off. Call it in a turn of its own."""
+        for one in list(self.unsealed):
+            one.give_back()
+            self.unsealed.discard(one)
+
     def close(self, *, keep_slots: bool) -> None:
         """Give back slots, mappings and the job's lock. Call it in a turn of its own.
 
         Args:
             keep_slots: Leave slots and mappings to this process's next session of the job.
         """
+        self.give_back_unsealed()  # no thread may still copy into a slot that is unmapped
         self.prefaulting.close()
         self.frozen.comparison.wait()
         self.replicator.wait()

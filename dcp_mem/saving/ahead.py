@@ -1,5 +1,7 @@
 """States that are copied ahead of their save: `dcp.async_save`, with the writer as its stager.
 
+Saves in the call copy ahead of their agreement, too: see `eager.py`.
+
 `stage` copies a state dict straight into a slot, in the caller's thread: the only copy. The save
 follows in another thread. It agrees with the other ranks, seals the slot and completes the
 checkpoint. What belongs to the save travels in the state dict that DCP hands on.
@@ -13,6 +15,7 @@ saves.
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -258,13 +261,13 @@ class AheadCopy:
     def __init__(
         self, context: SaveContext, planned: Planned, filled: Filled, later: Later | None
     ) -> None:
-        """Take a slot that has been filled.
+        """Take a slot that has been filled, but for copies that are made later.
 
         Args:
             context: Of the save to come, as far as it was known.
             planned: This rank's part of the plan.
             filled: The slot.
-            later: Made those copies that weren't made at once.
+            later: Makes those copies that weren't made at once.
         """
         self._group: GroupKey = context.group
         self._plans: OwnPlans = own_plans_of(context.session)
@@ -279,12 +282,14 @@ class AheadCopy:
         )
         self._filled: Filled = replace(filled, items=items)
         self._later = later
-        self._unused = weakref.finalize(self, _give_back, context.session, filled, later)
+        self._unused = weakref.finalize(
+            self, _give_back, os.getpid(), context.session, filled, later
+        )
 
     def plan(self, context: SaveContext) -> Planned:
         """Return the part of the plan that the slot was filled by."""
         if context.group != self._group:
-            raise ConfigError("dcp.async_save staged for other ranks than dcp.save saves with")
+            raise ConfigError("a state was copied for other ranks than those that save it")
         return self._planned
 
     def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
@@ -333,7 +338,9 @@ class AheadCopy:
         raise TypeError("what lies in a slot can't be sent to another process")
 
 
-def _give_back(session: Session, filled: Filled, later: Later | None) -> None:
+def _give_back(process: int, session: Session, filled: Filled, later: Later | None) -> None:
+    if process != os.getpid():  # a forked child, which has no part in the save
+        return
     if later is not None:
         later.cancel()
     session.slots.abandon(filled.slot)

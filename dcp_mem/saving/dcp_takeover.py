@@ -115,7 +115,8 @@ class DcpTakeover:
 
     def give_up(self) -> None:
         """Give back what has been copied already: the save has failed, or is skipped."""
-        copied = self.items or self._ahead
+        copied = self.items if self.items is not None else self._ahead
+        self.items = None  # it refers to the caller's tensors
         if copied is not None:
             copied.give_back()
 

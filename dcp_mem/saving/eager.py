@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dcp_mem.common import faults
+from dcp_mem.common.log import log
 from dcp_mem.memory.copying import Columns, Move, WorkUnderWay, copies_of
-from dcp_mem.memory.device_copies import Enqueued, copy_stream
 from dcp_mem.policy.slots import SlotNeed, growth
 from dcp_mem.runtime.last_saves import SavedPlan
 from dcp_mem.saving.ahead import AheadCopy
@@ -49,8 +49,9 @@ class EagerItems:
 
     def plan(self, context: SaveContext) -> Planned | Unplanned:
         """Recognise the state dict and begin to copy it, or look at its structure."""
+        context.session.give_back_unsealed()
         planned = self._items.plan(context)
-        if isinstance(planned, Unplanned):
+        if isinstance(planned, Unplanned) or not _is_copied_eagerly(context, planned):
             return planned
         self._ahead = _begun(context, planned)
         return planned if self._ahead is None else self._ahead.plan(context)
@@ -62,8 +63,7 @@ class EagerItems:
 
     def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
         """Seal what has been copied, or copy now."""
-        ahead, self._ahead = self._ahead, None
-        return (self._items if ahead is None else ahead).stage(context, agreed, planned)
+        return (self._items if self._ahead is None else self._ahead).stage(context, agreed, planned)
 
     def has_changed(self, saved: SavedPlan | None) -> bool:
         """Return whether the plan was made for this save."""
@@ -77,7 +77,7 @@ class EagerItems:
         """Do nothing: the plan is kept already."""
 
     def give_back(self) -> None:
-        """Give back the slot of what was copied and isn't sealed; no thread copies any more."""
+        """Give back the slot of what was copied, unless it is sealed; no thread copies any more."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.give_back()
@@ -89,53 +89,61 @@ class EagerItems:
         self.give_back()
 
 
-def _begun(context: SaveContext, planned: Planned) -> AheadCopy | None:
-    """Begin to copy into a slot that is free; None where the save copies once all have agreed.
+def _is_copied_eagerly(context: SaveContext, planned: Planned) -> bool:
+    """Tell whether this rank may copy before its ranks have agreed, and gains by it.
 
-    Frozen tensors have a slot of their own, and most of the time none of them is copied.
+    It may where it needs no new memory, which is for all ranks to agree on, and leaves the slots
+    that copies from other nodes will need. Tensors that are frozen, on a device, or not plain CPU
+    memory are copied afterwards.
     """
     session = context.session
-    if planned.frozen is not None or planned.layout.layout.nbytes < LEAST_NBYTES:
-        return None
-    if session.replicator.is_busy:  # what comes to this rank may need the free slots
-        return None
+    if planned.sources is None or planned.frozen is not None:
+        return False
+    if planned.layout.layout.nbytes < LEAST_NBYTES or session.replicator.is_busy:
+        return False
     session.prefaulting.stop()
     free = [one for one in session.slots.free() if one.is_held]
     copies = session.last_saves.expected_copies.get(context.group, ())
-    if growth([*claims_of(planned), *map(SlotNeed, copies)], free):
-        return None  # new memory is for all ranks to agree on
-    later = _EagerCopies(planned)
+    return not growth([*claims_of(planned), *map(SlotNeed, copies)], free)
+
+
+def _begun(context: SaveContext, planned: Planned) -> AheadCopy | None:
+    """Begin to copy into a free slot; None where that fails.
+
+    The stage after the agreement meets the error again then, and tells all ranks.
+    """
+    session, copies = context.session, _EagerCopies(planned)
     try:
-        return AheadCopy(context, planned, fill(session, planned, later), later)
-    except Exception:  # the stage after the agreement meets it again, and tells all ranks
+        filled = fill(session, planned, copies)
+    except Exception:
+        log.debug("%s is copied once its ranks have agreed", context.name, exc_info=True)
         return None
+    ahead = AheadCopy(context, planned, filled, copies)
+    session.unsealed.add(ahead)
+    return ahead
 
 
 class _EagerCopies:
     """Makes all copies of a plan in the background: a `Later`.
 
     Args:
-        planned: What is saved.
+        planned: What is saved; kept, with its tensors, until it has been copied.
     """
 
     def __init__(self, planned: Planned) -> None:
         self._planned: Planned | None = planned
         self._copies: WorkUnderWay[Callable[[], None]] | None = None
-        self._enqueued: list[Enqueued] = []
 
     def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
         """Begin with all copies, in as many threads as torch uses; return none."""
         copies = copies_of(destination, source, nbytes)
-        helpers = min(torch.get_num_threads(), len(copies))
-        self._copies = WorkUnderWay(copies, self._make, helpers=helpers)
+        self._copies = WorkUnderWay(copies, self._make)
+        self._copies.start(min(torch.get_num_threads(), len(copies)))
         return ()
 
     def take_from_device(self, device: torch.device, copies: DeviceCopies) -> None:
-        """Enqueue copies from a device."""
-        stream = copy_stream(device)
-        assert stream is not None
-        targets, sources = zip(*copies, strict=True)
-        self._enqueued.append(stream.enqueue(targets, sources))
+        """Refuse: what lies on a device isn't copied eagerly."""
+        raise AssertionError(device)
 
     def begin(self) -> None:
         """Do nothing: the copies have begun."""
@@ -144,7 +152,6 @@ class _EagerCopies:
         """Help with the copies until all have been made."""
         if self._copies is not None:
             self._copies.finish()
-        self._wait_for_devices()
         self._planned = None
         faults.point("eager.copied")
 
@@ -152,15 +159,9 @@ class _EagerCopies:
         """Make no further copy, and return once none is being made."""
         if self._copies is not None:
             self._copies.cancel()
-        self._wait_for_devices()
         self._planned = None
 
     def _make(self, copy: Callable[[], None]) -> None:
         """Make a copy; whoever does holds this object, and with it the tensors."""
         faults.point("eager.copying")
         copy()
-
-    def _wait_for_devices(self) -> None:
-        for enqueued in self._enqueued:
-            enqueued.wait()
-        self._enqueued.clear()

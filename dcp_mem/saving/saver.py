@@ -170,7 +170,11 @@ class Saver:
         assert takeover.metadata is not None
         items, settled = takeover.items, takeover.settled
         takeover.items = takeover.settled = None  # they refer to the caller's tensors
-        completed = carry_out(replace(context, is_driven_by_dcp=False), items, settled)
+        try:
+            completed = carry_out(replace(context, is_driven_by_dcp=False), items, settled)
+        except BaseException:
+            items.give_back()
+            raise
         self._note(completed)
         takeover.metadata.settle(context.session, completed.manifest, completed.agreed.info)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -285,6 +286,69 @@ def _is_broken_off(places: Places) -> None:
 def test_a_save_that_dcp_breaks_off_gives_its_copy_back(places: Places) -> None:
     forked(_is_broken_off, places)
     assert _slots(places) <= 2 + 1
+
+
+def _closes_as_it_copies(places: Places) -> None:
+    """DCP breaks a save off, and the job's memory is left while threads still copy into it."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def blocked(*columns: Any) -> list[Callable[[], None]]:
+        def wait() -> None:
+            begun.set()
+            assert go_on.wait(60)
+
+        return [wait, *copies_of(*columns)]
+
+    def refusing(plan: Any) -> Any:
+        raise ValueError("not today")
+
+    writer = places.writer(keep_memory=2, persist=False)
+    _warm("dcp.save", writer)
+    with (
+        patch.object(eager, "copies_of", blocked),
+        patch.object(writer, "prepare_local_plan", refusing),
+    ):
+        raised_by(lambda: _save("dcp.save", writer, _state(-1), "bad"))
+    assert begun.wait(60)
+    closing = threading.Thread(target=writer.close)
+    closing.start()
+    closing.join(0.3)
+    assert closing.is_alive(), "the memory was left while a thread copied into it"
+    go_on.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    with places.writer(keep_memory=2, persist=False) as writer:
+        _assert_loads(places, None, 2)
+        for step in range(3, 6):
+            _save("dcp.save", writer, _state(step), f"step-{step}")
+            _assert_loads(places, None, step)
+
+
+def test_a_close_waits_for_copies_of_a_save_that_was_broken_off(places: Places) -> None:
+    forked(_closes_as_it_copies, places)
+
+
+def _saves_by_another_writer(places: Places) -> None:
+    def refusing(plan: Any) -> Any:
+        raise ValueError("not today")
+
+    with (
+        places.writer(keep_memory=2, persist=False) as writer,
+        places.writer(keep_memory=2, persist=False) as other,
+    ):
+        _warm("dcp.save", writer)
+        with patch.object(writer, "prepare_local_plan", refusing):
+            raised_by(lambda: _save("dcp.save", writer, _state(-1), "bad"))
+        assert _held_slots() == 1
+        for step in range(3, 6):
+            _save("dcp_mem.save", other, _state(step), f"step-{step}")
+            _assert_loads(places, None, step)
+        assert _held_slots() == 0
+    assert _slots(places) <= 2 + 1
+
+
+def test_another_writer_has_the_slot_of_a_save_that_was_broken_off(places: Places) -> None:
+    forked(_saves_by_another_writer, places)
 
 
 def _skips_a_save(places: Places, road: str) -> None:

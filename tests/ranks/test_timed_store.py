@@ -58,6 +58,39 @@ def test_a_silent_store_is_given_up_and_not_asked_again_until_it_has_answered() 
     assert not prompt.check("elsewhere")
 
 
+def test_a_store_that_answers_is_asked_by_one_thread() -> None:
+    threads: list[int] = []
+
+    class Store(_Store):
+        def check(self, keys: list[str]) -> bool:
+            threads.append(threading.get_ident())
+            return True
+
+    prompt = _prompt(Store(), 10)
+    for _ in range(5):
+        assert prompt.check("there")
+    assert len(threads) == 5
+    assert len(set(threads)) == 1
+    assert threads[0] != threading.get_ident()
+
+
+def test_a_store_is_asked_again_once_a_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = _Store()
+    store.answers.set()
+    prompt = _prompt(store, 10)
+
+    def failing(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", failing)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            prompt.check("there")
+    assert prompt.check("there")
+
+
 def test_an_error_of_the_store_reaches_whoever_asks() -> None:
     with pytest.raises(dist.DistNetworkError, match="Broken pipe"):
         _prompt(_Store(), 10).compare_set("key", "", "value")

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import tempfile
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -106,3 +108,35 @@ def test_a_read_past_the_end_raises_and_leaves_no_thread_at_work(
         os.truncate(stream.fileno(), 5 << 20)
         with pytest.raises(EOFError, match="bytes short"):
             copying.read(stream.fileno(), [(ctypes.addressof(target), 0, 8 << 20)])
+
+
+def test_work_that_is_cancelled_ends_with_what_was_begun() -> None:
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def act(piece: int) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        done.append(piece)
+
+    work = copying.WorkUnderWay(range(100), act)
+    work.start(1)
+    assert begun.wait(60)
+    cancelling = threading.Thread(target=work.cancel)
+    cancelling.start()
+    go_on.set()
+    cancelling.join(60)
+    assert not cancelling.is_alive()
+    assert len(done) <= 2  # one may have been taken before the rest was left
+    count = len(done)
+    time.sleep(0.05)
+    assert len(done) == count
+
+
+def test_an_error_in_work_that_others_do_is_raised_where_it_is_finished() -> None:
+    def act(piece: int) -> None:
+        raise KeyError(piece)
+
+    work = copying.WorkUnderWay(range(10), act)
+    work.start(1)
+    with pytest.raises(KeyError):
+        work.finish()
