@@ -333,7 +333,7 @@ def _has_reached(settings: Settings, name: str | None, wanted: State, refusals: 
     if wanted is State.COMPLETE or newest.state is State.DURABLE:
         if newest.state is State.SKIPPED and not newest.in_memory:
             raise _flush_failed(newest)
-        return True
+        return wanted is State.COMPLETE or not _is_pending_beside(settings, newest, refusals)
     if newest.state is State.SKIPPED or (not newest.in_memory and newest.persist):
         raise _flush_failed(newest)
     if not newest.persist:
@@ -344,6 +344,19 @@ def _has_reached(settings: Settings, name: str | None, wanted: State, refusals: 
         if is_same_save and refusals.counts(checkpoint):
             raise FlushFailed(checkpoint.name, checkpoint.flush.error)
     return False
+
+
+def _is_pending_beside(settings: Settings, entry: CheckpointStatus, refusals: _Refusals) -> bool:
+    """Tell whether others of the same name await their flush: ranks that save alone have one each.
+
+    Raises FlushFailed where storage refuses one of them.
+    """
+    namesakes = JobMemory(settings.memory_root, settings.job).find(entry.name)
+    pending = [one for one in namesakes if one.pending and one.manifest.save_id != entry.save_id]
+    for checkpoint in pending:
+        if refusals.counts(checkpoint):
+            raise FlushFailed(checkpoint.name, checkpoint.flush.error)
+    return bool(pending)
 
 
 def _is_replicated(entry: CheckpointStatus) -> bool:
