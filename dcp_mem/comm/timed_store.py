@@ -64,7 +64,10 @@ class TimedCalls:
             raise RuntimeError(
                 f"the store that the ranks met in did not answer within {limit:.0f} s"
             )
-        asked.result()
+        try:
+            asked.result()
+        finally:
+            del asked  # an error's traceback has this frame
         return answers[0]
 
 

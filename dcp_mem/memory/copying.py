@@ -258,8 +258,12 @@ def work_off(work: Sequence[T], act: Callable[[T], object]) -> None:
         Exception: What `act` raised first.
     """
     under_way = WorkUnderWay(work, act)
-    under_way.start(min(torch.get_num_threads(), len(work)) - 1)
-    under_way.finish()
+    try:
+        under_way.start(min(torch.get_num_threads(), len(work)) - 1)
+        under_way.finish()
+    except BaseException:
+        under_way.cancel()
+        raise
 
 
 class WorkUnderWay(Generic[T]):
@@ -300,8 +304,8 @@ class WorkUnderWay(Generic[T]):
         Raises:
             Exception: What `act` raised first.
         """
-        self._take()
         try:
+            self._take()
             self._wait()
         except BaseException:
             self.cancel()
@@ -314,9 +318,24 @@ class WorkUnderWay(Generic[T]):
                 del error  # its traceback has this frame
 
     def cancel(self) -> None:
-        """Leave what nobody has begun with."""
+        """Leave what nobody has begun with. An interrupt is raised once no thread is at work.
+
+        Raises:
+            RuntimeError: The calling thread is in the middle of a piece.
+        """
         self._waiting.clear()
-        self._wait()
+        if threading.get_ident() in self._at_work:  # the collector has run within it, say
+            raise RuntimeError("work can't be cancelled by a thread that is at work on it")
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._wait()
+                break
+            except BaseException as error:
+                interrupt = error
+        self._error = None
+        if interrupt is not None:
+            raise interrupt
 
     def _take(self) -> None:
         with self._changed:
@@ -330,17 +349,16 @@ class WorkUnderWay(Generic[T]):
                 self._act(piece)
         except BaseException as error:
             self._waiting.clear()
-            self._error = self._error or error
+            if self._error is None or not isinstance(error, Exception):  # an interrupt wins
+                self._error = error
         finally:
             with self._changed:
                 self._at_work.discard(threading.get_ident())
                 self._changed.notify_all()
 
     def _wait(self) -> None:
-        """Wait for all other threads."""
-        own = {threading.get_ident()}
         with self._changed:
-            self._changed.wait_for(lambda: self._at_work <= own)
+            self._changed.wait_for(lambda: not self._at_work)
 
 
 def _call(part: Callable[[], None]) -> None:

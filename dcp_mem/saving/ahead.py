@@ -316,8 +316,14 @@ class AheadCopy:
         except BaseException:
             self.give_back()
             raise
-        self._unused.detach()
+        if self._unused.detach() is None:
+            raise DcpMemError(f"{context.name} was copied, and given up by a later save")
         return seal_filled(context, agreed, self._filled)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the slot is neither sealed nor given back."""
+        return self._unused.alive
 
     def give_back(self) -> None:
         """Give the slot back, unless it has been sealed: its save has failed."""

@@ -45,15 +45,15 @@ class EagerItems:
 
     def __init__(self, items: OwnPlanItems) -> None:
         self._items = items
+        self._planned: Planned | None = None
         self._ahead: AheadCopy | None = None
 
     def plan(self, context: SaveContext) -> Planned | Unplanned:
         """Recognise the state dict and begin to copy it, or look at its structure."""
-        context.session.give_back_unsealed()
         planned = self._items.plan(context)
         if isinstance(planned, Unplanned) or not _is_copied_eagerly(context, planned):
             return planned
-        self._ahead = _begun(context, planned)
+        self._planned, self._ahead = planned, _begun(context, planned)
         return planned if self._ahead is None else self._ahead.plan(context)
 
     def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
@@ -63,7 +63,14 @@ class EagerItems:
 
     def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
         """Seal what has been copied, or copy now."""
-        return (self._items if self._ahead is None else self._ahead).stage(context, agreed, planned)
+        ahead = self._ahead
+        if ahead is None:
+            return self._items.stage(context, agreed, planned)
+        if ahead.is_there:
+            return ahead.stage(context, agreed, planned)
+        # A signal handler, say, has saved meanwhile in this thread, which ended this save's turn.
+        assert self._planned is not None
+        return self._items.stage(context, agreed, self._planned)
 
     def has_changed(self, saved: SavedPlan | None) -> bool:
         """Return whether the plan was made for this save."""
@@ -113,6 +120,7 @@ def _begun(context: SaveContext, planned: Planned) -> AheadCopy | None:
     The stage after the agreement meets the error again then, and tells all ranks.
     """
     session, copies = context.session, _EagerCopies(planned)
+    session.unsealed.add(copies)
     try:
         filled = fill(session, planned, copies)
     except Exception:
@@ -152,14 +160,18 @@ class _EagerCopies:
         """Help with the copies until all have been made."""
         if self._copies is not None:
             self._copies.finish()
-        self._planned = None
+        self._copies = self._planned = None
         faults.point("eager.copied")
 
     def cancel(self) -> None:
         """Make no further copy, and return once none is being made."""
         if self._copies is not None:
             self._copies.cancel()
-        self._planned = None
+        self._copies = self._planned = None
+
+    def give_back(self) -> None:
+        """Leave the slot alone, as `cancel` does; it is given back by who has claimed it."""
+        self.cancel()
 
     def _make(self, copy: Callable[[], None]) -> None:
         """Make a copy; whoever does holds this object, and with it the tensors."""

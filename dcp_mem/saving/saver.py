@@ -148,9 +148,10 @@ class Saver:
         entered = attempt(lambda: self._entered(staged))
         if entered.error is None:
             # First of all: what follows talks to the other ranks, even where it fails.
-            _, calls.turn = entered.value  # kept: it ends with the call, failed or not
+            session, calls.turn = entered.value  # kept: it ends with the call, failed or not
             calls.turn.follow(over_when_left())
             calls.turn.wait()
+            session.give_back_unsealed()
         elif staged is not None and staged.turn is not None:
             staged.turn.end()  # the save fails; its error may keep the ticket for long
         return attempt(lambda: self._named(entered.value[0]))
@@ -456,8 +457,9 @@ class Saver:
         if entered.error is not None:
             yield
             return
-        _, turn = entered.value
+        session, turn = entered.value
         with turn:
+            session.give_back_unsealed()
             yield
 
     def open_session(self) -> Session:

@@ -351,6 +351,34 @@ def test_another_writer_has_the_slot_of_a_save_that_was_broken_off(places: Place
     forked(_saves_by_another_writer, places)
 
 
+def _saves_within_a_save(places: Places, road: str) -> None:
+    """A signal handler saves as the outer save's ranks agree."""
+    with places.writer(keep_memory=3, persist=False) as writer:
+        for step in range(4):
+            _save(road, writer, _state(step), f"step-{step}")
+            wait_for_spare_slots()
+
+        def agreeing(*args: Any) -> Any:
+            with patch.object(pipeline_module, "agree", agree):
+                dcp_mem.save(_state(8), checkpoint_id="inner", storage_writer=writer)
+            return agree(*args)
+
+        with patch.object(pipeline_module, "agree", agreeing):
+            error = raised_by(lambda: _save(road, writer, _state(7), "outer"))
+        _assert_loads(places, "inner", 8)
+        if error is None:
+            _assert_loads(places, "outer", 7)
+        for step in (9, 10):
+            _save(road, writer, _state(step), f"step-{step}")
+            _assert_loads(places, None, step)
+        assert _held_slots() == 0
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_save_within_a_save_takes_no_bytes_from_it(places: Places, road: str) -> None:
+    forked(_saves_within_a_save, places, road)
+
+
 def _skips_a_save(places: Places, road: str) -> None:
     """The ranks agree to skip a save that is being copied."""
     with places.writer(keep_memory=1, persist=False, on_full="skip") as writer:

@@ -140,3 +140,17 @@ def test_an_error_in_work_that_others_do_is_raised_where_it_is_finished() -> Non
     work.start(1)
     with pytest.raises(KeyError):
         work.finish()
+
+
+def test_work_is_not_cancelled_by_who_is_at_work_on_it() -> None:
+    errors: list[Exception] = []
+
+    def act(piece: int) -> None:
+        try:
+            work.cancel()
+        except RuntimeError as error:
+            errors.append(error)
+
+    work = copying.WorkUnderWay(range(3), act)
+    work.finish()
+    assert len(errors) == 1  # the other pieces were left
