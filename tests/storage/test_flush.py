@@ -547,9 +547,11 @@ def test_a_save_waits_for_room_and_says_so(memory_root: Path, ranks: int) -> Non
             "step-3 has waited 0 s for room in memory: 2 checkpoints are in memory" in t
             for t in full.logged
         )
-        assert [(one.name, one.state) for one in full.status] == [
-            (f"step-{n}", State.DURABLE) for n in (4, 3, 2, 1)
-        ]
+        states = {one.name: one.state for one in full.status}
+        assert list(states) == ["step-4", "step-3", "step-2", "step-1"]
+        # Step 3 may be complete before the flusher comes to step 2, which it supersedes then.
+        assert states.pop("step-2") in (State.DURABLE, State.SKIPPED)
+        assert set(states.values()) == {State.DURABLE}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
