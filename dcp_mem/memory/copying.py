@@ -267,7 +267,7 @@ def work_off(work: Sequence[T], act: Callable[[T], object]) -> None:
 
 
 class WorkUnderWay(Generic[T]):
-    """Work that other threads begin with, and that its owner finishes, or cancels.
+    """Work that threads share: helpers begin with it, and its owner finishes or cancels it.
 
     Each thread takes piece after piece until none is left: a thread that the machine holds up
     delays one piece only. On return from `finish` and `cancel`, also with an error, no other thread
@@ -285,18 +285,14 @@ class WorkUnderWay(Generic[T]):
         self._error: BaseException | None = None
 
     def start(self, helpers: int) -> None:
-        """Have threads begin.
+        """Have threads begin. Where this raises, some may have: the work has to be cancelled.
 
         Args:
             helpers: How many; as many as torch uses are kept for all such work.
         """
         pool = _pool(torch.get_num_threads())
-        try:
-            for _ in range(helpers):
-                pool.submit(self._take)
-        except BaseException:  # those that come later find nothing left to do
-            self.cancel()
-            raise
+        for _ in range(helpers):
+            pool.submit(self._take)
 
     def finish(self) -> None:
         """Take part until all is done.

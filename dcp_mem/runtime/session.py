@@ -42,7 +42,7 @@ _CANCEL_AT_EXIT = 5.0
 
 
 class Unsealed(Protocol):
-    """What has been copied into a slot that isn't sealed yet."""
+    """A copy in a slot that isn't a segment yet."""
 
     def give_back(self) -> None:
         """Give the slot back, unless it has been sealed; on return no thread writes into it."""
@@ -82,7 +82,7 @@ class Session:
         publisher: Makes checkpoints COMPLETE on this node.
         nodes: On which nodes the job runs.
         turns: The order of the saves.
-        unsealed: Copies in slots that saves in the call have begun; each save gives its own back.
+        unsealed: Eager copies that aren't sealed so far; each save gives its own back.
     """
 
     def __init__(self, root: str, job: str, identity: RunIdentity) -> None:
@@ -209,7 +209,7 @@ class Session:
             self.wake_agent(settings)
 
     def give_back_unsealed(self) -> None:
-        """Give back what saves have left that were broken off. Call it in a turn of its own."""
+        """Give back the slots of saves that were broken off. Call it in a turn of its own."""
         for one in list(self.unsealed):
             one.give_back()
             self.unsealed.discard(one)

@@ -322,7 +322,7 @@ class AheadCopy:
 
     @property
     def is_there(self) -> bool:
-        """Whether the slot is neither sealed nor given back."""
+        """True until the slot is sealed, or given back."""
         return self._unused.alive
 
     def give_back(self) -> None:

@@ -170,7 +170,7 @@ class _EagerCopies:
         self._copies = self._planned = None
 
     def give_back(self) -> None:
-        """Leave the slot alone, as `cancel` does; it is given back by who has claimed it."""
+        """Cancel. The slot isn't this object's: `fill`, or the copy ahead, gives it back."""
         self.cancel()
 
     def _make(self, copy: Callable[[], None]) -> None:

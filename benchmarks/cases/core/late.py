@@ -10,13 +10,11 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
-
-import dcp_mem
+from benchmarks.harness import calls
+from benchmarks.harness.calls import DCP_SAVE, OWN_SAVE, TORCH_SAVE
 from benchmarks.harness.clock import seconds
 from benchmarks.harness.floors import warm_mapping, ways_to_copy
 from benchmarks.harness.nested import nested
@@ -26,11 +24,10 @@ from benchmarks.harness.scratch import need, scratch
 from benchmarks.harness.settings import MIB
 from benchmarks.harness.states import Workload
 from benchmarks.harness.tables import Part, Row, Section, attempt, beside_floor, named
-from dcp_mem import MemoryStorageWriter
 from dcp_mem.saving import eager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from benchmarks.harness.nested import NestedState
@@ -42,8 +39,8 @@ WORKLOAD, QUICK_WORKLOAD = Workload(512 * MIB, 64), Workload(128 * MIB, 64)
 LATE_SECONDS = (0.0, 0.010, 0.030, 0.100)
 WARM_UPS = 4
 PATIENCE = 600.0
-ALONE, SAVE, DCP_SAVE = "its copy alone", "dcp_mem.save", "dcp.save"
-AGREED_FIRST, TORCH_SAVE = "dcp_mem.save, agreed first", "dcp.save, FileSystemWriter"
+ALONE, AGREED_FIRST = "its copy alone", "dcp_mem.save, agreed first"
+SAVES = (OWN_SAVE, DCP_SAVE, AGREED_FIRST, TORCH_SAVE)
 _NEVER = 1 << 62
 
 
@@ -83,7 +80,8 @@ def _part(settings: Settings, workload: Workload, late: float) -> Part:
     floor = fastest(copies.values())
     rows = [
         beside_floor(f"{name}; floor: {ALONE}", floor, found[name])
-        for name in (SAVE, DCP_SAVE, AGREED_FIRST)
+        for name in SAVES
+        if name != TORCH_SAVE
     ]
     rows.append(Row(TORCH_SAVE, peer=named({"": found[TORCH_SAVE]}).strip()))
     return Part(
@@ -102,17 +100,13 @@ def _measure(rank: Rank, spec: Spec) -> dict[str, Sample]:
         mapping = stack.enter_context(warm_mapping(path, state.local))
         ways = stack.enter_context(ways_to_copy(rank.threads, state.local))
         savers = {
-            name: stack.enter_context(closing(_Saver(spec, state, rank, save, number)))
-            for number, (name, save) in enumerate(
-                {SAVE: dcp_mem.save, DCP_SAVE: dcp.save, AGREED_FIRST: _agreed_first}.items()
-            )
+            name: stack.enter_context(closing(_Saver(name, spec, state, rank))) for name in SAVES
         }
-        copies: Mapping[str, Callable[[], float]] = {
+        copies: dict[str, Callable[[], float]] = {
             f"{ALONE}, {way}": partial(_alone, rank, partial(mapping.fill, copy))
             for way, copy in ways.items()
         }
-        saves: dict[str, Callable[[], float]] = {name: one.save for name, one in savers.items()}
-        saves[TORCH_SAVE] = partial(_torch_save, spec, state, rank)
+        saves = {name: saver.save for name, saver in savers.items()}
         return rank.in_turn({**copies, **saves}, repeats=spec.repeats, warm_ups=WARM_UPS)
 
 
@@ -120,43 +114,25 @@ def _alone(rank: Rank, copy: Callable[[], object]) -> float:
     return seconds(copy) if rank.rank == 1 else 0.0
 
 
-def _agreed_first(*args: Any, **kwargs: Any) -> Any:
-    with patch.object(eager, "LEAST_NBYTES", _NEVER):
-        return dcp_mem.save(*args, **kwargs)
-
-
-def _late(rank: Rank, spec: Spec, save: Callable[[], object]) -> float:
-    if rank.rank == 1:
-        time.sleep(spec.late)
-    return seconds(save)
-
-
-def _torch_save(spec: Spec, state: NestedState, rank: Rank) -> float:
-    state.optimizer.step()
-    writer = FileSystemWriter(spec.directory / "torch")
-    return _late(rank, spec, lambda: dcp.save(state.tree, storage_writer=writer))
-
-
 class _Saver:
-    """A writer of its own, and saves by one call."""
+    """A call that saves `state` again and again; on rank 1 it begins later than on rank 0."""
 
-    def __init__(
-        self, spec: Spec, state: NestedState, rank: Rank, save: Callable[..., Any], number: int
-    ) -> None:
-        self._spec, self._state, self._rank, self._save = spec, state, rank, save
-        memory = str(spec.directory / f"memory-{number}")
-        self._writer = MemoryStorageWriter(None, memory_root=memory, job="bench", keep_memory=1)
-        self._steps = 0
+    def __init__(self, name: str, spec: Spec, state: NestedState, rank: Rank) -> None:
+        self._spec, self._state, self._rank = spec, state, rank
+        self._least = _NEVER if name == AGREED_FIRST else eager.LEAST_NBYTES
+        called = OWN_SAVE if name == AGREED_FIRST else name
+        self._call = calls.make(called, spec.directory / name, state.optimizer)
+        self._number = 0
 
     def save(self) -> float:
         self._state.optimizer.step()
-        self._steps += 1
-        name = f"step-{self._steps}"
-        return _late(
-            self._rank,
-            self._spec,
-            lambda: self._save(self._state.tree, checkpoint_id=name, storage_writer=self._writer),
-        )
+        self._number += 1
+        if self._rank.rank == 1:
+            time.sleep(self._spec.late)
+        with patch.object(eager, "LEAST_NBYTES", self._least):
+            took = seconds(lambda: self._call.begin(self._number, self._state.tree))
+        self._call.forget(self._number - 1, self._rank)
+        return took
 
     def close(self) -> None:
-        self._writer.close()
+        self._call.close()
