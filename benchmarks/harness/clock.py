@@ -38,6 +38,16 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def prepared(prepare: Callable[[], object], measure: Callable[[], float]) -> Callable[[], float]:
+    """Return `measure`, which begins once `prepare` has returned; only the former counts."""
+
+    def both() -> float:
+        prepare()
+        return measure()
+
+    return both
+
+
 @dataclass(frozen=True, slots=True)
 class Phases:
     """Where the seconds of a save or load went.

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.harness.settings import GIB, MIB
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed.device_mesh import DeviceMesh
 
     from benchmarks.harness.processes import Rank
@@ -101,9 +103,14 @@ def change(state: State) -> None:
 
 def wipe(state: State) -> None:
     """Make `state` blank again."""
-    for tensor in state.local:
-        tensor.fill_(-1.0)
+    wipe_tensors(state.local)
     state.tree["step"] = -1
+
+
+def wipe_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Make all values wrong. The processor is still writing some of them on return."""
+    for tensor in tensors:
+        tensor.fill_(-1.0)
 
 
 def _value(index: int) -> float:

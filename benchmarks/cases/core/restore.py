@@ -11,14 +11,14 @@ import torch
 
 import dcp_mem
 from benchmarks.harness import torch_peers
-from benchmarks.harness.clock import datas, others, seconds, wholes
+from benchmarks.harness.clock import datas, others, prepared, seconds, wholes
 from benchmarks.harness.floors import Preads, fresh_mapping_seconds, warm_mapping, ways_to_copy
 from benchmarks.harness.processes import in_fresh_processes
 from benchmarks.harness.repeated import Loads, Saves
 from benchmarks.harness.samples import Sample, fastest, joined, slowest, slowest_by_name
 from benchmarks.harness.scratch import need, scratch
 from benchmarks.harness.settings import GIB
-from benchmarks.harness.states import Workload, blank, check_trained, trained, wipe
+from benchmarks.harness.states import Workload, blank, check_trained, trained, wipe, wipe_tensors
 from benchmarks.harness.tables import (
     Part,
     Row,
@@ -184,6 +184,7 @@ def _measure_through_dcp(
         for way, copy in ways.items():
             measures[FRESH + way] = partial(fresh_mapping_seconds, path, tensors, copy)
             measures[WARM + way] = partial(seconds, partial(mapping.empty_out, copy))
+        measures = _into_wiped(tensors, measures)
         measures[DCP_MEM] = partial(_checked_load, loads, state)
         samples = rank.in_turn(measures, repeats=spec.dcp_repeats, warm_ups=1)
     del samples[DCP_MEM]  # the history has its phases
@@ -231,14 +232,21 @@ def _copies(
     floors = _mapped_copies(rank, path, state.local, stack)
     if not spec.later:
         return floors, {}
-    floors["preadv"] = partial(
-        seconds, stack.enter_context(closing(Preads(path, state.local, rank.threads))).read
-    )
+    preads = stack.enter_context(closing(Preads(path, state.local, rank.threads)))
+    floors |= _into_wiped(state.local, {"preadv": partial(seconds, preads.read)})
     path, whole = (
         spec.directory / f"floor-as-one-{rank.rank}",
         torch.cat([one.flatten() for one in state.local]),
     )
     return floors, _mapped_copies(rank, path, [whole], stack)
+
+
+def _into_wiped(
+    tensors: Sequence[torch.Tensor], floors: Mapping[str, Callable[[], float]]
+) -> dict[str, Callable[[], float]]:
+    """Return floors that begin as our loads do: just after `tensors` were made wrong."""
+    wiped = partial(wipe_tensors, tensors)
+    return {name: prepared(wiped, floor) for name, floor in floors.items()}
 
 
 def _mapped_copies(
@@ -250,7 +258,7 @@ def _mapped_copies(
     for way, copy in ways.items():
         floors[FRESH + way] = partial(fresh_mapping_seconds, path, tensors, copy)
         floors[WARM + way] = partial(seconds, partial(mapping.empty_out, copy))
-    return floors
+    return _into_wiped(tensors, floors)
 
 
 def _checked_load(loads: Loads, state: State) -> float:
