@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from dcp_mem.common.background import KeptThreads
+from dcp_mem.memory.large_copies import LEAST_NBYTES, LargeCopies, memmove
 
 T = TypeVar("T")
 Columns = npt.NDArray[np.int64]
@@ -45,9 +46,6 @@ _ONE_THREAD_NBYTES = 4 << 20
 """Below this, handing over to threads costs more than it gains."""
 _ONE_THREAD_PIECE = 32 << 10
 """Below this on average, threads spend more on the interpreter's lock than they save on copies."""
-_memmove = ctypes.CDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = None
 _pread = ctypes.CDLL(None, use_errno=True).pread
 _pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
 _pread.restype = ctypes.c_ssize_t
@@ -67,6 +65,7 @@ _process_vm_writev.argtypes = (
     ctypes.c_ulong,
 )
 _process_vm_writev.restype = ctypes.c_ssize_t
+_large_copies = LargeCopies()
 _discarded = np.zeros(_GAP, np.uint8)
 """Takes the bytes between ranges, of all threads at once: nobody reads it."""
 
@@ -216,9 +215,11 @@ def copy_here(moves: Sequence[Move]) -> None:
     Args:
         moves: As `copy` takes them.
     """
-    memmove = _memmove
     for destination, source, nbytes in moves:
-        memmove(destination, source, nbytes)
+        if nbytes >= LEAST_NBYTES:
+            _large_copies.copy(destination, source, nbytes)
+        else:
+            memmove(destination, source, nbytes)
 
 
 def _read_share(descriptor: int, moves: Sequence[Move]) -> None:

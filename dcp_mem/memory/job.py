@@ -287,6 +287,8 @@ class JobMemory:
     def add_segment(self, name: str, add: Callable[[str], None]) -> None:
         """Have a segment put into a checkpoint's directory, while no other process tidies that.
 
+        All ranks of the node may add theirs at the same time.
+
         Args:
             name: The checkpoint's.
             add: Puts the segment, and what belongs to it, into the directory that it is given.
@@ -294,7 +296,7 @@ class JobMemory:
         for left in reversed(range(_TRIES)):
             directory = self.make_checkpoint_directory(name)
             try:
-                with in_turn(directory):
+                with in_turn(directory, is_shared=True):
                     add(directory)
                     return
             except FileNotFoundError:  # the directory may just have been removed as empty
@@ -553,14 +555,13 @@ class JobMemory:
         """
         return LinkedCheckpoint(self._links, checkpoint, segments)
 
-    @property
-    def is_lent(self) -> bool:
-        """Whether there are links to files here: they may keep memory of what has left."""
-        return bool(files_in(self._links))
+    def drop_dead_links(self) -> bool:
+        """Remove links whose processes have ended without doing so: they would keep memory.
 
-    def drop_dead_links(self) -> None:
-        """Remove links whose processes have ended without doing so: they would keep memory."""
-        drop_dead_links(self._links)
+        Returns:
+            Whether there are other links to files here: they may keep memory of what has left.
+        """
+        return drop_dead_links(self._links)
 
     # -- leaving memory ---------------------------------------------------------------------------
 

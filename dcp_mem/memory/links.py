@@ -119,12 +119,16 @@ def _leased_directory(parent: str) -> tuple[str, int]:
             return path, descriptor
 
 
-def drop_dead_links(links: str) -> None:
+def drop_dead_links(links: str) -> bool:
     """Remove the links of processes that have ended without doing so.
 
     Args:
         links: The job's directory of links; there may be none.
+
+    Returns:
+        Whether there are other links.
     """
+    has_others = False
     for entry in files_in(links):
         path = os.path.join(links, entry)
         try:
@@ -135,5 +139,8 @@ def drop_dead_links(links: str) -> None:
             if try_lease(descriptor, exclusive=True):
                 shutil.rmtree(path, ignore_errors=True)
                 end_lease(descriptor)
+            else:
+                has_others = True
         finally:
             os.close(descriptor)
+    return has_others

@@ -23,6 +23,8 @@ from dcp_mem.errors import DcpMemError, JobInUse
 
 _PROBE_SECONDS = 0.2
 """The longest time, in seconds, to hold a lease only to find out whether there is another one."""
+_PAUSE = 0.0001
+"""Seconds between two tries to get a turn; most turns are as short."""
 
 
 def try_lease(descriptor: int, *, exclusive: bool) -> bool:
@@ -106,7 +108,7 @@ def is_leased(path: str) -> bool:
 
 
 @contextmanager
-def in_turn(directory: str) -> Iterator[None]:
+def in_turn(directory: str, *, is_shared: bool = False) -> Iterator[None]:
     """Run while no other process asks about leases in a directory, and so holds them for a moment.
 
     A process that takes longer than `_PROBE_SECONDS` (a stopped one, say) isn't waited for: its
@@ -114,12 +116,13 @@ def in_turn(directory: str) -> Iterator[None]:
 
     Args:
         directory: An existing one, which is locked meanwhile.
+        is_shared: Let others in that share the turn, too.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + _PROBE_SECONDS
-        while not try_lease(descriptor, exclusive=True) and time.monotonic() < deadline:
-            time.sleep(0.0005)
+        while not try_lease(descriptor, exclusive=not is_shared) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
         yield
     finally:
         end_lease(descriptor)

@@ -46,20 +46,17 @@ def remove_unlisted(directory: str, slots: str, manifests: Sequence[Manifest]) -
         manifests: Those that lie in the directory.
     """
     save_ids = {manifest.save_id for manifest in manifests}
-
-    def unlisted() -> list[str]:
-        ids = ((entry, names.save_id_of(entry)) for entry in files_in(directory))
-        return [entry for entry, save_id in ids if save_id and save_id not in save_ids]
-
-    for entry in unlisted():
-        _retire_unless_leased(os.path.join(directory, entry), slots)
-    if unlisted():
+    entries = files_in(directory)  # nobody adds segments meanwhile
+    segments = {entry: save_id for entry in entries if (save_id := names.save_id_of(entry))}
+    unlisted = [entry for entry, save_id in segments.items() if save_id not in save_ids]
+    are_gone = [_retire_unless_leased(os.path.join(directory, one), slots) for one in unlisted]
+    if not all(are_gone):
         return
-    here = [entry for entry in files_in(directory) if names.save_id_of(entry)]
+    here = [entry for entry in segments if entry not in unlisted]
     own = os.path.join(directory, names.OWN)
-    _remove_others(own, set().union(*(own_files(one, here) for one in manifests)))
+    _remove_others(own, files_in(own), set().union(*(own_files(one, here) for one in manifests)))
     metadata = (names.metadata_file(one.scope) for one in manifests)
-    _remove_others(directory, {*here, names.OWN, *metadata})
+    _remove_others(directory, entries, {*segments, names.OWN, *metadata})
     if not manifests:
         files.remove_directory_if_empty(own)
         files.remove_directory_if_empty(directory)
@@ -76,12 +73,15 @@ def drop_free_slots(slots: str) -> None:
             _remove_unless_leased(os.path.join(slots, entry))
 
 
-def _retire_unless_leased(path: str, slots: str) -> None:
+def _retire_unless_leased(path: str, slots: str) -> bool:
+    """Make a free slot of a segment; return False where a process stages or holds it."""
     try:
-        if not is_leased(path):
-            retire(path, slots)
+        if is_leased(path):
+            return False
     except FileNotFoundError:
-        return
+        return True
+    retire(path, slots)
+    return True
 
 
 def _remove_unless_leased(path: str) -> None:
@@ -98,7 +98,7 @@ def _remove_unless_leased(path: str) -> None:
         os.close(descriptor)
 
 
-def _remove_others(directory: str, keep: set[str]) -> None:
-    for entry in files_in(directory):
+def _remove_others(directory: str, entries: Sequence[str], keep: set[str]) -> None:
+    for entry in entries:
         if entry not in keep:
             files.remove(os.path.join(directory, entry))

@@ -184,8 +184,8 @@ def _reclaim_one(root: str, name: str, *, force: bool, dry_run: bool) -> Reclaim
         for checkpoint in memory.checkpoints()
         if is_leased(checkpoint.manifest_path)
     ]
-    memory.drop_dead_links()
-    if reading or memory.is_lent:
+    is_lent = memory.drop_dead_links()
+    if reading or is_lent:
         what = ", ".join(reading) or "a checkpoint"
         return Reclaimed(name, nbytes, f"{what} is being read or flushed")
     if pending and not force:

@@ -152,7 +152,7 @@ def _with_node(
     """Add what concerns this rank's node."""
     memory = context.session.memory
     exists = not context.settings.overwrite and any(
-        checkpoint.manifest.scope == context.scope for checkpoint in memory.find(context.name)
+        (one.name, one.manifest.scope) == (context.name, context.scope) for one in checkpoints
     )
     newest = max(report.newest, memory.newest_number(one.manifest for one in checkpoints))
     node = node_memory(context, topology, checkpoints)

@@ -42,7 +42,7 @@ def node_memory(
         checkpoints: All that lie in memory on this node, newest first.
     """
     memory, settings = context.session.memory, context.settings
-    memory.drop_dead_links()
+    is_lent = memory.drop_dead_links()
     kept = kept_checkpoints(
         checkpoints,
         context.scope,
@@ -58,7 +58,7 @@ def node_memory(
         limit=settings.memory_limit,
         needed=0,
         records=0 if settings.memory_limit is None else records_nbytes(checkpoints),
-        is_lent=memory.is_lent,
+        is_lent=is_lent,
     )
 
 

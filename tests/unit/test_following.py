@@ -118,14 +118,14 @@ def test_links_go_with_their_holder_and_dead_ones_with_the_next_save(memory_job:
         held, dead = (memory.link(checkpoint, _segments(checkpoint)) for _ in range(2))
         end_lease(dead.descriptor)  # as the system does for a process that was killed
         save(writer, 2)
-        assert memory.is_lent
+        assert memory.drop_dead_links()
         assert not os.path.exists(dead.local.directory)
         assert held.is_whole
         held.add_stock_metadata()
         assert load_as_torch(Path(held.local.directory)) == 1
         held.close()
         held.close()
-        assert not memory.is_lent
+        assert not memory.drop_dead_links()
 
 
 def test_a_file_that_has_a_link_is_no_slot_while_it_has(memory_job: Job) -> None:
