@@ -39,7 +39,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def prepared(prepare: Callable[[], object], measure: Callable[[], float]) -> Callable[[], float]:
-    """Return `measure`, which begins once `prepare` has returned; only the former counts."""
+    """Return a measure that prepares first; the preparation's time doesn't count."""
 
     def both() -> float:
         prepare()

@@ -2,7 +2,7 @@
 
 There are several ways to copy, and which is best depends on the tensors and on what else runs:
 torch's own copy splits every tensor over the threads, and waits for all of them each time. So a
-floor is measured in each way, and the best counts.
+floor is measured in each way, and the best counts. One more way isn't among these: see `by_loop`.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Shares:
 
 @contextmanager
 def by_loop(threads: int) -> Iterator[Copy]:
-    """Return a copy by numpy's loop, a share per thread; see `dcp_mem.memory.large_copies`.
+    """Return what copies by numpy's loop, a share per thread; see `dcp_mem.memory.large_copies`.
 
     It isn't among the ways of `ways_to_copy`, as no other library copies like that. Where it is
-    quicker, what dcp_mem does may take less than those.
+    quicker, what dcp_mem does may take less than those. For tensors below 1 MiB it isn't.
     """
     shares = Shares(threads, _loop_over_share)
     try:

@@ -108,7 +108,7 @@ def wipe(state: State) -> None:
 
 
 def wipe_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Make all values wrong. The processor is still writing some of them on return."""
+    """Make all values wrong. On return the processor's caches still have to write some of them."""
     for tensor in tensors:
         tensor.fill_(-1.0)
 

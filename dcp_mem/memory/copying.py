@@ -215,11 +215,12 @@ def copy_here(moves: Sequence[Move]) -> None:
     Args:
         moves: As `copy` takes them.
     """
+    copy_small, copy_large = memmove, _large_copies.copy
     for destination, source, nbytes in moves:
-        if nbytes >= LEAST_NBYTES:
-            _large_copies.copy(destination, source, nbytes)
+        if nbytes < LEAST_NBYTES:
+            copy_small(destination, source, nbytes)
         else:
-            memmove(destination, source, nbytes)
+            copy_large(destination, source, nbytes)
 
 
 def _read_share(descriptor: int, moves: Sequence[Move]) -> None:

@@ -559,7 +559,8 @@ class JobMemory:
         """Remove links whose processes have ended without doing so: they would keep memory.
 
         Returns:
-            Whether there are other links to files here: they may keep memory of what has left.
+            Whether links of live processes are left. They keep the memory of what they link, also
+            when its checkpoint has left.
         """
         return drop_dead_links(self._links)
 
@@ -637,9 +638,9 @@ class JobMemory:
                 before it.
         """
         with contextlib.suppress(FileNotFoundError), in_turn(directory):
-            generations = self.generations()
-            manifests = list(self._manifests_in(directory, _own_files(directory), generations))
-            remove_unlisted(directory, self.slots, manifests)
+            generations, own = self.generations(), _own_files(directory)
+            manifests = list(self._manifests_in(directory, own, generations))
+            remove_unlisted(directory, self.slots, manifests, own)
             for checkpoint in self._complete_in(directory, generations) if show else ():
                 if not has_stock_metadata(directory, checkpoint.manifest):
                     _put_stock_metadata_if_possible(directory, checkpoint.manifest)

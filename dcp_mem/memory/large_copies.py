@@ -2,28 +2,26 @@
 
 There are two ways: the C library's `memmove`, and a loop of numpy's, which moves 16 bytes at a
 time. For pieces that no cache holds, the loop takes 10 to 20 % less on AMD's EPYC processors; on
-others it may take more. So the first pieces of a process are copied in both ways by turns, and
-timed; all others are copied in the quicker way.
+others, or beyond some size, it may take more. So the first pieces of a process go alternately in
+one way and in the other, and are timed. Once one way is clearly the quicker for pieces of about a
+size, all others of that size go in it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from dcp_mem.common.log import log
-
 LEAST_NBYTES = 1 << 20
-"""Of a large piece. For smaller ones, setting up the loop costs more than it saves."""
+"""Size of a large piece. For smaller ones, setting up the loop costs more than it saves."""
 _TRIES = 16
-"""In each way; half of them may be held up by other work of this machine."""
-_LEAST_GAIN = 0.03
-"""Of the time: the loop has to save so much."""
+"""Pieces to copy in each way before the two are compared."""
+_CLEAR_GAIN = 0.05
+"""Share of its time that a way has to save beside the other, to be chosen."""
 
 Way = Callable[[int, int, int], object]
 """Copies memory: (destination address, source address, bytes)."""
@@ -63,20 +61,18 @@ class LargeCopies:
     """Copies large pieces, and finds out how; any thread may call it at any time.
 
     Args:
-        usual: A way to copy.
-        other: Another one, which has to be the quicker by `_LEAST_GAIN`.
+        ways: Two ways to copy.
         clock: Returns seconds.
     """
 
     def __init__(
         self,
-        usual: Way = memmove,
-        other: Way = by_loop,
+        ways: tuple[Way, Way] = (memmove, by_loop),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._usual, self._other, self._clock = usual, other, clock
-        self._took: tuple[list[float], list[float]] = [], []
-        self._chosen: Way | None = None
+        self._ways, self._clock = ways, clock
+        self._chosen: dict[int, Way] = {}
+        self._trials: dict[int, _Trial] = {}
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         """Copy a large piece of memory.
@@ -86,24 +82,57 @@ class LargeCopies:
             source: Address of the piece, which doesn't overlap the copy.
             nbytes: Length of both; at least `LEAST_NBYTES`.
         """
-        if self._chosen is not None:
-            self._chosen(destination, source, nbytes)
+        size = nbytes.bit_length()
+        way = self._chosen.get(size)
+        if way is not None:
+            way(destination, source, nbytes)
             return
-        usual, other = self._took
-        way, took = (self._usual, usual) if len(usual) <= len(other) else (self._other, other)
+        trial = self._trials.setdefault(size, _Trial())
+        number = trial.begin()
         start = self._clock()
-        way(destination, source, nbytes)
-        took.append((self._clock() - start) / nbytes)
-        if min(len(usual), len(other)) >= _TRIES:
-            self._chosen = self._other if is_quicker(other, usual) else self._usual
-            log.debug("large pieces of memory are copied by %s", self._chosen)
+        self._ways[number](destination, source, nbytes)
+        quicker = trial.end(number, (self._clock() - start) / nbytes)
+        if quicker is not None:
+            self._chosen[size] = self._ways[quicker]
 
 
-def is_quicker(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether one way to copy is clearly quicker than another one.
+class _Trial:
+    """Pieces of about a size that are copied in two ways, to find out which is the quicker."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._took: tuple[list[float], list[float]] = [], []  # seconds for each byte
+
+    def begin(self) -> int:
+        """Return the number of the way to take; others may begin before this one ends."""
+        self._begun += 1
+        return self._begun % 2
+
+    def end(self, number: int, seconds: float) -> int | None:
+        """Note how long a piece took; return the number of the quicker way, if one clearly is.
+
+        Args:
+            number: Of the way that was taken.
+            seconds: For each byte.
+        """
+        self._took[number].append(seconds)
+        if min(map(len, self._took)) < _TRIES:
+            return None
+        took, self._took = self._took, ([], [])
+        return clearly_quicker(*took)
+
+
+def clearly_quicker(first: Sequence[float], second: Sequence[float]) -> int | None:
+    """Return which of two ways to copy takes clearly less: 0, 1, or None for neither.
+
+    Their lower quartiles are compared: any piece may be held up, by another thread of Python or by
+    what else the machine does.
 
     Args:
-        one: Seconds for each byte, copy by copy.
-        other: Those of the other way.
+        first: Seconds for each byte, piece by piece.
+        second: Those of the other way.
     """
-    return statistics.median(one) < (1 - _LEAST_GAIN) * statistics.median(other)
+    quartiles = [sorted(took)[len(took) // 4] for took in (first, second)]
+    if max(quartiles) * (1 - _CLEAR_GAIN) <= min(quartiles):
+        return None
+    return quartiles.index(min(quartiles))

@@ -126,9 +126,9 @@ def drop_dead_links(links: str) -> bool:
         links: The job's directory of links; there may be none.
 
     Returns:
-        Whether there are other links.
+        Whether links of live processes are left.
     """
-    has_others = False
+    are_left = False
     for entry in files_in(links):
         path = os.path.join(links, entry)
         try:
@@ -139,8 +139,7 @@ def drop_dead_links(links: str) -> bool:
             if try_lease(descriptor, exclusive=True):
                 shutil.rmtree(path, ignore_errors=True)
                 end_lease(descriptor)
-            else:
-                has_others = True
         finally:
             os.close(descriptor)
-    return has_others
+        are_left = are_left or os.path.exists(path)  # another process may be removing it
+    return are_left

@@ -24,7 +24,7 @@ from dcp_mem.errors import DcpMemError, JobInUse
 _PROBE_SECONDS = 0.2
 """The longest time, in seconds, to hold a lease only to find out whether there is another one."""
 _PAUSE = 0.0001
-"""Seconds between two tries to get a turn; most turns are as short."""
+"""Seconds between two tries to get a turn; most turns take less."""
 
 
 def try_lease(descriptor: int, *, exclusive: bool) -> bool:
@@ -111,12 +111,12 @@ def is_leased(path: str) -> bool:
 def in_turn(directory: str, *, is_shared: bool = False) -> Iterator[None]:
     """Run while no other process asks about leases in a directory, and so holds them for a moment.
 
-    A process that takes longer than `_PROBE_SECONDS` (a stopped one, say) isn't waited for: its
-    claims are safe all the same, and only the number of slots may grow by one.
+    A process that takes longer than `_PROBE_SECONDS` (a stopped one, say) isn't waited for. So
+    what runs in turn must be safe without one. Of slots, say, there may be one more then.
 
     Args:
         directory: An existing one, which is locked meanwhile.
-        is_shared: Let others in that share the turn, too.
+        is_shared: Whether others that ask for a shared turn may run meanwhile.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

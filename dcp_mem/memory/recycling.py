@@ -33,7 +33,9 @@ def retire(path: str, slots: str) -> None:
             os.rename(path, os.path.join(slots, f"{uuid.uuid4().hex[:12]}.slot"))
 
 
-def remove_unlisted(directory: str, slots: str, manifests: Sequence[Manifest]) -> None:
+def remove_unlisted(
+    directory: str, slots: str, manifests: Sequence[Manifest], own: Sequence[str]
+) -> None:
     """Remove from a checkpoint's directory what its manifests don't list.
 
     1. Segments of other attempts become free slots, unless a live process stages or holds them.
@@ -44,21 +46,24 @@ def remove_unlisted(directory: str, slots: str, manifests: Sequence[Manifest]) -
         directory: The checkpoint's; the caller holds its turn.
         slots: The job's directory of free slots.
         manifests: Those that lie in the directory.
+        own: Names of the files under `.dcp_mem`, as they were before the manifests were read. What
+            has come since is left alone: a save may publish at any time.
     """
     save_ids = {manifest.save_id for manifest in manifests}
-    entries = files_in(directory)  # nobody adds segments meanwhile
+    # Listed later than `own`: a save puts its segments in place before anything else.
+    entries = files_in(directory)
     segments = {entry: save_id for entry in entries if (save_id := names.save_id_of(entry))}
     unlisted = [entry for entry, save_id in segments.items() if save_id not in save_ids]
     are_gone = [_retire_unless_leased(os.path.join(directory, one), slots) for one in unlisted]
     if not all(are_gone):
         return
     here = [entry for entry in segments if entry not in unlisted]
-    own = os.path.join(directory, names.OWN)
-    _remove_others(own, files_in(own), set().union(*(own_files(one, here) for one in manifests)))
+    described = set().union(*(own_files(one, here) for one in manifests))
+    _remove_others(os.path.join(directory, names.OWN), own, described)
     metadata = (names.metadata_file(one.scope) for one in manifests)
     _remove_others(directory, entries, {*segments, names.OWN, *metadata})
     if not manifests:
-        files.remove_directory_if_empty(own)
+        files.remove_directory_if_empty(os.path.join(directory, names.OWN))
         files.remove_directory_if_empty(directory)
 
 

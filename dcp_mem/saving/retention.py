@@ -42,7 +42,7 @@ def apply_retention(
         policy,
         gets_copies=gets_copies,
         persists_all=persists_all,
-        has_sizes=False,
+        with_sizes=False,
     )
     why = "superseded by a newer checkpoint"
     evict(memory, checkpoints, retire(kept, policy.most or 1), why)
@@ -67,7 +67,7 @@ def kept_checkpoints(
     *,
     gets_copies: bool,
     persists_all: bool,
-    has_sizes: bool = True,
+    with_sizes: bool = True,
 ) -> tuple[CheckpointFacts, ...]:
     """Return the checkpoints in memory as policies see them.
 
@@ -78,7 +78,7 @@ def kept_checkpoints(
         gets_copies: Whether checkpoints are replicated.
         persists_all: Whether a checkpoint that is meant for storage stays until it is there. One
             that storage refuses may leave all the same: else a save would wait for ever.
-        has_sizes: Whether to look how much memory each takes; 0 otherwise.
+        with_sizes: Whether to fill in `nbytes` and `shared`, which takes a look at each file.
     """
     checkpoints = [one for one in checkpoints if one.manifest.scope == scope]
     chosen = _chosen(policy, checkpoints)
@@ -89,7 +89,7 @@ def kept_checkpoints(
             busy = is_leased(checkpoint.manifest_path)
         except FileNotFoundError:  # it has left memory meanwhile
             continue
-        nbytes, shared = checkpoint.slot_bytes() if has_sizes else (0, ())
+        nbytes, shared = checkpoint.slot_bytes() if with_sizes else (0, ())
         kept.append(
             CheckpointFacts(
                 key=manifest.save_id,

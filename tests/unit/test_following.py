@@ -118,8 +118,8 @@ def test_links_go_with_their_holder_and_dead_ones_with_the_next_save(memory_job:
         held, dead = (memory.link(checkpoint, _segments(checkpoint)) for _ in range(2))
         end_lease(dead.descriptor)  # as the system does for a process that was killed
         save(writer, 2)
-        assert memory.drop_dead_links()
         assert not os.path.exists(dead.local.directory)
+        assert memory.drop_dead_links()
         assert held.is_whole
         held.add_stock_metadata()
         assert load_as_torch(Path(held.local.directory)) == 1

@@ -13,7 +13,6 @@ from dcp_mem.memory.large_copies import (
     LargeCopies,
     Way,
     by_loop,
-    is_quicker,
     memmove,
 )
 
@@ -34,7 +33,7 @@ def test_each_way_copies_every_byte_and_nothing_beside_them(
 
 
 class _Clock:
-    """A clock that each way moves on by a time of its own."""
+    """A clock that each way to copy moves on by a time of its own."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,51 +42,90 @@ class _Clock:
     def __call__(self) -> float:
         return self.now
 
-    def way(self, name: str, seconds: Callable[[int], float]) -> Way:
+    def way(self, name: str, seconds: Callable[[int, int], float]) -> Way:
+        """Return a way whose copies take seconds by their number and length."""
+
         def copy(destination: int, source: int, nbytes: int) -> None:
-            self.now += seconds(self.calls.count(name))
+            self.now += seconds(self.calls.count(name), nbytes)
             self.calls.append(name)
 
         return copy
 
 
-@pytest.mark.parametrize(
-    ("usual", "other", "chosen"),
-    [
-        (1.0, 0.9, "other"),
-        (1.0, 1.1, "usual"),
-        (1.0, 0.99, "usual"),  # no clear gain
-    ],
-)
-def test_the_quicker_way_makes_all_copies_once_both_were_tried(
-    usual: float, other: float, chosen: str
+def _held_up(seconds: float, nth: int) -> Callable[[int, int], float]:
+    """Return times of pieces of which every third is held up."""
+    return lambda number, nbytes: seconds + 9 * (number % 3 == nth)
+
+
+@pytest.mark.parametrize(("first", "second", "chosen"), [(1.0, 0.9, "b"), (0.9, 1.0, "a")])
+def test_the_quicker_way_copies_all_once_both_were_tried(
+    first: float, second: float, chosen: str
 ) -> None:
     clock = _Clock()
-    # Every third copy is held up, whichever way it goes.
     copies = LargeCopies(
-        clock.way("usual", lambda number: usual + 9 * (number % 3 == 0)),
-        clock.way("other", lambda number: other + 9 * (number % 3 == 1)),
-        clock,
+        (clock.way("a", _held_up(first, 0)), clock.way("b", _held_up(second, 1))), clock
     )
     for _ in range(2 * _TRIES):
         copies.copy(0, 0, LEAST_NBYTES)
-    assert clock.calls == ["usual", "other"] * _TRIES
+    assert clock.calls == ["b", "a"] * _TRIES
     for _ in range(5):
         copies.copy(0, 0, LEAST_NBYTES)
     assert clock.calls[2 * _TRIES :] == [chosen] * 5
 
 
-def test_pieces_of_other_sizes_are_compared_by_byte() -> None:
-    assert is_quicker([0.1, 0.2, 0.3], [0.3, 0.21, 0.1])
-    assert not is_quicker([0.2], [0.2])
+def test_ways_that_take_nearly_as_long_go_on_taking_turns_until_one_is_clearly_quicker() -> None:
+    clock, later = _Clock(), 0.99
+
+    copies = LargeCopies((clock.way("a", lambda *_: 1.0), clock.way("b", lambda *_: later)), clock)
+    for _ in range(4 * _TRIES):
+        copies.copy(0, 0, LEAST_NBYTES)
+    assert clock.calls == ["b", "a"] * 2 * _TRIES
+    later = 0.8  # what was copied first was in memory that nobody had touched, say
+    for _ in range(2 * _TRIES + 3):
+        copies.copy(0, 0, LEAST_NBYTES)
+    assert clock.calls[-3:] == ["b"] * 3
 
 
-def test_a_way_that_fails_is_tried_again_and_its_error_is_raised() -> None:
+def test_each_size_has_the_way_that_is_quicker_for_it() -> None:
+    clock, large = _Clock(), 64 * LEAST_NBYTES
+    copies = LargeCopies(
+        (
+            clock.way("a", lambda _, nbytes: nbytes * (0.5 if nbytes == large else 1.0)),
+            clock.way("b", lambda _, nbytes: nbytes * 0.8),
+        ),
+        clock,
+    )
+    for _ in range(2 * _TRIES):  # in turns, as a state's tensors may come
+        copies.copy(0, 0, LEAST_NBYTES)
+        copies.copy(0, 0, large)
+    del clock.calls[:]
+    for nbytes in (LEAST_NBYTES, large, LEAST_NBYTES + 8):
+        copies.copy(0, 0, nbytes)
+    assert clock.calls == ["b", "a", "b"]
+
+
+def test_pieces_of_a_size_are_compared_by_byte() -> None:
+    clock = _Clock()
+    copies = LargeCopies(
+        (
+            clock.way("a", lambda _, nbytes: nbytes * 1.0),
+            clock.way("b", lambda _, nbytes: nbytes * 0.9),
+        ),
+        clock,
+    )
+    for number in range(2 * _TRIES):  # "b" has the longer ones
+        copies.copy(0, 0, LEAST_NBYTES * (3 if number % 2 == 0 else 2) // 2)
+    del clock.calls[:]
+    copies.copy(0, 0, LEAST_NBYTES)
+    assert clock.calls == ["b"]
+
+
+def test_a_way_that_fails_raises_and_is_not_counted() -> None:
     def failing(destination: int, source: int, nbytes: int) -> None:
         raise MemoryError
 
-    copies = LargeCopies(failing, memmove)
-    for _ in range(2):
+    copies = LargeCopies((failing, failing))
+    for _ in range(3 * _TRIES):
         with pytest.raises(MemoryError):
             copies.copy(0, 0, LEAST_NBYTES)
 
@@ -107,4 +145,4 @@ def test_several_threads_copy_while_the_way_is_found_out(monkeypatch: pytest.Mon
     for thread in threads:
         thread.join()
     assert all(map(torch.equal, targets, sources))
-    assert copying._large_copies._chosen in (memmove, by_loop)
+    assert all(way in (memmove, by_loop) for way in copying._large_copies._chosen.values())

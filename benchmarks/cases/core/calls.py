@@ -56,6 +56,7 @@ from benchmarks.harness.tables import (
     named,
 )
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
+from dcp_mem.memory.large_copies import LEAST_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -70,8 +71,8 @@ TITLE = "What each call holds training up for, nested states, warm"
 TENSORS = (64, 2_000, 20_000)
 FEW, MOST = TENSORS[0], TENSORS[-1]
 BYTES_PER_RANK, QUICK_BYTES_PER_RANK = 256 * MIB, 64 * MIB
-LARGE_BYTES, QUICK_LARGE_BYTES = GIB, 128 * MIB
-"""Of all ranks' few tensors, once more: what a save costs whatever its size weighs less there."""
+LARGE_BYTES, QUICK_LARGE_BYTES = GIB, 256 * MIB
+"""All ranks' few tensors once more: what a save costs whatever its size weighs less there."""
 LARGE_CALLS = (DCP_SAVE, OWN_SAVE, DCP_ASYNC)
 """Those that are measured with these. Each has two slots, and memory has to hold them all."""
 DCP_SAVE_LIMIT = 1.15
@@ -90,15 +91,14 @@ PATIENCE = 2400.0
 JOB, CHECKPOINT = "bench", "step-1"
 COPY, AS_ONE, WALK = "a copy", "one large copy", "a walk"
 LOOP = "numpy's loop"
-"""A way to copy that no other library takes: it isn't what limits are counted in."""
+"""A way to copy large tensors that no other library takes: no limit is counted in it."""
 _WHY_NOT_AS_ONE = (
-    "the best of the former is the copy above. The C library copies what is larger than about "
+    "the best of the first list is the copy above. The C library copies what is larger than about "
     "a processor's cache past that cache, so one large copy may take half of the time"
 )
 _WHY_NOT_BY_LOOP = (
-    f"{LOOP}: a copy by numpy.positive, a share per thread, as dcp_mem copies pieces of 1 MiB and "
-    "more where that is quicker. No limit is counted in it: neither torch nor another library "
-    "copies like that"
+    "as dcp_mem copies pieces of 1 MiB and more where that is quicker (numpy.positive). No limit "
+    "is counted in it, as neither torch nor another library copies like that"
 )
 OWN_LOAD, DCP_LOAD, TORCH_LOAD, PREADV = "dcp_mem.load", "dcp.load", "FileSystemReader", "preadv"
 UNVERIFIED = "dcp_mem.load, verify=False"
@@ -160,24 +160,26 @@ class Saved:
     Attributes:
         floors: Copies of the tensors as they are, by the way to copy.
         floors_as_one: One copy of all bytes, by the way to copy.
+        loop: A copy by numpy's loop, a share per thread; None where the tensors are too small.
         walk: Asking each tensor of the state dict for its address, which any copy begins with.
         by_call: By the name of the call.
     """
 
     floors: Mapping[str, Sample]
     floors_as_one: Mapping[str, Sample]
+    loop: Sample | None
     walk: Sample
     by_call: Mapping[str, HeldSamples]
 
     @property
     def copy(self) -> Sample:
         """The copy that limits are counted in: of the tensors as they lie, in the best way."""
-        return _fastest_but_loop(self.floors)
+        return fastest(self.floors.values())
 
     @property
     def copy_as_one(self) -> Sample:
         """The same bytes as one tensor, in the best way."""
-        return _fastest_but_loop(self.floors_as_one)
+        return fastest(self.floors_as_one.values())
 
 
 def run(settings: Settings) -> Section:
@@ -267,8 +269,9 @@ def _measure_saves(rank: Rank, spec: Spec) -> Saved:
             rank.barrier()
             saver.check(into)
         return Saved(
-            floors={way: samples[f"0 {way}"] for way in floors},
-            floors_as_one={way: samples[f"1 {way}"] for way in as_one},
+            floors={way: samples[f"0 {way}"] for way in floors if way != LOOP},
+            floors_as_one={way: samples[f"1 {way}"] for way in as_one if way != LOOP},
+            loop=samples.get(f"0 {LOOP}"),
             walk=samples[WALK],
             by_call={
                 name: HeldSamples.of(saver.history[WARM_UPS if name in OURS else PEER_WARM_UPS :])
@@ -326,12 +329,9 @@ def _floors(
 ) -> dict[str, Callable[[], float]]:
     mapping = stack.enter_context(warm_mapping(path, tensors))
     ways = dict(stack.enter_context(ways_to_copy(rank.threads, tensors)))
-    ways[LOOP] = stack.enter_context(by_loop(rank.threads))
+    if tensors[0].nbytes >= LEAST_NBYTES:
+        ways[LOOP] = stack.enter_context(by_loop(rank.threads))
     return {way: partial(seconds, partial(mapping.fill, copy)) for way, copy in ways.items()}
-
-
-def _fastest_but_loop(floors: Mapping[str, Sample]) -> Sample:
-    return fastest(sample for way, sample in floors.items() if way != LOOP)
 
 
 def _walk(tree: Any) -> list[int]:
@@ -356,6 +356,7 @@ def _slowest(ranks: Sequence[Saved]) -> Saved:
     return Saved(
         floors=slowest_by_name([one.floors for one in ranks]),
         floors_as_one=slowest_by_name([one.floors_as_one for one in ranks]),
+        loop=slowest(loops) if (loops := [one.loop for one in ranks if one.loop]) else None,
         walk=slowest([one.walk for one in ranks]),
         by_call={
             name: HeldSamples(
@@ -400,10 +401,11 @@ def _rows(saved: Saved, workload: Workload, ranks: int) -> list[Row]:
             at_most=OWN_SAVE_LIMITS[ranks] if few else None,
         ),
         beside_floor(f"{OWN_SAVE}; floor: {AS_ONE}", saved.copy_as_one, of[OWN_SAVE]),
-        beside_floor(f"{OWN_SAVE}; floor: {LOOP}", saved.floors[LOOP], of[OWN_SAVE]),
         beside_floor(f"{DCP_ASYNC}; floor: {COPY}", copy, of[DCP_ASYNC], at_most=DCP_ASYNC_LIMIT),
         beside_floor(f"{DCP_ASYNC}; floor: {COPY} and {WALK}", copy + saved.walk, of[DCP_ASYNC]),
     ]
+    if saved.loop is not None:
+        rows.append(beside_floor(f"{OWN_SAVE}; floor: {LOOP}", saved.loop, of[OWN_SAVE]))
     if OWN_ASYNC in of:
         rows.append(beside_floor(f"{OWN_ASYNC}; floor: {COPY}", copy, of[OWN_ASYNC]))
     if OVERLAPPED in of:
@@ -448,7 +450,7 @@ def _notes(saved: Saved) -> list[str]:
         f"copies of the tensors as they are: {named(saved.floors)}",
         f"{AS_ONE}: {named(saved.floors_as_one)}",
         _WHY_NOT_AS_ONE,
-        _WHY_NOT_BY_LOOP,
+        *([f"{LOOP}: {Figure.of(saved.loop).short}, {_WHY_NOT_BY_LOOP}"] if saved.loop else []),
         (
             "asking each tensor of the nested state dict for its address takes "
             f"{Figure.of(saved.walk).short}, {saved.walk.median / saved.copy.median:.0%} of the "

@@ -365,6 +365,7 @@ def _notes(m: Measured) -> list[str]:
     )
     return [
         f"floors: {named(m.floors)}",
+        "floors begin as loads do, just after what they read into was made wrong",
         spent,
         f"of torch's dcp.load: read_data {duration(m.torch_data)}",
     ]
