@@ -193,6 +193,8 @@ class MemoryStorageWriter(StorageWriter):
         takes over is taken over here.
         """
         calls, call = self._saver.calls, planning_call(self)
+        if call is not None and calls.takeover is not None and calls.takeover.has_taken(call):
+            return StorageMeta(checkpoint_id=calls.name)
         # Where set_up_storage_writer has been called by now, it is too late to agree on a plan.
         can_agree = call is not None and call.uses_collectives and calls.save is None
         calls.takeover = DcpTakeover(call) if call is not None and can_agree else None
@@ -325,7 +327,7 @@ class MemoryStorageWriter(StorageWriter):
             A state dict that stands for the copy; for `dcp.save` with this writer alone.
         """
         call = staging_call(self)
-        if call is None or not call.uses_collectives:
+        if call is None or not call.uses_collectives or self._saver.is_driven_otherwise:
             raise_if_refused(state_dict)
             self._saver.stages_alone = True
             return copied(state_dict)

@@ -269,6 +269,16 @@ def global_metadata() -> Metadata | None:
     return None
 
 
+def variable_of_call(is_wanted: Callable[[Any], bool]) -> Any:
+    """Return a variable of the functions that this one was called from; None where there is none.
+
+    Args:
+        is_wanted: Tells the variable by its value.
+    """
+    values = (value for frame in _calling_frames() for value in frame.f_locals.values())
+    return next(filter(is_wanted, values), None)
+
+
 def _calling_wrapper() -> DistWrapper | None:
     for frame in _calling_frames():
         if "distW" in frame.f_code.co_freevars or "distW" in frame.f_code.co_cellvars:

@@ -86,6 +86,14 @@ class StagedState:
         content, self._content = self._content, Attempted(({},))
         return content
 
+    def give_back(self) -> None:
+        """Give up the copy, and the save's turn: no save takes it."""
+        content = self.take()
+        if content.error is None and isinstance(content.value, AheadCopy):
+            content.value.give_back()
+        if self.turn is not None:
+            self.turn.end()
+
     def as_state_dict(self) -> dict[str, Any]:
         """Return a state dict that stands for this one, for DCP to hand on."""
         return {_KEY: self}
@@ -99,6 +107,15 @@ def staged_in(state_dict: Mapping[str, Any]) -> StagedState | None:
     """
     staged = state_dict.get(_KEY) if len(state_dict) == 1 else None
     return staged if isinstance(staged, StagedState) else None
+
+
+def stands_for_staged(value: object) -> bool:
+    """Return whether a value is a state dict that stands for a staged one.
+
+    Args:
+        value: Anything.
+    """
+    return type(value) is dict and staged_in(value) is not None
 
 
 def refused_state(error: Exception) -> dict[str, Any]:
@@ -150,6 +167,12 @@ def copy_ahead(
     later = None
     if overlap is not None:
         later = OverlappedCopies(overlap, planned, partial(_warn_once, session))
+        if planned.sources is None and _has_cpu_tensors(planned):
+            _warn_once(
+                session,
+                "overlap= has no effect on tensors in CPU memory: not all of what is saved is "
+                "dense, contiguous CPU memory",
+            )
     return AheadCopy(context, planned, fill(session, planned, later), later)
 
 
@@ -237,6 +260,12 @@ def _of_its_kind(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def _warn_once(session: Session, text: str) -> None:
     if session.last_saves.is_first_warning(text):
         log.warning("%s", text)
+
+
+def _has_cpu_tensors(planned: Planned) -> bool:
+    """Return whether a plan has tensors in CPU memory, other than single numbers."""
+    tensors = planned.items.tensors(planned.tensors)  # type: ignore[attr-defined]
+    return any(one.is_cpu and one.dim() for one in tensors)
 
 
 def _has_room(context: SaveContext, planned: Planned) -> bool:

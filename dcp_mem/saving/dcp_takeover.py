@@ -51,6 +51,7 @@ class DcpTakeover:
         self._exchanges.only_errors()
         self.staged = staged_in(call.state_dict)
         self._ahead: AheadCopy | None = None
+        self._put_in_place: Mapping[str, Any] | None = None  # of what stands for a staged state
         self._state: Attempted[Mapping[str, Any]] = Attempted((call.state_dict,))
         if self.staged is not None:
             self._take_staged(call, self.staged)
@@ -74,8 +75,16 @@ class DcpTakeover:
             self._ahead = found
         else:
             state = found
-        self._state = Attempted((state,), content.error)
+        self._state, self._put_in_place = Attempted((state,), content.error), state
         call.replace_state_dict(state)
+
+    def has_taken(self, call: PlanningCall) -> bool:
+        """Return whether this save's staged state was taken up before: DCP has asked twice.
+
+        Args:
+            call: The planning step of DCP.
+        """
+        return self._put_in_place is not None and call.state_dict is self._put_in_place
 
     def enter(self, ranks: Ranks) -> None:
         """Take note of the ranks that save together, which DCP's planner must not leave waiting.

@@ -143,6 +143,8 @@ class OverlappedCopies:
         The caller never waits. The device makes the former before whatever it is told from now on,
         and the latter before the optimizers' next steps.
         """
+        if self._validates:
+            self._warn("validate=True doesn't look at tensors on devices")
         stream = copy_stream(device)
         assert stream is not None
         at_once: list[tuple[torch.Tensor, torch.Tensor]] = []

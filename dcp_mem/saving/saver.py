@@ -20,13 +20,14 @@ from dcp_mem.comm.dcp_call import (
     direct_call,
     is_called_by_dcp,
     over_when_left,
+    variable_of_call,
 )
 from dcp_mem.common import faults
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.config import Settings, checkpoint_name, run_identity
-from dcp_mem.errors import ConfigError
+from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.flushing.agent_handle import AgentHandle
 from dcp_mem.flushing.registration import registration_of
 from dcp_mem.format import names
@@ -36,7 +37,15 @@ from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.runtime.numbers import note_seen, seen
 from dcp_mem.runtime.session import Session, enter_session, open_session, session_for
 from dcp_mem.runtime.turns import Turn
-from dcp_mem.saving.ahead import AheadCopy, StagedState, copied, copy_ahead, raise_if_refused
+from dcp_mem.saving.ahead import (
+    AheadCopy,
+    StagedState,
+    copied,
+    copy_ahead,
+    raise_if_refused,
+    staged_in,
+    stands_for_staged,
+)
 from dcp_mem.saving.calls import DcpSave, ThreadCalls, called, leave, opened_together
 from dcp_mem.saving.dcp_takeover import (
     DcpTakeover,
@@ -70,6 +79,8 @@ class Saver:
         saves_elsewhere: Whether another process saves, in a session of its own.
         stages_alone: Whether this rank has staged a state that it saves alone: what it saves alone
             may be private copies from then on.
+        is_driven_otherwise: Whether DCP has saved in a way in which a staged state can't be taken
+            up: what is staged are plain copies from then on.
     """
 
     def __init__(
@@ -81,7 +92,7 @@ class Saver:
         self.settings = settings
         self.process_group = process_group
         self.calls = ThreadCalls()
-        self.saves_elsewhere = self.stages_alone = False
+        self.saves_elsewhere = self.stages_alone = self.is_driven_otherwise = False
         self.frozen = frozen
         self._token = new_token()
         self._run = ""
@@ -112,6 +123,8 @@ class Saver:
             uses_collectives: False makes each rank save a checkpoint of its own.
         """
         staged = takeover.staged if takeover is not None else None
+        if takeover is None:
+            self._refuse_staged()
         opened = self._opened_in_turn(staged)
         call = called(opened, lambda: dcp_call(self.process_group, self.purpose))
         ranks, scope = call.ranks, names.COLLECTIVE
@@ -141,6 +154,26 @@ class Saver:
             why_not = "this torch drives its writers in another way"
             note_torch_plans(context.session, context.name, why_not)
         return DcpSave(context, takeover)
+
+    def _refuse_staged(self) -> None:
+        """Raise DcpMemError where DCP saves a staged state, and won't let this writer take it up.
+
+        Torch's planner would save what stands for it. And the state has a turn, which no other save
+        may wait behind.
+        """
+        found = variable_of_call(stands_for_staged)
+        if found is None:
+            return
+        self.is_driven_otherwise = True
+        staged = staged_in(found)
+        assert staged is not None
+        staged.give_back()
+        raise DcpMemError(
+            f"{self.calls.checked_name()} isn't saved: this torch drives its writers in a way that "
+            f"dcp_mem doesn't know, so what was staged can't be taken up. The next "
+            f"dcp.async_save of this process copies as torch does; with the process executor, "
+            f"pass async_stager=torch.distributed.checkpoint.staging.DefaultStager()"
+        )
 
     def _opened_in_turn(self, staged: StagedState | None) -> Attempted[Session]:
         """Wait for the turn of the save that DCP drives; return its session, or why it has none."""

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -1126,6 +1127,46 @@ def test_a_torch_that_drives_its_writers_in_another_way_saves_well(
     unknown = which.startswith(("never", "names", "asks after set_up_storage", "asks after create"))
     for reasons in forked_ranks(_saves_by_another_driver, ranks, places, which, env=PATIENCE):
         assert [reason for reason in reasons if reason == said] == [said] * unknown, reasons
+
+
+def _begun(state: State, name: str, writer: MemoryStorageWriter) -> Future[Any]:
+    saving = dcp.async_save(state, checkpoint_id=name, storage_writer=writer)
+    assert isinstance(saving, Future)
+    return saving
+
+
+def _async_saves_by_another_driver(places: Places, which: str) -> list[str]:
+    """Save after two usual saves, whose plan the writer stages by; return what went wrong."""
+    change, _ = SAVE_DRIVERS[which]
+    failures = []
+    with places.writer(persist=False) as writer:
+        for step in range(2):
+            _begun(_state(step), "a", writer).result()
+        for step in range(2, 5):
+            with _driver(state_dict_saver, "_save_state_dict", change):
+                saving = _begun(_state(step), "b", writer)
+                try:
+                    saving.result()
+                except dcp.CheckpointException as error:  # a BaseException
+                    failures.append(str(error))
+                else:
+                    comes_back(places, "b", _state(step), roads=FROM_MEMORY)
+            dist.barrier()
+        _begun(_state(9), "c", writer).result()
+        comes_back(places, "c", _state(9), roads=FROM_MEMORY)
+    return failures
+
+
+@RANKS
+@pytest.mark.parametrize("which", SAVE_DRIVERS)
+def test_a_torch_that_drives_its_writers_in_another_way_saves_what_is_staged_or_refuses_it_once(
+    places: Places, which: str, ranks: int
+) -> None:
+    for failures in forked_ranks(
+        _async_saves_by_another_driver, ranks, places, which, env=PATIENCE
+    ):
+        assert len(failures) <= 1, failures
+        assert all("DefaultStager" in failure for failure in failures), failures
 
 
 def _loads_by_another_driver(places: Places, which: str) -> None:

@@ -1050,6 +1050,25 @@ def test_parameters_that_are_offloaded_to_the_cpu_are_copied_at_once(
     assert "offloaded to the CPU" in said[0]
 
 
+def test_beside_a_tensor_that_is_not_plain_all_are_copied_at_once_and_the_log_says_so(
+    memory_job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    with memory_job.writer(agent="thread", keep_memory=2) as writer:
+        model, optimizer = _trained(0)
+        for step in range(3):
+            state = _all_of(model, optimizer, step=step)
+            state["strided"] = torch.arange(12.0).reshape(3, 4).t() + step
+            expected = _clone(state)
+            with _held_copies():  # nothing is copied behind the loop
+                future = _overlapped(writer, state, f"step-{step}", optimizer)
+                _set(model, -5)
+                future.result(_SECONDS)
+            _assert_loads(memory_job, f"step-{step}", expected)
+    said = [record.message for record in caplog.records if "no effect" in record.message]
+    assert len(said) == 1
+    assert "contiguous" in said[0]
+
+
 @pytest.mark.parametrize("by", ["in place", "data", "set", "when copied"])
 def test_who_changes_a_parameter_before_the_step_is_found_and_the_checkpoint_discarded(
     memory_job: Job, by: str
