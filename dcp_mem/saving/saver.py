@@ -461,6 +461,9 @@ class Saver:
     def _entered(self, staged: StagedState | None) -> tuple[Session, Turn]:
         """Return the session for a save that DCP drives, and the save's turn in it."""
         if staged is not None and staged.turn is not None:
+            # Its turn first: another thread's close of the session waits for that.
+            staged.turn.follow(over_when_left())
+            staged.turn.wait()
             return self.open_session(), staged.turn
         self.calls.checked_name()
         self._refuse_to_flush_elsewhere()

@@ -35,13 +35,20 @@ from dcp_mem.comm.dcp_call import StagingCall
 from dcp_mem.common import faults
 from dcp_mem.errors import RankFailed
 from dcp_mem.memory import copying
-from dcp_mem.runtime.session import open_session
+from dcp_mem.runtime.session import close_session, open_session
 from dcp_mem.saving import ahead
 from dcp_mem.saving import overlap as overlap_module
 from dcp_mem.saving import saver as saver_module
 from dcp_mem.saving import stage as stage_module
 from dcp_mem.saving.overlap import Overlap, wait_for_copies
-from tests.support.checkpoints.jobs import Job, load_anew, make_state, number_of, wait_until
+from tests.support.checkpoints.jobs import (
+    Job,
+    load_anew,
+    make_state,
+    number_of,
+    wait_for_spare_slots,
+    wait_until,
+)
 from tests.support.processes.forks import forked, forked_ranks
 from tests.support.processes.launch import run_fresh, run_ranks
 
@@ -1079,6 +1086,7 @@ def test_who_changes_a_parameter_before_the_step_is_found_and_the_checkpoint_dis
         for step in range(2):
             state = _all_of(model, optimizer, step=step)
             _overlapped(writer, state, f"step-{step}", optimizer, validate=True).result(_SECONDS)
+        wait_for_spare_slots()
         before, slots = _clone(_all_of(model, optimizer, step=1)), _slots(memory_job)
         with _held_copies() as may_go_on:
             state = _all_of(model, optimizer, step=2)
@@ -1248,6 +1256,34 @@ def test_saves_in_flight_of_several_threads_are_whole_in_any_order(
     if begun:
         assert number_of(_load(job, None)) in begun
     assert gc.isenabled()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_close_by_another_thread_lets_a_staged_save_begin_and_end(
+    memory_job: Job, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    writer = memory_job.writer(agent="thread", keep_memory=2)
+    for number in range(2 * is_known):
+        _async_save(writer, make_state(number), f"step-{number}").result(_SECONDS)
+    may_begin, session = threading.Event(), writer._saver.open_session()
+    asked = MemoryStorageWriter.storage_meta
+
+    def held(self: MemoryStorageWriter) -> Any:
+        assert may_begin.wait(_SECONDS)
+        return asked(self)
+
+    monkeypatch.setattr(MemoryStorageWriter, "storage_meta", held)
+    saving = _async_save(writer, make_state(7), "step-7")
+    closing = threading.Thread(target=close_session, args=(writer.settings,), daemon=True)
+    closing.start()
+    while session._end is None:
+        time.sleep(0.001)
+    may_begin.set()
+    saving.result(_SECONDS)
+    closing.join(_SECONDS)
+    assert not closing.is_alive()
+    assert number_of(_load(memory_job, "step-7")) == 7
 
 
 @pytest.mark.timeout(60)
