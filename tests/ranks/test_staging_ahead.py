@@ -1036,44 +1036,42 @@ class _TorchWithCuda:
         return getattr(torch, name)
 
 
-def test_parameters_that_are_offloaded_to_the_cpu_are_copied_at_once(
-    memory_job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
-    with (
-        memory_job.writer(agent="thread", keep_memory=2) as writer,
-        patch.object(overlap_module, "torch", _TorchWithCuda()),
-    ):
+def _why_all_is_copied_at_once(
+    job: Job, caplog: pytest.LogCaptureFixture, beside: Callable[[int], dict[str, torch.Tensor]]
+) -> str:
+    """Make overlapped saves of which nothing is copied behind the loop; return the logged reason.
+
+    Args:
+        beside: Returns what a step's state has beside model and optimizer.
+    """
+    with job.writer(agent="thread", keep_memory=2) as writer:
         model, optimizer = _trained(0)
         for step in range(3):
-            state = _all_of(model, optimizer, step=step)
+            state = {**_all_of(model, optimizer, step=step), **beside(step)}
             expected = _clone(state)
-            with _held_copies():  # nothing is copied behind the loop
+            with _held_copies():
                 future = _overlapped(writer, state, f"step-{step}", optimizer)
                 _set(model, -5)
                 future.result(_SECONDS)
-            _assert_loads(memory_job, f"step-{step}", expected)
-    said = [record.message for record in caplog.records if "no effect" in record.message]
-    assert len(said) == 1
-    assert "offloaded to the CPU" in said[0]
+            _assert_loads(job, f"step-{step}", expected)
+    (said,) = [record.message for record in caplog.records if "no effect" in record.message]
+    return said
+
+
+def test_parameters_that_are_offloaded_to_the_cpu_are_copied_at_once(
+    memory_job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    with patch.object(overlap_module, "torch", _TorchWithCuda()):
+        said = _why_all_is_copied_at_once(memory_job, caplog, lambda step: {})
+    assert "offloaded to the CPU" in said
 
 
 def test_beside_a_tensor_that_is_not_plain_all_are_copied_at_once_and_the_log_says_so(
     memory_job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with memory_job.writer(agent="thread", keep_memory=2) as writer:
-        model, optimizer = _trained(0)
-        for step in range(3):
-            state = _all_of(model, optimizer, step=step)
-            state["strided"] = torch.arange(12.0).reshape(3, 4).t() + step
-            expected = _clone(state)
-            with _held_copies():  # nothing is copied behind the loop
-                future = _overlapped(writer, state, f"step-{step}", optimizer)
-                _set(model, -5)
-                future.result(_SECONDS)
-            _assert_loads(memory_job, f"step-{step}", expected)
-    said = [record.message for record in caplog.records if "no effect" in record.message]
-    assert len(said) == 1
-    assert "contiguous" in said[0]
+    strided = torch.arange(12.0).reshape(3, 4).t()
+    said = _why_all_is_copied_at_once(memory_job, caplog, lambda step: {"strided": strided + step})
+    assert "contiguous" in said
 
 
 @pytest.mark.parametrize("by", ["in place", "data", "set", "when copied"])

@@ -61,14 +61,12 @@ def test_shared_turns_run_at_once_and_an_exclusive_one_waits(tmp_path: Path) -> 
             shared.wait()
             order.append("added")
 
-    threads = [threading.Thread(target=add) for _ in range(1)]
-    for thread in threads:
-        thread.start()
+    adding = threading.Thread(target=add)
+    adding.start()
     with in_turn(directory, is_shared=True):
         shared.wait()  # both are in their turns
     shared.wait()
     with in_turn(directory):
         order.append("tidied")
-    for thread in threads:
-        thread.join()
+    adding.join()
     assert order == ["added", "tidied"]

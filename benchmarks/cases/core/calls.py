@@ -189,8 +189,8 @@ def run(settings: Settings) -> Section:
             per_rank = QUICK_BYTES_PER_RANK if settings.quick else BYTES_PER_RANK
             workload = Workload(per_rank * ranks, tensors)
             parts += _parts(settings, workload, ranks, (*OURS, *PEERS))
+    large = Workload(QUICK_LARGE_BYTES if settings.quick else LARGE_BYTES, FEW)
     for ranks in (1, 2):
-        large = Workload(QUICK_LARGE_BYTES if settings.quick else LARGE_BYTES, FEW)
         parts += _parts(settings, large, ranks, LARGE_CALLS)
     return Section(TITLE, parts)
 
