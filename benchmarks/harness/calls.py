@@ -43,6 +43,7 @@ TORCH_KEPT = "dcp.async_save, torch's stager kept"
 META = "torch_checkpointing"
 META_VERSION = "0.1.1"
 META_START_SECONDS = 300
+JOB = "bench"
 OURS = (DCP_SAVE, OWN_SAVE, DCP_ASYNC, OWN_ASYNC, OVERLAPPED)
 PEERS = (TORCH_SAVE, TORCH_ASYNC, TORCH_KEPT, META)
 REMARKS = (
@@ -171,11 +172,7 @@ class _InMemory:
     def __init__(self, directory: Path, save: Callable[..., Any]) -> None:
         self._root = str(directory)
         self._save = save
-        self._writer = MemoryStorageWriter(
-            None, memory_root=self._root, job=self._job, keep_memory=1
-        )
-
-    _job = "bench"
+        self._writer = MemoryStorageWriter(None, memory_root=self._root, job=JOB, keep_memory=1)
 
     def begin(self, number: int, tree: Tree) -> Future[Any] | None:
         return _pending(
@@ -186,7 +183,7 @@ class _InMemory:
         return nullcontext()
 
     def load(self, number: int, into: Tree) -> None:
-        with MemoryStorageReader(None, memory_root=self._root, job=self._job) as reader:
+        with MemoryStorageReader(None, memory_root=self._root, job=JOB) as reader:
             dcp_mem.load(into, checkpoint_id=f"step-{number}", storage_reader=reader)
 
     def forget(self, number: int, rank: Rank) -> None:

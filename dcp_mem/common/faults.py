@@ -16,7 +16,8 @@ POINTS = (
     "stage.claimed",  # this rank has a slot
     "stage.copying",  # half of the payload bytes are copied
     "frozen.copied",  # frozen tensors are copied into a slot of their own
-    "stage.copied",  # all payload bytes are copied
+    "devices.enqueued",  # devices have been told to copy, and nobody has waited for them
+    "stage.copied",  # all payload bytes are copied, but for what is left for later
     "frozen.sealed",  # the segment of frozen tensors has its name
     "eager.copying",  # the next part is about to be copied, while the ranks agree or afterwards
     "eager.copied",  # all have been

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import on_all_ranks
 from dcp_mem.loading.open import OpenCheckpoint
+from dcp_mem.memory.cuda_batches import may_copy_to_device
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
 
@@ -112,4 +113,10 @@ def _plan_by_catalog(
     description = opened.description
     if description.catalog is None or not isinstance(planner, LocalLoadPlanner):
         return None
-    return planner.plan(state, description.catalog, description.save_id, description.tails)
+    return planner.plan(
+        state,
+        description.catalog,
+        description.save_id,
+        description.tails,
+        into_devices=may_copy_to_device(),
+    )

@@ -22,6 +22,7 @@ from dcp_mem.errors import SegmentCorrupt, UntrustedMetadata
 from dcp_mem.format import names
 from dcp_mem.format.metadata_by_entry import numel_of
 from dcp_mem.format.sizes import refuse_beyond_file
+from dcp_mem.loading.device_reads import read_payloads
 from dcp_mem.loading.fetch import Fetcher, fetch_all
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.pending import PendingItem, PendingItems
@@ -29,6 +30,7 @@ from dcp_mem.loading.shared_fetch import LoadGroup, fetch_together
 from dcp_mem.loading.sources.base import SOURCE_ERRORS, Source
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.loading.sources.remote import PEERS, RemoteSource
+from dcp_mem.planning.plain_tensors import HOST
 from dcp_mem.planning.reads import DirectRead, ItemRead, Reads, Saved
 
 
@@ -126,7 +128,7 @@ def _read_columns(memory: MemorySource, plan: Reads, verify: bool) -> int:
     """Read payloads of segments that lie here straight into tensors; return their bytes."""
     nbytes = 0
     for file, payloads in plan.direct_reads():
-        memory.read_many(file, payloads, verify=verify)
+        read_payloads(memory, file, payloads, verify=verify)
         nbytes += int(payloads.nbytes.sum())
     return nbytes
 
@@ -229,7 +231,7 @@ def _read_local(memory: MemorySource, reading: _Reading) -> int:
     rest = plan.rest() if isinstance(plan, Reads) else reading.items()
     for file, payloads in plan.direct_reads() if isinstance(plan, Reads) else ():
         if memory.has(file):
-            memory.read_many(file, payloads, verify=reading.verify)
+            read_payloads(memory, file, payloads, verify=reading.verify)
             nbytes += int(payloads.nbytes.sum())
     return nbytes + _read_from(memory, reading, [item for item in rest if memory.has(item.file)])
 
@@ -266,7 +268,13 @@ def _columns(direct: Sequence[PendingItem]) -> DirectRead:
     """Return what these items read straight into their tensors, in the order of their offsets."""
     moves = np.array([item.direct_move() for item in direct], np.int64).reshape(-1, 3)
     address, offset, nbytes = moves[np.argsort(moves[:, 1], kind="stable")].T
-    return DirectRead(np.zeros(len(direct), np.int64), address, offset, nbytes)
+    return DirectRead(
+        file=np.zeros(len(direct), np.int64),
+        address=address,
+        offset=offset,
+        nbytes=nbytes,
+        device=np.full(len(direct), HOST),
+    )
 
 
 def _prepared(

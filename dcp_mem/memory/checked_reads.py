@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_mem.format.checksums import MOST_RUN, Blocks, Crcs, checksum, runs_of
-from dcp_mem.memory.copying import work_off
+from dcp_mem.memory.copying import read_threads, work_off
 from dcp_mem.memory.views import fill, view_of
 
 Columns = npt.NDArray[np.int64]
@@ -27,8 +27,10 @@ Columns = npt.NDArray[np.int64]
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
-_RUNS_EACH = 16
-"""Runs of blocks that a thread takes at a time."""
+_MOST_RUNS = 16
+"""Runs of blocks that a thread takes at a time, at most."""
+_SHARES_EACH = 4
+"""So many times each thread has something to take."""
 _AT_ONCE = 512 << 10
 """Bytes that are read with one system call and then summed up. The processor's cache holds them."""
 _LONGEST_STRETCH = 4 << 20
@@ -56,7 +58,7 @@ class CheckedReader:
         self._scratch = threading.local()
 
     def read(self, address: Columns, offset: Columns, nbytes: Columns) -> tuple[int, int] | None:
-        """Read parts straight into memory, with all threads that torch would use.
+        """Read parts straight into memory, in several threads.
 
         Args:
             address: Where each part goes.
@@ -76,11 +78,54 @@ class CheckedReader:
         damaged: list[tuple[int, int]] = []
 
         def read_runs(start: int) -> None:
-            for stretch in self._stretches(runs[start : start + _RUNS_EACH]):
+            for stretch in self._stretches(runs[start : start + runs_each]):
                 damaged.extend(self._read_stretch(stretch, parts))
 
-        work_off(range(0, len(runs), _RUNS_EACH), read_runs)
+        threads = read_threads()
+        runs_each = max(1, min(_MOST_RUNS, len(runs) // (threads * _SHARES_EACH)))
+        work_off(range(0, len(runs), runs_each), read_runs, threads)
         return min(damaged, default=None)
+
+    def blocks_of(self, offset: Columns, nbytes: Columns) -> list[tuple[int, int]]:
+        """Return first byte and end of each block that has some of these parts, in order.
+
+        Args:
+            offset: Where each part begins in the segment, ascending.
+            nbytes: Length of each part; not 0.
+
+        Raises:
+            EOFError: The checksums don't cover all parts.
+        """
+        numbers = _Parts(offset, offset, nbytes).numbers_in(self._blocks).tolist()
+        return [(self._starts[number], self._stops[number]) for number in numbers]
+
+    def read_blocks(
+        self, blocks: Sequence[tuple[int, int]], address: int
+    ) -> tuple[int, int] | None:
+        """Read neighbouring blocks, and what lies between them, in this thread.
+
+        Args:
+            blocks: As `blocks_of` returns them.
+            address: Where they go, as they lie in the segment.
+
+        Returns:
+            Number and checksum of a block that is damaged; None where all are whole.
+
+        Raises:
+            EOFError: The file is shorter.
+            OSError: As the system does.
+        """
+        low, high = blocks[0][0], blocks[-1][1]
+        data = view_of(address, high - low)
+        fill(self._descriptor, [data], low)
+        for start, stop in blocks:
+            number, found = (
+                bisect_right(self._starts, start) - 1,
+                checksum(data[start - low : stop - low]),
+            )
+            if found != self._known[number]:
+                return number, found
+        return None
 
     def _stretches(self, runs: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
         """Yield runs, with neighbours together that are one large block each."""

@@ -42,6 +42,10 @@ _GAP = 16 << 10
 _MOST_RANGES, _MOST_BYTES = 128, 4 << 20
 _NBYTES = operator.itemgetter(2)
 _SHARES_EACH = 8
+_LEAST_READ = 1 << 20
+"""Of many threads, each would take the interpreter's lock too often for less."""
+_MOST_READERS = 8
+"""More would wait for the interpreter's lock rather than read."""
 _ONE_THREAD_NBYTES = 4 << 20
 """Below this, handing over to threads costs more than it gains."""
 _ONE_THREAD_PIECE = 32 << 10
@@ -76,7 +80,7 @@ def copy(moves: Sequence[Move]) -> None:
     Args:
         moves: In any order; each destination is written once.
     """
-    _in_shares(moves, copy_here)
+    _in_shares(moves, copy_here, torch.get_num_threads())
 
 
 def copy_many(destination: Columns, source: Columns, nbytes: Columns) -> None:
@@ -106,7 +110,8 @@ def copies_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Ca
     moves = moves_of(destination, source, nbytes)
     if is_of_small_pieces or total < _ONE_THREAD_NBYTES:
         return [partial(copy_here, moves)]
-    return [partial(copy_here, part) for part in shares(moves, _share_count())]
+    count = torch.get_num_threads() * _SHARES_EACH
+    return [partial(copy_here, part) for part in shares(moves, count)]
 
 
 def moves_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Move]:
@@ -163,7 +168,8 @@ def read(descriptor: int, moves: Sequence[Move]) -> None:
         EOFError: The file is shorter.
         OSError: As the system does.
     """
-    _in_shares(moves, lambda share: _read_share(descriptor, share))
+    act = partial(_read_share, descriptor)
+    _in_shares(moves, act, read_threads(), _LEAST_READ)
 
 
 def read_many(descriptor: int, address: Columns, offset: Columns, nbytes: Columns) -> None:
@@ -198,7 +204,7 @@ def read_many(descriptor: int, address: Columns, offset: Columns, nbytes: Column
             ranges = slice(start, stop)
             _read_share(descriptor, moves_of(address[ranges], offset[ranges], nbytes[ranges]))
 
-    work_off(list(pairwise(cuts)), read_batch)
+    work_off(list(pairwise(cuts)), read_batch, read_threads())
 
 
 def _batches(gaps: Columns, nbytes: Columns) -> list[int]:
@@ -237,31 +243,46 @@ def _read_share(descriptor: int, moves: Sequence[Move]) -> None:
             destination, offset, nbytes = destination + count, offset + count, nbytes - count
 
 
-def _in_shares(moves: Sequence[Move], act: Callable[[Sequence[Move]], None]) -> None:
-    threads, nbytes = torch.get_num_threads(), sum(map(_NBYTES, moves))
+def _in_shares(
+    moves: Sequence[Move],
+    act: Callable[[Sequence[Move]], None],
+    threads: int,
+    least: int = 1,
+) -> None:
+    """Call `act` for shares of the moves, of at least so many bytes where there are enough."""
+    nbytes = sum(map(_NBYTES, moves))
     if threads == 1 or nbytes < max(_ONE_THREAD_NBYTES, _ONE_THREAD_PIECE * len(moves)):
         act(moves)
         return
-    work_off(shares(moves, _share_count()), act)
+    count = min(threads * _SHARES_EACH, max(threads, nbytes // least))
+    work_off(shares(moves, count), act, threads)
 
 
-def _share_count() -> int:
-    return torch.get_num_threads() * _SHARES_EACH
+def read_threads() -> int:
+    """Return the threads for the reads of a load: the training stands still meanwhile.
+
+    So these are this rank's part of the machine's processors, where torch uses fewer. torchrun has
+    it use one.
+    """
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    processors = len(os.sched_getaffinity(0)) // (int(ranks) if ranks.isdecimal() else 1)
+    return max(torch.get_num_threads(), min(processors, _MOST_READERS))
 
 
-def work_off(work: Sequence[T], act: Callable[[T], object]) -> None:
-    """Call `act` for each piece of work, with as many threads as torch uses.
+def work_off(work: Sequence[T], act: Callable[[T], object], threads: int = 0) -> None:
+    """Call `act` for each piece of work, in several threads.
 
     Args:
         work: The pieces; taken in order.
         act: Called in several threads at once.
+        threads: How many; 0: as many as torch uses.
 
     Raises:
         Exception: What `act` raised first.
     """
     under_way = WorkUnderWay(work, act)
     try:
-        under_way.start(min(torch.get_num_threads(), len(work)) - 1)
+        under_way.start(min(threads or torch.get_num_threads(), len(work)) - 1)
         under_way.finish()
     except BaseException:
         under_way.cancel()
@@ -290,9 +311,9 @@ class WorkUnderWay(Generic[T]):
         """Have threads begin. Where this raises, some may have: the work has to be cancelled.
 
         Args:
-            helpers: How many; as many as torch uses are kept for all such work.
+            helpers: How many; they are kept for all such work.
         """
-        pool = _pool(torch.get_num_threads())
+        pool = _pool(max(torch.get_num_threads(), helpers))
         for _ in range(helpers):
             pool.submit(self._take)
 

@@ -18,7 +18,7 @@ from dcp_mem.format.locations import LayoutItems
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.chunk_index import Boxes, ChunkIndex, Overlaps
-from dcp_mem.planning.plain_tensors import addresses_of, is_plain
+from dcp_mem.planning.plain_tensors import HOST, is_plain, sources_of
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened
 from dcp_mem.planning.reads import DirectRead, ItemRead, Reads
 
@@ -32,6 +32,8 @@ def find_reads(
     catalog: Catalog,
     save_id: str,
     tails: Mapping[int, Sequence[Extent]],
+    *,
+    into_devices: bool = False,
 ) -> Reads | None:
     """Return what to read for a plan; None for what torch has to plan.
 
@@ -44,6 +46,7 @@ def find_reads(
         catalog: What the checkpoint consists of.
         save_id: The save attempt.
         tails: By rank, offset and length of each item of its tail.
+        into_devices: Whether direct reads may go into the memory of CUDA devices.
     """
     entry = _entries(plan, catalog)
     if entry is None:
@@ -52,7 +55,7 @@ def find_reads(
         catalog = _needed_rows(plan, entry, catalog)
     locations = _Locations(catalog, save_id, tails)
     tensors, objects = (
-        _Tensors.of(plan, values, entry, locations),
+        _Tensors.of(plan, values, entry, locations, into_devices=into_devices),
         _Objects.of(plan, entry, locations),
     )
     if tensors is None or objects is None:
@@ -159,7 +162,8 @@ class _Tensors:
     Attributes:
         rows: Rows of the plan.
         entry: Of each: its entry in the catalog.
-        addresses: Of each: where its tensor's data lies; `_NOT_PLAIN` if the tensor isn't plain.
+        addresses: Of each: where its tensor's data lies; `_NOT_PLAIN` if bytes can't be read there.
+        devices: Of each: the number of the CUDA device that it lies on, or `HOST`.
         wanted: Of each: the box that it needs.
     """
 
@@ -168,17 +172,23 @@ class _Tensors:
     rows: Ints
     entry: Ints
     addresses: Ints
+    devices: Ints
     wanted: Boxes
     index: ChunkIndex
     overlaps: Overlaps
 
     @staticmethod
     def of(
-        plan: LocalPlan, values: Sequence[Any], entry: Ints, locations: _Locations
+        plan: LocalPlan,
+        values: Sequence[Any],
+        entry: Ints,
+        locations: _Locations,
+        *,
+        into_devices: bool,
     ) -> _Tensors | None:
         rows = np.flatnonzero(plan.kind != ItemKind.OBJECT)
         tensors = list(map(values.__getitem__, rows.tolist()))
-        addresses = _addresses(plan, tensors)
+        addresses, devices = _places(plan, tensors, into_devices=into_devices)
         if (addresses == _NOT_PLAIN).any() and any(tensor.is_meta for tensor in tensors):
             return None
         catalog = locations.catalog
@@ -199,6 +209,7 @@ class _Tensors:
             rows=rows,
             entry=entry[rows],
             addresses=addresses,
+            devices=devices,
             wanted=wanted,
             index=index,
             overlaps=overlaps,
@@ -245,8 +256,13 @@ class _Tensors:
         rows = self.overlaps.row[which]
         payload_offset, payload_nbytes = self._payloads(rows)
         writer = self.locations.catalog.writer[rows]
+        wanted = self.overlaps.wanted[which]
         return DirectRead(
-            writer, self.addresses[self.overlaps.wanted[which]], payload_offset, payload_nbytes
+            file=writer,
+            address=self.addresses[wanted],
+            offset=payload_offset,
+            nbytes=payload_nbytes,
+            device=self.devices[wanted],
         )
 
     def items(self, which: Ints) -> list[ItemRead]:
@@ -331,15 +347,23 @@ class _Objects:
         return result
 
 
-def _addresses(plan: LocalPlan, tensors: Sequence[torch.Tensor]) -> Ints:
-    """Return where each tensor's data lies; `_NOT_PLAIN` for those that aren't plain."""
+def _places(
+    plan: LocalPlan, tensors: Sequence[torch.Tensor], *, into_devices: bool
+) -> tuple[Ints, Ints]:
+    """Return where each tensor's data lies: the address, and the number of its device.
+
+    The address is `_NOT_PLAIN` for those that bytes can't be read into.
+    """
+    count = len(tensors)
+    on_host = np.full(count, HOST)
     if {one.layout for one in plan.table} <= {str(torch.strided)}:
         may_be_conj = any(dtype_named(one.dtype).is_complex for one in plan.table)
-        found = addresses_of(tensors, may_be_conj)
-        if found is not None:
-            return np.array(found, np.int64)
+        found = sources_of(tensors, may_be_conj=may_be_conj)
+        if found is not None and (found.devices is None or into_devices):
+            devices = on_host if found.devices is None else np.array(found.devices, np.int64)
+            return np.array(found.addresses, np.int64), devices
     one_by_one = (tensor.data_ptr() if is_plain(tensor) else _NOT_PLAIN for tensor in tensors)
-    return np.fromiter(one_by_one, np.int64, len(tensors))
+    return np.fromiter(one_by_one, np.int64, count), on_host
 
 
 def _difference(start: Sequence[int], origin: Sequence[int]) -> torch.Size:

@@ -72,6 +72,8 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         catalog: Catalog,
         save_id: str,
         tails: Mapping[int, Sequence[Extent]],
+        *,
+        into_devices: bool = False,
     ) -> Reads | None:
         """Plan by a catalog.
 
@@ -80,6 +82,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
             catalog: What the checkpoint consists of.
             save_id: The save attempt.
             tails: By rank, offset and length of each item of its tail.
+            into_devices: Whether direct reads may go into the memory of CUDA devices.
 
         Returns:
             What to read; None for what torch has to plan.
@@ -105,6 +108,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
             catalog,
             save_id,
             tails,
+            into_devices=into_devices,
         )
         if found is None:
             return None

@@ -1,12 +1,15 @@
 """Plain tensors: contiguous CPU tensors, fully described by address and size.
 
-They can be copied, and read into, as bytes.
+They can be copied, and read into, as bytes. Contiguous tensors on CUDA devices can be copied like
+that, too, by the device.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from itertools import compress, repeat
 
 import torch
@@ -20,24 +23,51 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 BLOCK = 1024
 """Tensors per block: later loops over a block find it in the processor's cache."""
 
-_IS_CPU, _LAYOUT, _DTYPE = map(operator.attrgetter, ("is_cpu", "layout", "dtype"))
+_IS_CPU, _IS_CUDA, _LAYOUT, _DTYPE = map(
+    operator.attrgetter, ("is_cpu", "is_cuda", "layout", "dtype")
+)
 
 
-def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether all of these are plain.
+HOST = -1
+"""What torch calls the number of a CPU tensor's device."""
+_DEVICE = torch.Tensor.get_device
+
+
+class Where(Enum):
+    """Where contiguous tensors lie."""
+
+    HOST = "all of them in CPU memory"
+    DEVICES = "some of them on CUDA devices, the others in CPU memory"
+
+
+def where(tensors: Sequence[torch.Tensor]) -> Where | None:
+    """Return where tensors lie; None where they can't be copied as bytes.
 
     Args:
-        tensors: May be none; then the answer is True.
+        tensors: May be none; they lie in CPU memory.
     """
+    if not PLAIN.issuperset(map(type, tensors)):
+        return None
+    if not {torch.strided}.issuperset(map(_LAYOUT, tensors)):
+        return None
+    return _where(tensors, may_be_conj=True)
+
+
+def _where(tensors: Sequence[torch.Tensor], *, may_be_conj: bool) -> Where | None:
+    """Return where strided tensors of the types in `PLAIN` lie, as `where` does."""
     kind = torch.Tensor
-    return (
-        PLAIN.issuperset(map(type, tensors))
-        and all(map(_IS_CPU, tensors))
-        and {torch.strided}.issuperset(map(_LAYOUT, tensors))
-        and all(map(kind.is_contiguous, tensors))
-        and not any(map(kind.is_neg, tensors))
-        and not any(map(kind.is_conj, tensors))
-    )
+    # A real tensor can't be conjugated, but it can be negated: the imaginary part of a conjugated
+    # tensor is.
+    if (
+        not all(map(kind.is_contiguous, tensors))
+        or any(map(kind.is_neg, tensors))
+        or (may_be_conj and any(map(kind.is_conj, tensors)))
+    ):
+        return None
+    if all(map(_IS_CPU, tensors)):
+        return Where.HOST
+    is_copied = map(operator.or_, map(_IS_CPU, tensors), map(_IS_CUDA, tensors))
+    return Where.DEVICES if all(is_copied) else None
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -46,66 +76,101 @@ def is_plain(tensor: torch.Tensor) -> bool:
     Args:
         tensor: Of any class, on any device.
     """
-    return are_plain((tensor,))
+    return where((tensor,)) is Where.HOST
 
 
-class Addresses:
-    """Collects the addresses of tensors, as long as all of them are plain.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Contiguous tensors that can be copied as bytes.
+
+    Attributes:
+        tensors: The tensors.
+        addresses: Of the data of each.
+        devices: Of each, the number of the CUDA device that it lies on, or `HOST`; None where none
+            lies on a device.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    addresses: Sequence[int]
+    devices: Sequence[int] | None = None
+
+    def only(self, is_wanted: Sequence[bool]) -> Sources:
+        """Return some of them.
+
+        Args:
+            is_wanted: Of each.
+        """
+        devices = self.devices
+        return Sources(
+            tensors=list(compress(self.tensors, is_wanted)),
+            addresses=list(compress(self.addresses, is_wanted)),
+            devices=None if devices is None else list(compress(devices, is_wanted)),
+        )
+
+
+def sources_of(tensors: Sequence[torch.Tensor], *, may_be_conj: bool = True) -> Sources | None:
+    """Return tensors as sources of copies; None where one of them can't be copied as bytes.
+
+    Args:
+        tensors: Of any class, on any device.
+        may_be_conj: Whether any is complex; others are never conjugated.
+    """
+    if not PLAIN.issuperset(map(type, tensors)):
+        return None
+    if not {torch.strided}.issuperset(map(_LAYOUT, tensors)):
+        return None
+    sources = SourcesByBlock([True] * len(tensors), may_be_conj)
+    for start in range(0, len(tensors), BLOCK):
+        sources.look_at(start, tensors[start : start + BLOCK])
+    return sources.found
+
+
+class SourcesByBlock:
+    """Collects tensors as sources of copies, as long as all of them can be copied as bytes.
 
     The tensors must be of the types in `PLAIN`, and strided.
 
     Args:
-        is_wanted: For each tensor, whether its address is wanted.
+        is_wanted: For each tensor, whether it is to be copied.
         may_be_conj: Whether any is complex; others are never conjugated.
-
-    Attributes:
-        found: Addresses of the wanted tensors visited so far; None once one of them isn't plain.
     """
 
     def __init__(self, is_wanted: Sequence[bool], may_be_conj: bool) -> None:
-        self.found: list[int] | None = []
         self._is_wanted, self._may_be_conj = is_wanted, may_be_conj
+        self._tensors: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._found: Where | None = Where.HOST
 
-    def look_at(self, start: int, block: Sequence[torch.Tensor], are_plain: bool = False) -> None:
+    def look_at(
+        self, start: int, block: Sequence[torch.Tensor], known: Where | None = None
+    ) -> None:
         """Visit a block of tensors.
 
         Args:
             start: Index of its first tensor; blocks come in order.
             block: The tensors.
-            are_plain: Whether they are known to be plain, and needn't be asked.
+            known: Where they are known to lie, and needn't be asked; None where that isn't known.
         """
-        if self.found is None:
+        if self._found is None:
             return
-        kind, wanted = (
-            torch.Tensor,
-            list(compress(block, self._is_wanted[start : start + len(block)])),
+        wanted = list(compress(block, self._is_wanted[start : start + len(block)]))
+        lie = known or _where(wanted, may_be_conj=self._may_be_conj)
+        if lie is not Where.HOST:
+            self._found = lie
+        self._tensors += wanted
+        self._addresses += map(torch.Tensor.data_ptr, wanted) if lie is not None else ()
+
+    @property
+    def found(self) -> Sources | None:
+        """The wanted tensors visited so far; None once one of them can't be copied as bytes."""
+        if self._found is None:
+            return None
+        has_devices = self._found is Where.DEVICES
+        return Sources(
+            tensors=self._tensors,
+            addresses=self._addresses,
+            devices=list(map(_DEVICE, self._tensors)) if has_devices else None,
         )
-        # A real tensor can't be conjugated, but it can be negated: the imaginary part of a
-        # conjugated tensor is.
-        if are_plain or (
-            all(map(_IS_CPU, wanted))
-            and all(map(kind.is_contiguous, wanted))
-            and not any(map(kind.is_neg, wanted))
-            and not (self._may_be_conj and any(map(kind.is_conj, wanted)))
-        ):
-            self.found += map(kind.data_ptr, wanted)
-        else:
-            self.found = None
-
-
-def addresses_of(tensors: Sequence[torch.Tensor], may_be_conj: bool) -> list[int] | None:
-    """Return the addresses of strided tensors; None where one of them isn't plain.
-
-    Args:
-        tensors: The tensors.
-        may_be_conj: Whether any is complex; others are never conjugated.
-    """
-    if not PLAIN.issuperset(map(type, tensors)):
-        return None
-    addresses = Addresses([True] * len(tensors), may_be_conj)
-    for start in range(0, len(tensors), BLOCK):
-        addresses.look_at(start, tensors[start : start + BLOCK])
-    return addresses.found
 
 
 def properties_of(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -48,15 +50,26 @@ class DirectRead:
 
     Attributes:
         file: Index in `Reads.files` of the segment.
-        address: Where the payload goes in this process's memory.
+        address: Where the payload goes.
         offset: Where it begins in the segment, in bytes.
         nbytes: Its bytes.
+        device: Number of the CUDA device that the address is on; `HOST` for this process's memory.
     """
 
     file: Ints
     address: Ints
     offset: Ints
     nbytes: Ints
+    device: Ints
+
+    def only(self, which: npt.NDArray[Any] | slice) -> DirectRead:
+        """Return some of the rows.
+
+        Args:
+            which: Of each row, whether it is wanted; or their numbers, or a slice.
+        """
+        columns = self.file, self.address, self.offset, self.nbytes, self.device
+        return DirectRead(*(column[which] for column in columns))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,15 +90,8 @@ class Reads:
 
     def direct_reads(self) -> Iterator[tuple[str, DirectRead]]:
         """Yield the name of each segment and its direct reads, in the order of their offsets."""
-        payloads = self.payloads
-        order = np.lexsort((payloads.offset, payloads.file))
-        columns = (
-            payloads.file[order],
-            payloads.address[order],
-            payloads.offset[order],
-            payloads.nbytes[order],
-        )
-        starts = np.flatnonzero(np.diff(columns[0], prepend=-1)).tolist()
+        order = np.lexsort((self.payloads.offset, self.payloads.file))
+        payloads = self.payloads.only(order)
+        starts = np.flatnonzero(np.diff(payloads.file, prepend=-1)).tolist()
         for start, stop in pairwise([*starts, len(order)]):
-            part = DirectRead(*(column[start:stop] for column in columns))
-            yield self.files[part.file[0]], part
+            yield self.files[payloads.file[start]], payloads.only(slice(start, stop))

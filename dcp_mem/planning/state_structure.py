@@ -20,7 +20,7 @@ from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.format.catalog import Ints
 from dcp_mem.planning import dtensors, sharded_tensors
 from dcp_mem.planning.flatten import Leaves, collect_leaves, flatten, is_container, may_be_container
-from dcp_mem.planning.plain_tensors import BLOCK, PLAIN, properties_of
+from dcp_mem.planning.plain_tensors import BLOCK, PLAIN, Where, properties_of
 from dcp_mem.planning.plan_columns import (
     ItemKind,
     ItemRow,
@@ -131,15 +131,15 @@ class Structure:
     def recognise(
         self,
         state: Mapping[str, Any],
-        visit: Callable[[int, Sequence[torch.Tensor], bool], None] | None = None,
+        visit: Callable[[int, Sequence[torch.Tensor], Where | None], None] | None = None,
     ) -> Sequence[Any] | None:
         """Return the leaves of a state dict of the same structure; None for any other.
 
         Args:
             state: The state dict.
             visit: Called with the index of its first tensor, each block of the plan's tensors, and
-                whether all of the block are known to be plain, while the processor's cache has
-                them. If None is returned, its results are void.
+                where these are known to lie, while the processor's cache has them. If None is
+                returned, its results are void.
         """
         leaves: list[Any] = []
         if not collect_leaves(state, self._root, leaves):
@@ -156,7 +156,7 @@ class Structure:
             if not (is_guarded or looks.are_those_of(block)):
                 return None
             if visit is not None:
-                visit(start, block, is_guarded and looks.guards.are_plain)
+                visit(start, block, looks.guards.where if is_guarded else None)
         return leaves
 
     def _blocks(self, leaves: Sequence[Any]) -> Iterator[tuple[int, list[torch.Tensor]]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dcp_mem.planning.plain_tensors import are_plain
+from dcp_mem.planning.plain_tensors import where
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -28,12 +28,12 @@ class Guards:
         tensors: Of any class, on any device.
 
     Attributes:
-        are_plain: Whether all of them are plain; False also where `hold` can't tell.
+        where: Where they lie, if they can be copied as bytes; None also where `hold` can't tell.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._guards = _made(tensors) if _notice_everything() else None
-        self.are_plain = self._guards is not None and are_plain(tensors)
+        self.where = where(tensors) if self._guards is not None else None
 
     def hold(self, tensors: Sequence[Any]) -> bool:
         """Return whether as many tensors look the same, one by one.

@@ -61,6 +61,8 @@ class WholePlanner(LocalLoadPlanner):
         catalog: Catalog,
         save_id: str,
         tails: Mapping[int, Sequence[Extent]],
+        *,
+        into_devices: bool = False,
     ) -> Reads | None:
         """Return None: an empty state dict is filled by `set_up_planner`, from DCP's metadata.
 
@@ -69,6 +71,7 @@ class WholePlanner(LocalLoadPlanner):
             catalog: Not used.
             save_id: Not used.
             tails: Not used.
+            into_devices: Not used.
         """
         return None
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,8 @@ from dcp_mem.common.log import log
 from dcp_mem.common.sharded_tensor import Shard, ShardedTensor
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, DcpMemError
+from dcp_mem.memory.copying import Columns, Move, moves_of
+from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.planning.wrapper_tensors import is_wrapper, rebuilt, refuse_other_class
 from dcp_mem.policy.slots import growth
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
@@ -164,8 +166,10 @@ def copy_ahead(
     if planned is None or not _has_room(context, planned):
         return None
     session.prefaulting.stop()
-    later = None
-    if overlap is not None:
+    later: Later | None = None
+    if overlap is None:
+        later = _HeldDevices() if _has_devices(planned) else None
+    else:
         later = OverlappedCopies(overlap, planned, partial(_warn_once, session))
         if planned.sources is None and _has_cpu_tensors(planned):
             _warn_once(
@@ -174,6 +178,36 @@ def copy_ahead(
                 "dense, contiguous CPU memory",
             )
     return AheadCopy(context, planned, fill(session, planned, later), later)
+
+
+class _HeldDevices:
+    """Copies what the host has at once, and has devices copy the rest: a `Later`.
+
+    The caller goes on; what it launches on a device from now on is done after the copies.
+    """
+
+    def __init__(self) -> None:
+        self._copies = DeviceCopies()
+
+    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
+        """Return all copies."""
+        return moves_of(destination, source, nbytes)
+
+    def take_from_devices(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
+        """Have the devices make all copies before anything else."""
+        self._copies.begin(targets, sources)
+        self._copies.hold_devices()
+
+    def begin(self) -> None:
+        """Do nothing: the copies have begun."""
+
+    def finish(self) -> None:
+        """Return once all copies have been made."""
+        self._copies.finish()
+
+    def cancel(self) -> None:
+        """Return once no copy is being made."""
+        self._copies.finish()
 
 
 def copied(state: Mapping[str, Any], *, is_shared: bool = False) -> dict[str, Any]:
@@ -260,6 +294,11 @@ def _of_its_kind(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def _warn_once(session: Session, text: str) -> None:
     if session.last_saves.is_first_warning(text):
         log.warning("%s", text)
+
+
+def _has_devices(planned: Planned) -> bool:
+    """Return whether a plan may have tensors on devices."""
+    return planned.sources is None or planned.sources.devices is not None
 
 
 def _has_cpu_tensors(planned: Planned) -> bool:

@@ -15,12 +15,13 @@ import torch
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.memory.copying import Columns, Move, WorkUnderWay, copies_of
+from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.policy.slots import SlotNeed, growth
 from dcp_mem.runtime.last_saves import SavedPlan
 from dcp_mem.saving.ahead import AheadCopy
 from dcp_mem.saving.own_plan import OwnPlanItems
 from dcp_mem.saving.plan import claims_of
-from dcp_mem.saving.stage import DeviceCopies, fill
+from dcp_mem.saving.stage import fill
 from dcp_mem.saving.values import (
     Agreed,
     CatalogSource,
@@ -100,8 +101,8 @@ def _is_copied_eagerly(context: SaveContext, planned: Planned) -> bool:
     """Tell whether this rank may copy before its ranks have agreed, and gains by it.
 
     It may where it needs no new memory, which is for all ranks to agree on, and leaves the slots
-    that copies from other nodes will need. Tensors that are frozen, on a device, or not plain CPU
-    memory are copied afterwards.
+    that copies from other nodes will need. Where some tensors are frozen, or can't be copied as
+    bytes, all are copied afterwards.
     """
     session = context.session
     if planned.sources is None or planned.frozen is not None:
@@ -141,6 +142,7 @@ class _EagerCopies:
     def __init__(self, planned: Planned) -> None:
         self._planned: Planned | None = planned
         self._copies: WorkUnderWay[Callable[[], None]] | None = None
+        self._from_devices = DeviceCopies()
 
     def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
         """Begin with all copies, in as many threads as torch uses; return none."""
@@ -149,9 +151,9 @@ class _EagerCopies:
         self._copies.start(min(torch.get_num_threads(), len(copies)))
         return ()
 
-    def take_from_device(self, device: torch.device, copies: DeviceCopies) -> None:
-        """Refuse: what lies on a device isn't copied eagerly."""
-        raise AssertionError(device)
+    def take_from_devices(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
+        """Have the devices begin with all copies."""
+        self._from_devices.begin(targets, sources)
 
     def begin(self) -> None:
         """Do nothing: the copies have begun."""
@@ -160,13 +162,17 @@ class _EagerCopies:
         """Help with the copies until all have been made."""
         if self._copies is not None:
             self._copies.finish()
+        self._from_devices.finish()
         self._copies = self._planned = None
         faults.point("eager.copied")
 
     def cancel(self) -> None:
         """Make no further copy, and return once none is being made."""
-        if self._copies is not None:
-            self._copies.cancel()
+        try:
+            if self._copies is not None:
+                self._copies.cancel()
+        finally:
+            self._from_devices.finish()
         self._copies = self._planned = None
 
     def give_back(self) -> None:

@@ -22,7 +22,7 @@ from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.frames import Spec, Specs
 from dcp_mem.memory.slots import Slot, SlotHold
-from dcp_mem.planning.plain_tensors import PLAIN
+from dcp_mem.planning.plain_tensors import PLAIN, Sources
 from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.runtime.frozen import (
     FrozenSegment,
@@ -50,7 +50,7 @@ class FrozenItems:
         keys: Of each.
         tensors: Of each.
         layout: Of their segment.
-        sources: Addresses of their data, where all of it is plain CPU memory; None otherwise.
+        sources: The same tensors, where all of the plan's can be copied as bytes; None otherwise.
         known: The segment that has their bytes, as far as `plan` can tell; None: they are copied.
         is_lasting: Whether the tensors are the caller's own.
     """
@@ -59,7 +59,7 @@ class FrozenItems:
     keys: Sequence[ItemKey]
     tensors: Sequence[torch.Tensor]
     layout: PlanLayout
-    sources: Sequence[int] | None
+    sources: Sources | None
     known: FrozenSegment | None = None
     is_lasting: bool = True
 

@@ -45,7 +45,7 @@ def frozen_apart(
         keys=parts.keys,
         tensors=list(compress(tensors, is_frozen)),
         layout=parts.frozen,
-        sources=None if sources is None else list(compress(sources, is_frozen)),
+        sources=None if sources is None else sources.only(is_frozen),
         is_lasting=not context.has_copies,  # those of a copy the next save won't find
     )
     if frozen.is_lasting:
@@ -55,7 +55,7 @@ def frozen_apart(
         tensors=list(compress(planned.tensors, is_other)),
         layout=parts.others,
         nbytes=planned.nbytes - whole.layout.nbytes + parts.others.layout.nbytes,
-        sources=None if sources is None else list(compress(sources, is_other)),
+        sources=None if sources is None else sources.only(is_other),
         frozen=frozen,
         group=context.group,
     )

@@ -13,6 +13,7 @@ breaks the rule: the checkpoint is discarded then, and never completed.
 from __future__ import annotations
 
 import ctypes
+import operator
 import threading
 import weakref
 import zlib
@@ -20,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.background import KeptThreads
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.memory.copying import Columns, Move, copy, copy_here, moves_of
-from dcp_mem.memory.device_copies import Enqueued, copy_stream
+from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.saving.values import Planned
 
 _BATCH, _AWAITED_BATCH = 16 << 20, 1 << 30
@@ -50,7 +52,8 @@ class Overlap:
         *optimizers: All those that change what is saved.
         validate: Hold each copy against a fingerprint taken when `async_save` was called, and
             discard the checkpoint where it differs. It finds code that changes parameters or
-            optimizer state outside of these optimizers' steps.
+            optimizer state outside of these optimizers' steps. On devices it looks at torch's
+            counters of writes in place of the bytes.
 
     Raises:
         ConfigError: There is no optimizer, or something else.
@@ -111,8 +114,10 @@ class OverlappedCopies:
         self._validates, self._planned, self._warn = overlap.validate, planned, warn
         self._moves: deque[Move] = deque()
         self._checks: list[_Check] = []
-        self._kept: list[torch.Tensor] = []
-        self._enqueued: list[Enqueued] = []
+        self._read: list[torch.UntypedStorage] = []
+        self._at_once, self._in_time = DeviceCopies(), DeviceCopies()
+        self._written: list[tuple[torch.Tensor, int]] = []
+        self._counting = threading.Lock()
         self._is_awaited = self._is_cancelled = False
         self._copying: Future[None] | None = None
         self._copier: threading.Thread | None = None
@@ -120,52 +125,45 @@ class OverlappedCopies:
 
     def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
         """Take over the copies of parameters and optimizer state; return the others."""
-        at_once, later, kept = [], [], []
+        at_once, later = [], []
         for number, move in enumerate(moves_of(destination, source, nbytes)):
             tensor = self._may_wait.get(move[1])
             if tensor is None or not 0 < move[2] <= tensor.nbytes:
                 at_once.append(move)
                 continue
             later.append(move)
-            kept.append(tensor)
+            # Not the tensor: its memory may be another one soon (`parameter.data = …`).
+            self._read.append(tensor.untyped_storage())
             if self._validates:
                 self._checks.append(_Check(number, move, tensor))
         if later:
             self._moves.extend(_cut(later))
-            self._kept += kept
         return at_once
 
-    def take_from_device(
-        self, device: torch.device, copies: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        """Enqueue copies from a device; of what may change at any time first.
+    def take_from_devices(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
+        """Enqueue copies from devices; of what may change at any time first.
 
-        The caller never waits. The device makes the former before whatever it is told from now on,
-        and the latter before the optimizers' next steps.
+        The caller never waits. The devices make the former before whatever they are told from now
+        on, and the latter before the optimizers' next steps.
         """
+        found = list(map(self._may_wait.get, map(torch.Tensor.data_ptr, sources)))
+        may_wait = [
+            tensor is not None and source.nbytes <= tensor.nbytes
+            for tensor, source in zip(found, sources, strict=True)
+        ]
+        for copies, is_chosen in (
+            (self._at_once, list(map(operator.not_, may_wait))),
+            (self._in_time, may_wait),
+        ):
+            copies.begin(targets[np.array(is_chosen, bool)], list(compress(sources, is_chosen)))
+        self._at_once.hold_devices()
         if self._validates:
-            self._warn("validate=True doesn't look at tensors on devices")
-        stream = copy_stream(device)
-        assert stream is not None
-        at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
-        later: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for target, source in copies:
-            tensor = self._may_wait.get(source.data_ptr())
-            is_later = tensor is not None and source.nbytes <= tensor.nbytes
-            (later if is_later else at_once).append((target, source))
-        for group in (at_once, later):
-            if group:
-                targets, sources = zip(*group, strict=True)
-                enqueued = stream.enqueue(targets, sources)
-                self._enqueued.append(enqueued)
-                if group is at_once:
-                    enqueued.hold_device()
-                self._kept += sources
+            self._written = [(one, one._version) for one in compress(sources, may_wait)]
 
     @cached_property
     def _may_wait(self) -> dict[int, torch.Tensor]:
         """Parameters and optimizer state, by address; none where they may change at any time."""
-        tensors = list(_tensors(self.optimizers))
+        tensors = _tensors(self.optimizers)
         why_not = _why_not(self.optimizers, tensors)
         if why_not:
             self._warn(f"overlap= has no effect: {why_not}")
@@ -174,7 +172,7 @@ class OverlappedCopies:
 
     def begin(self) -> None:
         """Begin with the copies; from here on the optimizers' next steps wait for them."""
-        if not self._kept:
+        if not self._moves and not self._in_time.are_under_way:
             return
         for optimizer in self.optimizers:
             _hook(optimizer)
@@ -186,8 +184,8 @@ class OverlappedCopies:
     def wait(self) -> None:
         """Return once what is copied may change. What has gone wrong is raised by `finish`."""
         self._join()
-        for enqueued in self._enqueued:
-            enqueued.hold_device()
+        self._validate_devices()
+        self._in_time.hold_devices()
         with _guard:
             _pending.discard(self)
 
@@ -209,11 +207,14 @@ class OverlappedCopies:
     def _end(self) -> None:
         """Wait for all copies, and let go of what was copied."""
         self._join()
-        for enqueued in self._enqueued:
-            enqueued.wait()
+        try:
+            self._at_once.finish()
+        finally:
+            self._in_time.finish()
+        self._validate_devices()
         with _guard:
             _pending.discard(self)
-        self._kept.clear()
+        self._read.clear()
         self.__dict__.pop("_may_wait", None)
 
     def _join(self) -> None:
@@ -251,12 +252,27 @@ class OverlappedCopies:
         changed = [check for check in self._checks if not check.holds()]
         if changed and not self._is_cancelled:
             item = self._planned.tensors[changed[0].number]
-            name = self._planned.items.index(item).fqn
-            raise DcpMemError(
-                f"{name} and {len(changed) - 1} other tensors changed between the save and the "
-                f"optimizer's step, so the copy isn't the state that was to be saved: name every "
-                f"optimizer in overlap=, or save without overlap="
-            )
+            raise _changed(self._planned.items.index(item).fqn, len(changed))
+
+    def _validate_devices(self) -> None:
+        """Look once, before the optimizers' steps, at how often tensors on devices were written to.
+
+        Their bytes are there only once the device has copied them; nobody waits for that.
+        """
+        with self._counting:
+            changed = [one for one, version in self._written if one._version != version]
+            self._written = []
+        if changed and not self._is_cancelled and self._error is None:
+            what = f"a tensor of shape {list(changed[0].shape)} on {changed[0].device}"
+            self._error = _changed(what, len(changed))
+
+
+def _changed(first: str, count: int) -> DcpMemError:
+    return DcpMemError(
+        f"{first} and {count - 1} other tensors changed between the save and the optimizer's step, "
+        f"so the copy isn't the state that was to be saved: name every optimizer in overlap=, or "
+        f"save without overlap="
+    )
 
 
 class _Check:
@@ -287,30 +303,34 @@ def _cut(moves: Sequence[Move]) -> Iterator[Move]:
             yield destination + start, source + start, min(_BATCH, nbytes - start)
 
 
-def _tensors(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
-    """Yield this rank's parts of all parameters, and of the optimizers' state of them."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield _local(parameter)
-                for value in optimizer.state.get(parameter, {}).values():
-                    if isinstance(value, torch.Tensor):
-                        yield _local(value)
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor._local_tensor if type(tensor) is DTensor else tensor
-    return local
-
-
-def _why_not(optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -> str:
-    """Return why parameters may change before the optimizers' steps; "" where they don't."""
-    parameters = [
+def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    return [
         parameter
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
+
+
+def _tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """Return this rank's parts of all parameters, and of the optimizers' state of them."""
+    states = [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        if isinstance(state, dict)
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return [
+        one._local_tensor if type(one) is DTensor else one
+        for one in [*_parameters(optimizers), *states]
+    ]
+
+
+def _why_not(optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -> str:
+    """Return why parameters may change before the optimizers' steps; "" where they don't."""
+    parameters = _parameters(optimizers)
     if any(getattr(one, "_in_backward_optimizers", None) for one in parameters):
         return "an optimizer runs in the backward pass"
     if any(getattr(one, "_post_accumulate_grad_hooks", None) for one in parameters):

@@ -31,7 +31,7 @@ from dcp_mem.format.frames import QUANTISED, Specs, frame
 from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.global_plan import WholePlan, merge
 from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
-from dcp_mem.planning.plain_tensors import Addresses
+from dcp_mem.planning.plain_tensors import SourcesByBlock
 from dcp_mem.planning.plan_catalog import WrittenItems, catalog_of_written, share_written
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import Structure
@@ -468,10 +468,10 @@ def _planned(
 ) -> Planned | None:
     """Return this rank's part of a plan; None if the state dict doesn't fit it."""
     layout = context.session.layouts.of(plan.specs)
-    addresses = (
-        Addresses(plan.is_written, plan.is_complex) if layout.is_plain and plan.is_strided else None
-    )
-    leaves = structure.recognise(state, addresses.look_at if addresses is not None else None)
+    sources = None
+    if layout.is_plain and plan.is_strided:
+        sources = SourcesByBlock(plan.is_written, plan.is_complex)
+    leaves = structure.recognise(state, sources.look_at if sources is not None else None)
     if leaves is None:
         return None
     items = _RowItems(plan, structure, structure.item_values(leaves))
@@ -482,7 +482,7 @@ def _planned(
         objects=plan.objects,
         layout=layout,
         nbytes=layout.layout.nbytes + tail_nbytes,
-        sources=addresses.found if addresses is not None else None,
+        sources=sources.found if sources is not None else None,
         plan_id=plan.plan_id,
         group=context.group,
     )

@@ -1,8 +1,8 @@
 """Before anything is agreed: this rank's part of DCP's plan is taken apart, and laid out.
 
-Plans of plain contiguous CPU tensors, and of DTensors made of such, take a fast path, on which the
-loops over the items run in C and touch as little of them as they can: twenty thousand tensors one
-by one, through the planner, take longer than the copy of their gigabyte.
+Plans of contiguous tensors, and of DTensors made of such, take a fast path, on which the loops over
+the items run in C and touch as little of them as they can: twenty thousand tensors one by one,
+through the planner, take longer than the copy of their gigabyte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem.format.frames import Specs
 from dcp_mem.format.layout import align
-from dcp_mem.planning.plain_tensors import are_plain
+from dcp_mem.planning.plain_tensors import Sources, sources_of
 from dcp_mem.policy.slots import SlotNeed
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.saving.values import DCP_PLAN, Planned, SaveContext
@@ -49,15 +49,14 @@ def plan_segment(context: SaveContext, plan: SavePlan, planner: SavePlanner) -> 
     objects = list(compress(plan.items, is_object))
     tensors = list(compress(plan.items, map(operator.not_, is_object)))
     is_shard = [kind is WriteItemType.SHARD for kind in kinds if kind is not WriteItemType.BYTE_IO]
-    plain = _plain_tensors(tensors, is_shard, planner)
-    found = specs_of(plain) if plain is not None else None
+    sources = _sources(tensors, is_shard, planner)
+    found = specs_of(sources.tensors) if sources is not None else None
     is_known = found is not None and not any(is_shard) and _plans_as_is(planner)
     layout = context.session.layouts.of(
         found if found is not None and is_known else expected_specs(tensors)
     )
-    sources = None
-    if plain is not None and layout.is_plain and found == layout.expected:
-        sources = list(map(torch.Tensor.data_ptr, plain))
+    if not layout.is_plain or found != layout.expected:
+        sources = None
     tail_nbytes = expected_tail(context, DCP_PLAN, objects, planner.resolve_data)
     return Planned(
         items=PlannerItems(planner),
@@ -166,10 +165,10 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> Specs:
     return Specs(list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors)))
 
 
-def _plain_tensors(
+def _sources(
     items: Sequence[WriteItem], is_shard: Sequence[bool], planner: SavePlanner
-) -> Sequence[torch.Tensor] | None:
-    """Return what the items stand for, if the planner changes nothing and all of it is plain."""
+) -> Sources | None:
+    """Return what items stand for, if the planner leaves it as it is and bytes can be copied."""
     if not resolves_as_is(planner):
         return None
     found = list(map(planner.state_dict.get, map(_FQN, items)))  # type: ignore[attr-defined]
@@ -179,7 +178,7 @@ def _plain_tensors(
         found = [
             one._local_tensor if shard else one for one, shard in zip(found, is_shard, strict=True)
         ]
-    return found if are_plain(found) else None
+    return sources_of(found)
 
 
 def _plans_as_is(planner: SavePlanner) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -20,9 +22,9 @@ from dcp_mem.format.frames import Spec
 from dcp_mem.format.layout import align
 from dcp_mem.format.metadata import StorageInfo
 from dcp_mem.memory.copying import Columns, Move, copy, copy_many, moves_of
-from dcp_mem.memory.device_copies import Enqueued, copy_stream
+from dcp_mem.memory.device_copies import DeviceCopies, copy_stream
 from dcp_mem.memory.slots import Slot
-from dcp_mem.planning.plain_tensors import PLAIN
+from dcp_mem.planning.plain_tensors import HOST, PLAIN
 from dcp_mem.planning.wrapper_tensors import (
     detached,
     is_wrapper,
@@ -51,10 +53,6 @@ _GATHERED = 256 << 10
 _NO_DATA = "a tensor on the meta device has no data to save: materialise the module first"
 
 
-DeviceCopies = list[tuple[torch.Tensor, torch.Tensor]]
-"""Copies from one device: (target, source) of each."""
-
-
 class Later(Protocol):
     """Takes over copies that needn't be made at once, and makes them in the background."""
 
@@ -70,12 +68,12 @@ class Later(Protocol):
             nbytes: Length of each.
         """
 
-    def take_from_device(self, device: torch.device, copies: DeviceCopies) -> None:
-        """Enqueue copies from a device.
+    def take_from_devices(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
+        """Enqueue copies from devices.
 
         Args:
-            device: That the sources are on.
-            copies: (target, source) of each.
+            targets: Addresses in the slot.
+            sources: On devices, one for each target; contiguous, and none is empty.
         """
 
     def finish(self) -> None:
@@ -285,19 +283,48 @@ def _resolve(items: Items, item: Any) -> torch.Tensor:
 
 def _copy_tensors(slot: Slot, planned: Planned, later: Later | None) -> list[Any]:
     """Copy dense tensors to their places; return the others' items. Raises _OtherThanPlanned."""
-    layout = planned.layout.layout
-    addresses, nbytes = slot.address + layout.payload_offsets, layout.payload_nbytes
-    if planned.sources is None:
-        places = list(zip(addresses.tolist(), nbytes.tolist(), strict=True))
+    layout, sources = planned.layout.layout, planned.sources
+    targets, nbytes = slot.address + layout.payload_offsets, layout.payload_nbytes
+    if sources is None:
+        places = list(zip(targets.tolist(), nbytes.tolist(), strict=True))
         return _copy_one_by_one(slot, places, planned, later)
-    columns = addresses, np.array(planned.sources, np.int64), nbytes
-    if later is not None:
-        _copy_batch(later.take(*columns), OtherCopies(slot))
-    elif faults.is_armed("stage.copying"):
-        _copy_batch(moves_of(*columns), OtherCopies(slot))
-    else:
-        copy_many(*columns)
+    addresses = np.array(sources.addresses, np.int64)
+    if sources.devices is None:
+        _copy_from_host(targets, addresses, nbytes, later)
+        return []
+    on_device = np.array(sources.devices) != HOST
+    here, there = ~on_device, on_device & (nbytes > 0)
+    with _from_devices(targets[there], compress(sources.tensors, there.tolist()), later):
+        _copy_from_host(targets[here], addresses[here], nbytes[here], later)
     return []
+
+
+def _copy_from_host(
+    targets: Columns, addresses: Columns, nbytes: Columns, later: Later | None
+) -> None:
+    if later is not None:
+        _copy_moves(later.take(targets, addresses, nbytes))
+    elif faults.is_armed("stage.copying"):
+        _copy_moves(moves_of(targets, addresses, nbytes))
+    else:
+        copy_many(targets, addresses, nbytes)
+
+
+@contextmanager
+def _from_devices(
+    targets: Columns, sources: Iterable[torch.Tensor], later: Later | None
+) -> Iterator[None]:
+    """Enqueue copies from devices; have made them at the end, unless they are left for later."""
+    if later is not None:
+        later.take_from_devices(targets, list(sources))
+        yield
+        return
+    copies = DeviceCopies()
+    try:
+        copies.begin(targets, list(sources))
+        yield
+    finally:
+        copies.finish()
 
 
 def _copy_one_by_one(
@@ -305,7 +332,8 @@ def _copy_one_by_one(
 ) -> list[Any]:
     """Copy tensors of any kind, as the planner resolves them.
 
-    In batches: the planner may make the tensors just for us, and all of them at once might not fit.
+    In batches: tensors may be made just for us, by the planner or because they aren't contiguous,
+    and all of them at once might not fit.
     """
     others, slow, place = OtherCopies(slot), [], iter(places)
     moves: list[Move] = []
@@ -331,29 +359,32 @@ def _copy_one_by_one(
         else:
             others.copy(tensor, address, nbytes)
         alive.append(tensor)
-        waiting += nbytes
-        if waiting >= _BATCH and later is None:
-            _copy_batch(moves, others)
+        # What is left for later is copied from the state dict, by no planner.
+        waiting = waiting + nbytes if later is None else others.made_nbytes
+        if waiting >= _BATCH:
+            with others.under_way(None):
+                _copy_moves(moves)
             moves, alive, waiting = [], [], 0
-    if later is not None:
-        others.leave_to(later)
-    _copy_batch(moves, others)
+    with others.under_way(later):
+        _copy_moves(moves)
     return slow
 
 
-def _copy_batch(moves: Sequence[Move], others: OtherCopies) -> None:
+def _copy_moves(moves: Sequence[Move]) -> None:
     if faults.is_armed("stage.copying"):
         middle = len(moves) // 2
         copy(moves[:middle])
         faults.point("stage.copying")
         moves = moves[middle:]
-    others.start()
     copy(moves)
-    others.finish()
 
 
 class OtherCopies:
-    """Copies of tensors that aren't plain CPU memory: strided ones, and those on devices."""
+    """Copies of tensors that aren't plain CPU memory: strided ones, and those on devices.
+
+    Attributes:
+        made_nbytes: Bytes of device memory that were taken for those that are waiting.
+    """
 
     def __init__(self, slot: Slot) -> None:
         """Copy into this slot.
@@ -362,50 +393,41 @@ class OtherCopies:
             slot: Mapped, and the caller's own.
         """
         self._slot = slot
-        self._waiting: dict[torch.device, DeviceCopies] = {}
-        self._enqueued: list[Enqueued] = []
+        self.made_nbytes = 0
+        self._targets: list[int] = []
+        self._sources: list[torch.Tensor] = []
 
     def copy(self, tensor: torch.Tensor, address: int, nbytes: int) -> None:
-        """Copy a tensor to an address in the slot, now; from a device, when `start` is called.
+        """Copy a tensor to an address in the slot, now; from a device, once they are `under_way`.
 
         Args:
             tensor: Strided, of any device.
             address: In the slot's mapping.
-            nbytes: The tensor's.
+            nbytes: The tensor's; not 0.
         """
+        if copy_stream(tensor.device) is not None:
+            source = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            if source.data_ptr() != tensor.data_ptr():
+                self.made_nbytes += nbytes
+            self._targets.append(address)
+            self._sources.append(source)
+            return
         assert self._slot.mapping is not None
         buffer, start = self._slot.mapping.buffer, self._slot.address
         place = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=address - start)
-        target = place.view(tensor.dtype).view(tensor.shape)
-        if copy_stream(tensor.device) is None:
-            target.copy_(tensor.detach())
-            return
-        self._waiting.setdefault(tensor.device, []).append((target, tensor.detach()))
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
-    def leave_to(self, later: Later) -> None:
-        """Have another one enqueue, and wait for, the copies from devices.
+    @contextmanager
+    def under_way(self, later: Later | None) -> Iterator[None]:
+        """Have devices copy what has been asked for; at the end of the context, it has been copied.
 
         Args:
-            later: Takes them over.
+            later: Takes these copies over; the end of the context doesn't wait for them then.
         """
-        for device, copies in self._waiting.items():
-            later.take_from_device(device, copies)
-        self._waiting.clear()
-
-    def start(self) -> None:
-        """Enqueue the copies from devices, behind what the planner may have launched just now."""
-        for device, copies in self._waiting.items():
-            stream = copy_stream(device)
-            assert stream is not None
-            targets, sources = zip(*copies, strict=True)
-            self._enqueued.append(stream.enqueue(targets, sources))
-
-    def finish(self) -> None:
-        """Wait for the copies from devices."""
-        for enqueued in self._enqueued:
-            enqueued.wait()
-        self._enqueued.clear()
-        self._waiting.clear()
+        targets, sources = np.array(self._targets, np.int64), self._sources
+        self._targets, self._sources, self.made_nbytes = [], [], 0
+        with _from_devices(targets, sources, later):
+            yield
 
 
 def _streams(items: Items, slow: Sequence[Any], objects: Sequence[Any]) -> Iterator[memoryview]:

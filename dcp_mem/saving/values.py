@@ -15,6 +15,7 @@ from dcp_mem.format.catalog import Catalog, SharedCatalog
 from dcp_mem.format.catalog_conversion import RankItems
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.slots import Slot
+from dcp_mem.planning.plain_tensors import Sources
 from dcp_mem.planning.state_structure import Structure
 from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.policy.order import SaveNumber
@@ -135,8 +136,8 @@ class Planned:
         objects: Byte items, which lie behind the layout.
         layout: Of the segment.
         nbytes: What the segment will take, as far as plan and last save can tell.
-        sources: Addresses of the tensors' data where all of them are plain CPU memory; None where
-            they have to be looked at one by one.
+        sources: The tensors themselves, where all of them can be copied as bytes; None where they
+            have to be looked at one by one.
         plan_id: Which plan of all ranks this is a part of.
         other_plan_ids: Plans that would fit here just as well.
         is_written: Whether a slot holds all of it already.
@@ -149,7 +150,7 @@ class Planned:
     objects: Sequence[Any]
     layout: PlanLayout
     nbytes: int
-    sources: Sequence[int] | None = None
+    sources: Sources | None = None
     plan_id: str = DCP_PLAN
     other_plan_ids: tuple[str, ...] = ()
     is_written: bool = False

@@ -11,6 +11,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -965,6 +967,30 @@ def test_each_of_several_optimizers_waits_and_one_that_was_not_named_does_not(
                     thread.join(_SECONDS)
             future.result(_SECONDS)
             _assert_loads(memory_job, f"step-{step}", expected)
+
+
+def test_a_parameter_that_is_given_other_memory_is_saved_as_it_was(memory_job: Job) -> None:
+    memory = np.full((300, 200), 3.0, np.float32)
+    is_kept = weakref.ref(memory)
+    parameter = torch.nn.Parameter(torch.from_numpy(memory))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    del memory
+    with memory_job.writer(agent="thread", keep_memory=2) as writer:
+        for step in range(2):
+            with _held_copies() as may_go_on:
+                state = {"parameter": parameter}  # not detached: no other tensor has the memory
+                future = _overlapped(writer, state, f"step-{step}", optimizer)
+                del state
+                if step:
+                    parameter.data = torch.zeros(300, 200)
+                    gc.collect()
+                    assert not future.done()
+                    assert is_kept() is not None
+                may_go_on.set()
+                future.result(_SECONDS)
+        gc.collect()
+        assert is_kept() is None
+        _assert_loads(memory_job, "step-1", {"parameter": torch.full((300, 200), 3.0)})
 
 
 def _have_hooks_on_gradients(model: torch.nn.Module) -> None:

@@ -1,6 +1,9 @@
 """State on CUDA devices: copied straight into pinned slots, whole. Skipped without a device."""
 
 import re
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dcp_mem
+from dcp_mem import MemoryStorageReader
+from dcp_mem.common import faults
 from dcp_mem.memory import pinning
+from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.roundtrip import (
     ROADS,
     Places,
@@ -20,6 +26,7 @@ from tests.support.checkpoints.roundtrip import (
     bits,
     random_tensor,
 )
+from tests.support.processes.launch import run_fresh
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +45,7 @@ def places(memory_root: Path, tmp_path: Path) -> Places:
 
 def _on_cpu(state: State) -> State:
     return {
-        key: value.cpu() if isinstance(value, torch.Tensor) else value
+        key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
         for key, value in state.items()
     }
 
@@ -189,6 +196,25 @@ def test_the_values_at_the_time_of_the_save_are_what_loads(places: Places) -> No
         _comes_back(places, "step-1", {"a": torch.zeros(8 << 20)}, "cpu")
 
 
+@pytest.mark.parametrize("call", [dcp.async_save, dcp_mem.async_save])
+def test_an_asynchronous_save_has_the_state_of_its_call_and_the_host_goes_on(
+    places: Places, call: Callable[..., Any]
+) -> None:
+    state: State = {"large": torch.zeros(64 << 20, device="cuda"), "host": torch.zeros(9)}
+    with places.writer(keep_memory=3, persist=False) as writer:
+        for step in range(4):
+            _busy()
+            saving = call(state, checkpoint_id=f"{step}", storage_writer=writer)
+            is_over = saving.done()
+            for tensor in state.values():
+                tensor += 1
+            saving.result(60)
+            assert step == 0 or not is_over  # the device was still busy
+            into: State = {key: torch.zeros(value.shape) for key, value in state.items()}
+            places.load("memory", f"{step}", into)
+            assert_same({key: torch.full_like(value, step) for key, value in into.items()}, into)
+
+
 def test_an_overlapped_save_has_the_state_from_before_the_step_and_the_host_goes_on(
     places: Places,
 ) -> None:
@@ -212,6 +238,188 @@ def test_an_overlapped_save_has_the_state_from_before_the_step_and_the_host_goes
             places.load("memory", f"{step}", into)
             expected = {key: torch.full_like(value, step) for key, value in into.items()}
             assert_same(expected, into)
+
+
+def test_memory_that_is_given_up_after_an_overlapped_call_is_still_what_was_saved(
+    places: Places,
+) -> None:
+    model = torch.nn.Linear(4000, 4000, bias=False).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with places.writer(keep_memory=3, persist=False) as writer:
+        for step in range(3):
+            torch.nn.init.constant_(model.weight, step)
+            weight = model.weight.detach()
+            state: State = {"weight": weight, "temporary": torch.add(weight, 1)}
+            _busy()
+            saving = dcp_mem.async_save(
+                state, checkpoint_id=f"{step}", storage_writer=writer, overlap=optimizer
+            )
+            del state, weight
+            model.half()  # the parameter's memory is another one from here on
+            taken = [torch.full((4000, 4000), -1.0, device="cuda") for _ in range(4)]
+            model.float()
+            saving.result(60)
+            del taken
+            into: State = {"weight": torch.zeros(4000, 4000), "temporary": torch.zeros(4000, 4000)}
+            places.load("memory", f"{step}", into)
+            expected = {
+                "weight": torch.full((4000, 4000), float(step)),
+                "temporary": torch.full((4000, 4000), step + 1.0),
+            }
+            assert_same(expected, into)
+
+
+def test_validation_finds_what_is_written_to_before_the_step(places: Places) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda"))
+    overlap = dcp_mem.Overlap(torch.optim.SGD([parameter], lr=1.0), validate=True)
+    with places.writer(persist=False) as writer:
+        for step in range(3):
+            state = {"parameter": parameter.detach()}
+            saving = dcp_mem.async_save(
+                state, checkpoint_id=f"{step}", storage_writer=writer, overlap=overlap
+            )
+            if step < 2:
+                saving.result(60)
+        with torch.no_grad():
+            parameter.add_(1)
+        with pytest.raises(dcp.CheckpointException, match="changed between the save and"):
+            saving.result(60)
+
+
+def _many(step: int) -> State:
+    """A state as AdamW has it: small and large, and counters that stay on the host."""
+    state: State = {}
+    for number in range(3000):
+        state[f"weight.{number}"] = torch.full((number % 700,), float(number + step), device="cuda")
+        state[f"step.{number}"] = torch.tensor(float(step))
+    state["large"] = torch.full((5_000_000,), float(step), device="cuda")
+    return state
+
+
+def _never(slot: Any) -> None:
+    """Stand in for `pin` where CUDA can't register memory."""
+
+
+@pytest.mark.parametrize(
+    ("what", "stands_in"),
+    [
+        (None, None),
+        ("dcp_mem.memory.cuda_batches._driver_call", lambda: None),  # an older driver
+        ("dcp_mem.memory.pinning.pin", _never),
+    ],
+)
+@pytest.mark.parametrize("save", [dcp.save, dcp_mem.save, dcp.async_save])
+def test_thousands_of_tensors_survive_whatever_cuda_can_do(
+    places: Places,
+    save: Callable[..., Any],
+    what: str | None,
+    stands_in: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if what is not None:
+        monkeypatch.setattr(what, stands_in)
+    with places.writer(persist=False) as writer:
+        for step in range(3):
+            state = _many(step)
+            expected = _on_cpu(state)
+            saving = save(state, checkpoint_id=f"{step}", storage_writer=writer)
+            for value in state.values():
+                value.fill_(-1)
+            if save is dcp.async_save:
+                saving.result(60)
+            into: State = {key: torch.zeros_like(value) for key, value in expected.items()}
+            places.load("memory", f"{step}", into)
+            assert_same(expected, into)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_thousands_of_tensors_are_loaded_into_a_device(places: Places, verify: bool) -> None:
+    state = _many(5)
+    state["huge"] = torch.randn(40_000_000, device="cuda")  # of several windows
+    with places.writer() as writer:
+        dcp_mem.save(state, checkpoint_id="5", storage_writer=writer)
+        writer.wait("5", timeout=60)
+    into: State = {key: torch.full_like(value, -1) for key, value in state.items()}
+    targets = dict(into)
+    with MemoryStorageReader(
+        None, memory_root=places.memory, job=places.job, verify=verify
+    ) as reader:
+        for value in into.values():
+            if value.is_cuda:
+                _busy()
+                value.fill_(-2)  # under way when the load begins
+                break
+        dcp.load(into, checkpoint_id="5", storage_reader=reader)
+    assert_same(_on_cpu(state), _on_cpu(into))
+    assert all(into[key] is target for key, target in targets.items())
+
+
+def test_what_is_damaged_in_memory_comes_to_the_device_from_storage(places: Places) -> None:
+    state = {"a": torch.randn(5000, 300, device="cuda")}
+    with places.writer() as writer:
+        dcp_mem.save(state, checkpoint_id="0", storage_writer=writer)
+        writer.wait("0", timeout=60)
+    flip(next(places.directory("memory", "0").glob("*.distcp")), 3_000_000)
+    into: State = {"a": torch.zeros(5000, 300, device="cuda")}
+    with MemoryStorageReader(places.url, memory_root=places.memory, job=places.job) as reader:
+        dcp_mem.load(into, storage_reader=reader)
+        assert set(reader.report().sources) == {"storage"}
+    assert_same(_on_cpu(state), _on_cpu(into))
+
+
+def test_threads_that_have_not_used_the_device_yet_can_save(places: Places) -> None:
+    state = {"a": torch.zeros(1 << 20, device="cuda")}
+    errors: list[BaseException] = []
+
+    def save(writer: Any, step: int) -> None:
+        try:
+            state["a"].fill_(step)
+            dcp.save(state, checkpoint_id=f"{step}", storage_writer=writer)
+        except BaseException as error:
+            errors.append(error)
+
+    with places.writer(persist=False) as writer:
+        for step in range(3):
+            thread = threading.Thread(target=save, args=(writer, step))
+            thread.start()
+            thread.join(60)
+            assert not errors
+            into = places.load("memory", f"{step}", {"a": torch.zeros(1 << 20)})
+            assert_same({"a": torch.full((1 << 20,), float(step))}, into)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "dcp.save": dcp.save,
+    "dcp.async_save": dcp.async_save,
+    "overlapped": dcp_mem.async_save,
+}
+
+
+def _save_until_killed(places: Places, call: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(32 << 20, device="cuda"))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    options: dict[str, Any] = {"overlap": optimizer} if call == "overlapped" else {}
+    writer = places.writer(keep_memory=2, persist=False)
+    for step in range(9):
+        parameter.data.fill_(step)
+        state = {"parameter": parameter.detach(), "step": step}
+        if step == 4:
+            faults.arm("devices.enqueued:kill:1")
+        saving: Any = _CALLS[call](state, checkpoint_id=f"{step}", storage_writer=writer, **options)
+        if call != "dcp.save":
+            saving.result(60)
+
+
+@pytest.mark.parametrize("call", _CALLS)
+def test_a_kill_while_the_device_copies_leaves_the_checkpoint_before(
+    places: Places, call: str
+) -> None:
+    run_fresh(_save_until_killed, places, call, expect_signal=signal.SIGKILL)
+    into: State = {"parameter": torch.zeros(32 << 20), "step": -1}
+    with MemoryStorageReader(None, memory_root=places.memory, job=places.job) as reader:
+        dcp_mem.load(into, storage_reader=reader)  # the newest whole one
+    assert into["step"] == 3
+    assert_same({"parameter": torch.full((32 << 20,), 3.0)}, {"parameter": into["parameter"]})
 
 
 def test_a_model_and_its_optimizer_on_a_device_survive(places: Places) -> None:

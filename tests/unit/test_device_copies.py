@@ -1,19 +1,31 @@
 """Copies from devices, with a device that is played: what CUDA does but for its own calls."""
 
+import ctypes
 import gc
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_mem
-from dcp_mem.memory import device_copies
-from dcp_mem.saving import overlap, stage
-from tests.support.checkpoints.roundtrip import Places
+from dcp_mem import MemoryStorageReader
+from dcp_mem.loading import device_reads, plan
+from dcp_mem.memory import cuda_batches, device_copies
+from dcp_mem.memory.copying import Columns, Move, moves_of
+from dcp_mem.memory.device_copies import DeviceCopies
+from dcp_mem.planning import plain_tensors
+from dcp_mem.planning.plain_tensors import HOST
+from dcp_mem.saving import stage
+from tests.support.checkpoints.damage import flip
+from tests.support.checkpoints.roundtrip import Places, assert_same
+
+_ON_DEVICE = torch.float64
+"""Tensors of this dtype pass for tensors on a device."""
 
 
 class _Played:
@@ -22,50 +34,67 @@ class _Played:
     def __init__(self) -> None:
         self.may_run = threading.Event()
         self.log: list[str] = []
+        self.filled: list[int] = []
+        self.fails: Exception | None = None
 
-    def enqueue(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> "_PlayedCopies":
-        self.log.append(f"enqueue {len(targets)}")
-        return _PlayedCopies(self, targets, sources)
+    def to_host(self, targets: Columns, sources: Sequence[torch.Tensor]) -> "_PlayedCopies":
+        if self.fails is not None:
+            raise self.fails
+        self.log.append(f"enqueue {len(sources)}")
+        # A device knows addresses: it keeps nothing alive.
+        moves = [
+            (target, source.data_ptr(), source.nbytes)
+            for target, source in zip(targets.tolist(), sources, strict=True)
+        ]
+        return _PlayedCopies(self, moves, self.log)
+
+    def to_device(self, targets: Columns, sources: Columns, nbytes: Columns) -> "_PlayedCopies":
+        self.filled.append(int(nbytes.sum()))
+        return _PlayedCopies(self, moves_of(targets, sources, nbytes), [])
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class _PlayedCopies:
-    def __init__(
-        self, stream: _Played, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> None:
-        self._log = stream.log
-        # A device knows addresses: it keeps nothing alive.
-        sources_then = list(map(weakref.ref, sources))
+    def __init__(self, stream: _Played, moves: Sequence[Move], log: list[str]) -> None:
+        self._log = log
 
         def run() -> None:
             assert stream.may_run.wait(60)
-            for target, source_then in zip(targets, sources_then, strict=True):
-                source = source_then()
-                target.copy_(torch.full_like(target, -1) if source is None else source)
+            for move in moves:
+                ctypes.memmove(*move)
 
         self._thread = threading.Thread(target=run)
         self._thread.start()
 
     def wait(self) -> None:
         self._thread.join()
+        self._log.append("waited")
 
     def hold_device(self) -> None:
         self._log.append("hold")
 
 
+def _is_there(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is _ON_DEVICE
+
+
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Played]:
-    """Tensors that aren't contiguous pass for tensors on a device."""
     played = _Played()
-    for module in (stage, overlap):
+    monkeypatch.setattr(plain_tensors, "_IS_CPU", lambda one: not _is_there(one))
+    monkeypatch.setattr(plain_tensors, "_IS_CUDA", _is_there)
+    monkeypatch.setattr(plain_tensors, "_DEVICE", lambda one: 0 if _is_there(one) else HOST)
+    monkeypatch.setattr(plan, "may_copy_to_device", lambda: True)
+    for module in (stage, device_copies, device_reads):
         monkeypatch.setattr(module, "copy_stream", lambda device: played)
     yield played
     played.may_run.set()
 
 
 def _on_device(fill: float) -> torch.Tensor:
-    return torch.full((40, 30), float(fill)).t()
+    return torch.full((40, 30), float(fill), dtype=_ON_DEVICE)
 
 
 def test_a_plain_tensor_has_no_stream() -> None:
@@ -73,14 +102,62 @@ def test_a_plain_tensor_has_no_stream() -> None:
 
 
 def test_a_save_enqueues_once_and_waits(places: Places, stream: _Played) -> None:
-    state = {"a": _on_device(1), "b": _on_device(2), "host": torch.arange(5.0)}
+    state = {"a": _on_device(1), "b": _on_device(2), "empty": _on_device(0)[:0]}
+    state |= {"host": torch.arange(5.0)}
     stream.may_run.set()
     with places.writer(persist=False) as writer:
         for step in range(2):
             state["a"].fill_(step)
             dcp.save(state, checkpoint_id=f"{step}", storage_writer=writer)
             assert torch.equal(_loaded(places, f"{step}", state)["a"], state["a"])
-    assert stream.log == ["enqueue 2"] * 2
+    assert stream.log == ["enqueue 2", "waited"] * 2
+
+
+def test_tensors_that_are_not_contiguous_are_enqueued_together_as_well(
+    places: Places, stream: _Played
+) -> None:
+    state = {"a": _on_device(1).t(), "b": _on_device(2).t(), "host": torch.arange(5.0)}
+    stream.may_run.set()
+    with places.writer(persist=False) as writer:
+        for step in range(2):
+            dcp.save(state, checkpoint_id=f"{step}", storage_writer=writer)
+            assert_same(state, _loaded(places, f"{step}", state))
+    assert stream.log == ["enqueue 2", "waited"] * 2
+
+
+def test_what_is_made_contiguous_is_copied_before_there_is_much_of_it(
+    places: Places, stream: _Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "_BATCH", 3 * _on_device(0).nbytes)
+    state = {f"t{number}": _on_device(number).t() for number in range(7)}
+    stream.may_run.set()
+    with places.writer(persist=False) as writer:
+        for step in range(2):
+            stream.log.clear()
+            saving: Any = dcp.async_save(state, checkpoint_id=f"{step}", storage_writer=writer)
+            saving.result(60)
+            assert_same(state, _loaded(places, f"{step}", state))
+    batches = ["enqueue 3", "waited"] * 2
+    assert stream.log == [*batches, "enqueue 1", "hold", "waited"]
+
+
+def test_an_asynchronous_save_holds_the_device_and_never_the_host(
+    places: Places, stream: _Played
+) -> None:
+    state = {"a": _on_device(1), "b": _on_device(2), "host": torch.arange(5.0)}
+    expected = {key: value.clone() for key, value in state.items()}
+    with places.writer(persist=False) as writer:
+        stream.may_run.set()
+        dcp.save(state, checkpoint_id="0", storage_writer=writer)
+        stream.log.clear()
+        stream.may_run.clear()
+        future: Any = dcp.async_save(state, checkpoint_id="1", storage_writer=writer)
+        assert stream.log == ["enqueue 2", "hold"]
+        assert not future.done()
+        state["host"].fill_(-1)
+        stream.may_run.set()
+        future.result(60)
+        assert_same(expected, _loaded(places, "1", state))
 
 
 def test_overlapped_copies_hold_the_device_and_never_the_host(
@@ -98,41 +175,212 @@ def test_overlapped_copies_hold_the_device_and_never_the_host(
             state, checkpoint_id="1", storage_writer=writer, overlap=optimizer
         )
         # The buffer's copy comes before whatever the device is told next.
-        assert stream.log == ["enqueue 1", "hold", "enqueue 1"]
+        assert stream.log == ["enqueue 1", "enqueue 1", "hold"]
         assert not future.done()
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()  # The host goes on, though nothing has been copied.
-        assert stream.log[3:] == ["hold", "hold"]
+        assert stream.log[3:] == ["hold"]
         assert not future.done()
         stream.may_run.set()
         future.result(60)
         assert torch.equal(_loaded(places, "1", state)["parameter"], parameter)
 
 
+def _watched(fill: float) -> "tuple[torch.Tensor, weakref.ref[Any]]":
+    """Return a tensor, and what tells whether its memory is still there."""
+    memory = np.full((40, 30), float(fill))
+    return torch.from_numpy(memory), weakref.ref(memory)
+
+
+def _left(parameter: torch.nn.Parameter, state: dict[str, Any]) -> None:
+    state.clear()
+
+
+def _moved(parameter: torch.nn.Parameter, state: dict[str, Any]) -> None:
+    state.clear()
+    parameter.data = _on_device(7)
+
+
+@pytest.mark.parametrize("leave", [_left, _moved])
+@pytest.mark.parametrize("is_overlapped", [True, False])
 def test_what_a_device_is_still_to_copy_is_kept_though_nobody_else_holds_it(
-    places: Places, stream: _Played
+    places: Places, stream: _Played, is_overlapped: bool, leave: Callable[..., None]
 ) -> None:
-    parameter = torch.nn.Parameter(_on_device(1))
+    memory, of_parameter = _watched(1)
+    parameter = torch.nn.Parameter(memory)
+    temporary, of_temporary = _watched(2)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    state: dict[str, Any] = {"parameter": parameter.detach(), "temporary": _on_device(2)}
+    state: dict[str, Any] = {"parameter": parameter.detach(), "temporary": temporary}
     expected = {key: value.clone() for key, value in state.items()}
+    overlap: Any = {"overlap": optimizer} if is_overlapped else {}
     with places.writer(persist=False) as writer:
         stream.may_run.set()
         dcp.save(state, checkpoint_id="0", storage_writer=writer)
         stream.may_run.clear()
-        future = dcp_mem.async_save(
-            state, checkpoint_id="1", storage_writer=writer, overlap=optimizer
-        )
-        state.clear()
+        future = dcp_mem.async_save(state, checkpoint_id="1", storage_writer=writer, **overlap)
+        del memory, temporary
+        leave(parameter, state)
         gc.collect()
+        assert of_parameter() is not None
+        assert of_temporary() is not None
         stream.may_run.set()
         future.result(60)
-    loaded = _loaded(places, "1", expected)
-    for key, value in expected.items():
-        assert torch.equal(loaded[key], value), key
+        del future
+        gc.collect()
+        assert of_temporary() is None
+    assert_same(expected, _loaded(places, "1", expected))
+
+
+def test_validation_finds_a_tensor_on_a_device_that_was_written_to_before_the_step(
+    places: Places, stream: _Played
+) -> None:
+    parameter = torch.nn.Parameter(_on_device(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    state: dict[str, Any] = {"parameter": parameter.detach()}
+    overlap = dcp_mem.Overlap(optimizer, validate=True)
+    with places.writer(persist=False) as writer:
+        stream.may_run.set()
+        dcp.save(state, checkpoint_id="0", storage_writer=writer)
+
+        def save(name: str, breaks_the_rule: bool) -> Any:
+            stream.may_run.clear()
+            future = dcp_mem.async_save(
+                state, checkpoint_id=name, storage_writer=writer, overlap=overlap
+            )
+            if breaks_the_rule:
+                with torch.no_grad():
+                    parameter.add_(1)
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            stream.may_run.set()
+            return future
+
+        save("1", breaks_the_rule=False).result(60)
+        with pytest.raises(dcp.CheckpointException, match="changed between the save and"):
+            save("2", breaks_the_rule=True).result(60)
+        save("3", breaks_the_rule=False).result(60)
+    assert not places.directory("memory", "2").exists()
+    assert places.directory("memory", "3").exists()
+
+
+def test_a_device_that_fails_leaves_the_slot_to_nobody_before_others_have_copied() -> None:
+    played = _Played()
+    copies = DeviceCopies()
+    target, source = torch.zeros(3), torch.ones(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_copies, "copy_stream", lambda device: played)
+        copies.begin(np.array([target.data_ptr()]), [source])
+        assert copies.are_under_way
+        played.fails = RuntimeError("out of memory")
+        with pytest.raises(RuntimeError, match="out of memory"):
+            copies.begin(np.array([target.data_ptr()]), [source])
+    waiting = threading.Thread(target=copies.finish)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    played.may_run.set()
+    waiting.join(60)
+    assert torch.equal(target, source)
+    assert not copies.are_under_way
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the device is lost"), KeyboardInterrupt()])
+def test_all_copies_are_waited_for_whatever_happens_meanwhile(error: BaseException) -> None:
+    waits: list[str] = []
+
+    class Copies:
+        def __init__(self, name: str, errors: list[BaseException]) -> None:
+            self._name, self._errors = name, errors
+
+        def wait(self) -> None:
+            waits.append(self._name)
+            if self._errors:
+                raise self._errors.pop()
+
+        def hold_device(self) -> None:
+            raise AssertionError
+
+    copies = DeviceCopies()
+    copies._enqueued = [Copies("first", []), Copies("second", [error])]
+    with pytest.raises(type(error)):
+        copies.finish()
+    again = [] if isinstance(error, Exception) else ["second"]
+    assert waits == ["second", *again, "first"]
+    assert not copies.are_under_way
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_load_reads_into_one_window_while_the_device_empties_the_other(
+    places: Places, stream: _Played, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    for size, nbytes in {
+        "_MOST_WINDOW": 1 << 14,
+        "_LEAST_WINDOW": 1 << 14,
+        "_SHARE": 1 << 12,
+    }.items():
+        monkeypatch.setattr(device_reads, size, nbytes)
+    state: dict[str, Any] = {
+        f"t{number}": torch.rand(number * 37 % 500, dtype=_ON_DEVICE) for number in range(50)
+    }
+    state["large"] = torch.rand(1_000_000, dtype=_ON_DEVICE)
+    state |= {"host": torch.arange(5.0), "empty": _on_device(0)[:0]}
+    stream.may_run.set()
+    with places.writer() as writer:
+        dcp_mem.save(state, checkpoint_id="0", storage_writer=writer)
+        writer.wait("0", timeout=60)
+    stream.may_run.clear()
+    into = {key: torch.zeros_like(value) for key, value in state.items()}
+    with MemoryStorageReader(
+        None, memory_root=places.memory, job=places.job, verify=verify
+    ) as reader:
+        loading = threading.Thread(
+            target=dcp_mem.load, args=(into,), kwargs={"storage_reader": reader}
+        )
+        loading.start()
+        loading.join(0.3)
+        assert loading.is_alive()
+        assert len(stream.filled) == 2  # each window is full, and the device hasn't taken either
+        stream.may_run.set()
+        loading.join(60)
+    assert_same(state, into)
+    device_nbytes = sum(one.nbytes for one in state.values() if one.dtype is _ON_DEVICE)
+    assert sum(stream.filled) == device_nbytes
+    assert len(stream.filled) > 3
+
+
+def test_what_is_damaged_in_memory_comes_to_the_device_from_storage(
+    places: Places, stream: _Played
+) -> None:
+    state = {"a": torch.rand(5000, dtype=_ON_DEVICE), "host": torch.arange(5.0)}
+    stream.may_run.set()
+    with places.writer() as writer:
+        dcp_mem.save(state, checkpoint_id="0", storage_writer=writer)
+        writer.wait("0", timeout=60)
+    flip(next(places.directory("memory", "0").glob("*.distcp")), 20_000)
+    into = {key: torch.zeros_like(value) for key, value in state.items()}
+    with MemoryStorageReader(places.url, memory_root=places.memory, job=places.job) as reader:
+        dcp_mem.load(into, storage_reader=reader)
+        assert set(reader.report().sources) == {"storage"}
+    assert_same(state, into)
+
+
+def test_without_the_drivers_call_copies_are_enqueued_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_batches, "_driver_call", lambda: None)
+    sources = [
+        torch.arange(12.0).reshape(3, 4),
+        torch.tensor(True),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(3, dtype=torch.complex64),
+    ]
+    targets = [torch.zeros_like(one) for one in sources]
+    addresses = np.array([one.data_ptr() for one in targets])
+    cuda_batches.copy_to_host(addresses, sources, stream=None)  # type: ignore[arg-type]
+    assert all(map(torch.equal, targets, sources))
 
 
 def _loaded(places: Places, name: str, state: dict[str, Any]) -> dict[str, Any]:
-    into = {key: torch.zeros(value.shape) for key, value in state.items()}
+    into = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
     dcp.load(into, checkpoint_id=name, storage_reader=places.reader("memory", name))
     return into

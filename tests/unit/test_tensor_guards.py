@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_mem.planning import tensor_guards
-from dcp_mem.planning.plain_tensors import BLOCK, Addresses, is_plain
+from dcp_mem.planning.plain_tensors import BLOCK, SourcesByBlock, Where, is_plain
 from dcp_mem.planning.state_structure import Structure
 from dcp_mem.planning.tensor_guards import Guards
 
@@ -66,8 +66,8 @@ def test_what_is_no_tensor_is_noticed() -> None:
 
 def test_plain_is_said_of_none_that_is_not() -> None:
     for make in _VARIANTS.values():
-        assert Guards([torch.zeros(2), make()]).are_plain <= is_plain(make())
-    assert Guards([torch.zeros(2), torch.ones(3)]).are_plain
+        assert is_plain(make()) or Guards([torch.zeros(2), make()]).where is not Where.HOST
+    assert Guards([torch.zeros(2), torch.ones(3)]).where is Where.HOST
 
 
 def test_guards_hold_none_of_the_tensors() -> None:
@@ -84,9 +84,11 @@ def test_guards_hold_none_of_the_tensors() -> None:
 def test_a_tensor_that_occurs_twice_is_left_to_the_comparison_one_by_one() -> None:
     tied = torch.zeros(3)
     structure = Structure({"a": tied, "b": tied})
-    addresses = Addresses([True, True], may_be_conj=False)
-    assert structure.recognise({"a": tied, "b": tied}, addresses.look_at) == [tied, tied]
-    assert addresses.found == [tied.data_ptr()] * 2
+    sources = SourcesByBlock([True, True], may_be_conj=False)
+    assert structure.recognise({"a": tied, "b": tied}, sources.look_at) == [tied, tied]
+    assert sources.found is not None
+    assert sources.found.addresses == [tied.data_ptr()] * 2
+    assert sources.found.devices is None
 
 
 @given(st.lists(st.tuples(_NAMES, _NAMES), min_size=1, max_size=6), st.integers(0, 3))
@@ -107,9 +109,10 @@ def _recognised(before: dict[str, Any], after: dict[str, Any]) -> tuple[bool, li
     """Return whether a state is recognised, and the addresses if all its tensors are plain."""
     structure = Structure(before)
     is_strided = all(one.layout is torch.strided for one in before.values())
-    addresses = Addresses([True] * len(before), may_be_conj=True)
-    leaves = structure.recognise(after, addresses.look_at if is_strided else None)
-    return leaves is not None, addresses.found if leaves is not None else None
+    sources = SourcesByBlock([True] * len(before), may_be_conj=True)
+    leaves = structure.recognise(after, sources.look_at if is_strided else None)
+    found = sources.found if leaves is not None else None
+    return leaves is not None, list(found.addresses) if found is not None else None
 
 
 def test_a_change_in_the_last_of_several_blocks_is_noticed() -> None:
@@ -123,7 +126,7 @@ def test_a_change_in_the_last_of_several_blocks_is_noticed() -> None:
 def test_a_torch_without_guards_compares_one_by_one() -> None:
     guards = Guards([torch.zeros(2)])
     assert not guards.hold([torch.zeros(2)])
-    assert not guards.are_plain
+    assert guards.where is None
     structure = Structure({"a": torch.zeros(2)})
     assert structure.recognise({"a": torch.ones(2)}) is not None
     assert structure.recognise({"a": torch.ones(3)}) is None

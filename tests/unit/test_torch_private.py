@@ -141,7 +141,6 @@ _OTHERS = {"_exit", "_fp", "_raw_stream", "_register_atexit"}
 _MODULES_NAMES = {
     ("_C", "torch"),
     ("_cuda_hasPrimaryContext", "torch"),
-    ("_foreach_copy_", "torch"),
     ("_get_default_store", "dist"),
     ("_MEM_FORMAT_ENCODING", "dcp_metadata"),
     ("_save_state_dict", "state_dict_saver"),

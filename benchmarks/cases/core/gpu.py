@@ -1,4 +1,4 @@
-"""Copies from a CUDA device, beside cudaMemcpyAsync to pinned memory; and steps that save."""
+"""Saves from a CUDA device and loads into it, beside cudaMemcpyAsync; and steps that save."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 
+import dcp_mem
 from benchmarks.harness import calls
 from benchmarks.harness.calls import DCP_ASYNC, DCP_SAVE, META, OVERLAPPED, OWN_ASYNC, OWN_SAVE
 from benchmarks.harness.clock import seconds
@@ -32,9 +35,10 @@ from benchmarks.harness.tables import (
     size,
 )
 from benchmarks.harness.training import NO_SAVE, SMALL, TINY, Shape, Trainer, loops
+from dcp_mem import MemoryStorageReader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from benchmarks.harness.calls import Call, Held
@@ -42,17 +46,21 @@ if TYPE_CHECKING:
     from benchmarks.harness.processes import Rank
     from benchmarks.harness.settings import Settings
 
-TITLE = "Saves from a CUDA device"
+TITLE = "Saves from a CUDA device, and loads into it"
 DEVICE = "cuda"
 WITHOUT_DEVICE = "there is no CUDA device on this machine: nothing about GPUs was measured"
 TENSORS = (64, 2_000)
-LARGE = Shape(layers=12, width=1024, vocabulary=32_768, batch=8, length=512)
+LARGE = Shape(layers=8, width=1024, vocabulary=32_768, batch=8, length=512)
 CALLS = (DCP_SAVE, OWN_SAVE, DCP_ASYNC, OWN_ASYNC, OVERLAPPED, META)
-STEPS = 10
+STEPS = 6
 WARM_UPS = 4
 PATIENCE = 1800.0
 FLOOR = "cudaMemcpyAsync to pinned memory"
+LOAD_FLOOR = "cudaMemcpyAsync from pinned memory"
+LOAD, UNVERIFIED = "dcp_mem.load", "dcp_mem.load, verify=False"
+DCP_LOAD, TORCH_LOAD = "dcp.load", "dcp.load, FileSystemReader"
 COLUMNS = ("call", "holds training up", "complete after", "GB/s", "× the floor's time")
+LOAD_COLUMNS = ("call", "takes", "GB/s", "× the floor's time")
 LOOP_COLUMNS = ("each step saves with", "step", "× no save", "lost", "waited for the save before")
 
 
@@ -91,10 +99,14 @@ class Trained:
 
 
 def run(settings: Settings) -> Section:
-    nbytes = 256 * MIB if settings.quick else 4 * GIB
+    nbytes = 256 * MIB if settings.quick else 2 * GIB
     shape = SMALL if settings.quick else LARGE
     parts = [
         attempt("gpu", f"copies, {one.name}", partial(_copies_part, settings, one))
+        for one in (Workload(nbytes, tensors) for tensors in TENSORS)
+    ]
+    parts += [
+        attempt("gpu", f"loads, {one.name}", partial(_loads_part, settings, one))
         for one in (Workload(nbytes, tensors) for tensors in TENSORS)
     ]
     loop = attempt("gpu", f"training, {shape.name}", partial(_loop_part, settings, shape))
@@ -180,6 +192,77 @@ def _save(call: Call, state: NestedState, history: list[Held], rank: Rank) -> fl
     torch.cuda.synchronize()
     call.forget(len(history) - 1, rank)
     return history[-1].call
+
+
+# -- loads -------------------------------------------------------------------------------------
+
+
+def _loads_part(settings: Settings, workload: Workload) -> Part:
+    _need_device()
+    need(settings.tmpfs, workload.total_bytes * 4)
+    with scratch(settings.tmpfs) as directory:
+        spec = Spec(directory=directory, repeats=settings.repeats, workload=workload, shape=TINY)
+        samples = in_fresh_processes(_measure_loads, spec, timeout=PATIENCE)[0]
+    floor = samples.pop(LOAD_FLOOR)
+    first = Figure.of(floor)
+    nbytes = workload.total_bytes
+    lines: list[Sequence[Cell]] = [(LOAD_FLOOR, first, _rate(nbytes, floor), "")]
+    for name, sample in samples.items():
+        times = Figure.of(sample.per(floor), RATIO)
+        lines.append((name, Figure.of(sample), _rate(nbytes, sample), times))
+    rows = [
+        beside_floor(f"{name}; floor: {LOAD_FLOOR}", floor, sample)
+        for name, sample in samples.items()
+    ]
+    notes = [f"{size(nbytes)}, from this node's tmpfs into tensors on the device"]
+    return Part(rows, notes, tables=[Table(LOAD_COLUMNS, lines)])
+
+
+def _measure_loads(rank: Rank, spec: Spec) -> dict[str, Sample]:
+    state, into = nested(spec.workload, rank, DEVICE), nested(spec.workload, rank, DEVICE)
+    pinned = [tensor.cpu().pin_memory() for tensor in state.local]
+    files = str(spec.directory / "files")
+    with closing(calls.make(OWN_SAVE, spec.directory, state.optimizer)) as saved:
+        saved.begin(1, state.tree)
+        dcp.save(state.tree, checkpoint_id=files)
+
+        def own(load: Callable[..., None], *, verify: bool = True) -> float:
+            with MemoryStorageReader(
+                None, memory_root=str(spec.directory), job=calls.JOB, verify=verify
+            ) as reader:
+                return _loaded(partial(load, into.tree, storage_reader=reader), into, state.ticks)
+
+        def torchs() -> float:
+            load = partial(dcp.load, into.tree, storage_reader=FileSystemReader(files))
+            return _loaded(load, into, state.ticks)
+
+        measures: dict[str, Callable[[], float]] = {
+            LOAD_FLOOR: partial(seconds, partial(_copy_from_pinned, into.local, pinned)),
+            LOAD: partial(own, dcp_mem.load),
+            UNVERIFIED: partial(own, dcp_mem.load, verify=False),
+            DCP_LOAD: partial(own, dcp.load),
+            TORCH_LOAD: torchs,
+        }
+        return rank.in_turn(measures, repeats=spec.repeats, warm_ups=1)
+
+
+def _copy_from_pinned(tensors: Sequence[torch.Tensor], pinned: Sequence[torch.Tensor]) -> None:
+    for tensor, one in zip(tensors, pinned, strict=True):
+        tensor.copy_(one, non_blocking=True)
+    torch.cuda.synchronize()
+
+
+def _loaded(load: Callable[[], None], into: NestedState, ticks: int) -> float:
+    into.wipe()
+    torch.cuda.synchronize()
+
+    def run() -> None:
+        load()
+        torch.cuda.synchronize()
+
+    took = seconds(run)
+    into.check(ticks)
+    return took
 
 
 # -- training ----------------------------------------------------------------------------------

@@ -83,9 +83,8 @@ class StagedState:
                 moves.append((first + offset, tensor.data_ptr(), tensor.nbytes))
             else:
                 others.copy(tensor, first + offset, tensor.nbytes)
-        others.start()
-        copy(moves)
-        others.finish()
+        with others.under_way(None):
+            copy(moves)
         faults.point("torchft.staged")
 
     @property

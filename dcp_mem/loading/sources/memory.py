@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from dcp_mem.memory.checked_reads import CheckedReader
 from dcp_mem.memory.checkpoint import LocalCheckpoint, checksums_of
 from dcp_mem.memory.copying import Move, read, read_many, work_off
 from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.memory.views import lent
+from dcp_mem.memory.views import fill, lent, view_of
 from dcp_mem.planning.reads import DirectRead
 from dcp_mem.policy.pieces import cut, merged
 
@@ -71,6 +72,7 @@ class MemorySource:
         self._catalog: Catalog | None = None
         self._ranks = {segment.file: segment.rank for segment in checkpoint.manifest.segments}
         self._checksums: dict[str, tuple[Blocks, Crcs] | None] = {}
+        self._readers: dict[str, CheckedReader] = {}
         self.lacking: dict[int, str] = {}
         try:
             self._open_all(node, damaged)
@@ -260,16 +262,68 @@ class MemorySource:
         Raises:
             SegmentCorrupt: The bytes are missing, or others.
         """
-        known = self._checksums_of(file) if verify else None
-        if known is None:
+        reader = self._reader_of(file) if verify else None
+        if reader is None:
             self._read_many(file, payloads)
             return
-        reader = CheckedReader(self._descriptor_of(file), *known)
         damaged = self._guarded(
             file, lambda: reader.read(payloads.address, payloads.offset, payloads.nbytes)
         )
         if damaged is not None:
             raise self._damaged_block(file, *damaged)
+
+    def units_of(
+        self, file: str, payloads: DirectRead, nbytes: int, *, verify: bool
+    ) -> list[Extent]:
+        """Return the bytes of a segment that have to be read for payloads, in units, in order.
+
+        A unit is a block, where they are held against checksums.
+
+        Args:
+            file: Name of the segment's file.
+            payloads: By ascending offsets; none is empty.
+            nbytes: Of a unit, at most; blocks may be larger.
+            verify: Whether `read_units` will be told to verify.
+
+        Raises:
+            SegmentCorrupt: The checksums don't cover all payloads.
+        """
+        reader = self._reader_of(file) if verify else None
+        if reader is not None:
+            blocks = partial(reader.blocks_of, payloads.offset, payloads.nbytes)
+            return self._guarded(file, blocks)
+        ends = payloads.offset + payloads.nbytes
+        wanted = merged(zip(payloads.offset.tolist(), ends.tolist(), strict=True), 1)
+        return [piece for extent in wanted for piece in cut(extent, None, nbytes)]
+
+    def read_units(self, file: str, units: Sequence[Extent], address: int, *, verify: bool) -> None:
+        """Read neighbouring units, and what lies between them, in this thread.
+
+        Args:
+            file: Name of the segment's file.
+            units: As `units_of` returns them.
+            address: Where they go, as they lie in the segment.
+            verify: Hold them against the checksums beside the segment, if they have been made.
+
+        Raises:
+            SegmentCorrupt: The bytes are missing, or others.
+        """
+        reader = self._reader_of(file) if verify else None
+        if reader is not None:
+            damaged = self._guarded(file, partial(reader.read_blocks, units, address))
+            if damaged is not None:
+                raise self._damaged_block(file, *damaged)
+            return
+        low, high = units[0][0], units[-1][1]
+        data = view_of(address, high - low)
+        self._read(file, lambda descriptor: fill(descriptor, [data], low))
+
+    def _reader_of(self, file: str) -> CheckedReader | None:
+        """Return what reads a segment and checks it; None where it has no checksums yet."""
+        known = self._checksums_of(file)
+        if known is not None and file not in self._readers:
+            self._readers[file] = CheckedReader(self._descriptor_of(file), *known)
+        return self._readers.get(file)
 
     def _read_many(self, file: str, payloads: DirectRead) -> None:
         address, offset, nbytes = payloads.address, payloads.offset, payloads.nbytes
