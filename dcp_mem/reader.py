@@ -35,7 +35,13 @@ from dcp_mem.errors import (
 )
 from dcp_mem.format import names
 from dcp_mem.loading.candidates import open_newest
-from dcp_mem.loading.dcp_takeover import LoadTakeover, guard_planner, is_usual, taken_over
+from dcp_mem.loading.dcp_takeover import (
+    LoadTakeover,
+    guard_planner,
+    note_torch_plans,
+    taken_over,
+    why_not_own_plan,
+)
 from dcp_mem.loading.elect import elect_together
 from dcp_mem.loading.load import load_opened
 from dcp_mem.loading.load_attempt import LoadAttempt
@@ -131,12 +137,19 @@ class MemoryStorageReader(StorageReader):
         self.close()
         call = dcp_call(self._process_group, f"load {self.settings.job}")
         planning = planning_call(self)
-        takeover = LoadTakeover(planning) if planning and is_usual(planning.planner) else None
-        if planning is not None and takeover is None:
+        takeover = None
+        if planning is not None and not (why_not := why_not_own_plan(planning.planner)):
+            takeover = LoadTakeover(planning)
+        elif planning is not None:
+            note_torch_plans(why_not)
             guard_planner(planning, call.ranks)
         try:
             with leaving_on_error(call.ranks), collector_paused():
-                self._load = LoadAttempt(self._request(call, started, self._weights_only))
+                self._load = LoadAttempt(
+                    self._request(
+                        call, started, self._weights_only, plans_itself=takeover is not None
+                    )
+                )
                 self._opened = open_newest(self._load)
         except (DcpMemError, OSError) as error:
             if not is_called_by_dcp():
@@ -145,7 +158,9 @@ class MemoryStorageReader(StorageReader):
             # its next call, raises reaches the caller as it is.
             self._failure = error
             return _no_metadata()
-        return self._opened.metadata if takeover is None else takeover.begin(self._opened)
+        if takeover is None:
+            return self._opened.metadata
+        return takeover.begin(self._opened, call.ranks if self._load.all_plan_themselves else None)
 
     @picklable
     def set_up_storage_reader(
@@ -327,7 +342,9 @@ class MemoryStorageReader(StorageReader):
 
     # -- details -----------------------------------------------------------------------------------
 
-    def _request(self, call: DcpCall, started: float, weights_only: bool) -> LoadRequest:
+    def _request(
+        self, call: DcpCall, started: float, weights_only: bool, *, plans_itself: bool = False
+    ) -> LoadRequest:
         """Return what this load was asked for; an error goes with it, to be raised on all ranks."""
         asked_for, self._id = self._id, None
         wanted = attempt(partial(self._wanted, asked_for))
@@ -344,6 +361,7 @@ class MemoryStorageReader(StorageReader):
             across_nodes=self._across_nodes,
             leaves_record=self._leaves_record,
             weights_only=weights_only,
+            plans_itself=plans_itself,
         )
 
     def _wanted(self, asked_for: str | os.PathLike[str] | None) -> str | None:

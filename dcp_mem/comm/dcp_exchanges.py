@@ -1,7 +1,7 @@
 """DCP's exchanges between the steps of a call: left out where they would tell the ranks nothing.
 
-A `dcp.save` has four exchanges of objects. They keep the ranks together, and take errors to all of
-them. Where dcp_mem plans a save, its own votes do both, so each step ends like this:
+A `dcp.save` has four exchanges of objects, a `dcp.load` three. They keep the ranks together, and
+take errors to all of them. Where dcp_mem plans, its own votes do both, so each step ends like this:
 
     it has worked                            all ranks know by a vote; nothing is exchanged
     it has failed, and all ranks know        DCP exchanges the errors, which are raised on all ranks
@@ -60,13 +60,27 @@ class _OnlyErrors(DistWrapper):
 
     def gather_object(self, object: Any) -> list[Any] | None:  # noqa: A002
         """Return what each rank has gathered, as far as this rank knows, or exchange errors."""
+        if self._exchanges(object):
+            return super().gather_object(object)
+        return self._known_results(object)
+
+    def all_gather_object(self, object: Any) -> list[Any]:  # noqa: A002
+        """Return what each rank has gathered, as far as this rank knows, or exchange errors."""
+        if self._exchanges(object):
+            return super().all_gather_object(object)
+        return self._known_results(object)
+
+    def _exchanges(self, object: Any) -> bool:  # noqa: A002
+        """Return whether this is an error that all ranks exchange."""
         has_failed = _is_wrapped_exception(object)
         self._is_exchanging = has_failed and was_voted_on(object[0]) and is_of_one_call(object[0])
         if self._is_exchanging:
             _restore_coordinator(self)
-            return super().gather_object(object)
+        return self._is_exchanging
+
+    def _known_results(self, object: Any) -> list[Any]:  # noqa: A002
         self.is_coordinator = True
-        if not has_failed:
+        if not _is_wrapped_exception(object):
             return [object] * self.get_world_size()
         error, known = object[0], {self.rank: object}
         if isinstance(error, Exception):

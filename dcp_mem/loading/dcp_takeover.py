@@ -2,7 +2,8 @@
 
 DCP's planner makes DCP's metadata of every item, and its plans go to the coordinator and back. Here
 a stand-in plans in the planner's place, by the catalog, each rank for itself (`plan.py`), and gives
-DCP an empty plan. An error of one rank goes to all ranks as DCP has it.
+DCP an empty plan. Where all ranks plan so, DCP exchanges no plan either: a vote tells whether every
+rank has one. An error of one rank goes to all ranks as DCP has it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import leaving_on_error
 from dcp_mem.comm.dcp_call import PlanningCall
 from dcp_mem.common.gc_pause import collector_paused
+from dcp_mem.common.log import log
 from dcp_mem.format.metadata import LazyMetadata
 from dcp_mem.loading.open import OpenCheckpoint
-from dcp_mem.loading.plan import plan_alone
+from dcp_mem.loading.plan import plan_alone, plan_together
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
+
+_noted: set[str] = set()
+"""Why torch has planned loads of this process."""
 
 
 class LoadTakeover:
@@ -31,19 +36,23 @@ class LoadTakeover:
         """Put a stand-in in place of DCP's planner, unless there is one already.
 
         Args:
-            call: The planning step of DCP, whose planner `is_usual`.
+            call: The planning step of DCP; dcp_mem can plan as its planner would.
         """
+        self._exchanges = call.exchanges
         known = call.planner if isinstance(call.planner, _StandIn) else None
         self._stand_in = known or _StandIn(call)
         call.replace_planner(self._stand_in)
 
-    def begin(self, opened: OpenCheckpoint) -> Metadata:
+    def begin(self, opened: OpenCheckpoint, ranks: Ranks | None) -> Metadata:
         """Take note of the checkpoint to load; return its metadata, made when it is looked at.
 
         Args:
             opened: On all ranks.
+            ranks: Those that load together, if all of them plan by themselves; else None.
         """
-        self._stand_in.opened = opened
+        self._stand_in.opened, self._stand_in.ranks = opened, ranks
+        if ranks is not None:
+            self._exchanges.only_errors()
         return LazyMetadata(lambda: opened.metadata)
 
 
@@ -58,19 +67,30 @@ def guard_planner(call: PlanningCall, ranks: Ranks) -> None:
     call.replace_planner(_Guarded(known, ranks))
 
 
-def is_usual(planner: LoadPlanner) -> bool:
-    """Return whether dcp_mem plans as this planner would.
+def why_not_own_plan(planner: LoadPlanner) -> str:
+    """Return why a load needs DCP's planner; "" where dcp_mem plans as that planner would.
 
     Args:
         planner: As given to `dcp.load`.
     """
     if isinstance(planner, _StandIn):
-        return True  # The metadata is read once more.
-    return (
-        type(planner) is DefaultLoadPlanner
-        and planner.flatten_state_dict
-        and planner.flatten_sharded_tensors
-    )
+        return ""  # The metadata is read once more.
+    if type(planner) is not DefaultLoadPlanner:
+        return f"a planner of its own, {type(planner).__name__}"
+    if not (planner.flatten_state_dict and planner.flatten_sharded_tensors):
+        return "a DefaultLoadPlanner that doesn't flatten"
+    return ""
+
+
+def note_torch_plans(why: str) -> None:
+    """Log why torch's planner plans a load; the same reason once in a process.
+
+    Args:
+        why: The reason.
+    """
+    if why not in _noted:
+        _noted.add(why)
+        log.info("this load, and what follows it, is planned by torch, which takes longer: %s", why)
 
 
 def taken_over(plan: LoadPlan, planner: LoadPlanner) -> tuple[LoadPlan | Reads, LoadPlanner]:
@@ -129,6 +149,7 @@ class _StandIn(LoadPlanner):
         planner: DCP's.
         own: Of dcp_mem; unpickles freely, as DCP's does.
         opened: The checkpoint; None as long as there is none.
+        ranks: Those that load together, if all of them plan by themselves; else None.
         reads: What this rank reads; None as long as it hasn't planned.
     """
 
@@ -138,6 +159,7 @@ class _StandIn(LoadPlanner):
             weights_only=False, allow_partial_load=call.planner.allow_partial_load
         )
         self.opened: OpenCheckpoint | None = None
+        self.ranks: Ranks | None = None
         self.reads: LoadPlan | Reads | None = None
         self._state, self._is_coordinator = call.state_dict, call.is_coordinator
 
@@ -150,9 +172,19 @@ class _StandIn(LoadPlanner):
         return
 
     def create_local_plan(self) -> LoadPlan:
-        assert self.opened is not None
+        opened, state = self.opened, self._state
+        assert opened is not None
         with collector_paused():
-            self.reads = plan_alone(self.opened, self.own, self._state, self._is_coordinator)
+            if self.ranks is None:
+                self.reads = plan_alone(opened, self.own, state, self._is_coordinator)
+            else:
+                self.reads = plan_together(
+                    self.ranks,
+                    opened,
+                    self.own,
+                    lambda: state,
+                    is_coordinator=self._is_coordinator,
+                )
         return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

@@ -23,10 +23,12 @@ class _Survey:
     Attributes:
         wanted: Name of the checkpoint that this rank was asked for; None for the newest.
         findings: What its node's memory has.
+        plans_itself: Whether it plans without DCP's planner.
     """
 
     wanted: str | None
     findings: Sequence[FoundCheckpoint]
+    plans_itself: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,12 @@ class _Decision:
     Attributes:
         wanted: The names that ranks were asked for, where they differ.
         plan: What can be loaded; None where it isn't rank 0 alone that elects.
+        all_plan_themselves: Whether all ranks plan without DCP's planner.
     """
 
     wanted: Sequence[str] = ()
     plan: RecoveryPlan | None = None
+    all_plan_themselves: bool = False
 
 
 def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
@@ -52,7 +56,7 @@ def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
     3. Every rank remembers the greatest number of all checkpoints: its next saves are newer.
 
     Args:
-        load: The load; it is only read, but for the silence of storage.
+        load: The load; it is told what the ranks have in common, and of the silence of storage.
         search: What to look for.
 
     Raises:
@@ -63,14 +67,14 @@ def elect_together(load: LoadAttempt, search: Search) -> RecoveryPlan:
     decision = from_all_ranks(
         load.ranks,
         _LOOKING,
-        lambda: _Survey(search.wanted, _survey_memory(load, search)),
+        lambda: _Survey(search.wanted, _survey_memory(load, search), load.request.plans_itself),
         lambda surveys: _decide(load, search, surveys),
     )
     faults.point("recover.surveyed")
     if decision.wanted:
         text = f"the ranks load different checkpoint ids: {', '.join(decision.wanted)}"
         raise known_to_all(ConfigError(text))
-    plan = decision.plan
+    plan, load.all_plan_themselves = decision.plan, decision.all_plan_themselves
     if plan is None:
         # Nothing raises in front of this exchange: a silent storage is a reason, not an error.
         findings = _survey_memory(load, search)
@@ -83,9 +87,11 @@ def _decide(load: LoadAttempt, search: Search, surveys: Sequence[_Survey]) -> _D
     wanted = sorted({survey.wanted or "the newest" for survey in surveys})
     if len(wanted) > 1:
         return _Decision(wanted)
-    if not search.is_collective:
-        return _Decision()
-    return _Decision(plan=_elect(load, search, [survey.findings for survey in surveys]))
+    plan = None
+    if search.is_collective:
+        plan = _elect(load, search, [survey.findings for survey in surveys])
+    all_plan = all(survey.plans_itself for survey in surveys)
+    return _Decision(plan=plan, all_plan_themselves=all_plan)
 
 
 def _survey_memory(load: LoadAttempt, search: Search) -> list[FoundCheckpoint]:

@@ -34,6 +34,7 @@ class LoadAttempt:
         reasons: Why candidates were passed over.
         tried: The candidates so far, in the order in which they were tried.
         opened: Those of them that could be opened.
+        all_plan_themselves: Whether all ranks plan without DCP's planner.
     """
 
     def __init__(self, request: LoadRequest, storage_survey: StorageSurvey | None = None) -> None:
@@ -44,6 +45,7 @@ class LoadAttempt:
         self.reasons: list[str] = []
         self.tried: list[ElectedCheckpoint] = []
         self.opened: list[ElectedCheckpoint] = []
+        self.all_plan_themselves = False
         self._candidates: tuple[ElectedCheckpoint, ...] = ()
         self._tried = 0
         self._damaged: set[tuple[str, int]] = set()  # (save id, rank), in this node's memory

@@ -51,6 +51,7 @@ class LoadRequest:
         leaves_record: Whether `recoveries.jsonl` gets a line.
         weights_only: Whether tensors that were pickled whole are unpickled with restrictions.
         eligible: Returns those of the candidates that will do, in their order; None: all do.
+        plans_itself: Whether this rank plans without DCP's planner, under `dcp.load`.
     """
 
     settings: Settings
@@ -65,3 +66,4 @@ class LoadRequest:
     leaves_record: bool
     weights_only: bool = True
     eligible: Eligible | None = None
+    plans_itself: bool = False

@@ -372,27 +372,10 @@ def _counts_what_travels(places: Places, tensors: int) -> list[tuple[str, int]]:
     return sent
 
 
-def test_nothing_that_grows_with_the_tensors_travels_on_torchs_collectives(places: Places) -> None:
-    """Of a save, nothing travels at all."""
+def test_nothing_travels_on_torchs_collectives(places: Places) -> None:
     for sent in forked_ranks(_counts_what_travels, 2, places, 500):
-        assert not [size for one, size in sent if one == "save"]
-        sizes = [size for one, size in sent if one == "load"]
-        assert sizes, "nothing was counted of the load"
-        assert max(sizes) < 4096, sizes
-        assert max(size for one, size in sent if one == "save by torch") > 40_000
-
-
-def _what_travels_in_a_load(places: Places, ranks: int) -> tuple[int, set[int]]:
-    """Return the size of the largest object, and how many bytes each rank but the first sends."""
-    mine = dataclasses.replace(places, job=f"job-{ranks}")
-    sent = forked_ranks(_counts_what_travels, ranks, mine, 12)
-    by_rank = [[size for one, size in of_rank if one == "load"] for of_rank in sent]
-    return max(map(max, by_rank)), set(map(sum, by_rank[1:]))
-
-
-def test_no_object_on_torchs_collectives_grows_with_the_ranks(places: Places) -> None:
-    """The first rank sends each other rank one object, as DCP has it."""
-    assert _what_travels_in_a_load(places, 2) == _what_travels_in_a_load(places, 4)
+        assert {one for one, _ in sent} == {"save by torch"}
+        assert max(size for _, size in sent) > 40_000
 
 
 # -- the metadata that a save returns --------------------------------------------------------------
@@ -642,6 +625,72 @@ def _loads_with_one_rank_that_needs_torch(places: Places, odd: int) -> None:
 @pytest.mark.parametrize("odd", [0, 1])
 def test_ranks_may_load_with_different_planners(places: Places, odd: int) -> None:
     forked_ranks(_loads_with_one_rank_that_needs_torch, 2, places, odd, env=PATIENCE)
+
+
+def _loads_of_which_one_rank_cannot_plan(places: Places, failing: int) -> None:
+    with places.writer(persist=False) as writer:
+        dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
+    reader = places.reader("memory", "a")
+    for _ in range(2):
+        into = blank_of(_state(0))
+        if dist.get_rank() == failing:
+            into["there is none"] = torch.zeros(3)
+        failures = _failures_of(lambda: dcp.load(into, checkpoint_id="a", storage_reader=reader))  # noqa: B023
+        assert isinstance(failures[failing], RuntimeError)
+        assert "Missing key in checkpoint state_dict: there is none" in str(failures[failing])
+        for rank, error in failures.items():
+            assert rank == failing or f"rank {failing}: RuntimeError" in str(error)
+        into = blank_of(_state(0))
+        dcp.load(into, checkpoint_id="a", storage_reader=reader)
+        assert_same(_state(1), into)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_plan_a_load_fails_it_on_all(places: Places, failing: int) -> None:
+    forked_ranks(_loads_of_which_one_rank_cannot_plan, 2, places, failing, env=PATIENCE)
+
+
+def _loads_of_which_one_rank_is_interrupted(places: Places, interrupted: int) -> list[str]:
+    with places.writer(persist=False) as writer:
+        dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
+    if dist.get_rank() == interrupted:
+        patch = pytest.MonkeyPatch()
+
+        def interrupt(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(LocalLoadPlanner, "plan", interrupt)
+    failures = _failures_of(
+        lambda: dcp.load(
+            blank_of(_state(0)), checkpoint_id="a", storage_reader=places.reader("memory", "a")
+        )
+    )
+    return [f"{rank} {type(error).__name__}" for rank, error in failures.items()]
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interrupt_of_one_rank_leaves_no_rank_waiting_in_a_load(
+    places: Places, interrupted: int
+) -> None:
+    found = forked_ranks(
+        _loads_of_which_one_rank_is_interrupted, 2, places, interrupted, env=PATIENCE
+    )
+    assert found[interrupted] == [f"{interrupted} KeyboardInterrupt"]
+    assert found[1 - interrupted] == [f"{interrupted} RankFailed"]
+
+
+def test_why_torch_plans_a_load_is_logged_once(
+    places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    with places.writer(persist=False) as writer:
+        dcp.save({"a": torch.ones(3)}, checkpoint_id="a", storage_writer=writer)
+    with caplog.at_level("INFO", "dcp_mem"):
+        for _ in range(2):
+            _load(places, "a", {"a": torch.zeros(3)}, planner=TorchLoadPlanner())
+            _load(places, "a", {"a": torch.zeros(3)})
+    said = [one.message for one in caplog.records if "is planned by torch" in one.message]
+    assert len(said) == 1
+    assert "a planner of its own, TorchLoadPlanner" in said[0]
 
 
 # -- ranks that fail -------------------------------------------------------------------------------
