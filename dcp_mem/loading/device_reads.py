@@ -56,7 +56,7 @@ def read_payloads(memory: MemorySource, file: str, payloads: DirectRead, *, veri
             _Reads(memory, file, _Shares.of(units), verify).to_device(of_device, stream)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Shares:
     """Stretches of a segment, each for one thread to read, and their places in windows.
 

@@ -44,7 +44,7 @@ class ItemRead:
         return self.offset + self.length
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DirectRead:
     """Payloads that are read as they are into the caller's tensors, one row each.
 
@@ -68,8 +68,13 @@ class DirectRead:
         Args:
             which: Of each row, whether it is wanted; or their numbers, or a slice.
         """
-        columns = self.file, self.address, self.offset, self.nbytes, self.device
-        return DirectRead(*(column[which] for column in columns))
+        return DirectRead(
+            file=self.file[which],
+            address=self.address[which],
+            offset=self.offset[which],
+            nbytes=self.nbytes[which],
+            device=self.device[which],
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -175,7 +175,7 @@ def copy_ahead(
             _warn_once(
                 session,
                 "overlap= has no effect on tensors in CPU memory: not all of what is saved is "
-                "dense, contiguous CPU memory",
+                "dense, contiguous memory",
             )
     return AheadCopy(context, planned, fill(session, planned, later), later)
 

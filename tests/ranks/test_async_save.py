@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_mem
-from dcp_mem import MemoryStorageWriter
+from dcp_mem import MemoryStorageReader, MemoryStorageWriter
 from tests.support.checkpoints.roundtrip import (
     ROADS,
     Places,
@@ -127,6 +128,50 @@ def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(
         ["process", "thread", "process", "process"],
         timeout=100,
     )
+
+
+def _saves_in_another_process_several_at_once(places: Places) -> None:
+    with places.writer(keep_memory=5, agent="process", persist=False) as writer:
+        under_way = []
+        for step in range(4):
+            state = _state(step)
+            under_way.append(_start(writer, state, f"step-{step}", "process"))
+            _spoil(state, under_way[-1], "process")
+        for step, future in enumerate(under_way):
+            future.result(timeout=60)
+            comes_back(places, f"step-{step}", _state(step), roads=("memory",))
+        if dist.is_initialized():
+            dist.barrier()
+
+
+@needs_processes
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saves_in_another_process_may_be_under_way_several_at_once(
+    places: Places, ranks: int
+) -> None:
+    run_ranks(_saves_in_another_process_several_at_once, ranks, places, timeout=100)
+
+
+def _is_killed_where_it_saves(places: Places, point: str) -> None:
+    os.environ["DCP_MEM_FAULTS"] = f"{point}:kill:2"  # of the process that torch is about to start
+    with places.writer(keep_memory=3, agent="process", persist=False) as writer:
+        _start(writer, _state(1), "step-1", "process").result(timeout=60)
+        with pytest.raises(BaseException):  # noqa: B017, PT011 - torch's own, of a process that is gone
+            _start(writer, _state(2), "step-2", "process").result(timeout=60)
+        into = blank_of(_state(0))
+        reader = MemoryStorageReader(None, memory_root=places.memory, job=places.job)
+        with reader:
+            dcp_mem.load(into, storage_reader=reader)
+            assert reader.report().checkpoint_id == "step-1"
+        assert_same(_state(1), into)
+
+
+@needs_processes
+@pytest.mark.parametrize("point", ["stage.copied", "stage.sealed", "complete.receipts"])
+def test_a_kill_of_the_process_that_saves_leaves_the_checkpoint_before(
+    places: Places, point: str
+) -> None:
+    run_ranks(_is_killed_where_it_saves, 1, places, point, timeout=100)
 
 
 def test_asynchronous_saves_work_without_a_process_group(places: Places) -> None:

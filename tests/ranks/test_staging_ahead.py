@@ -1330,3 +1330,35 @@ def test_a_close_does_not_wait_for_a_save_that_could_not_begin_in_the_background
     writer.close(flush=False)
     assert open_session(writer.settings) is None
     assert "the store is gone" in str(kept.value)
+
+
+def _break_the_rule_on_one_rank(job: Job, breaking: int) -> None:
+    with job.writer(agent="thread", keep_memory=3) as writer:
+        model, optimizer = _trained(0)
+        weight = model.get_parameter("0.weight")
+        for step in range(4):
+            # Of its own: of what several ranks hold, one rank's bytes are saved.
+            state = {f"of rank {dist.get_rank()}": _all_of(model, optimizer, step=step)}
+            expected = _clone(state)
+            with _held_copies() as may_go_on:
+                future = _overlapped(writer, state, f"step-{step}", optimizer, validate=True)
+                if step == 2 and dist.get_rank() == breaking:
+                    with torch.no_grad():
+                        weight.add_(1)
+                may_go_on.set()
+                if step == 2:
+                    with pytest.raises(FAILURES, match=r"model\.0\.weight"):
+                        future.result(_SECONDS)
+                    assert "step-2" not in [one.name for one in writer.status()]
+                else:
+                    future.result(_SECONDS)
+                    _assert_loads(job, f"step-{step}", expected)
+            dist.barrier()
+            _step(model, optimizer)
+
+
+@pytest.mark.parametrize("breaking", [0, 1])
+def test_who_breaks_the_rule_on_one_rank_has_the_checkpoint_discarded_on_all(
+    memory_job: Job, breaking: int
+) -> None:
+    forked_ranks(_break_the_rule_on_one_rank, 2, memory_job, breaking, timeout=120)
