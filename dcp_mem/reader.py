@@ -25,6 +25,7 @@ from dcp_mem.comm.dcp_call import (
     planning_call,
 )
 from dcp_mem.common.gc_pause import collector_paused
+from dcp_mem.common.log import log_once
 from dcp_mem.config import checkpoint_name, settings
 from dcp_mem.errors import (
     ConfigError,
@@ -38,7 +39,6 @@ from dcp_mem.loading.candidates import open_newest
 from dcp_mem.loading.dcp_takeover import (
     LoadTakeover,
     guard_planner,
-    note_torch_plans,
     taken_over,
     why_not_own_plan,
 )
@@ -141,7 +141,7 @@ class MemoryStorageReader(StorageReader):
         if planning is not None and not (why_not := why_not_own_plan(planning.planner)):
             takeover = LoadTakeover(planning)
         elif planning is not None:
-            note_torch_plans(why_not)
+            log_once(f"loads are left to torch's planner, which takes longer: {why_not}")
             guard_planner(planning, call.ranks)
         try:
             with leaving_on_error(call.ranks), collector_paused():

@@ -9,3 +9,15 @@ from __future__ import annotations
 import logging
 
 log = logging.getLogger("dcp_mem")
+_said: set[str] = set()
+
+
+def log_once(text: str) -> None:
+    """Log a text at INFO, once in this process.
+
+    Args:
+        text: What people should know, but not at each step.
+    """
+    if text not in _said:
+        _said.add(text)
+        log.info("%s", text)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_mem.comm.agreement import attempt
 from dcp_mem.comm.dcp_errors import raised_as_by_dcp
-from dcp_mem.common.log import log
+from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
 from dcp_mem.functional.calls import Raising, accepted_by, raised_as_is, raised_together
 from dcp_mem.functional.stateful import NEVER_STATEFUL, States, optional_entries
@@ -153,10 +153,9 @@ def _load(
                 states.make, checkpoint_id, process_group, no_dist, planner
             )
     else:
-        log.info(
-            "%s is planned by torch: its reader or planner isn't dcp_mem's or the default",
-            checkpoint_id,
-        )
+        if not isinstance(storage_reader, MemoryStorageReader):
+            why = "the storage_reader isn't a MemoryStorageReader"
+            log_once(f"dcp_mem.load leaves loads to dcp.load: {why}")
         made = attempt(partial(_checked, states, planner, skip))
         loaded = made.value if made.error is None else {}
         restrictions: AbstractContextManager[None] = nullcontext()

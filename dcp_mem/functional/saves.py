@@ -22,7 +22,7 @@ from dcp_mem.comm.agreement import Attempted, attempt
 from dcp_mem.comm.dcp_call import StagingCall, can_save_staged
 from dcp_mem.comm.dcp_errors import raised_as_by_dcp
 from dcp_mem.common.background import KeptThreads
-from dcp_mem.common.log import log
+from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
 from dcp_mem.functional.calls import Raising, accepted_by, raised_as_is, raised_together
 from dcp_mem.functional.stateful import States, without_stateful
@@ -145,7 +145,7 @@ def _save(
         except NoCommonPlan:
             left_to_torch = storage_writer._saver.left_to_torch()  # The writer has logged why.
     elif not isinstance(storage_writer, MemoryStorageWriter):
-        log.info("%s is planned by torch: %s", checkpoint_id, why_not)
+        log_once(f"dcp_mem.save leaves saves to dcp.save: {why_not}")
     accepted = accepted_by(
         dcp.save, no_dist=(no_dist, False), use_collectives=(use_collectives, True)
     )

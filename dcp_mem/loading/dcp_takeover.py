@@ -18,15 +18,11 @@ from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import leaving_on_error
 from dcp_mem.comm.dcp_call import PlanningCall
 from dcp_mem.common.gc_pause import collector_paused
-from dcp_mem.common.log import log
 from dcp_mem.format.metadata import LazyMetadata
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.plan import plan_alone, plan_together
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
-
-_noted: set[str] = set()
-"""Why torch has planned loads of this process."""
 
 
 class LoadTakeover:
@@ -80,17 +76,6 @@ def why_not_own_plan(planner: LoadPlanner) -> str:
     if not (planner.flatten_state_dict and planner.flatten_sharded_tensors):
         return "a DefaultLoadPlanner that doesn't flatten"
     return ""
-
-
-def note_torch_plans(why: str) -> None:
-    """Log why torch's planner plans a load; the same reason once in a process.
-
-    Args:
-        why: The reason.
-    """
-    if why not in _noted:
-        _noted.add(why)
-        log.info("this load, and what follows it, is planned by torch, which takes longer: %s", why)
 
 
 def taken_over(plan: LoadPlan, planner: LoadPlanner) -> tuple[LoadPlan | Reads, LoadPlanner]:

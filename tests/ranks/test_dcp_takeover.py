@@ -42,6 +42,7 @@ import dcp_mem
 from dcp_mem import MemoryStorageWriter
 from dcp_mem.comm.agreement import described
 from dcp_mem.common import faults
+from dcp_mem.common import log as log_module
 from dcp_mem.errors import CheckpointNotFound
 from dcp_mem.format.metadata import read_metadata
 from dcp_mem.memory import copying
@@ -679,16 +680,37 @@ def test_an_interrupt_of_one_rank_leaves_no_rank_waiting_in_a_load(
     assert found[1 - interrupted] == [f"{interrupted} RankFailed"]
 
 
-def test_why_torch_plans_a_load_is_logged_once(
-    places: Places, caplog: pytest.LogCaptureFixture
+def test_what_dcp_mem_leaves_to_dcp_is_logged_once(
+    places: Places,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(log_module, "_said", set())
+    state = {"a": torch.ones(3)}
+    with caplog.at_level("INFO", "dcp_mem"):
+        for step in range(2):
+            stock = str(tmp_path / str(step))
+            dcp_mem.save(state, storage_writer=dcp.FileSystemWriter(stock))
+            dcp_mem.load(state, storage_reader=dcp.FileSystemReader(stock))
+    said = [one.message for one in caplog.records if " leaves " in one.message]
+    assert said == [
+        "dcp_mem.save leaves saves to dcp.save: the storage_writer isn't a MemoryStorageWriter",
+        "dcp_mem.load leaves loads to dcp.load: the storage_reader isn't a MemoryStorageReader",
+    ]
+
+
+def test_why_torch_plans_a_load_is_logged_once(
+    places: Places, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "_said", set())
     with places.writer(persist=False) as writer:
         dcp.save({"a": torch.ones(3)}, checkpoint_id="a", storage_writer=writer)
     with caplog.at_level("INFO", "dcp_mem"):
         for _ in range(2):
             _load(places, "a", {"a": torch.zeros(3)}, planner=TorchLoadPlanner())
             _load(places, "a", {"a": torch.zeros(3)})
-    said = [one.message for one in caplog.records if "is planned by torch" in one.message]
+    said = [one.message for one in caplog.records if "left to torch's planner" in one.message]
     assert len(said) == 1
     assert "a planner of its own, TorchLoadPlanner" in said[0]
 
