@@ -80,8 +80,7 @@ class _Shares:
     def of(units: Sequence[Extent]) -> _Shares:
         """Put neighbouring units together, and place them in windows one behind the other."""
         start, stop = np.array(units, np.int64).T
-        begun = np.cumsum(stop - start) // _SHARE
-        is_cut = (np.diff(begun) > 0) | (start[1:] - stop[:-1] > _MOST_BETWEEN)
+        is_cut = (np.diff(start // _SHARE) > 0) | (start[1:] - stop[:-1] > _MOST_BETWEEN)
         first = np.append(0, np.flatnonzero(is_cut) + 1)
         last = np.append(first[1:], len(units)) - 1
         start, stop = start[first], stop[last]
@@ -96,6 +95,21 @@ class _Shares:
             place=before % (nbytes - largest),
             nbytes=nbytes,
         )
+
+
+def _finish(stream: CopyStream) -> None:
+    """Return once all copies have been made, whatever comes: others get the windows then."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            stream.synchronize()
+            break
+        except Exception:  # the device is lost: it copies nothing any more
+            raise
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _window(nbytes: int, least: int) -> int:
@@ -128,15 +142,14 @@ class _Reads:
             for number in range(count):
                 turn = number % 2
                 if turn in emptied:
-                    emptied.pop(turn).wait()
+                    emptied[turn].wait()
                 address = windows[turn].data_ptr()
                 self._read_window(number, address)
                 here = shares.window[share_of] == number
                 emptied[turn] = stream.to_device(target[here], address + place[here], nbytes[here])
                 emptied[turn].hold_device()
         finally:
-            for enqueued in emptied.values():
-                enqueued.wait()
+            _finish(stream)
 
     def _read_window(self, number: int, address: int) -> None:
         shares = self.shares

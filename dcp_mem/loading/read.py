@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -30,7 +31,8 @@ from dcp_mem.loading.shared_fetch import LoadGroup, fetch_together
 from dcp_mem.loading.sources.base import SOURCE_ERRORS, Source
 from dcp_mem.loading.sources.memory import MemorySource
 from dcp_mem.loading.sources.remote import PEERS, RemoteSource
-from dcp_mem.planning.plain_tensors import HOST
+from dcp_mem.memory.device_copies import current_stream, on_stream_of
+from dcp_mem.planning.plain_tensors import HOST, PLAIN
 from dcp_mem.planning.reads import DirectRead, ItemRead, Reads, Saved
 
 
@@ -113,6 +115,7 @@ class _Reading:
 def _read_from_own_memory(reading: _Reading, plan: Reads, memory: MemorySource) -> Counter[str]:
     """Read by columns where the plan has such, and item by item what is left."""
     sources = reading.opened.sources
+    _note_writes(reading, plan)
     try:
         nbytes = _read_columns(memory, plan, reading.verify)
         # Not from another source: damage that shows here is damage of what was read above, too.
@@ -122,6 +125,21 @@ def _read_from_own_memory(reading: _Reading, plan: Reads, memory: MemorySource) 
             raise
         reading.go_on(error, sources[1])
         return _read_by_file(reading, plan.everything())
+
+
+def _note_writes(reading: _Reading, plan: Reads) -> None:
+    """Raise torch's counters of writes of tensors on devices, which are written to by address.
+
+    A later save may tell by them whether a frozen tensor has changed.
+    """
+    if (plan.payloads.device == HOST).all():
+        return
+    assert isinstance(reading.planner, DefaultLoadPlanner)
+    leaves = reading.planner.state_dict.values()
+    tensors = [one._local_tensor if type(one) is DTensor else one for one in leaves]
+    increment_version(
+        [one for one in tensors if type(one) in PLAIN and one.is_cuda and not one.is_inference()]
+    )
 
 
 def _read_columns(memory: MemorySource, plan: Reads, verify: bool) -> int:
@@ -197,9 +215,12 @@ def _read_from_all_nodes(reading: _Reading, group: LoadGroup) -> Counter[str]:
             used[label_of(file)] += sum(stop - start for start, stop in extents)
         return fetcher, pending
 
+    launching = current_stream()
+
     def read_local() -> None:
         if memory is not None:
-            used[memory.label] += _read_local(memory, reading)
+            with on_stream_of(launching):
+                used[memory.label] += _read_local(memory, reading)
 
     group = replace(
         group,
@@ -228,6 +249,8 @@ def _read_local(memory: MemorySource, reading: _Reading) -> int:
     """Read what lies in this node's memory; return its bytes."""
     nbytes = 0
     plan = reading.plan
+    if isinstance(plan, Reads):
+        _note_writes(reading, plan)
     rest = plan.rest() if isinstance(plan, Reads) else reading.items()
     for file, payloads in plan.direct_reads() if isinstance(plan, Reads) else ():
         if memory.has(file):

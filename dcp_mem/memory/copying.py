@@ -44,6 +44,8 @@ _NBYTES = operator.itemgetter(2)
 _SHARES_EACH = 8
 _LEAST_READ = 1 << 20
 """Of many threads, each would take the interpreter's lock too often for less."""
+_RANKS_HERE = "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"
+"""Variables in which launchers give the number of a node's ranks."""
 _MOST_READERS = 8
 """More would wait for the interpreter's lock rather than read."""
 _ONE_THREAD_NBYTES = 4 << 20
@@ -264,8 +266,8 @@ def read_threads() -> int:
     So these are this rank's part of the machine's processors, where torch uses fewer. torchrun has
     it use one.
     """
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    processors = len(os.sched_getaffinity(0)) // (int(ranks) if ranks.isdecimal() else 1)
+    ranks = next((one for one in map(os.environ.get, _RANKS_HERE) if one and one.isdecimal()), "1")
+    processors = len(os.sched_getaffinity(0)) // max(1, int(ranks))
     return max(torch.get_num_threads(), min(processors, _MOST_READERS))
 
 
@@ -313,7 +315,7 @@ class WorkUnderWay(Generic[T]):
         Args:
             helpers: How many; they are kept for all such work.
         """
-        pool = _pool(max(torch.get_num_threads(), helpers))
+        pool = _pool(max(torch.get_num_threads(), read_threads()))
         for _ in range(helpers):
             pool.submit(self._take)
 

@@ -1,7 +1,8 @@
 """Thousands of copies from a CUDA device, or to it, with one call.
 
 torch has none for that: with a call for each, two thousand tensors keep the host busy for longer
-than the device needs to copy a quarter of a gigabyte.
+than the device needs to copy a quarter of a gigabyte. Where the driver has no such call, refuses
+it, or can't take the host's addresses as they are, copies are enqueued one by one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from dcp_mem.common.log import log
 from dcp_mem.memory.copying import Columns
 
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_TAKES_ANY_MEMORY = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
+_TAKES_REGISTERED_MEMORY = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+_refused: set[int] = set()
+"""What the driver has answered to the call for many copies; it isn't asked any more then."""
 
 
 class _Location(ctypes.Structure):
@@ -36,7 +41,11 @@ class _Attributes(ctypes.Structure):
 
 
 def copy_to_host(
-    targets: Columns, sources: Sequence[torch.Tensor], stream: torch.cuda.Stream
+    targets: Columns,
+    sources: Sequence[torch.Tensor],
+    stream: torch.cuda.Stream,
+    *,
+    is_pinned: bool,
 ) -> None:
     """Enqueue copies from a device; some may be under way when this raises.
 
@@ -44,25 +53,34 @@ def copy_to_host(
         targets: Addresses in the host's memory.
         sources: On the stream's device, one for each target; contiguous, and none is empty.
         stream: The current one.
+        is_pinned: Whether all of the targets' memory is.
 
     Raises:
         RuntimeError: CUDA can't.
     """
-    if _driver_call() is None:
-        _copy_one_by_one(targets, sources)
-        return
-    addresses = np.fromiter(map(torch.Tensor.data_ptr, sources), np.int64, len(sources))
-    nbytes = np.array([source.nbytes for source in sources], np.int64)
-    _copy_at_once(targets, addresses, nbytes, stream)
+    if _goes_at_once(stream, is_pinned=is_pinned):
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, sources), np.int64, len(sources))
+        nbytes = np.array([source.nbytes for source in sources], np.int64)
+        if _is_copied_at_once(targets, addresses, nbytes, stream):
+            return
+    for address, source in zip(targets.tolist(), sources, strict=True):
+        place = (ctypes.c_char * source.nbytes).from_address(address)
+        target = torch.frombuffer(place, dtype=torch.uint8)
+        target.copy_(source.detach().view(-1).view(torch.uint8), non_blocking=True)
 
 
 def may_copy_to_device() -> bool:
     """Return whether `copy_to_device` is there."""
-    return _driver_call() is not None
+    return torch.cuda.is_initialized() and hasattr(_driver(), "cuMemcpyHtoDAsync_v2")
 
 
 def copy_to_device(
-    targets: Columns, sources: Columns, nbytes: Columns, stream: torch.cuda.Stream
+    targets: Columns,
+    sources: Columns,
+    nbytes: Columns,
+    stream: torch.cuda.Stream,
+    *,
+    is_pinned: bool,
 ) -> None:
     """Enqueue copies to a device; some may be under way when this raises.
 
@@ -71,19 +89,42 @@ def copy_to_device(
         sources: Address in the host's memory of each.
         nbytes: Bytes of each; not 0.
         stream: The current one.
+        is_pinned: Whether all of the sources' memory is.
 
     Raises:
         RuntimeError: CUDA can't.
     """
-    _copy_at_once(targets, sources, nbytes, stream)
+    at_once = _goes_at_once(stream, is_pinned=is_pinned)
+    if at_once and _is_copied_at_once(targets, sources, nbytes, stream):
+        return
+    copy = _driver().cuMemcpyHtoDAsync_v2
+    copy.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    for move in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
+        if error := copy(*move, stream.cuda_stream):
+            raise RuntimeError(f"cuMemcpyHtoDAsync of {move[2]} bytes failed: error {error}")
 
 
-def _copy_at_once(
+def _goes_at_once(stream: torch.cuda.Stream, *, is_pinned: bool) -> bool:
+    """Return whether the driver is to be asked for many copies with one call.
+
+    It takes addresses as they are; torch's copies translate those of registered memory.
+    """
+    if _refused or not hasattr(_driver(), "cuMemcpyBatchAsync"):
+        return False
+    needed = _TAKES_REGISTERED_MEMORY if is_pinned else _TAKES_ANY_MEMORY
+    return _has_attribute(stream.device.index, needed)
+
+
+def _is_copied_at_once(
     targets: Columns, sources: Columns, nbytes: Columns, stream: torch.cuda.Stream
-) -> None:
+) -> bool:
+    """Enqueue copies with one call; where that fails, wait, and return False from now on."""
     columns = [np.ascontiguousarray(column) for column in (targets, sources, nbytes)]
     attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(), ctypes.c_size_t()
-    error = _driver_call()(
+    address, size = ctypes.c_void_p, ctypes.c_size_t
+    call = _driver().cuMemcpyBatchAsync
+    call.argtypes = address, address, address, size, address, address, size, address, address
+    error = call(
         *(column.ctypes.data for column in columns),
         len(nbytes),
         ctypes.byref(attributes),
@@ -92,36 +133,36 @@ def _copy_at_once(
         ctypes.byref(failed),
         stream.cuda_stream,
     )
-    if error:
-        raise RuntimeError(f"cuMemcpyBatchAsync of {len(nbytes)} copies failed: error {error}")
-
-
-def _copy_one_by_one(targets: Columns, sources: Sequence[torch.Tensor]) -> None:
-    for address, source in zip(targets.tolist(), sources, strict=True):
-        place = (ctypes.c_char * source.nbytes).from_address(address)
-        target = torch.frombuffer(place, dtype=torch.uint8)
-        target.copy_(source.detach().view(-1).view(torch.uint8), non_blocking=True)
+    if not error:
+        return True
+    _refused.add(error)
+    log.warning(
+        "cuMemcpyBatchAsync of %d copies failed (error %d): this process enqueues copies from and "
+        "to devices one by one, which takes longer",
+        len(nbytes),
+        error,
+    )
+    stream.synchronize()  # some may be under way
+    return False
 
 
 @cache
-def _driver_call() -> Any:
-    """Return cuMemcpyBatchAsync as CUDA 12.8 has it; None with an older driver, or on ROCm."""
-    try:
-        found = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
-    except (OSError, AttributeError) as error:
-        log.debug("copies from the device are enqueued one by one: %s", error)
+def _driver() -> Any:
+    """Return CUDA's driver; None on ROCm, or where there is none."""
+    if torch.version.hip:
         return None
-    address, size = ctypes.c_void_p, ctypes.c_size_t
-    found.argtypes = (
-        address,
-        address,
-        address,
-        size,
-        address,
-        address,
-        size,
-        address,
-        address,
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        log.debug("no driver of CUDA's: %s", error)
+        return None
+
+
+@cache
+def _has_attribute(device: int, attribute: int) -> bool:
+    handle, value = ctypes.c_int(), ctypes.c_int()
+    found = _driver()
+    failed = found.cuDeviceGet(ctypes.byref(handle), device) or found.cuDeviceGetAttribute(
+        ctypes.byref(value), attribute, handle
     )
-    found.restype = ctypes.c_int
-    return found
+    return not failed and bool(value.value)

@@ -6,7 +6,8 @@ The host only enqueues them, all of a save with one call. All that CUDA itself i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import compress
 from typing import Protocol
 
@@ -14,8 +15,10 @@ import numpy as np
 import torch
 
 from dcp_mem.common import faults
+from dcp_mem.common.log import log
 from dcp_mem.memory.copying import Columns
 from dcp_mem.memory.cuda_batches import copy_to_device, copy_to_host
+from dcp_mem.memory.pinning import is_pinned
 
 
 class Enqueued(Protocol):
@@ -66,6 +69,9 @@ class CopyStream(Protocol):
         Args:
             nbytes: Of the memory.
         """
+
+    def synchronize(self) -> None:
+        """Block the caller until all copies have been made that were enqueued so far."""
 
 
 _streams: dict[torch.device, CopyStream] = {}
@@ -118,7 +124,11 @@ class DeviceCopies:
             here = list(compress(sources, is_here.tolist()))
             stream = copy_stream(here[0].device)
             assert stream is not None
-            self._enqueued.append(stream.to_host(targets[is_here], here))
+            try:
+                self._enqueued.append(stream.to_host(targets[is_here], here))
+            except BaseException:  # an interrupt may have come once they were enqueued
+                stream.synchronize()
+                raise
         if self._enqueued:
             faults.point("devices.enqueued")
 
@@ -135,17 +145,57 @@ class DeviceCopies:
         """
         error: BaseException | None = None
         while self._enqueued:
+            last = self._enqueued[-1]
             try:
-                self._enqueued[-1].wait()
+                last.wait()
             except Exception as failure:
                 error = failure
             except BaseException as interrupt:  # what a copy still writes to may not be left
                 error = interrupt
                 continue
-            self._enqueued.pop()
+            with suppress(ValueError):  # a signal handler, or another thread, has waited as well
+                self._enqueued.remove(last)
         self._read.clear()
         if error is not None:
             raise error
+
+
+def host_memory(nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+    """Return memory of the host, pinned if that can be.
+
+    Args:
+        nbytes: Of the memory.
+        pinned: Whether to try.
+    """
+    try:  # The device is named: a program may have another default.
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    except RuntimeError as error:
+        if not pinned:
+            raise
+        log.warning("%d bytes can't be pinned (%s): devices copy more slowly", nbytes, error)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+@contextmanager
+def on_stream_of(caller: tuple[int, torch.cuda.Stream] | None) -> Iterator[None]:
+    """Launch on the stream that another thread launches on: what it has launched comes first.
+
+    Args:
+        caller: As `current_stream` has returned it there.
+    """
+    if caller is None:
+        yield
+        return
+    device, stream = caller
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+
+
+def current_stream() -> tuple[int, torch.cuda.Stream] | None:
+    """Return the calling thread's device and stream, for `on_stream_of`; None without CUDA."""
+    if not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.current_device(), torch.cuda.current_stream()
 
 
 class _CudaStream:
@@ -153,26 +203,38 @@ class _CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pins = True
 
     def to_host(self, targets: Columns, sources: Sequence[torch.Tensor]) -> Enqueued:
-        return self._enqueue(lambda: copy_to_host(targets, sources, self._stream))
+        pinned = is_pinned(int(targets.min()), int(targets.max()))
+        return self._enqueue(lambda: copy_to_host(targets, sources, self._stream, is_pinned=pinned))
 
     def to_device(self, targets: Columns, sources: Columns, nbytes: Columns) -> Enqueued:
-        return self._enqueue(lambda: copy_to_device(targets, sources, nbytes, self._stream))
+        pinned = self._pins
+        return self._enqueue(
+            lambda: copy_to_device(targets, sources, nbytes, self._stream, is_pinned=pinned)
+        )
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        memory = host_memory(nbytes, pinned=self._pins)
+        self._pins = self._pins and memory.is_pinned()
+        return memory
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
 
     def _enqueue(self, copy: Callable[[], None]) -> Enqueued:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            try:
-                copy()
-            except BaseException:
-                self._stream.synchronize()
-                raise
-            event = torch.cuda.Event(blocking=True)  # others may compute while somebody waits
-            event.record(self._stream)
+        # The device first: leaving a stream's context alone would make a context on device 0.
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                try:
+                    copy()
+                    event = torch.cuda.Event(blocking=True)  # others may compute meanwhile
+                    event.record(self._stream)
+                except BaseException:
+                    self._stream.synchronize()
+                    raise
         return _CudaEnqueued(self._device, event)
 
 

@@ -39,6 +39,16 @@ def pin(slot: Slot) -> None:
     slot.on_unmap.append(lambda: _unpin(key, device))
 
 
+def is_pinned(low: int, high: int) -> bool:
+    """Return whether memory belongs to a slot's mapping that is registered.
+
+    Args:
+        low: Address of a byte.
+        high: Address of another one behind it.
+    """
+    return any(start <= low and high < start + nbytes for start, nbytes in tuple(_pinned))
+
+
 def touch_pages_near_device() -> None:
     """Have pages that the calling thread touches first lie near this process's device, if any.
 

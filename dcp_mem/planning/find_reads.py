@@ -18,7 +18,7 @@ from dcp_mem.format.locations import LayoutItems
 from dcp_mem.format.names import segment_file
 from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.chunk_index import Boxes, ChunkIndex, Overlaps
-from dcp_mem.planning.plain_tensors import HOST, is_plain, sources_of
+from dcp_mem.planning.plain_tensors import HOST, sources_of
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened
 from dcp_mem.planning.reads import DirectRead, ItemRead, Reads
 
@@ -362,8 +362,17 @@ def _places(
         if found is not None and (found.devices is None or into_devices):
             devices = on_host if found.devices is None else np.array(found.devices, np.int64)
             return np.array(found.addresses, np.int64), devices
-    one_by_one = (tensor.data_ptr() if is_plain(tensor) else _NOT_PLAIN for tensor in tensors)
-    return np.fromiter(one_by_one, np.int64, count), on_host
+    one_by_one = [_place(tensor, into_devices=into_devices) for tensor in tensors]
+    addresses, devices = np.array(one_by_one, np.int64).reshape(-1, 2).T
+    return addresses, devices
+
+
+def _place(tensor: torch.Tensor, *, into_devices: bool) -> tuple[int, int]:
+    """Return what `_places` does, of one tensor."""
+    found = sources_of((tensor,))
+    if found is None or (found.devices is not None and not into_devices):
+        return _NOT_PLAIN, HOST
+    return found.addresses[0], HOST if found.devices is None else found.devices[0]
 
 
 def _difference(start: Sequence[int], origin: Sequence[int]) -> torch.Size:

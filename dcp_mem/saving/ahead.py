@@ -415,8 +415,10 @@ class AheadCopy:
 def _give_back(process: int, session: Session, filled: Filled, later: Later | None) -> None:
     if process != os.getpid():  # a forked child, which has no part in the save
         return
-    if later is not None:
-        later.cancel()
-    session.slots.abandon(filled.slot)
-    if filled.frozen is not None:
-        give_back(session, filled.frozen)
+    try:
+        if later is not None:
+            later.cancel()
+    finally:
+        session.slots.abandon(filled.slot)
+        if filled.frozen is not None:
+            give_back(session, filled.frozen)

@@ -117,7 +117,7 @@ class OverlappedCopies:
         self._read: list[torch.UntypedStorage] = []
         self._at_once, self._in_time = DeviceCopies(), DeviceCopies()
         self._written: list[tuple[torch.Tensor, int]] = []
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()  # a collection within it may give these copies back
         self._is_awaited = self._is_cancelled = False
         self._copying: Future[None] | None = None
         self._copier: threading.Thread | None = None
@@ -262,9 +262,9 @@ class OverlappedCopies:
         with self._counting:
             changed = [one for one, version in self._written if one._version != version]
             self._written = []
-        if changed and not self._is_cancelled and self._error is None:
-            what = f"a tensor of shape {list(changed[0].shape)} on {changed[0].device}"
-            self._error = _changed(what, len(changed))
+            if changed and not self._is_cancelled and self._error is None:
+                what = f"a tensor of shape {list(changed[0].shape)} on {changed[0].device}"
+                self._error = _changed(what, len(changed))
 
 
 def _changed(first: str, count: int) -> DcpMemError:

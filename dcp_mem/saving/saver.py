@@ -180,13 +180,8 @@ class Saver:
         calls = self.calls
         entered = attempt(lambda: self._entered(staged))
         if entered.error is None:
-            # First of all: what follows talks to the other ranks, even where it fails.
             session, calls.turn = entered.value  # kept: it ends with the call, failed or not
-            calls.turn.follow(over_when_left())
-            calls.turn.wait()
             session.give_back_unsealed()
-        elif staged is not None and staged.turn is not None:
-            staged.turn.end()  # the save fails; its error may keep the ticket for long
         return attempt(lambda: self._named(entered.value[0]))
 
     def save(self, context: SaveContext, items: ItemProvider) -> Completed | None:
@@ -459,15 +454,24 @@ class Saver:
         return session
 
     def _entered(self, staged: StagedState | None) -> tuple[Session, Turn]:
-        """Return the session for a save that DCP drives, and the save's turn in it."""
-        if staged is not None and staged.turn is not None:
-            # Its turn first: another thread's close of the session waits for that.
-            staged.turn.follow(over_when_left())
-            staged.turn.wait()
-            return self.open_session(), staged.turn
-        self.calls.checked_name()
-        self._refuse_to_flush_elsewhere()
-        return enter_session(self.settings, self._identity())
+        """Return the session for a save that DCP drives, and the save's turn in it, which has come.
+
+        It is waited for before all else: what follows talks to the other ranks, even where it
+        fails.
+        """
+        session, turn = None, staged.turn if staged is not None else None
+        if turn is None:
+            self.calls.checked_name()
+            self._refuse_to_flush_elsewhere()
+            session, turn = enter_session(self.settings, self._identity())
+        try:
+            turn.follow(over_when_left())
+            turn.wait()
+            # Not opened before its turn: another thread's close of the session waits for that.
+            return session or self.open_session(), turn
+        except BaseException:
+            turn.end()  # the save fails; its error may keep the ticket for long
+            raise
 
     def _refuse_to_flush_elsewhere(self) -> None:
         """Raise ConfigError where a flush in this process wouldn't reach the writer's storage."""

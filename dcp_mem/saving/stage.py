@@ -202,9 +202,11 @@ def _fill(session: Session, planned: Planned, later: Later | None) -> Filled:
         if later is not None:
             later.begin()
     except BaseException:
-        if later is not None:
-            later.cancel()
-        slots.abandon(slot)
+        try:
+            if later is not None:
+                later.cancel()
+        finally:
+            slots.abandon(slot)
         raise
     slow_ids = set(map(id, slow))
     dense = (

@@ -36,6 +36,7 @@ class _Played:
         self.log: list[str] = []
         self.filled: list[int] = []
         self.fails: Exception | None = None
+        self._begun: list[_PlayedCopies] = []
 
     def to_host(self, targets: Columns, sources: Sequence[torch.Tensor]) -> "_PlayedCopies":
         if self.fails is not None:
@@ -50,10 +51,15 @@ class _Played:
 
     def to_device(self, targets: Columns, sources: Columns, nbytes: Columns) -> "_PlayedCopies":
         self.filled.append(int(nbytes.sum()))
-        return _PlayedCopies(self, moves_of(targets, sources, nbytes), [])
+        self._begun.append(_PlayedCopies(self, moves_of(targets, sources, nbytes), []))
+        return self._begun[-1]
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def synchronize(self) -> None:
+        for one in list(self._begun):
+            one.wait()
 
 
 class _PlayedCopies:
@@ -364,20 +370,130 @@ def test_what_is_damaged_in_memory_comes_to_the_device_from_storage(
     assert_same(state, into)
 
 
-def test_without_the_drivers_call_copies_are_enqueued_one_by_one(
+class _Stream:
+    """What the driver's calls need of torch's streams."""
+
+    device = torch.device("cuda", 0)
+    cuda_stream = 0
+    waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+class _Driver:
+    """CUDA's driver, whose call for many copies answers with an error, or isn't there."""
+
+    def __init__(self, error: int | None, attributes: dict[int, int]) -> None:
+        self.asked = 0
+        self._attributes = attributes
+        if error is not None:
+            self.cuMemcpyBatchAsync = self._answer(error)
+
+    def _answer(self, error: int) -> Any:
+        def call(*_: object) -> int:
+            self.asked += 1
+            return error
+
+        return call
+
+    def cuDeviceGet(self, handle: Any, device: int) -> int:  # noqa: N802
+        handle._obj.value = device + 7
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, handle: Any) -> int:  # noqa: N802
+        assert handle.value == 7
+        value._obj.value = self._attributes[attribute]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("error", "attributes", "is_pinned", "asked"),
+    [
+        (None, {88: 1, 91: 1}, True, 0),  # an older driver
+        (801, {88: 0, 91: 1}, True, 1),  # it refuses
+        (801, {88: 1, 91: 0}, False, 1),
+        (0, {88: 1, 91: 0}, True, 0),  # WSL2: it takes addresses of registered memory otherwise
+        (0, {88: 0, 91: 1}, False, 0),
+    ],
+)
+def test_where_the_driver_does_not_copy_many_at_once_copies_are_enqueued_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: int | None,
+    attributes: dict[int, int],
+    is_pinned: bool,
+    asked: int,
 ) -> None:
-    monkeypatch.setattr(cuda_batches, "_driver_call", lambda: None)
+    driver, stream = _Driver(error, attributes), _Stream()
+    monkeypatch.setattr(cuda_batches, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_batches, "_refused", set())
+    monkeypatch.setattr(cuda_batches, "_has_attribute", cuda_batches._has_attribute.__wrapped__)
     sources = [
         torch.arange(12.0).reshape(3, 4),
         torch.tensor(True),
         torch.nn.Parameter(torch.ones(2)),
         torch.ones(3, dtype=torch.complex64),
     ]
-    targets = [torch.zeros_like(one) for one in sources]
-    addresses = np.array([one.data_ptr() for one in targets])
-    cuda_batches.copy_to_host(addresses, sources, stream=None)  # type: ignore[arg-type]
-    assert all(map(torch.equal, targets, sources))
+    for _ in range(2):
+        targets = [torch.zeros_like(one) for one in sources]
+        addresses = np.array([one.data_ptr() for one in targets])
+        cuda_batches.copy_to_host(addresses, sources, stream, is_pinned=is_pinned)  # type: ignore[arg-type]
+        assert all(map(torch.equal, targets, sources))
+    assert driver.asked == stream.waits == asked  # once, and then no more
+    assert len(caplog.messages) == asked
+
+
+def test_the_drivers_call_is_given_all_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver(0, {88: 0, 91: 1})
+    monkeypatch.setattr(cuda_batches, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_batches, "_has_attribute", lambda device, attribute: True)
+    sources = [torch.ones(3), torch.ones(5)]
+    targets = torch.zeros(8)
+    addresses = np.array([targets.data_ptr(), targets.data_ptr() + 12])
+    cuda_batches.copy_to_host(addresses, sources, _Stream(), is_pinned=True)  # type: ignore[arg-type]
+    assert driver.asked == 1
+    assert not targets.any()  # nobody else has copied
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_windows_are_host_memory_whatever_the_default_device_and_whether_it_can_be_pinned(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.device(device):
+        memory = device_copies.host_memory(1000)
+    assert memory.device == torch.device("cpu")
+    assert memory.fill_(1).sum() == 1000
+    assert memory.is_pinned() == torch.cuda.is_available()
+    assert len(caplog.messages) == (not torch.cuda.is_available())
+
+
+def test_many_small_payloads_are_read_in_shares_for_all_threads() -> None:
+    units = [(start, start + 4) for start in range(0, 128 * 20_000, 128)]
+    shares = device_reads._Shares.of(units)
+    assert (shares.stop - shares.start).max() <= device_reads._SHARE
+    assert [unit for share in shares.units for unit in share] == units
+    assert shares.nbytes <= 1 << 23
+
+
+def test_a_save_from_a_signal_handler_may_wait_for_the_same_copies() -> None:
+    copies = DeviceCopies()
+
+    class Copies:
+        def __init__(self, interrupts: bool) -> None:
+            self._interrupts = interrupts
+
+        def wait(self) -> None:
+            if self._interrupts:
+                self._interrupts = False
+                copies.finish()
+
+        def hold_device(self) -> None:
+            raise AssertionError
+
+    copies._enqueued = [Copies(False), Copies(True)]
+    copies.finish()
+    assert not copies.are_under_way
 
 
 def _loaded(places: Places, name: str, state: dict[str, Any]) -> dict[str, Any]:

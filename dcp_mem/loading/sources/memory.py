@@ -245,11 +245,8 @@ class MemorySource:
         self._read(file, lambda descriptor: read(descriptor, moves))
 
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        moves = []
-        for buffer in filter(None, buffers):
-            moves.append((np.frombuffer(buffer, np.uint8).ctypes.data, offset, len(buffer)))
-            offset += len(buffer)
-        self.read(file, moves)
+        # In this thread: several pieces are read at once.
+        self._read(file, lambda descriptor: fill(descriptor, buffers, offset))
 
     def read_many(self, file: str, payloads: DirectRead, *, verify: bool) -> None:
         """Read payloads straight into memory.
@@ -262,10 +259,11 @@ class MemorySource:
         Raises:
             SegmentCorrupt: The bytes are missing, or others.
         """
-        reader = self._reader_of(file) if verify else None
-        if reader is None:
+        known = self._checksums_of(file) if verify else None
+        if known is None:
             self._read_many(file, payloads)
             return
+        reader = CheckedReader(self._descriptor_of(file), *known)
         damaged = self._guarded(
             file, lambda: reader.read(payloads.address, payloads.offset, payloads.nbytes)
         )
@@ -319,7 +317,7 @@ class MemorySource:
         self._read(file, lambda descriptor: fill(descriptor, [data], low))
 
     def _reader_of(self, file: str) -> CheckedReader | None:
-        """Return what reads a segment and checks it; None where it has no checksums yet."""
+        """Return what checks a segment's units; None where it has no checksums yet."""
         known = self._checksums_of(file)
         if known is not None and file not in self._readers:
             self._readers[file] = CheckedReader(self._descriptor_of(file), *known)
