@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_mem.common.log import log
+from dcp_mem.common.log import log, log_once
 from dcp_mem.memory.copying import Columns
 
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
@@ -109,10 +109,17 @@ def _goes_at_once(stream: torch.cuda.Stream, *, is_pinned: bool) -> bool:
 
     It takes addresses as they are; torch's copies translate those of registered memory.
     """
-    if _refused or not hasattr(_driver(), "cuMemcpyBatchAsync"):
+    if _refused:
         return False
     needed = _TAKES_REGISTERED_MEMORY if is_pinned else _TAKES_ANY_MEMORY
-    return _has_attribute(stream.device.index, needed)
+    if not hasattr(_driver(), "cuMemcpyBatchAsync"):
+        why = "there is no call for many, which CUDA 12.8 and newer have"
+    elif not _has_attribute(stream.device.index, needed):
+        why = f"it can't take addresses of {'registered' if is_pinned else 'unpinned'} memory"
+    else:
+        return True
+    log_once(f"copies of {stream.device} are enqueued one by one: {why}")
+    return False
 
 
 def _is_copied_at_once(
