@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -238,14 +238,7 @@ def _copied_value(value: Any, is_shared: bool) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_copied_value(inner, is_shared) for inner in value)
     if isinstance(value, ShardedTensor):
-        sharded = object.__new__(type(value))
-        sharded.__dict__.update(value.__dict__)
-        sharded.__dict__.pop("_sharded_tensor_id", None)  # it would be given back twice
-        sharded._local_shards = [
-            Shard(_copied_value(shard.tensor, is_shared), shard.metadata)
-            for shard in value.local_shards()
-        ]
-        return sharded
+        return _with_shards(value, lambda tensor: _copied_value(tensor, is_shared))
     if type(value) is DTensor:
         local = _copied_value(value._local_tensor, is_shared)
         return DTensor(local, value._spec, requires_grad=value.requires_grad)
@@ -259,14 +252,40 @@ def _copied_value(value: Any, is_shared: bool) -> Any:
     return copy.deepcopy(value)
 
 
+def _with_shards(
+    sharded: ShardedTensor, made_of: Callable[[torch.Tensor], torch.Tensor]
+) -> ShardedTensor:
+    """Return a ShardedTensor like this one, whose shards are made of the tensors of its shards."""
+    whole = sharded.metadata()
+    known = whole.tensor_properties
+    made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+        type(sharded),
+        whole.size,
+        dtype=known.dtype,
+        layout=known.layout,
+        requires_grad=known.requires_grad,
+    )
+    made.__dict__.update(sharded.__dict__)
+    made.__dict__.pop("_sharded_tensor_id", None)  # it would be given back twice
+    made._local_shards = [
+        Shard(made_of(shard.tensor), shard.metadata) for shard in sharded.local_shards()
+    ]
+    return made
+
+
 class _Stager(StateDictStager or object):  # type: ignore[misc]
     """torch's stager, for tensors that it copies wrongly or not at all as well (torch 2.13)."""
 
     def _offload_tensor(self, x: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
-        if type(x) is DTensor:
+        if isinstance(x, ShardedTensor):
+            # torch asks it for what a ShardedTensor doesn't know.
+            copied: torch.Tensor = _with_shards(
+                x, lambda part: self.deepcopy_with_tensor_offload(part, memo)
+            )
+        elif type(x) is DTensor:
             # torch takes the address of a part behind another one for that of a real storage.
             local = self.deepcopy_with_tensor_offload(x._local_tensor, memo)
-            copied: torch.Tensor = DTensor(local, x._spec, requires_grad=x.requires_grad)
+            copied = DTensor(local, x._spec, requires_grad=x.requires_grad)
         elif is_wrapper(x):
             # torch would ask the class for an empty tensor, which may be of another class.
             copied = rebuilt(x, lambda part: self.deepcopy_with_tensor_offload(part, memo))

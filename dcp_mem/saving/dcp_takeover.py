@@ -53,6 +53,7 @@ class DcpTakeover:
         self._ahead: AheadCopy | None = None
         self._put_in_place: Mapping[str, Any] | None = None  # of what stands for a staged state
         self._state: Attempted[Mapping[str, Any]] = Attempted((call.state_dict,))
+        self._refusal: Exception | None = None  # why nothing could be staged
         if self.staged is not None:
             self._take_staged(call, self.staged)
         planner = planner_of(call.planner)  # There is a stand-in if DCP has asked before.
@@ -69,6 +70,7 @@ class DcpTakeover:
     def _take_staged(self, call: PlanningCall, staged: StagedState) -> None:
         """Have DCP, too, go on with what is staged in the place of what stands for it."""
         content = staged.take()
+        self._refusal = content.error
         found = content.value if content.error is None else {}
         state: dict[str, Any] = {}
         if isinstance(found, AheadCopy):
@@ -120,6 +122,7 @@ class DcpTakeover:
 
     def leave_to_torch(self) -> None:
         """Have torch's planner plan the save, and its plans exchanged. All ranks call this."""
+        self._stand_in.refusal = self._refusal
         self._exchanges.everything()
 
     def give_up(self) -> None:
@@ -197,6 +200,7 @@ class _StandIn(SavePlanner):
         ranks: That save together; None as long as they aren't known.
         metadata: Of the save, for DCP to return.
         is_planned: Whether dcp_mem has planned.
+        refusal: Why there is nothing to plan; raised where DCP hands it to all ranks.
     """
 
     def __init__(self, planner: SavePlanner) -> None:
@@ -204,6 +208,7 @@ class _StandIn(SavePlanner):
         self.ranks: Ranks | None = None
         self.metadata: Metadata = Metadata({})
         self.is_planned = False
+        self.refusal: Exception | None = None
         self._set_up: dict[str, Any] | None = None
 
     @property
@@ -223,6 +228,8 @@ class _StandIn(SavePlanner):
         set_up, self._set_up = self._set_up, None
         if self.is_planned:
             return SavePlan([])
+        if self.refusal is not None:
+            raise self.refusal
         if set_up is not None:
             _set_up(self.planner, set_up)
         return self.planner.create_local_plan()

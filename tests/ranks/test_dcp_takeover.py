@@ -1266,6 +1266,43 @@ def test_a_torch_that_drives_its_readers_in_another_way_loads_well(
     forked_ranks(_loads_by_another_driver, ranks, places, which, env=PATIENCE)
 
 
+# -- what can't be staged --------------------------------------------------------------------------
+
+
+class _CannotBeCopied:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise OSError(5, "no copy today")
+
+
+def _saves_what_cannot_be_copied(places: Places, failing: int) -> None:
+    is_failing = dist.get_rank() == failing
+    with places.writer(persist=False) as writer:
+        for planner in (None, TorchPlanner(), DefaultSavePlanner(flatten_sharded_tensors=False)):
+            for call in (dcp.async_save, dcp_mem.async_save):
+                state: State = _state(1)
+                if is_failing:
+                    state["held"] = _CannotBeCopied()
+                saving: Any = call(
+                    state, checkpoint_id="bad", storage_writer=writer, planner=planner
+                )
+                failures = _failures_of(partial(saving.result, 60))
+                assert "no copy today" in str(failures[failing])
+                assert not writer.status()
+        _begun(_state(2), "good", writer).result(60)
+        comes_back(places, "good", _state(2), roads=FROM_MEMORY)
+        dist.barrier()
+
+
+@pytest.mark.skipif(
+    not hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"), reason="torch 2.6 doesn't stage"
+)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_cannot_be_copied_for_an_asynchronous_save_fails_it_whoever_plans(
+    places: Places, failing: int
+) -> None:
+    forked_ranks(_saves_what_cannot_be_copied, 2, places, failing, env=PATIENCE)
+
+
 # -- both roads, at random -------------------------------------------------------------------------
 
 PLANNERS: dict[str, dict[str, bool]] = {
@@ -1355,6 +1392,21 @@ def _saves_on_both_roads(
         assert written["ours"] == written["torch"]
         assert written["again"] == written["torch"]
     dist.barrier()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    calls: dict[str, Callable[..., Any]] = {
+        "dcp_mem.save": dcp_mem.save,
+        "dcp.async_save": dcp.async_save,
+        "overlapped": partial(dcp_mem.async_save, overlap=optimizer),
+    }
+    for name, call in calls.items():
+        planner = DefaultSavePlanner(**options)
+        begun = call(state, checkpoint_id=name, storage_writer=writer, planner=planner)
+        if call is not dcp_mem.save:
+            getattr(begun, "upload_completion", begun).result(60)
+        stored = places.metadata(name)
+        assert_same_content(stored, returned["torch"])
+        assert _items(places, name, stored) == items["torch"]
+        dist.barrier()
 
 
 def _items(places: Places, name: str, metadata: Metadata) -> dict[MetadataIndex, bytes]:
