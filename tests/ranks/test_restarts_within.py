@@ -179,6 +179,7 @@ def _restarts_at_one_address(places: _Places, port: int, is_closed: bool) -> lis
             served.append(asking.connect_ex(("127.0.0.1", port)) == 0)
         _all_come(between, "asked", world)
     _meet(places.stores, RESTARTS, rank, world)
+    dist.barrier()  # a rank that is gone would be missed by one that still connects
     return served
 
 

@@ -516,7 +516,9 @@ def _resume_elsewhere(job: Job, by: str) -> tuple[list[str], dict[str, Any], lis
     logging.getLogger("dcp_mem").setLevel(logging.INFO)
     with pytest.MonkeyPatch.context() as patch:
         if by == "torch's planner":
-            patch.setattr("dcp_mem.planning.load_planner.LocalLoadPlanner.plan", lambda *_: None)
+            patch.setattr(
+                "dcp_mem.planning.load_planner.LocalLoadPlanner.plan", lambda *_, **__: None
+            )
         else:  # nor can torch's
             patch.delattr("dcp_mem.planning.load_planner.LocalLoadPlanner.create_local_plan")
             patch.delattr("dcp_mem.planning.load_planner.DefaultLoadPlanner.create_local_plan")
