@@ -143,6 +143,7 @@ _MODULES_NAMES = {
     ("_cuda_hasPrimaryContext", "torch"),
     ("_get_default_store", "dist"),
     ("_MEM_FORMAT_ENCODING", "dcp_metadata"),
+    ("_make_wrapper_subclass", "torch"),
     ("_save_state_dict", "state_dict_saver"),
     ("_storage_setup", "state_dict_loader"),
     ("_storage_setup", "state_dict_saver"),
