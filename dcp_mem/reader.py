@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_mem.comm.agreement import attempt, leaving_on_error
+from dcp_mem.comm.agreement import attempt, is_of_one_call, leaving_on_error, was_voted_on
 from dcp_mem.comm.dcp_call import (
     DcpCall,
     dcp_call,
@@ -135,15 +135,18 @@ class MemoryStorageReader(StorageReader):
         """Open the checkpoint together with the other ranks; return DCP's metadata of it."""
         started = time.monotonic()
         self.close()
-        call = dcp_call(self._process_group, f"load {self.settings.job}")
-        planning = planning_call(self)
-        takeover = None
-        if planning is not None and not (why_not := why_not_own_plan(planning.planner)):
-            takeover = LoadTakeover(planning)
-        elif planning is not None:
-            log_once(f"loads are left to torch's planner, which takes longer: {why_not}")
-            guard_planner(planning, call.ranks)
+        planning, takeover, why_not = planning_call(self), None, ""
+        if planning is not None:
+            # Until all ranks know whether all plan by themselves: one that fails leaves the others.
+            planning.exchanges.only_errors()
+            why_not = why_not_own_plan(planning.planner)
         try:
+            call = dcp_call(self._process_group, f"load {self.settings.job}")
+            if planning is not None and why_not:
+                log_once(f"loads are left to torch's planner, which takes longer: {why_not}")
+                guard_planner(planning, call.ranks)
+            elif planning is not None:
+                takeover = LoadTakeover(planning)
             with leaving_on_error(call.ranks), collector_paused():
                 self._load = LoadAttempt(
                     self._request(
@@ -157,10 +160,15 @@ class MemoryStorageReader(StorageReader):
             # torch would bury the error in an AssertionError's text. What set_up_storage_reader,
             # its next call, raises reaches the caller as it is.
             self._failure = error
+            if planning is not None and was_voted_on(error) and is_of_one_call(error):
+                planning.exchanges.everything()
             return _no_metadata()
+        all_plan = self._load.all_plan_themselves
+        if planning is not None and not all_plan:
+            planning.exchanges.everything()
         if takeover is None:
             return self._opened.metadata
-        return takeover.begin(self._opened, call.ranks if self._load.all_plan_themselves else None)
+        return takeover.begin(self._opened, call.ranks if all_plan else None)
 
     @picklable
     def set_up_storage_reader(

@@ -18,6 +18,6 @@ def log_once(text: str) -> None:
     Args:
         text: What people should know, but not at each step.
     """
-    if text not in _said:
+    if text not in _said and log.isEnabledFor(logging.INFO):
         _said.add(text)
         log.info("%s", text)

@@ -34,7 +34,6 @@ class LoadTakeover:
         Args:
             call: The planning step of DCP; dcp_mem can plan as its planner would.
         """
-        self._exchanges = call.exchanges
         known = call.planner if isinstance(call.planner, _StandIn) else None
         self._stand_in = known or _StandIn(call)
         call.replace_planner(self._stand_in)
@@ -47,8 +46,6 @@ class LoadTakeover:
             ranks: Those that load together, if all of them plan by themselves; else None.
         """
         self._stand_in.opened, self._stand_in.ranks = opened, ranks
-        if ranks is not None:
-            self._exchanges.only_errors()
         return LazyMetadata(lambda: opened.metadata)
 
 
@@ -71,6 +68,8 @@ def why_not_own_plan(planner: LoadPlanner) -> str:
     """
     if isinstance(planner, _StandIn):
         return ""  # The metadata is read once more.
+    if isinstance(planner, _Guarded):
+        planner = planner.planner
     if type(planner) is not DefaultLoadPlanner:
         return f"a planner of its own, {type(planner).__name__}"
     if not (planner.flatten_state_dict and planner.flatten_sharded_tensors):

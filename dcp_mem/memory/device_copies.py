@@ -144,17 +144,16 @@ class DeviceCopies:
             RuntimeError: A device has failed. No copy is under way any more then, either.
         """
         error: BaseException | None = None
-        while self._enqueued:
-            last = self._enqueued[-1]
+        while last := self._enqueued[-1:]:
             try:
-                last.wait()
+                last[0].wait()
             except Exception as failure:
                 error = failure
             except BaseException as interrupt:  # what a copy still writes to may not be left
                 error = interrupt
                 continue
             with suppress(ValueError):  # a signal handler, or another thread, has waited as well
-                self._enqueued.remove(last)
+                self._enqueued.remove(last[0])
         self._read.clear()
         if error is not None:
             raise error
@@ -217,7 +216,8 @@ class _CudaStream:
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         memory = host_memory(nbytes, pinned=self._pins)
-        self._pins = self._pins and memory.is_pinned()
+        if not memory.is_pinned():
+            self._pins = False
         return memory
 
     def synchronize(self) -> None:

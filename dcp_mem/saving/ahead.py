@@ -268,9 +268,22 @@ def _with_shards(
     made.__dict__.update(sharded.__dict__)
     made.__dict__.pop("_sharded_tensor_id", None)  # it would be given back twice
     made._local_shards = [
-        Shard(made_of(shard.tensor), shard.metadata) for shard in sharded.local_shards()
+        _shard_of(made_of(shard.tensor), shard.metadata) for shard in sharded.local_shards()
     ]
     return made
+
+
+def _shard_of(tensor: torch.Tensor, like: Any) -> Shard:
+    """Return a tensor as a shard with this metadata, but for the device, which is the tensor's."""
+    placement = like.placement
+    if placement is not None and placement.device() != tensor.device:
+        worker = placement.worker_name() or f"rank:{placement.rank()}"
+        like = type(like)(
+            shard_offsets=like.shard_offsets,
+            shard_sizes=like.shard_sizes,
+            placement=f"{worker}/{tensor.device}",
+        )
+    return Shard(tensor, like)
 
 
 class _Stager(StateDictStager or object):  # type: ignore[misc]

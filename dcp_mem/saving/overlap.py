@@ -206,11 +206,13 @@ class OverlappedCopies:
 
     def _end(self) -> None:
         """Wait for all copies, and let go of what was copied."""
-        self._join()
         try:
-            self._at_once.finish()
+            self._join()
         finally:
-            self._in_time.finish()
+            try:
+                self._at_once.finish()
+            finally:
+                self._in_time.finish()
         self._validate_devices()
         with _guard:
             _pending.discard(self)
@@ -219,8 +221,13 @@ class OverlappedCopies:
 
     def _join(self) -> None:
         self._is_awaited = True
-        if self._copying is not None and self._copier is not threading.current_thread():
-            self._copying.result()  # what goes wrong is in `_error`
+        if self._copying is None or self._copier is threading.current_thread():
+            return
+        interrupt: BaseException | None = None
+        while not self._copying.done():  # what is still written to may not be left
+            interrupt = _waited(self._copying) or interrupt
+        if interrupt is not None:
+            raise interrupt
 
     def _work(self) -> None:
         self._copier = threading.current_thread()
@@ -265,6 +272,15 @@ class OverlappedCopies:
             if changed and not self._is_cancelled and self._error is None:
                 what = f"a tensor of shape {list(changed[0].shape)} on {changed[0].device}"
                 self._error = _changed(what, len(changed))
+
+
+def _waited(copying: Future[None]) -> BaseException | None:
+    """Wait for copies; return what interrupts that. What goes wrong with them is in `_error`."""
+    try:
+        copying.result()
+    except BaseException as interrupt:
+        return interrupt
+    return None
 
 
 def _changed(first: str, count: int) -> DcpMemError:

@@ -28,6 +28,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -37,17 +39,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.remote_device import _remote_device
 
 import dcp_mem
 from dcp_mem import MemoryStorageWriter
+from dcp_mem import reader as reader_module
 from dcp_mem.comm.agreement import described
 from dcp_mem.common import faults
 from dcp_mem.common import log as log_module
 from dcp_mem.errors import CheckpointNotFound
 from dcp_mem.format.metadata import read_metadata
+from dcp_mem.loading import candidates
 from dcp_mem.memory import copying
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.load_planner import LocalLoadPlanner
+from dcp_mem.saving.ahead import copied
 from tests.support.checkpoints import sharding
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.models import rows_of_five
@@ -651,16 +657,23 @@ def test_a_rank_that_cannot_plan_a_load_fails_it_on_all(places: Places, failing:
     forked_ranks(_loads_of_which_one_rank_cannot_plan, 2, places, failing, env=PATIENCE)
 
 
-def _loads_of_which_one_rank_is_interrupted(places: Places, interrupted: int) -> list[str]:
+def _loads_of_which_one_rank_is_interrupted(
+    places: Places, interrupted: int, where: str
+) -> list[str]:
     with places.writer(persist=False) as writer:
         dcp.save(_state(1), checkpoint_id="a", storage_writer=writer)
     if dist.get_rank() == interrupted:
-        patch = pytest.MonkeyPatch()
+        patch, open_newest = pytest.MonkeyPatch(), candidates.open_newest
 
-        def interrupt(*_: object, **__: object) -> None:
+        def interrupt(*arguments: Any, **_: object) -> None:
+            if where == "opened":
+                open_newest(*arguments)  # the other ranks go on
             raise KeyboardInterrupt
 
-        patch.setattr(LocalLoadPlanner, "plan", interrupt)
+        if where == "planning":
+            patch.setattr(LocalLoadPlanner, "plan", interrupt)
+        else:
+            patch.setattr(reader_module, "open_newest", interrupt)
     failures = _failures_of(
         lambda: dcp.load(
             blank_of(_state(0)), checkpoint_id="a", storage_reader=places.reader("memory", "a")
@@ -669,12 +682,13 @@ def _loads_of_which_one_rank_is_interrupted(places: Places, interrupted: int) ->
     return [f"{rank} {type(error).__name__}" for rank, error in failures.items()]
 
 
+@pytest.mark.parametrize("where", ["opening", "opened", "planning"])
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_an_interrupt_of_one_rank_leaves_no_rank_waiting_in_a_load(
-    places: Places, interrupted: int
+    places: Places, interrupted: int, where: str
 ) -> None:
     found = forked_ranks(
-        _loads_of_which_one_rank_is_interrupted, 2, places, interrupted, env=PATIENCE
+        _loads_of_which_one_rank_is_interrupted, 2, places, interrupted, where, env=PATIENCE
     )
     assert found[interrupted] == [f"{interrupted} KeyboardInterrupt"]
     assert found[1 - interrupted] == [f"{interrupted} RankFailed"]
@@ -1264,6 +1278,28 @@ def test_a_torch_that_drives_its_readers_in_another_way_loads_well(
     places: Places, which: str, ranks: int
 ) -> None:
     forked_ranks(_loads_by_another_driver, ranks, places, which, env=PATIENCE)
+
+
+# -- copies of ShardedTensors ----------------------------------------------------------------------
+
+
+def _copies_shards_from_a_device(_: Places) -> None:
+    tensor = torch.arange(12.0).reshape(4, 3)
+    metadata = ShardMetadata(shard_offsets=[0, 0], shard_sizes=[4, 3], placement="rank:0/cpu")
+    sharded = init_from_local_shards([Shard(tensor, metadata)], 4, 3)
+    metadata.placement = _remote_device("rank:0/cuda:0")  # what is copied lies on the host
+    found = copied({"sharded": sharded})["sharded"]
+    (shard,) = found.local_shards()
+    assert str(shard.metadata.placement) == "rank:0/cpu"
+    assert str(metadata.placement) == "rank:0/cuda:0"
+    assert torch.equal(shard.tensor, tensor)
+    assert shard.tensor.data_ptr() != tensor.data_ptr()
+    assert found.metadata() == sharded.metadata()
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+def test_shards_that_lie_on_a_device_are_copied_to_the_host(places: Places) -> None:
+    forked_ranks(_copies_shards_from_a_device, 1, places)
 
 
 # -- what can't be staged --------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from dcp_mem.memory.copying import Columns, Move, moves_of
 from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.planning import plain_tensors
 from dcp_mem.planning.plain_tensors import HOST
+from dcp_mem.saving import overlap as overlap_module
 from dcp_mem.saving import stage
+from dcp_mem.saving.overlap import OverlappedCopies
 from tests.support.checkpoints.damage import flip
 from tests.support.checkpoints.roundtrip import Places, assert_same
 
@@ -467,6 +470,36 @@ def test_windows_are_host_memory_whatever_the_default_device_and_whether_it_can_
     assert memory.fill_(1).sum() == 1000
     assert memory.is_pinned() == torch.cuda.is_available()
     assert len(caplog.messages) == (not torch.cuda.is_available())
+
+
+def test_an_interrupt_while_copies_are_given_back_leaves_none_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
+    copies = OverlappedCopies(dcp_mem.Overlap(optimizer), None, done.append)  # type: ignore[arg-type]
+    copies._copying = Future()
+
+    class Copies:
+        def wait(self) -> None:
+            done.append("device")
+
+        def hold_device(self) -> None:
+            raise AssertionError
+
+    copies._in_time._enqueued = [Copies()]
+
+    def interrupted(copying: Any) -> BaseException:
+        if "interrupted" in done:
+            copying.set_result(None)
+            done.append("host")
+        done.append("interrupted")
+        return KeyboardInterrupt()
+
+    monkeypatch.setattr(overlap_module, "_waited", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copies.cancel()
+    assert done == ["interrupted", "host", "interrupted", "device"]
 
 
 def test_many_small_payloads_are_read_in_shares_for_all_threads() -> None:
