@@ -201,9 +201,9 @@ class JobRanks:
     def refresh(self) -> None:
         """Replace connections that broke in an earlier call. Called as a save or load begins.
 
-        A rank that saw one break noted it in the store before it raised, and DCP's own
-        collective at the end of that call came later: so now every rank reads the same. Calls
-        without such a collective are told apart by their number, which a rank that leaves notes.
+        A rank that saw one break noted it in the store before it raised. Where DCP's own
+        collective came later, at the end of that call, every rank now reads the same. Most calls
+        have none: they are told apart by their number, which a rank that leaves notes.
 
         Raises:
             RankFailed: A rank has left this very call, or the store is gone or silent.
