@@ -158,17 +158,14 @@ class _StandIn(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         opened, state = self.opened, self._state
         assert opened is not None
-        with collector_paused():
-            if self.ranks is None:
+        if self.ranks is None:
+            with collector_paused():
                 self.reads = plan_alone(opened, self.own, state, self._is_coordinator)
-            else:
-                self.reads = plan_together(
-                    self.ranks,
-                    opened,
-                    self.own,
-                    lambda: state,
-                    is_coordinator=self._is_coordinator,
-                )
+            return LoadPlan([])
+        with leaving_on_error(self.ranks), collector_paused():
+            self.reads = plan_together(
+                self.ranks, opened, self.own, lambda: state, is_coordinator=self._is_coordinator
+            )
         return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
