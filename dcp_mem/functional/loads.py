@@ -21,6 +21,7 @@ from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
 from dcp_mem.functional.calls import Raising, accepted_by, raised_as_is, raised_together
 from dcp_mem.functional.stateful import NEVER_STATEFUL, States, optional_entries
+from dcp_mem.loading.dcp_takeover import why_not_own_plan
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.refusing_planners import RefusingLoadPlanner
 from dcp_mem.planning.tensor_choice import TensorChoice
@@ -139,11 +140,7 @@ def _load(
     )
     if planner is None:
         planner = usual()
-    elif (
-        type(planner) is DefaultLoadPlanner
-        and planner.flatten_state_dict
-        and planner.flatten_sharded_tensors
-    ):
+    elif isinstance(planner, DefaultLoadPlanner) and not why_not_own_plan(planner):
         planner = usual(allow_partial_load=planner.allow_partial_load)
     states = States(ordered)
     if isinstance(storage_reader, MemoryStorageReader) and isinstance(planner, LocalLoadPlanner):

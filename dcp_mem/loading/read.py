@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -115,9 +115,8 @@ class _Reading:
 def _read_from_own_memory(reading: _Reading, plan: Reads, memory: MemorySource) -> Counter[str]:
     """Read by columns where the plan has such, and item by item what is left."""
     sources = reading.opened.sources
-    _note_writes(reading, plan)
     try:
-        nbytes = _read_columns(memory, plan, reading.verify)
+        nbytes = _read_columns(memory, reading, plan)
         # Not from another source: damage that shows here is damage of what was read above, too.
         return Counter({memory.label: nbytes + _read_from(memory, reading, plan.rest())})
     except SOURCE_ERRORS as error:
@@ -142,12 +141,19 @@ def _note_writes(reading: _Reading, plan: Reads) -> None:
     )
 
 
-def _read_columns(memory: MemorySource, plan: Reads, verify: bool) -> int:
+def _read_columns(
+    memory: MemorySource,
+    reading: _Reading,
+    plan: Reads,
+    is_wanted: Callable[[str], bool] = lambda file: True,
+) -> int:
     """Read payloads of segments that lie here straight into tensors; return their bytes."""
+    _note_writes(reading, plan)
     nbytes = 0
     for file, payloads in plan.direct_reads():
-        read_payloads(memory, file, payloads, verify=verify)
-        nbytes += int(payloads.nbytes.sum())
+        if is_wanted(file):
+            read_payloads(memory, file, payloads, verify=reading.verify)
+            nbytes += int(payloads.nbytes.sum())
     return nbytes
 
 
@@ -247,15 +253,10 @@ def _items_not_in(memory: MemorySource | None, reading: _Reading) -> Sequence[It
 
 def _read_local(memory: MemorySource, reading: _Reading) -> int:
     """Read what lies in this node's memory; return its bytes."""
-    nbytes = 0
-    plan = reading.plan
+    plan, nbytes = reading.plan, 0
     if isinstance(plan, Reads):
-        _note_writes(reading, plan)
+        nbytes = _read_columns(memory, reading, plan, memory.has)
     rest = plan.rest() if isinstance(plan, Reads) else reading.items()
-    for file, payloads in plan.direct_reads() if isinstance(plan, Reads) else ():
-        if memory.has(file):
-            read_payloads(memory, file, payloads, verify=reading.verify)
-            nbytes += int(payloads.nbytes.sum())
     return nbytes + _read_from(memory, reading, [item for item in rest if memory.has(item.file)])
 
 

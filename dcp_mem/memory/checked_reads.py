@@ -119,10 +119,8 @@ class CheckedReader:
         data = view_of(address, high - low)
         fill(self._descriptor, [data], low)
         for start, stop in blocks:
-            number, found = (
-                bisect_right(self._starts, start) - 1,
-                checksum(data[start - low : stop - low]),
-            )
+            number = bisect_right(self._starts, start) - 1
+            found = checksum(data[start - low : stop - low])
             if found != self._known[number]:
                 return number, found
         return None

@@ -22,7 +22,7 @@ _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _TAKES_ANY_MEMORY = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
 _TAKES_REGISTERED_MEMORY = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _refused: set[int] = set()
-"""What the driver has answered to the call for many copies; it isn't asked any more then."""
+"""Errors of the driver's call for many copies. Once there is one, it isn't called any more."""
 
 
 class _Location(ctypes.Structure):

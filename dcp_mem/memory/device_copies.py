@@ -103,7 +103,7 @@ class DeviceCopies:
 
     @property
     def are_under_way(self) -> bool:
-        """Whether any have begun that `finish` hasn't waited for."""
+        """Whether copies have begun that are still to be waited for."""
         return bool(self._enqueued)
 
     def begin(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:

@@ -29,12 +29,12 @@ _IS_CPU, _IS_CUDA, _LAYOUT, _DTYPE = map(
 
 
 HOST = -1
-"""What torch calls the number of a CPU tensor's device."""
+"""The number of a CPU tensor's device, as torch has it."""
 _DEVICE = torch.Tensor.get_device
 
 
 class Where(Enum):
-    """Where contiguous tensors lie."""
+    """The memory of tensors that can be copied as bytes."""
 
     HOST = "all of them in CPU memory"
     DEVICES = "some of them on CUDA devices, the others in CPU memory"
@@ -46,11 +46,14 @@ def where(tensors: Sequence[torch.Tensor]) -> Where | None:
     Args:
         tensors: May be none; they lie in CPU memory.
     """
-    if not PLAIN.issuperset(map(type, tensors)):
-        return None
-    if not {torch.strided}.issuperset(map(_LAYOUT, tensors)):
-        return None
-    return _where(tensors, may_be_conj=True)
+    return _where(tensors, may_be_conj=True) if _are_strided(tensors) else None
+
+
+def _are_strided(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether all of these are strided, and of the types in `PLAIN`."""
+    return PLAIN.issuperset(map(type, tensors)) and {torch.strided}.issuperset(
+        map(_LAYOUT, tensors)
+    )
 
 
 def _where(tensors: Sequence[torch.Tensor], *, may_be_conj: bool) -> Where | None:
@@ -115,9 +118,7 @@ def sources_of(tensors: Sequence[torch.Tensor], *, may_be_conj: bool = True) -> 
         tensors: Of any class, on any device.
         may_be_conj: Whether any is complex; others are never conjugated.
     """
-    if not PLAIN.issuperset(map(type, tensors)):
-        return None
-    if not {torch.strided}.issuperset(map(_LAYOUT, tensors)):
+    if not _are_strided(tensors):
         return None
     sources = SourcesByBlock([True] * len(tensors), may_be_conj)
     for start in range(0, len(tensors), BLOCK):
