@@ -125,18 +125,22 @@ class Mapping:
             file.truncate(length)
             self._map = mmap.mmap(file.fileno(), length)
         self._tensors = list(tensors)
-        self._views = [_view(self._map, span) for span in spans]
+        self.views = [_view(self._map, span) for span in spans]
 
     def fill(self, copy: Copy) -> None:
         """Copy the tensors into the file."""
-        copy(self._views, self._tensors)
+        self.fill_with(copy, self._tensors)
+
+    def fill_with(self, copy: Copy, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy others of the same shapes into the file."""
+        copy(self.views, tensors)
 
     def empty_out(self, copy: Copy) -> None:
         """Copy the file into the tensors."""
-        copy(self._tensors, self._views)
+        copy(self._tensors, self.views)
 
     def close(self) -> None:
-        self._views.clear()
+        self.views.clear()
         self._map.close()
 
 
