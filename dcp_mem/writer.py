@@ -38,10 +38,11 @@ from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.retention import Retention
 from dcp_mem.runtime import states
 from dcp_mem.runtime.session import close_session, open_session
-from dcp_mem.saving.ahead import copied, raise_if_refused
+from dcp_mem.saving.ahead import raise_if_refused
 from dcp_mem.saving.dcp_plan import DcpPlanItems, DcpPlanTracker, fill_in, republish
 from dcp_mem.saving.dcp_takeover import DcpTakeover, planner_of
 from dcp_mem.saving.prepare import Preparation, prepare
+from dcp_mem.saving.private_copies import copied
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.saver import Saver
 from dcp_mem.saving.stage import Results

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
@@ -34,6 +35,7 @@ from dcp_mem.errors import ConfigError
 
 _DEPTH = 16
 _PLANNING_STEP = "local_step"
+_SENDING = "_execute_save_impl"
 _PLANNING_VARIABLES = frozenset({"distW", "planner", "state_dict"})
 
 
@@ -166,14 +168,33 @@ def over_when_left() -> Callable[[], bool]:
     return lambda: True
 
 
+SendingCall = tuple[int, int]
+"""A call of DCP's that sends a save to another process: its thread, and the id of its frame."""
+
+
+def sending_call() -> SendingCall | None:
+    """Return the call that sends a save just now; None outside of DCP's process executor."""
+    for frame in _calling_frames():
+        if frame.f_code.co_name == _SENDING:
+            return threading.get_ident(), id(frame)
+    return None
+
+
+def sending_calls() -> set[SendingCall]:
+    """Return the calls, of all threads, that send saves or wait for the answers to them."""
+    return {
+        (thread, id(one))
+        for thread, frame in sys._current_frames().items()
+        for one in _from(frame)
+        if one.f_code.co_name == _SENDING
+    }
+
+
 def _has_left(wrapper: weakref.ref[Any], thread: int, number: int) -> bool:
     # A kept error keeps the frame's variables, but not the frame on its thread's stack.
     if wrapper() is None:
         return True
-    frame = sys._current_frames().get(thread)
-    while frame is not None and id(frame) != number:
-        frame = frame.f_back
-    return frame is None
+    return all(id(frame) != number for frame in _from(sys._current_frames().get(thread)))
 
 
 def planning_call(storage: Any) -> PlanningCall | None:
@@ -289,10 +310,12 @@ def _calling_wrapper() -> DistWrapper | None:
 
 
 def _calling_frames() -> Iterator[FrameType]:
-    frame = sys._getframe(2).f_back
-    for _ in range(_DEPTH):
-        if frame is None:
-            return
+    return islice(_from(sys._getframe(2).f_back), _DEPTH)
+
+
+def _from(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, its caller's, and so on."""
+    while frame is not None:
         yield frame
         frame = frame.f_back
 

@@ -29,6 +29,14 @@ def let_caller_return(unwanted: threading.Event | None = None) -> bool:
     return not (unwanted or threading.Event()).wait(_SECONDS)
 
 
+def is_own_thread() -> bool:
+    """Return whether a thread of dcp_mem's own calls this, rather than one of the caller's.
+
+    A collection of garbage may run anything in it. It must not wait there for its own work.
+    """
+    return threading.current_thread().name.startswith("dcp_mem")
+
+
 class KeptThreads:
     """Threads that wait for the next work once theirs is done; made when there are too few.
 

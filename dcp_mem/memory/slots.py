@@ -7,6 +7,9 @@ mapping.
 
 A segment that stays as it is may get further names, as a segment of later checkpoints. It becomes
 free with its last name, and nobody claims a slot that has another one.
+
+A process may fill a slot for a save that another process makes. It sends the slot, by a name under
+which nobody claims it, and goes on holding it; who receives it seals it, and keeps nothing of it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import NoReturn
 
 from dcp_mem.common import files
 from dcp_mem.errors import MemoryBudgetExceeded
-from dcp_mem.memory.locks import end_lease, in_turn, share, try_lease
+from dcp_mem.memory.locks import end_lease, in_turn, open_leased, share, try_lease
 from dcp_mem.memory.mapping import Mapping
 from dcp_mem.memory.recycling import retire
 from dcp_mem.policy.slots import (
@@ -34,7 +37,7 @@ from dcp_mem.policy.slots import (
     preferred,
 )
 
-_SUFFIX = ".slot"
+_SUFFIX, _SENT = ".slot", ".sent"
 _NAMELESS = "a slot without a name"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -57,6 +60,7 @@ class Slot:
         links: Where it lies as a segment of several checkpoints.
         claims: How often this process has claimed it; since the last time, its bytes are the same.
         holds: Of those in this process that rely on its bytes; nobody here claims it meanwhile.
+        is_received: Whether another process has sent it, and holds it.
     """
 
     path: str
@@ -70,6 +74,7 @@ class Slot:
     links: list[str] = field(default_factory=list)
     claims: int = 1
     holds: set[SlotHold] = field(default_factory=set)
+    is_received: bool = False
 
     @property
     def address(self) -> int:
@@ -287,6 +292,7 @@ class SlotPool:
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._open: dict[int, Slot] = {}
+        self._leaves_free = False
         self._guard = threading.RLock()  # not held while pages are populated, which takes long
 
     def claim(self, nbytes: int, frames: str, mapped: int | None = None) -> Slot:
@@ -440,7 +446,9 @@ class SlotPool:
         """
         with self._guard:
             slot.busy = False
-            if slot.descriptor >= 0 and not share(slot.descriptor):
+            if slot.is_received:
+                slot.close()
+            elif slot.descriptor >= 0 and not share(slot.descriptor):
                 self._forget(slot)
 
     def abandon(self, slot: Slot) -> None:
@@ -449,12 +457,55 @@ class SlotPool:
         Args:
             slot: The caller's own.
         """
-        free = os.path.join(self._directory, f"{uuid.uuid4().hex[:12]}.slot")
-        if os.path.dirname(slot.path) != self._directory and _lies_at(slot, slot.path):
+        is_free = os.path.dirname(slot.path) == self._directory and not slot.path.endswith(_SENT)
+        if not is_free and _lies_at(slot, slot.path):
             with contextlib.suppress(FileNotFoundError):  # evicted just now: it is a slot already
-                os.rename(slot.path, free)
-                slot.path = free
+                slot.path = self._freed(slot.path)
         self.share(slot)
+
+    def send(self, slot: Slot) -> str:
+        """Let another process of this run seal a slot; return the path to `receive` it by.
+
+        The slot stays the caller's, to be abandoned once that process is done with it, whether it
+        has sealed it or not.
+
+        Args:
+            slot: The caller's own. Nothing writes into it any more.
+
+        Raises:
+            OSError: The slot is gone: this pool was closed.
+        """
+        with self._guard:
+            if not slot.path.endswith(_SENT):
+                path = self._new_path(_SENT)
+                # For a moment, while its lease becomes a shared one, it has none: so it gets the
+                # name by which others find it only then.
+                os.rename(slot.path, path + ".new")
+                slot.path = path + ".new"
+                share(slot.descriptor)
+                os.rename(slot.path, path)
+                slot.path = path
+            return slot.path
+
+    def receive(self, path: str) -> Slot:
+        """Return a slot that another process has sent, to seal and share it, or to abandon it.
+
+        Args:
+            path: As `send` returned it.
+
+        Raises:
+            FileNotFoundError: The process that sent it has taken it back.
+            BlockingIOError: Another process has locked it.
+        """
+        descriptor = open_leased(path)
+        facts = os.fstat(descriptor)
+        return Slot(
+            path=path,
+            descriptor=descriptor,
+            capacity=facts.st_size,
+            inode=facts.st_ino,
+            is_received=True,
+        )
 
     def take_back(self, is_listed: Callable[[str], bool]) -> None:
         """Make free slots of this process's segments that no complete checkpoint lists.
@@ -511,6 +562,19 @@ class SlotPool:
                 self._forget(slot)
                 return
             self.share(slot)
+            if self._leaves_free:
+                self._forget(slot)
+
+    def leave_free(self) -> None:
+        """Hold no free slot from now on: another process fills the next ones, and sends them.
+
+        What is free later, this leaves when it is called again.
+        """
+        with self._guard, in_turn(self._directory):
+            self._leaves_free = True
+            for one in self._free():
+                if one.is_held and self._is_alone(one):
+                    self._forget(self._open[one.inode])
 
     def drop_larger(self, nbytes: int) -> None:
         """Give the memory of this process's large free slots back to the system.
@@ -610,8 +674,17 @@ class SlotPool:
         )
         return slot
 
+    def _new_path(self, suffix: str = _SUFFIX) -> str:
+        return os.path.join(self._directory, uuid.uuid4().hex[:12] + suffix)
+
+    def _freed(self, path: str) -> str:
+        """Make a free slot of what lies at a path, by rename; return where it lies now."""
+        free = self._new_path()
+        os.rename(path, free)
+        return free
+
     def _create(self) -> Slot:
-        path = os.path.join(self._directory, f"{uuid.uuid4().hex[:12]}{_SUFFIX}")
+        path = self._new_path()
         # Until it is leased, its name isn't that of a free slot.
         descriptor = files.create(path + ".new", flags=os.O_EXCL)
         try_lease(descriptor, exclusive=True)
@@ -627,6 +700,7 @@ class SlotPool:
         These are its own, and those that no process holds.
         """
         self._drop_deleted()
+        self._free_unreceived()
         found = []
         with os.scandir(self._directory) as entries:
             for entry in entries:
@@ -651,6 +725,14 @@ class SlotPool:
                         )
                     )
         return found
+
+    def _free_unreceived(self) -> None:
+        """Make free slots of those that were sent, where nobody is left who holds them."""
+        for name in os.listdir(self._directory):
+            path = os.path.join(self._directory, name)
+            if name.endswith(_SENT) and _is_unleased(path):
+                with contextlib.suppress(FileNotFoundError):  # sealed just now
+                    self._freed(path)
 
     def _drop_deleted(self) -> None:
         for slot in list(self._open.values()):

@@ -74,6 +74,10 @@ class Turns:
                 return list(self._waiting) if entry is None else []
             return self._waiting[: self._waiting.index(entry)]
 
+    def _is_next(self, entry: _Entry) -> bool:
+        here = threading.current_thread()
+        return all(one.is_over(here) for one in self._before(entry))
+
     def _wait(self, entry: _Entry) -> None:
         here, started, patience = threading.current_thread(), time.monotonic(), _FIRST_COLLECTION
         # Asked without the lock: it isn't known what a turn follows does.
@@ -114,6 +118,11 @@ class Turn:
         wait; the turn keeps its place then, until it is ended.
         """
         self._turns._wait(self._entry)
+
+    @property
+    def is_next(self) -> bool:
+        """Whether all earlier turns are over."""
+        return self._turns._is_next(self._entry)
 
     def end(self) -> None:
         """Let the next turn begin. Ending twice is fine."""

@@ -8,31 +8,30 @@ checkpoint. What belongs to the save travels in the state dict that DCP hands on
 
 A state dict of another structure than the last ones isn't part of a plan of all ranks yet, and the
 ranks plan only in the save. Such a state is copied into private memory, as torch's stager does, and
-from there into its slot. That is also what is done where no slot is free, and where another process
-saves.
+from there into its slot. That is also what is done where no slot is free.
+
+Where another process saves, what goes there is the path of the slot. The plan comes from there,
+with the first save of such a state (`plan_requests.py`).
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from dcp_mem.comm.agreement import Attempted, known_to_all
+from dcp_mem.comm.agreement import Attempted, attempt, known_to_all
+from dcp_mem.common import faults
 from dcp_mem.common.log import log
-from dcp_mem.common.sharded_tensor import Shard, ShardedTensor
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.memory.copying import Columns, Move, moves_of
 from dcp_mem.memory.device_copies import DeviceCopies
-from dcp_mem.planning.wrapper_tensors import is_wrapper, rebuilt, refuse_other_class
 from dcp_mem.policy.slots import growth
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
@@ -46,13 +45,10 @@ from dcp_mem.saving.own_plan import (
     own_plans_of,
 )
 from dcp_mem.saving.plan import claims_of
+from dcp_mem.saving.plan_requests import PlanRequest
+from dcp_mem.saving.sends import wait_to_send
 from dcp_mem.saving.stage import Filled, Later, fill, seal_filled
 from dcp_mem.saving.values import Agreed, Planned, SaveContext, Staged
-
-try:
-    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-except ImportError:  # torch 2.6
-    StateDictStager = None  # type: ignore[assignment,misc]
 
 _KEY = "staged by dcp_mem"
 _REFUSED = "refused by dcp_mem"
@@ -61,26 +57,57 @@ _REFUSED = "refused by dcp_mem"
 class StagedState:
     """A state dict as it was when `stage` was called; it travels to the save as a value.
 
-    It may be pickled, for a save in another process, where it isn't in a slot.
+    It may be pickled, for a save in another process. Until that is over, DCP keeps this object in
+    the process that copied, and this object the slot.
+
+    Attributes:
+        request: Asks the process that saves for the plan, where this one knows none.
+        is_copied_elsewhere: Whether another process has copied it into a slot, or will copy the
+            next ones.
     """
+
+    is_copied_elsewhere = False
 
     def __init__(
         self,
         info: SaveInfo,
-        content: Attempted[AheadCopy | dict[str, Any]],
+        content: Attempted[AheadCopy | SentCopy | dict[str, Any]],
         turn: Turn | None = None,
+        request: PlanRequest | None = None,
+        send: Turn | None = None,
     ) -> None:
         """Take what the save will need.
 
         Args:
             info: What the training loop said of the save.
             content: The copy; or why there is none, which the save raises on all ranks.
-            turn: The save's turn among those of this process; None where another process saves.
+            turn: The save's turn among those of this process. Where another process saves, it ends
+                with the copying.
+            request: See above.
+            send: Its turn to be sent, where another process saves.
         """
-        self.info, self.turn = info, turn
-        self._content = content
+        self.info, self.turn, self.request = info, turn, request
+        self._content, self._send = content, send
 
-    def take(self) -> Attempted[AheadCopy | dict[str, Any]]:
+    def __getstate__(self) -> dict[str, Any]:
+        # Behind training. What goes wrong is raised by the save, on all ranks.
+        wait_to_send(self._send)
+        content = self._content
+        if content.error is None and isinstance(content.value, AheadCopy):
+            content = attempt(content.value.sent)
+        if self.turn is not None:
+            self.turn.end()
+        is_sent = content.error is None and isinstance(content.value, SentCopy)
+        return {
+            "info": self.info,
+            "turn": None,
+            "request": self.request,
+            "is_copied_elsewhere": is_sent or self.request is not None,
+            "_content": content,
+            "_send": None,
+        }
+
+    def take(self) -> Attempted[AheadCopy | SentCopy | dict[str, Any]]:
         """Return the copy, and keep no hold on it.
 
         Whoever keeps a failed save's future or error keeps this state, and would keep the slot.
@@ -148,6 +175,7 @@ def copy_ahead(
     overlap: Overlap | None,
     *,
     to_lowest_rank: bool,
+    is_sent: bool = False,
 ) -> AheadCopy | None:
     """Copy a state dict into a slot, by the plan that all ranks have saved such a state with.
 
@@ -156,6 +184,7 @@ def copy_ahead(
         state: The state dict.
         overlap: Which copies needn't be made at once; None for none of them.
         to_lowest_rank: As `OwnPlans.plan_together` was told.
+        is_sent: Whether another process saves the copy.
 
     Returns:
         None where there is no such plan, or no slot.
@@ -165,6 +194,8 @@ def copy_ahead(
     planned = plans.recognised(context, state, to_lowest_rank=to_lowest_rank)
     if planned is None or not _has_room(context, planned):
         return None
+    if is_sent and planned.sources is None:
+        return None  # where its items come to lie turns out only when they are copied
     session.prefaulting.stop()
     later: Later | None = None
     if overlap is None:
@@ -205,122 +236,12 @@ class _HeldDevices:
         """Return once all copies have been made."""
         self._copies.finish()
 
-    def cancel(self) -> None:
-        """Return once no copy is being made."""
-        self._copies.finish()
-
-
-def copied(state: Mapping[str, Any], *, is_shared: bool = False) -> dict[str, Any]:
-    """Return a copy of a state dict in private CPU memory, made as torch's stager makes it.
-
-    Args:
-        state: The state dict.
-        is_shared: Have tensors lie in memory that other processes can map.
-    """
-    plain = dict(state)
-    if StateDictStager is not None:
-        stager = _Stager(pin_memory=False, share_memory=is_shared)
-        result: dict[str, Any] = stager.stage(plain)
-        return result
-    return {key: _copied_value(value, is_shared) for key, value in plain.items()}
-
-
-def _copied_value(value: Any, is_shared: bool) -> Any:
-    """Return a copy of a value of a state dict, whatever its tensors' kind.
-
-    What torch 2.6 has for this leaves a DTensor, or a ShardedTensor, as it is: it would change with
-    the training.
-    """
-    if isinstance(value, dict):
-        result = copy.copy(value)  # of its own kind: the next state is recognised by that
-        result.update({key: _copied_value(inner, is_shared) for key, inner in value.items()})
-        return result
-    if type(value) in (list, tuple):
-        return type(value)(_copied_value(inner, is_shared) for inner in value)
-    if isinstance(value, ShardedTensor):
-        return _with_shards(value, lambda tensor: _copied_value(tensor, is_shared))
-    if type(value) is DTensor:
-        local = _copied_value(value._local_tensor, is_shared)
-        return DTensor(local, value._spec, requires_grad=value.requires_grad)
-    if isinstance(value, torch.Tensor) and is_wrapper(value):
-        return rebuilt(value, lambda part: _copied_value(part, is_shared))
-    if isinstance(value, torch.Tensor):
-        tensor = value.detach().to("cpu", copy=True)
-        if not isinstance(value, torch.nn.Parameter):
-            refuse_other_class(tensor, value, "is copied for an asynchronous save")
-        return _of_its_kind(tensor.share_memory_() if is_shared else tensor, value)
-    return copy.deepcopy(value)
-
-
-def _with_shards(
-    sharded: ShardedTensor, made_of: Callable[[torch.Tensor], torch.Tensor]
-) -> ShardedTensor:
-    """Return a ShardedTensor like this one, whose shards are made of the tensors of its shards."""
-    whole = sharded.metadata()
-    known = whole.tensor_properties
-    made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
-        type(sharded),
-        whole.size,
-        dtype=known.dtype,
-        layout=known.layout,
-        requires_grad=known.requires_grad,
-    )
-    made.__dict__.update(sharded.__dict__)
-    made.__dict__.pop("_sharded_tensor_id", None)  # it would be given back twice
-    made._local_shards = [
-        _shard_of(made_of(shard.tensor), shard.metadata) for shard in sharded.local_shards()
-    ]
-    return made
-
-
-def _shard_of(tensor: torch.Tensor, like: Any) -> Shard:
-    """Return a tensor as a shard with this metadata, but for the device, which is the tensor's."""
-    placement = like.placement
-    if placement is not None and placement.device() != tensor.device:
-        worker = placement.worker_name() or f"rank:{placement.rank()}"
-        like = type(like)(
-            shard_offsets=like.shard_offsets,
-            shard_sizes=like.shard_sizes,
-            placement=f"{worker}/{tensor.device}",
-        )
-    return Shard(tensor, like)
-
-
-class _Stager(StateDictStager or object):  # type: ignore[misc]
-    """torch's stager, for tensors that it copies wrongly or not at all as well (torch 2.13)."""
-
-    def _offload_tensor(self, x: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
-        if isinstance(x, ShardedTensor):
-            # torch asks it for what a ShardedTensor doesn't know.
-            copied: torch.Tensor = _with_shards(
-                x, lambda part: self.deepcopy_with_tensor_offload(part, memo)
-            )
-        elif type(x) is DTensor:
-            # torch takes the address of a part behind another one for that of a real storage.
-            local = self.deepcopy_with_tensor_offload(x._local_tensor, memo)
-            copied = DTensor(local, x._spec, requires_grad=x.requires_grad)
-        elif is_wrapper(x):
-            # torch would ask the class for an empty tensor, which may be of another class.
-            copied = rebuilt(x, lambda part: self.deepcopy_with_tensor_offload(part, memo))
-        elif x.layout is not torch.strided or x.is_quantized or x.is_conj() or x.is_neg():
-            # torch would fail, or lose what isn't in the storage.
-            copied = _of_its_kind(x.detach().clone().cpu(), x)
-        else:
-            copied = _of_its_kind(super()._offload_tensor(x, memo, non_blocking=non_blocking), x)
-            if not isinstance(x, torch.nn.Parameter):
-                refuse_other_class(copied, x, "is copied for an asynchronous save")
-        memo[id(x)] = copied
-        return copied
-
-
-def _of_its_kind(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy as a parameter, or requiring gradients, where the tensor does.
-
-    The ranks plan by the copy, and recognise the next state by its tensors' kinds.
-    """
-    if type(tensor) is torch.nn.Parameter:
-        return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
-    return copied.requires_grad_(tensor.requires_grad)
+    def cancel(self, then: Callable[[], None]) -> None:
+        """Call `then` once no copy is being made."""
+        try:
+            self._copies.finish()
+        finally:
+            then()
 
 
 def _warn_once(session: Session, text: str) -> None:
@@ -382,6 +303,7 @@ class AheadCopy:
         )
         self._filled: Filled = replace(filled, items=items)
         self._later = later
+        self._slots = context.session.slots
         self._unused = weakref.finalize(
             self, _give_back, os.getpid(), context.session, filled, later
         )
@@ -421,6 +343,11 @@ class AheadCopy:
         return seal_filled(context, agreed, self._filled)
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether copies are made later."""
+        return self._later is not None
+
+    @property
     def is_there(self) -> bool:
         """True until the slot is sealed, or given back."""
         return self._unused.alive
@@ -440,17 +367,92 @@ class AheadCopy:
     def settle(self, saved: SavedPlan) -> None:
         """Do nothing: the plan is kept already."""
 
+    def sent(self) -> SentCopy:
+        """Return what another process saves this by. The slot is held here until this is dropped.
+
+        Raises:
+            DcpMemError: It was given back.
+            Exception: A copy has failed.
+        """
+        if self._later is not None:
+            self._later.finish()
+        try:
+            path = self._slots.send(self._filled.slot)
+        except OSError as error:
+            raise DcpMemError(
+                f"what was copied for a save in another process was given back: the writer was "
+                f"closed in between ({error})"
+            ) from None
+        faults.point("stage.sent")
+        return SentCopy(
+            path=path,
+            plan_id=self._planned.plan_id,
+            frames=self._filled.layout.frames,
+            tail=self._filled.tail,
+        )
+
     def __reduce__(self) -> Any:
-        raise TypeError("what lies in a slot can't be sent to another process")
+        raise TypeError("a slot of this process can't be sent to another one: send `sent()`")
+
+
+@dataclass(frozen=True, slots=True)
+class SentCopy:
+    """A copy in a slot that another process holds: where it lies, and by which plan.
+
+    Attributes:
+        path: Of the slot.
+        plan_id: Of the plan.
+        frames: Names the bytes around the payloads.
+        tail: (offset, bytes) of each byte item.
+    """
+
+    path: str
+    plan_id: str
+    frames: str
+    tail: tuple[tuple[int, int], ...]
+
+    def received(self, context: SaveContext) -> AheadCopy:
+        """Return the copy as this process saves it.
+
+        Args:
+            context: Of the save.
+
+        Raises:
+            DcpMemError: The plan isn't known here, or the copy was given back.
+        """
+        planned = own_plans_of(context.session).written_by(context, self.plan_id)
+        if planned is None or planned.layout.frames != self.frames:
+            raise DcpMemError(
+                f"{context.name} isn't saved: it was copied by a plan that the process which saves "
+                f"doesn't have any more. The next save plans anew"
+            )
+        try:
+            slot = context.session.slots.receive(self.path)
+        except OSError as error:
+            raise DcpMemError(
+                f"{context.name} isn't saved: what was copied was given back ({error})"
+            ) from None
+        order = [*planned.tensors, *planned.objects]
+        filled = Filled(
+            slot=slot, layout=planned.layout, items=planned.items, order=order, tail=self.tail
+        )
+        return AheadCopy(context, planned, filled, None)
+
+    def give_back(self) -> None:
+        """Do nothing: the process that has copied holds the slot."""
 
 
 def _give_back(process: int, session: Session, filled: Filled, later: Later | None) -> None:
+    """Give a copy's slot back; it may be sealed already, where another process has saved it."""
     if process != os.getpid():  # a forked child, which has no part in the save
         return
-    try:
-        if later is not None:
-            later.cancel()
-    finally:
+
+    def abandon() -> None:
         session.slots.abandon(filled.slot)
         if filled.frozen is not None:
             give_back(session, filled.frozen)
+
+    if later is None:
+        abandon()
+    else:
+        later.cancel(abandon)

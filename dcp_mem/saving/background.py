@@ -70,6 +70,10 @@ def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_s
         session.memory.trim(most_nbytes)
     if staged.frozen is not None:  # what was frozen before may have left a slot of its size
         session.slots.drop_larger(2 * (staged.segment.nbytes + _LARGE))
+    if context.is_copied_elsewhere and settings.memory_limit is None and not any(incoming):
+        session.slots.leave_free()
+        if staged.slot.is_received:
+            return  # the other process has as many as it needs
     sizes = SlotSizes(
         staged.segment.nbytes + TAIL_ROOM, staged.layout, incoming[context.ranks.rank]
     )

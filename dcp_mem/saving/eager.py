@@ -166,18 +166,21 @@ class _EagerCopies:
         self._copies = self._planned = None
         faults.point("eager.copied")
 
-    def cancel(self) -> None:
-        """Make no further copy, and return once none is being made."""
+    def cancel(self, then: Callable[[], None]) -> None:
+        """Make no further copy, and call `then` once none is being made."""
+        try:
+            self.give_back()
+        finally:
+            then()
+
+    def give_back(self) -> None:
+        """Cancel. The slot isn't this object's: `fill`, or the copy ahead, gives it back."""
         try:
             if self._copies is not None:
                 self._copies.cancel()
         finally:
             self._from_devices.finish()
         self._copies = self._planned = None
-
-    def give_back(self) -> None:
-        """Cancel. The slot isn't this object's: `fill`, or the copy ahead, gives it back."""
-        self.cancel()
 
     def _make(self, copy: Callable[[], None]) -> None:
         """Make a copy; whoever does holds this object, and with it the tensors."""

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_mem.common import faults
-from dcp_mem.common.background import KeptThreads
+from dcp_mem.common.background import KeptThreads, is_own_thread
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.memory.copying import Columns, Move, copy, copy_here, moves_of
 from dcp_mem.memory.device_copies import DeviceCopies
@@ -118,10 +118,10 @@ class OverlappedCopies:
         self._at_once, self._in_time = DeviceCopies(), DeviceCopies()
         self._written: list[tuple[torch.Tensor, int]] = []
         self._counting = threading.RLock()  # a collection within it may give these copies back
-        self._is_awaited = self._is_cancelled = False
+        self._is_awaited = self._is_cancelled = self._is_copying = False
         self._copying: Future[None] | None = None
-        self._copier: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._then: Callable[[], None] | None = None
 
     def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
         """Take over the copies of parameters and optimizer state; return the others."""
@@ -179,6 +179,7 @@ class OverlappedCopies:
         with _guard:
             _pending.add(self)
         if self._moves:
+            self._is_copying = True
             self._copying = _copiers.submit(self._work)
 
     def wait(self) -> None:
@@ -199,20 +200,31 @@ class OverlappedCopies:
         if self._error is not None:
             raise self._error
 
-    def cancel(self) -> None:
-        """Make no further copy, and return once none is being made."""
+    def cancel(self, then: Callable[[], None]) -> None:
+        """Make no further copy, and call `then` once none is being made."""
         self._is_cancelled = True
-        self._end()
+        with self._counting:
+            if self._is_copying and is_own_thread():
+                # A collection of garbage calls this, in the middle of what the copier waits for.
+                self._then = then
+                return
+        try:
+            self._end()
+        finally:
+            then()
 
     def _end(self) -> None:
         """Wait for all copies, and let go of what was copied."""
         try:
             self._join()
         finally:
-            try:
-                self._at_once.finish()
-            finally:
-                self._in_time.finish()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        try:
+            self._at_once.finish()
+        finally:
+            self._in_time.finish()
         self._validate_devices()
         with _guard:
             _pending.discard(self)
@@ -221,7 +233,7 @@ class OverlappedCopies:
 
     def _join(self) -> None:
         self._is_awaited = True
-        if self._copying is None or self._copier is threading.current_thread():
+        if self._copying is None:
             return
         interrupt: BaseException | None = None
         while not self._copying.done():  # what is still written to may not be left
@@ -230,7 +242,6 @@ class OverlappedCopies:
             raise interrupt
 
     def _work(self) -> None:
-        self._copier = threading.current_thread()
         try:
             faults.point("overlap.begun")
             while self._moves and not self._is_cancelled:
@@ -245,7 +256,13 @@ class OverlappedCopies:
             self._error = error
         finally:
             self._checks.clear()
-            self._copier = None
+            with self._counting:
+                self._is_copying, then = False, self._then
+            if then is not None:
+                try:
+                    self._let_go()
+                finally:
+                    then()
 
     def _taken(self, most: int) -> list[Move]:
         """Take so many bytes of copies, or a little more, from those that are left."""

@@ -6,11 +6,12 @@ what every save does (see `agree.py` and `complete.py`), with a plan id in it, a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -41,6 +42,7 @@ from dcp_mem.runtime.session import Session
 from dcp_mem.saving.frozen import WHY_NOT_WITH_PARITY, Split, warn_without_effect
 from dcp_mem.saving.frozen_apart import frozen_apart
 from dcp_mem.saving.plan import expected_tail
+from dcp_mem.saving.plan_requests import PlanRequest, ToldPlan
 from dcp_mem.saving.stage import stage
 from dcp_mem.saving.values import (
     Agreed,
@@ -52,6 +54,7 @@ from dcp_mem.saving.values import (
 )
 
 _PLANS_KEPT = 4
+_REQUESTS_KEPT = 8
 _Written = tuple[WrittenItems, ...]
 """What a rank has written to each of its segments."""
 
@@ -148,6 +151,8 @@ class _Plan:
         whole: The plan of all ranks, on the coordinator.
         to_lowest_rank: Whether the first rank that holds a chunk writes it.
         split: Which of `tensors` were frozen at the last save; None where none were.
+        told: The request that another process has answered with this plan; None for plans of this
+            process's saves.
     """
 
     plan_id: str
@@ -162,6 +167,7 @@ class _Plan:
     whole: WholePlan | None
     to_lowest_rank: bool
     split: Split | None = None
+    told: PlanRequest | None = None
 
     @cached_property
     def keys(self) -> Sequence[ItemKey]:
@@ -187,6 +193,8 @@ class OwnPlans:
     def __init__(self) -> None:
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
         self._guard = threading.Lock()  # not held while anything is looked at, or planned
+        self._requests: deque[tuple[GroupKey, PlanRequest]] = deque(maxlen=_REQUESTS_KEPT)
+        self._told: dict[str, list[PlanRequest]] = {}
 
     def plan(
         self,
@@ -301,6 +309,105 @@ class OwnPlans:
         """
         with self._guard:
             self._plans.pop(plan_id, None)
+            self._withdraw(plan_id)
+
+    # -- plans that another process makes ----------------------------------------------------------
+
+    def request(self, context: SaveContext) -> PlanRequest:
+        """Return a request for the plan of a save that another process makes.
+
+        Args:
+            context: Of the save, as far as this process knows it.
+        """
+        request = PlanRequest()
+        with self._guard:
+            self._requests.append((context.group, request))
+        return request
+
+    def learn(self, context: SaveContext, state: Mapping[str, Any]) -> bool:
+        """Keep a plan that another process has made of a state like this one, if it has come.
+
+        Args:
+            context: As given to `request`.
+            state: The state dict.
+        """
+        with self._guard:
+            asked = [(request, request.answered) for _, request in self._asked(context.group)]
+        told = [(request, one) for request, one in asked if one is not None]
+        if not told:
+            return False
+        try:
+            structure = Structure(state)
+        except (NotDescribable, ValueError):  # raised where the ranks plan
+            return False
+        for request, one in told[::-1]:
+            if one.local.is_same(structure.plan):
+                plan = _plan_of(
+                    one.plan_id, context.group, structure, one.mask, None, one.to_lowest_rank
+                )
+                plan.told = request
+                self._keep(plan, context.session)
+                with self._guard, contextlib.suppress(ValueError):
+                    self._requests.remove((context.group, request))
+                return True
+        return False
+
+    def tell(self, plan_id: str, request: PlanRequest, session: Session) -> None:
+        """Answer the request of another process, where that can copy by the plan.
+
+        Args:
+            plan_id: Of the plan.
+            request: That came with the state dict.
+            session: This process's session of the job.
+        """
+        with self._guard:
+            plan = self._plans.get(plan_id)
+        if plan is None or not session.layouts.of(plan.specs).is_plain:
+            return
+        written = np.zeros(len(plan.structure.plan), bool)
+        written[[*plan.tensors, *plan.objects]] = True
+        mask = np.packbits(written).tobytes()
+        with self._guard:
+            if plan_id in self._plans:
+                self._told.setdefault(plan_id, []).append(request)
+                request.answer(ToldPlan(plan_id, plan.structure.plan, mask, plan.to_lowest_rank))
+
+    def written_by(self, context: SaveContext, plan_id: str) -> Planned | None:
+        """Return this rank's part of saving what another process has written by a plan.
+
+        Args:
+            context: Of the save.
+            plan_id: Of the plan.
+
+        Returns:
+            None where these ranks don't have that plan.
+        """
+        plan = next((one for one in self._like(context.group) if one.plan_id == plan_id), None)
+        if plan is None:
+            return None
+        with self._guard:
+            if plan_id in self._plans:
+                self._plans.move_to_end(plan_id)
+        layout = context.session.layouts.of(plan.specs)
+        return Planned(
+            items=_RowItems(plan, plan.structure, ()),
+            tensors=plan.tensors,
+            objects=plan.objects,
+            layout=layout,
+            nbytes=layout.layout.nbytes,
+            plan_id=plan_id,
+            group=context.group,
+        )
+
+    def _withdraw(self, plan_id: str) -> None:
+        """Have no other process copy by a plan any more."""
+        for request in self._told.pop(plan_id, ()):
+            request.withdraw()
+
+    def _asked(self, group: GroupKey) -> list[tuple[GroupKey, PlanRequest]]:
+        return [one for one in self._requests if one[0] == group]
+
+    # -- keeping them ------------------------------------------------------------------------------
 
     def refuse_to_plan(self, context: SaveContext, why: str) -> None:
         """Have `plan_together` fail on the other ranks, which call it now.
@@ -315,13 +422,15 @@ class OwnPlans:
         refusal = _Refusal(context.ranks.rank, why)
         self._merge_on_rank_0(context, refusal, to_lowest_rank=False)
 
-    def _like(self, group: GroupKey, to_lowest_rank: bool) -> list[_Plan]:
+    def _like(self, group: GroupKey, to_lowest_rank: bool | None = None) -> list[_Plan]:
         """Return the plans of a group of ranks, the last used one last."""
         with self._guard:
             return [
                 plan
                 for plan in self._plans.values()
-                if plan.group == group and plan.to_lowest_rank == to_lowest_rank
+                if plan.group == group
+                and to_lowest_rank in (None, plan.to_lowest_rank)
+                and (plan.told is None or plan.told.is_answered)
             ]
 
     def _known(self, context: SaveContext, structure: Structure, to_lowest_rank: bool) -> Structure:
@@ -341,6 +450,7 @@ class OwnPlans:
             self._plans[made.plan_id] = made
             while len(self._plans) > _PLANS_KEPT:
                 plan_id, plan = self._plans.popitem(last=False)
+                self._withdraw(plan_id)
                 session.last_saves.plans.pop((*plan.group, plan_id), None)
 
     def _planned(

@@ -39,8 +39,8 @@ from dcp_mem.runtime.session import Session, enter_session, open_session, sessio
 from dcp_mem.runtime.turns import Turn
 from dcp_mem.saving.ahead import (
     AheadCopy,
+    SentCopy,
     StagedState,
-    copied,
     copy_ahead,
     raise_if_refused,
     staged_in,
@@ -57,10 +57,16 @@ from dcp_mem.saving.eager import EagerItems
 from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import carry_out, save
+from dcp_mem.saving.plan_requests import PlanRequest
+from dcp_mem.saving.private_copies import copied
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
+from dcp_mem.saving.sends import next_send, wait_to_send
 from dcp_mem.saving.streams import NothingNew, StreamItems, Streams
 from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, SaveContext
 from dcp_mem.storage.destination import lives_in_one_process
+
+_SENT_BY_ALL, _SENT_ALONE = "sent by all", "sent alone"
+"""Scopes of the plans by which a process copies for saves that another one makes."""
 
 
 class Saver:
@@ -142,6 +148,7 @@ class Saver:
             is_driven_by_dcp=True,
             frozen=self.frozen,
             has_copies=staged is not None or (self.stages_alone and not uses_collectives),
+            is_copied_elsewhere=staged is not None and staged.is_copied_elsewhere,
         )
         why_not, self.calls.why_not = self.calls.why_not, ""
         if takeover is not None:
@@ -205,6 +212,10 @@ class Saver:
             items.give_back()
             raise
         self._note(completed)
+        if takeover.staged is not None and takeover.staged.request is not None:
+            own_plans_of(context.session).tell(
+                settled.planned.plan_id, takeover.staged.request, context.session
+            )
         takeover.metadata.settle(context.session, completed.manifest, completed.agreed.info)
 
     # -- dcp_mem.save drives it --------------------------------------------------------------------
@@ -342,17 +353,23 @@ class Saver:
         Returns:
             A state dict that stands for the copy, or for what went wrong.
         """
-        info, turn = self.take_info(), None
-        content: Attempted[AheadCopy | dict[str, Any]]
+        info, request = self.take_info(), None
+        entered = attempt(lambda: enter_session(self.settings, self._identity()))
+        turn = entered.value[1] if entered.error is None else None
+        content: Attempted[AheadCopy | SentCopy | dict[str, Any]]
+        send: Turn | None = None
         if call.is_in_process:
+            send = next_send()
             self.saves_elsewhere = True
             self._copies_to_send += 1
-            content = attempt(lambda: self._copied_elsewhere(state_dict, is_shared=True))
+            session = entered.value[0] if entered.error is None else None
+            content, request = self._copied_to_send(call, session, info, state_dict)
+            copy = content.value if content.error is None else None
+            if turn is not None and not (isinstance(copy, AheadCopy) and copy.is_under_way):
+                turn.end()  # else once all has been copied
         else:
-            entered = attempt(lambda: enter_session(self.settings, self._identity()))
-            turn = entered.value[1] if entered.error is None else None
             content = attempt(lambda: self._copied(call, entered.value[0], info, state_dict))
-        return StagedState(info, content, turn).as_state_dict()
+        return StagedState(info, content, turn, request, send).as_state_dict()
 
     @contextmanager
     def overlapping(self, overlap: Overlap | None) -> Iterator[None]:
@@ -395,6 +412,49 @@ class Saver:
             if ahead is not None:
                 return ahead
         return self._copied_elsewhere(state)
+
+    def _copied_to_send(
+        self, call: StagingCall, session: Session | None, info: SaveInfo, state: dict[str, Any]
+    ) -> tuple[Attempted[AheadCopy | SentCopy | dict[str, Any]], PlanRequest | None]:
+        """Copy a state dict for a save in another process: into a slot, where a plan has come back.
+
+        Returns:
+            The copy, and a request for the plan where there is none.
+        """
+        if session is None or why_not_own_plan(call.planner):
+            return attempt(lambda: self._copied_elsewhere(state, is_shared=True)), None
+        # The ranks are those of the other process. This one's part is by itself.
+        context = SaveContext(
+            settings=self.settings,
+            session=session,
+            ranks=SingleRank(),
+            rank=0,
+            scope=_SENT_ALONE if call.is_alone else _SENT_BY_ALL,
+            name="",
+            info=info,
+        )
+        plans, request = own_plans_of(session), None
+
+        def copy() -> AheadCopy | dict[str, Any]:
+            raise_if_refused(state)
+            to_lowest_rank = saves_to_lowest_rank(call.planner)
+            with collector_paused():
+                for _ in range(2):
+                    ahead = copy_ahead(
+                        context,
+                        state,
+                        self.calls.overlap,
+                        to_lowest_rank=to_lowest_rank,
+                        is_sent=True,
+                    )
+                    if ahead is not None or not plans.learn(context, state):
+                        break
+            return ahead or self._copied_elsewhere(state, is_shared=True)
+
+        content: Attempted[AheadCopy | SentCopy | dict[str, Any]] = attempt(copy)
+        if content.error is None and isinstance(content.value, dict):
+            request = plans.request(context)
+        return content, request
 
     def _copied_elsewhere(
         self, state: dict[str, Any], *, is_shared: bool = False
@@ -532,6 +592,7 @@ class Saver:
         # What was said of the next save goes along, unless `stage` has sent ahead what was said of
         # this one. DCP pickles the writer in the background: by now it may be of a later save.
         info = SaveInfo()
+        wait_to_send()
         if self._copies_to_send:
             self._copies_to_send -= 1
         else:

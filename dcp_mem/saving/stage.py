@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -83,8 +83,15 @@ class Later(Protocol):
             DcpMemError: What was to be copied has changed meanwhile.
         """
 
-    def cancel(self) -> None:
-        """Make no further copy, and return once none is being made."""
+    def cancel(self, then: Callable[[], None]) -> None:
+        """Make no further copy, and call `then` once none is being made.
+
+        This waits for that, unless a collection of garbage calls it in the very thread that makes
+        the copies: then that thread calls `then`.
+
+        Args:
+            then: Gives back what is copied to.
+        """
 
 
 class _OtherThanPlanned(Exception):
@@ -202,11 +209,10 @@ def _fill(session: Session, planned: Planned, later: Later | None) -> Filled:
         if later is not None:
             later.begin()
     except BaseException:
-        try:
-            if later is not None:
-                later.cancel()
-        finally:
+        if later is None:
             slots.abandon(slot)
+        else:
+            later.cancel(lambda: slots.abandon(slot))
         raise
     slow_ids = set(map(id, slow))
     dense = (

@@ -43,6 +43,8 @@ class SaveContext:
             does.
         frozen: Tells which tensors are declared frozen; None where none are.
         has_copies: Whether the state dict is a private copy of the caller's.
+        is_copied_elsewhere: Whether another process copies what is saved into slots, this time or
+            as soon as it knows the plan.
     """
 
     settings: Settings
@@ -55,6 +57,7 @@ class SaveContext:
     is_driven_by_dcp: bool = False
     frozen: TensorRule | None = None
     has_copies: bool = False
+    is_copied_elsewhere: bool = False
 
     @property
     def group(self) -> GroupKey:

@@ -38,7 +38,7 @@ from dcp_mem.common import faults
 from dcp_mem.errors import RankFailed
 from dcp_mem.memory import copying
 from dcp_mem.runtime.session import close_session, open_session
-from dcp_mem.saving import ahead
+from dcp_mem.saving import ahead, private_copies
 from dcp_mem.saving import overlap as overlap_module
 from dcp_mem.saving import saver as saver_module
 from dcp_mem.saving import stage as stage_module
@@ -278,7 +278,7 @@ def test_the_writer_is_a_stager_in_every_spelling(memory_job: Job) -> None:
 def _counted_copies() -> Iterator[list[tuple[str, int]]]:
     """Who copies how much: (thread, bytes), and ("torch", 0) for torch's stager."""
     seen: list[tuple[str, int]] = []
-    real_copied = ahead.copied
+    real_copied = private_copies.copied
 
     def note(nbytes: int) -> None:
         if nbytes:
@@ -329,10 +329,10 @@ def _copy_odd_once(job: Job, has_stager: bool) -> set[str]:
     """The kinds of states that are copied elsewhere though the ranks have saved them before."""
     torch.serialization.add_safe_globals([_Subclass])
     elsewhere = set()
-    stager = getattr(ahead, "StateDictStager") if has_stager else None  # noqa: B009  # torch's
+    stager = getattr(private_copies, "StateDictStager") if has_stager else None  # noqa: B009  # torch's
     with (
         job.writer(agent="thread", keep_memory=2, persist=False) as writer,
-        patch.object(ahead, "StateDictStager", stager),
+        patch.object(private_copies, "StateDictStager", stager),
     ):
         for kind, state in _odd_states(1).items():
             for step in range(2):
@@ -429,8 +429,8 @@ def test_some_of_the_ranks_save(memory_job: Job) -> None:
 def _copy_without_torchs_stager() -> None:
     odd, inner = {1, 2}, torch.ones(2)
     state = make_state(3) | {"list": [inner], "tuple": (inner, 1), "odd": odd}
-    with patch.object(ahead, "StateDictStager", None):
-        copied = ahead.copied(state)
+    with patch.object(private_copies, "StateDictStager", None):
+        copied = private_copies.copied(state)
     _overwrite(state)
     inner.fill_(-77)
     odd.add(3)

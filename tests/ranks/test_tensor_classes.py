@@ -18,7 +18,7 @@ from dcp_mem import (
     RankFailed,
     UntrustedObject,
 )
-from dcp_mem.saving import ahead
+from dcp_mem.saving import private_copies
 from tests.support.checkpoints.jobs import Job
 from tests.support.processes.forks import forked_ranks, raised_by
 
@@ -332,9 +332,9 @@ def test_a_class_that_cant_be_saved_as_it_is_is_refused_on_all_ranks(
 def test_a_class_that_a_copy_loses_is_refused_where_torch_has_no_stager_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ahead, "StateDictStager", None)  # as with torch 2.6
+    monkeypatch.setattr(private_copies, "StateDictStager", None)  # as with torch 2.6
     with pytest.raises(DcpMemError, match=r"Closed becomes a torch\.Tensor"):
-        ahead.copied({"scaled": scaled(1, Closed)})
+        private_copies.copied({"scaled": scaled(1, Closed)})
 
 
 def _sharded(job: Job, step: str) -> list[str]:

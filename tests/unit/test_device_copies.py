@@ -498,8 +498,30 @@ def test_an_interrupt_while_copies_are_given_back_leaves_none_under_way(
 
     monkeypatch.setattr(overlap_module, "_waited", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        copies.cancel()
+        copies.cancel(lambda: None)
     assert done == ["interrupted", "host", "interrupted", "device"]
+
+
+def test_a_collection_in_the_copiers_own_thread_gives_back_only_once_it_has_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
+    copies = OverlappedCopies(dcp_mem.Overlap(optimizer), None, done.append)  # type: ignore[arg-type]
+
+    def copy_here(moves: Any) -> None:
+        copies.cancel(lambda: done.append("given back"))
+        done.append(f"copied {len(moves)}")
+
+    monkeypatch.setattr(overlap_module, "copy_here", copy_here)
+    copies._moves.extend([(0, 0, overlap_module._BATCH)] * 2)
+    copies.begin()
+    assert copies._copying is not None
+    copies._copying.result(60)
+    assert done == ["copied 1", "given back"]
+    assert copies not in overlap_module._pending
+    copies.cancel(lambda: done.append("once more"))  # from any other thread: at once
+    assert done[-1] == "once more"
 
 
 def test_many_small_payloads_are_read_in_shares_for_all_threads() -> None:

@@ -1,0 +1,94 @@
+"""Plans that come back from the process which saves what another one has staged.
+
+With the process executor of `dcp.async_save` the ranks plan in other processes than those that
+copy. Who copies a state without knowing a plan of it sends a request along. The plan comes back in
+memory that the two processes share, and later states like that are copied straight into slots, for
+as long as the process that saves has the plan.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import weakref
+from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from dcp_mem.planning.plan_columns import LocalPlan
+
+_LENGTH = struct.Struct("<q")
+
+
+@dataclass(frozen=True, slots=True)
+class ToldPlan:
+    """One rank's part of a plan that all ranks have made, as another process can use it.
+
+    Attributes:
+        plan_id: Of the plan.
+        local: What the rank would write if it saved alone.
+        mask: Which rows of that it writes, a bit each.
+        to_lowest_rank: As `OwnPlans.plan_together` was told.
+    """
+
+    plan_id: str
+    local: LocalPlan
+    mask: bytes
+    to_lowest_rank: bool
+
+
+class PlanRequest:
+    """Asks another process for the plan of the save that it makes; it may be pickled to that."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        """Make room for an answer.
+
+        Args:
+            descriptor: Of the memory that the answer goes to; None for new memory.
+        """
+        if descriptor is None:
+            descriptor = os.memfd_create("dcp_mem-plan", os.MFD_CLOEXEC)
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+    def answer(self, told: ToldPlan) -> None:
+        """Answer with a plan. Called by the process that saves.
+
+        Args:
+            told: The plan.
+        """
+        data = pickle.dumps(told)
+        os.pwrite(self._descriptor, data, _LENGTH.size)
+        os.pwrite(self._descriptor, _LENGTH.pack(len(data)), 0)  # last: now it may be read
+
+    def withdraw(self) -> None:
+        """Take the answer back: this process forgets the plan."""
+        os.pwrite(self._descriptor, _LENGTH.pack(0), 0)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the plan has come, and the process that saves still has it."""
+        return self._length > 0
+
+    @property
+    def answered(self) -> ToldPlan | None:
+        """The plan, if `is_answered`."""
+        length = self._length
+        if not length:
+            return None
+        # From a process that this one has started, through memory that nobody else has open.
+        told = pickle.loads(os.pread(self._descriptor, length, _LENGTH.size))
+        return told if isinstance(told, ToldPlan) else None
+
+    @property
+    def _length(self) -> int:
+        head = os.pread(self._descriptor, _LENGTH.size, 0)
+        return int(_LENGTH.unpack(head)[0]) if head else 0
+
+    def __reduce__(self) -> Any:
+        return _received, (DupFd(self._descriptor),)
+
+
+def _received(duplicate: Any) -> PlanRequest:
+    return PlanRequest(duplicate.detach())
