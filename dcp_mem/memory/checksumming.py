@@ -2,6 +2,10 @@
 
 From then on a flipped bit is found: by loads, by the flush, and by replication. The thread runs in
 the agent, or in a trainer where there is no agent.
+
+It takes the cores and the caches of training. So after each checkpoint it rests, for many times as
+long as that took, and goes on with the newest one: of checkpoints that are overtaken within moments
+most get no checksums.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,6 +35,8 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.views import fill
 
 _NICENESS = 15
+_REST = 20
+"""How long the thread rests behind a checkpoint, in times of what its checksums took."""
 _PATIENCE = 10.0
 """Seconds that the end of the thread waits for checksums that are being made."""
 
@@ -57,7 +63,9 @@ class ChecksumThread:
         self._woken = threading.Event()
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._is_stopping = self._is_at_work = False
+        self._is_stopping = self._is_at_work = self._hurries = False
+        self._rests_until = 0.0
+        self._has_more = False  # than was done before it rests
 
     def wake(self, job: str, on_nonfinite: str) -> None:
         """Have the checksums of a job made, now and whenever it has new checkpoints.
@@ -77,12 +85,15 @@ class ChecksumThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether checksums are being made, or about to be."""
-        return self._is_at_work or (self._woken.is_set() and not self._is_stopping)
+        """Whether checksums are being made, or are to be made after a rest."""
+        is_due = self._woken.is_set() or self._has_more
+        return self._is_at_work or (is_due and not self._is_stopping)
 
     def stop(self) -> None:
         """End the thread, after a while at most; what is left then stays without checksums."""
         deadline = time.monotonic() + _PATIENCE
+        self._hurries = True
+        self._woken.set()
         while self._thread is not None and self.is_busy and time.monotonic() < deadline:
             time.sleep(0.005)
         with self._guard:
@@ -97,11 +108,12 @@ class ChecksumThread:
             if os.getpriority(os.PRIO_PROCESS, 0) < _NICENESS:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while not self._is_stopping:
-            self._woken.wait(self._look_seconds)
+            self._woken.wait(self._pause())
             let_caller_return()
             self._is_at_work = True
             self._woken.clear()
             try:
+                self._has_more = False
                 for job, on_nonfinite in list(self._jobs.items()):
                     self._sum_up_job(job, on_nonfinite)
             except Exception:  # memory that has vanished, or a defect: the next checkpoint may do
@@ -109,33 +121,63 @@ class ChecksumThread:
             finally:
                 self._is_at_work = False
 
+    def _pause(self) -> float | None:
+        """Return how long to wait for news, in seconds; None for as long as it takes."""
+        if not self._has_more:
+            return self._look_seconds
+        return self._rest if self._look_seconds is None else min(self._rest, self._look_seconds)
+
+    @property
+    def _rest(self) -> float:
+        """How long to rest from now on, in seconds."""
+        return 0.0 if self._hurries else max(0.0, self._rests_until - time.monotonic())
+
     def _sum_up_job(self, job: str, on_nonfinite: str) -> None:
-        """Make what is missing, newest checkpoint first; begin again where a newer one has come."""
+        """Make what is missing, newest checkpoint first; what has to wait is left for later."""
         if not os.path.isdir(os.path.join(self._root, job)):
             return
         memory = JobMemory(self._root, job)
         for checkpoint in memory.checkpoints():
             with contextlib.suppress(OSError, DcpMemError):  # memory may be full: it stays shared
                 memory.copy_catalog(checkpoint)
+        are_checked = on_nonfinite != "ignore"
         while not self._is_stopping:
-            missing = self._missing(memory, are_checked=on_nonfinite != "ignore")
+            missing = self._missing(memory, are_checked=are_checked)
             if missing is None:
                 return
-            self._sum_up(memory, *missing, on_nonfinite)
+            if self._rest and not are_checked:
+                self._has_more = True
+                return
+            checkpoint, segments = missing
+            started = time.monotonic()
+            for segment in segments:
+                if not self._is_stopping:
+                    self._sum_up(memory, checkpoint, segment, on_nonfinite)
+            ended = time.monotonic()
+            self._rests_until = ended + _REST * (ended - started)
 
     def _missing(
         self, memory: JobMemory, *, are_checked: bool
-    ) -> tuple[LocalCheckpoint, Segment] | None:
-        """Return the newest segment of this node without checksums, or that wasn't looked at."""
+    ) -> tuple[LocalCheckpoint, Sequence[Segment]] | None:
+        """Return the newest checkpoint with segments of this node to look at, and these.
+
+        Args:
+            memory: Of the job.
+            are_checked: Whether those with checksums have to be looked at as well, once.
+        """
         checkpoints = memory.checkpoints()
         here = {checkpoint.manifest.save_id for checkpoint in checkpoints}
         tried = self._tried.setdefault(memory.job, set())
         tried -= {file for file in tried if names.save_id_of(file) not in here}
         for checkpoint in checkpoints:
-            for segment in checkpoint.manifest.of_node(memory.node):
-                is_summed = has_checksums(checkpoint, segment.file)
-                if segment.file not in tried and (are_checked or not is_summed):
-                    return checkpoint, segment
+            segments = [
+                segment
+                for segment in checkpoint.manifest.of_node(memory.node)
+                if segment.file not in tried
+                and (are_checked or not has_checksums(checkpoint, segment.file))
+            ]
+            if segments:
+                return checkpoint, segments
         return None
 
     def _sum_up(

@@ -2,10 +2,12 @@
 
 import os
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from dcp_mem.config import settings
 from dcp_mem.flushing import parts as flush_parts
 from dcp_mem.format.checksums import blocks_of, checksum
 from dcp_mem.format.manifest import ItemTable, NodeManifest
+from dcp_mem.memory import checksumming
 from dcp_mem.memory.checked_reads import CheckedReader
 from dcp_mem.operations.flush import flush_now, promote
 from dcp_mem.replicating.worker import Worker
@@ -44,6 +47,52 @@ def _save_two(job: Job, persist: object = True) -> None:
             save(writer, number)
         for number in (1, 2):
             wait_until(lambda name=f"step-{number}": _has_checksums(job, name), "checksums")  # type: ignore[misc]
+
+
+def _save_in_a_row(job: Job, on_nonfinite: str) -> list[str]:
+    """Return the last checkpoints that had checksums while saves followed each other."""
+    with patch.object(checksumming, "_REST", 1e9):
+        writer = job.writer(persist=False, keep_memory=9, on_nonfinite=on_nonfinite)
+        save(writer, 0)
+        wait_until(lambda: _has_checksums(job, "step-0"), "checksums")
+        for number in range(1, 4):
+            save(writer, number)
+            time.sleep(0.05)
+        if on_nonfinite != "ignore":
+            wait_until(lambda: _has_checksums(job, "step-3"), "checksums")
+        time.sleep(0.3)
+        summed = [name for name in _NAMES if _has_checksums(job, name)]
+        writer.close()
+    return summed
+
+
+_NAMES = [f"step-{number}" for number in range(4)]
+
+
+@pytest.mark.parametrize("on_nonfinite", ["ignore", "warn"])
+def test_checksums_rest_while_saves_follow_each_other_unless_values_are_looked_at(
+    memory_root: Path, on_nonfinite: str
+) -> None:
+    job = Job(None, str(memory_root))
+    summed = forked(_save_in_a_row, job, on_nonfinite)
+    assert summed == (_NAMES[:1] if on_nonfinite == "ignore" else _NAMES)
+    # What is left when the writer is closed gets its own before that returns.
+    assert all(_has_checksums(job, name) for name in _NAMES)
+
+
+def _save_after_a_rest(job: Job) -> None:
+    with (
+        patch.object(checksumming, "_REST", 50),
+        job.writer(persist=False, keep_memory=3) as writer,
+    ):
+        for number in range(3):
+            save(writer, number)
+        for name in ("step-2", "step-1"):  # the newest first, and the others after a rest each
+            wait_until(lambda name=name: _has_checksums(job, name), "checksums")  # type: ignore[misc]
+
+
+def test_after_a_rest_the_checksums_that_are_left_are_made(memory_root: Path) -> None:
+    forked(_save_after_a_rest, Job(None, str(memory_root)))
 
 
 def _flip_payload(segment: Path) -> None:
