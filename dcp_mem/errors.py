@@ -522,11 +522,20 @@ def picklable(method: F) -> F:
         try:
             return method(*args, **kwargs)
         except Exception as error:
-            if _survives_pickling(error):
+            if plain_error(error) is error:
                 raise
-            raise DcpMemError(f"{type(error).__name__}: {error}") from error
+            raise plain_error(error) from error
 
     return guarded  # type: ignore[return-value]
+
+
+def plain_error(error: Exception) -> Exception:
+    """Return an error that survives pickling: this one, or else one with its text.
+
+    Args:
+        error: Any.
+    """
+    return error if _survives_pickling(error) else DcpMemError(f"{type(error).__name__}: {error}")
 
 
 def _survives_pickling(error: Exception) -> bool:

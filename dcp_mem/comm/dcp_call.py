@@ -168,26 +168,22 @@ def over_when_left() -> Callable[[], bool]:
     return lambda: True
 
 
-SendingCall = tuple[int, int]
-"""A call of DCP's that sends a save to another process: its thread, and the id of its frame."""
+def is_sending(thread: int) -> bool:
+    """Return whether a thread sends a save to DCP's other process, or waits for the answer.
+
+    Args:
+        thread: By its number.
+    """
+    return _is_sending(sys._current_frames().get(thread))
 
 
-def sending_call() -> SendingCall | None:
-    """Return the call that sends a save just now; None outside of DCP's process executor."""
-    for frame in _calling_frames():
-        if frame.f_code.co_name == _SENDING:
-            return threading.get_ident(), id(frame)
-    return None
+def sending_threads() -> set[int]:
+    """Return the numbers of all threads that do so."""
+    return {thread for thread, frame in sys._current_frames().items() if _is_sending(frame)}
 
 
-def sending_calls() -> set[SendingCall]:
-    """Return the calls, of all threads, that send saves or wait for the answers to them."""
-    return {
-        (thread, id(one))
-        for thread, frame in sys._current_frames().items()
-        for one in _from(frame)
-        if one.f_code.co_name == _SENDING
-    }
+def _is_sending(frame: FrameType | None) -> bool:
+    return any(one.f_code.co_name == _SENDING for one in _from(frame))
 
 
 def _has_left(wrapper: weakref.ref[Any], thread: int, number: int) -> bool:

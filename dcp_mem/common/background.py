@@ -29,12 +29,16 @@ def let_caller_return(unwanted: threading.Event | None = None) -> bool:
     return not (unwanted or threading.Event()).wait(_SECONDS)
 
 
-def is_own_thread() -> bool:
-    """Return whether a thread of dcp_mem's own calls this, rather than one of the caller's.
+COPYING, OVERLAPPING = "dcp_mem-copy", "dcp_mem-overlap"
+"""Names of the threads that copy."""
 
-    A collection of garbage may run anything in it. It must not wait there for its own work.
+
+def is_copying_thread() -> bool:
+    """Return whether one of the threads that copy calls this.
+
+    A collection of garbage may run anything in them. It must not wait there for copies.
     """
-    return threading.current_thread().name.startswith("dcp_mem")
+    return threading.current_thread().name.startswith((COPYING, OVERLAPPING))
 
 
 class KeptThreads:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_mem.common.background import KeptThreads
+from dcp_mem.common.background import COPYING, KeptThreads
 from dcp_mem.memory.large_copies import LEAST_NBYTES, LargeCopies, memmove
 
 T = TypeVar("T")
@@ -413,4 +413,4 @@ def _between(moves: Sequence[Move], ends: Sequence[int], start: int, stop: int) 
 
 @lru_cache(maxsize=4)
 def _pool(threads: int) -> KeptThreads:
-    return KeptThreads(threads, "dcp_mem-copy")
+    return KeptThreads(threads, COPYING)

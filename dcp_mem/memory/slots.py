@@ -446,9 +446,7 @@ class SlotPool:
         """
         with self._guard:
             slot.busy = False
-            if slot.is_received:
-                slot.close()
-            elif slot.descriptor >= 0 and not share(slot.descriptor):
+            if slot.descriptor >= 0 and not share(slot.descriptor):
                 self._forget(slot)
 
     def abandon(self, slot: Slot) -> None:
@@ -462,6 +460,16 @@ class SlotPool:
             with contextlib.suppress(FileNotFoundError):  # evicted just now: it is a slot already
                 slot.path = self._freed(slot.path)
         self.share(slot)
+        self.let_go(slot)
+
+    def let_go(self, slot: Slot) -> None:
+        """Leave a slot that was received to the process that has sent it; nothing for another one.
+
+        Args:
+            slot: Of a checkpoint that is complete, or abandoned.
+        """
+        if slot.is_received:
+            self._forget(slot)
 
     def send(self, slot: Slot) -> str:
         """Let another process of this run seal a slot; return the path to `receive` it by.
@@ -473,9 +481,11 @@ class SlotPool:
             slot: The caller's own. Nothing writes into it any more.
 
         Raises:
-            OSError: The slot is gone: this pool was closed.
+            FileNotFoundError: The pool was closed, or settled, and has given the slot up.
         """
         with self._guard:
+            if self._open.get(slot.inode) is not slot:
+                raise FileNotFoundError(errno.ENOENT, "it isn't this process's any more", slot.path)
             if not slot.path.endswith(_SENT):
                 path = self._new_path(_SENT)
                 # For a moment, while its lease becomes a shared one, it has none: so it gets the
@@ -490,6 +500,8 @@ class SlotPool:
     def receive(self, path: str) -> Slot:
         """Return a slot that another process has sent, to seal and share it, or to abandon it.
 
+        It is held here, too, until it is let go: its sender may be closed, or killed, meanwhile.
+
         Args:
             path: As `send` returned it.
 
@@ -499,13 +511,19 @@ class SlotPool:
         """
         descriptor = open_leased(path)
         facts = os.fstat(descriptor)
-        return Slot(
+        slot = Slot(
             path=path,
             descriptor=descriptor,
             capacity=facts.st_size,
             inode=facts.st_ino,
             is_received=True,
         )
+        with self._guard:
+            earlier = self._open.get(slot.inode)
+            if earlier is not None:
+                self._forget(earlier)
+            self._open[slot.inode] = slot
+        return slot
 
     def take_back(self, is_listed: Callable[[str], bool]) -> None:
         """Make free slots of this process's segments that no complete checkpoint lists.
@@ -572,6 +590,9 @@ class SlotPool:
         """
         with self._guard, in_turn(self._directory):
             self._leaves_free = True
+            for slot in list(self._open.values()):
+                if slot.is_received and _is_idle(slot):
+                    self._forget(slot)
             for one in self._free():
                 if one.is_held and self._is_alone(one):
                     self._forget(self._open[one.inode])

@@ -218,7 +218,8 @@ class OutgoingFiles:
         nbytes = self._nbytes_of(name)
         is_parity = names.PARITY.fullmatch(name) is not None
         own_slot, is_own = self._task.own_slot, self._is_own(name)
-        if is_own and own_slot is not None and names.rank_of(name) < names.FROZEN:
+        is_mapped = own_slot is not None and own_slot.mapping is not None
+        if is_own and own_slot is not None and is_mapped and names.rank_of(name) < names.FROZEN:
             return of_slot(own_slot, nbytes, self._tables[name])
         is_sent_whole = not is_parity and (plan.is_copy or plan.stripe is not None)
         table = self._tables[name] if is_sent_whole else None

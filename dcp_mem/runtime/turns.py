@@ -124,6 +124,11 @@ class Turn:
         """Whether all earlier turns are over."""
         return self._turns._is_next(self._entry)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this turn has ended."""
+        return self._entry.is_ended
+
     def end(self) -> None:
         """Let the next turn begin. Ending twice is fine."""
         self._turns._end(self._entry)

@@ -29,7 +29,8 @@ from dcp_mem.comm.agreement import Attempted, attempt, known_to_all
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
-from dcp_mem.errors import ConfigError, DcpMemError
+from dcp_mem.errors import ConfigError, DcpMemError, plain_error
+from dcp_mem.format.layout import align
 from dcp_mem.memory.copying import Columns, Move, moves_of
 from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.policy.slots import growth
@@ -58,12 +59,12 @@ class StagedState:
     """A state dict as it was when `stage` was called; it travels to the save as a value.
 
     It may be pickled, for a save in another process. Until that is over, DCP keeps this object in
-    the process that copied, and this object the slot.
+    the process that copied, and this object keeps the slot.
 
     Attributes:
         request: Asks the process that saves for the plan, where this one knows none.
-        is_copied_elsewhere: Whether another process has copied it into a slot, or will copy the
-            next ones.
+        is_copied_elsewhere: Whether another process has copied it into a slot, or wants to copy
+            the next ones.
     """
 
     is_copied_elsewhere = False
@@ -83,7 +84,7 @@ class StagedState:
             content: The copy; or why there is none, which the save raises on all ranks.
             turn: The save's turn among those of this process. Where another process saves, it ends
                 with the copying.
-            request: See above.
+            request: As in the attributes.
             send: Its turn to be sent, where another process saves.
         """
         self.info, self.turn, self.request = info, turn, request
@@ -91,20 +92,25 @@ class StagedState:
 
     def __getstate__(self) -> dict[str, Any]:
         # Behind training. What goes wrong is raised by the save, on all ranks.
-        wait_to_send(self._send)
-        content = self._content
+        content, copy = self._content, None
         if content.error is None and isinstance(content.value, AheadCopy):
-            content = attempt(content.value.sent)
+            copy = content.value
+            finished = attempt(copy.finish)
+            content = content if finished.error is None else Attempted(error=finished.error)
         if self.turn is not None:
             self.turn.end()
+        # An error that is kept keeps this state; it must not keep the slot.
+        wait_to_send(self._send, partial(_give_up, None if copy is None else weakref.ref(copy)))
+        if copy is not None and content.error is None:
+            content = attempt(copy.sent)
         is_sent = content.error is None and isinstance(content.value, SentCopy)
         return {
             "info": self.info,
             "turn": None,
-            "request": self.request,
             "is_copied_elsewhere": is_sent or self.request is not None,
-            "_content": content,
+            "_content": Attempted(error=plain_error(content.error)) if content.error else content,
             "_send": None,
+            "request": self.request,  # last: what lies behind it might fail, and leave its memory
         }
 
     def take(self) -> Attempted[AheadCopy | SentCopy | dict[str, Any]]:
@@ -208,7 +214,10 @@ def copy_ahead(
                 "overlap= has no effect on tensors in CPU memory: not all of what is saved is "
                 "dense, contiguous memory",
             )
-    return AheadCopy(context, planned, fill(session, planned, later), later)
+    filled = fill(session, planned, later)
+    if is_sent:  # what other saves take is known from their checkpoints
+        plans.note_tail(planned.plan_id, sum(align(nbytes) for _, nbytes in filled.tail))
+    return AheadCopy(context, planned, filled, later)
 
 
 class _HeldDevices:
@@ -367,15 +376,23 @@ class AheadCopy:
     def settle(self, saved: SavedPlan) -> None:
         """Do nothing: the plan is kept already."""
 
-    def sent(self) -> SentCopy:
-        """Return what another process saves this by. The slot is held here until this is dropped.
+    def finish(self) -> None:
+        """Return once all of it has been copied.
 
         Raises:
-            DcpMemError: It was given back.
             Exception: A copy has failed.
         """
         if self._later is not None:
             self._later.finish()
+
+    def sent(self) -> SentCopy:
+        """Return what another process saves this by; all has been copied.
+
+        The slot is held here until this is dropped, or given back.
+
+        Raises:
+            DcpMemError: It was given back.
+        """
         try:
             path = self._slots.send(self._filled.slot)
         except OSError as error:
@@ -456,3 +473,9 @@ def _give_back(process: int, session: Session, filled: Filled, later: Later | No
         abandon()
     else:
         later.cancel(abandon)
+
+
+def _give_up(copy: weakref.ref[AheadCopy] | None) -> None:
+    """Give a copy back, if it is still there: another process has saved it, or failed to."""
+    if copy is not None and (kept := copy()) is not None:
+        kept.give_back()

@@ -31,6 +31,7 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
         completed: What is complete.
     """
     session, manifest = context.session, completed.manifest
+    session.slots.let_go(completed.staged.slot)
     if completed.agreed.topology.is_leader:
         session.publisher.show(manifest)
         if concerns_flusher(context, manifest):
@@ -73,7 +74,7 @@ def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_s
     if context.is_copied_elsewhere and settings.memory_limit is None and not any(incoming):
         session.slots.leave_free()
         if staged.slot.is_received:
-            return  # the other process has as many as it needs
+            return  # the process that copies has as many as it needs
     sizes = SlotSizes(
         staged.segment.nbytes + TAIL_ROOM, staged.layout, incoming[context.ranks.rank]
     )

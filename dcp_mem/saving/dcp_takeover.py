@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from dcp_mem.comm import Ranks, SingleRank
-from dcp_mem.comm.agreement import Attempted, leaving_on_error
+from dcp_mem.comm.agreement import Attempted, attempt, leaving_on_error
 from dcp_mem.comm.dcp_call import PlanningCall
 from dcp_mem.common.log import log
 from dcp_mem.planning.contradictions import PlanInvalid
@@ -134,7 +135,10 @@ class DcpTakeover:
 
     def _provider(self, context: SaveContext) -> AheadCopy | EagerItems:
         if isinstance(self._ahead, SentCopy):
-            self._ahead = self._ahead.received(context)
+            received = attempt(partial(self._ahead.received, context))
+            self._ahead = received.value if received.error is None else None
+            if received.error is not None:
+                self._state = Attempted(error=received.error)
         if self._ahead is not None:
             return self._ahead
         return EagerItems(

@@ -170,8 +170,12 @@ class _EagerCopies:
         """Make no further copy, and call `then` once none is being made."""
         try:
             self.give_back()
-        finally:
+        except RuntimeError:
+            raise  # in the middle of a piece: what is still written to stays claimed
+        except BaseException:
             then()
+            raise
+        then()
 
     def give_back(self) -> None:
         """Cancel. The slot isn't this object's: `fill`, or the copy ahead, gives it back."""

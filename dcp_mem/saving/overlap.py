@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_mem.common import faults
-from dcp_mem.common.background import KeptThreads, is_own_thread
+from dcp_mem.common.background import OVERLAPPING, KeptThreads, is_copying_thread
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.memory.copying import Columns, Move, copy, copy_here, moves_of
 from dcp_mem.memory.device_copies import DeviceCopies
@@ -41,8 +41,8 @@ _BATCH, _AWAITED_BATCH = 16 << 20, 1 << 30
 _SAMPLES = 256
 _pending: set[OverlappedCopies] = set()
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_guard = threading.Lock()
-_copiers = KeptThreads(16, "dcp_mem-overlap")
+_guard = threading.RLock()  # a collection within it may give copies back
+_copiers = KeptThreads(16, OVERLAPPING)
 
 
 class Overlap:
@@ -117,9 +117,10 @@ class OverlappedCopies:
         self._read: list[torch.UntypedStorage] = []
         self._at_once, self._in_time = DeviceCopies(), DeviceCopies()
         self._written: list[tuple[torch.Tensor, int]] = []
-        self._counting = threading.RLock()  # a collection within it may give these copies back
+        self._guard = threading.RLock()  # a collection within it may give these copies back
         self._is_awaited = self._is_cancelled = self._is_copying = False
         self._copying: Future[None] | None = None
+        self._copier: threading.Thread | None = None
         self._error: BaseException | None = None
         self._then: Callable[[], None] | None = None
 
@@ -203,8 +204,8 @@ class OverlappedCopies:
     def cancel(self, then: Callable[[], None]) -> None:
         """Make no further copy, and call `then` once none is being made."""
         self._is_cancelled = True
-        with self._counting:
-            if self._is_copying and is_own_thread():
+        with self._guard:
+            if self._is_copying and is_copying_thread():
                 # A collection of garbage calls this, in the middle of what the copier waits for.
                 self._then = then
                 return
@@ -233,8 +234,8 @@ class OverlappedCopies:
 
     def _join(self) -> None:
         self._is_awaited = True
-        if self._copying is None:
-            return
+        if self._copying is None or self._copier is threading.current_thread():
+            return  # its last copy has been made, and a collection runs behind that
         interrupt: BaseException | None = None
         while not self._copying.done():  # what is still written to may not be left
             interrupt = _waited(self._copying) or interrupt
@@ -242,6 +243,7 @@ class OverlappedCopies:
             raise interrupt
 
     def _work(self) -> None:
+        self._copier = threading.current_thread()
         try:
             faults.point("overlap.begun")
             while self._moves and not self._is_cancelled:
@@ -256,7 +258,7 @@ class OverlappedCopies:
             self._error = error
         finally:
             self._checks.clear()
-            with self._counting:
+            with self._guard:
                 self._is_copying, then = False, self._then
             if then is not None:
                 try:
@@ -283,7 +285,7 @@ class OverlappedCopies:
 
         Their bytes are there only once the device has copied them; nobody waits for that.
         """
-        with self._counting:
+        with self._guard:
             changed = [one for one, version in self._written if one._version != version]
             self._written = []
             if changed and not self._is_cancelled and self._error is None:

@@ -6,7 +6,6 @@ what every save does (see `agree.py` and `complete.py`), with a plan id in it, a
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 import time
@@ -153,6 +152,7 @@ class _Plan:
         split: Which of `tensors` were frozen at the last save; None where none were.
         told: The request that another process has answered with this plan; None for plans of this
             process's saves.
+        tail_nbytes: What the last copy's byte items took, where another process saved it.
     """
 
     plan_id: str
@@ -168,6 +168,7 @@ class _Plan:
     to_lowest_rank: bool
     split: Split | None = None
     told: PlanRequest | None = None
+    tail_nbytes: int = 0
 
     @cached_property
     def keys(self) -> Sequence[ItemKey]:
@@ -192,7 +193,7 @@ class OwnPlans:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
-        self._guard = threading.Lock()  # not held while anything is looked at, or planned
+        self._guard = threading.Lock()  # not held while state dicts are looked at, or planned
         self._requests: deque[tuple[GroupKey, PlanRequest]] = deque(maxlen=_REQUESTS_KEPT)
         self._told: dict[str, list[PlanRequest]] = {}
 
@@ -332,8 +333,8 @@ class OwnPlans:
             state: The state dict.
         """
         with self._guard:
-            asked = [(request, request.answered) for _, request in self._asked(context.group)]
-        told = [(request, one) for request, one in asked if one is not None]
+            asked = [request for group, request in self._requests if group == context.group]
+        told = [(request, one) for request in asked if (one := request.answered) is not None]
         if not told:
             return False
         try:
@@ -347,8 +348,10 @@ class OwnPlans:
                 )
                 plan.told = request
                 self._keep(plan, context.session)
-                with self._guard, contextlib.suppress(ValueError):
-                    self._requests.remove((context.group, request))
+                with self._guard:  # what others ask for the same plan isn't needed any more
+                    same = {request for request, other in told if other.plan_id == one.plan_id}
+                    kept = [asked for asked in self._requests if asked[1] not in same]
+                    self._requests = deque(kept, maxlen=_REQUESTS_KEPT)
                 return True
         return False
 
@@ -369,8 +372,23 @@ class OwnPlans:
         mask = np.packbits(written).tobytes()
         with self._guard:
             if plan_id in self._plans:
-                self._told.setdefault(plan_id, []).append(request)
+                told = self._told.setdefault(plan_id, [])
+                told.append(request)
                 request.answer(ToldPlan(plan_id, plan.structure.plan, mask, plan.to_lowest_rank))
+                while len(told) > _REQUESTS_KEPT:
+                    told.pop(0).withdraw()
+
+    def note_tail(self, plan_id: str, nbytes: int) -> None:
+        """Take note of what a copy's byte items took, for the next one's slot.
+
+        Args:
+            plan_id: Of the plan that was copied by.
+            nbytes: Of all byte items.
+        """
+        with self._guard:
+            plan = self._plans.get(plan_id)
+            if plan is not None:
+                plan.tail_nbytes = nbytes
 
     def written_by(self, context: SaveContext, plan_id: str) -> Planned | None:
         """Return this rank's part of saving what another process has written by a plan.
@@ -403,9 +421,6 @@ class OwnPlans:
         """Have no other process copy by a plan any more."""
         for request in self._told.pop(plan_id, ()):
             request.withdraw()
-
-    def _asked(self, group: GroupKey) -> list[tuple[GroupKey, PlanRequest]]:
-        return [one for one in self._requests if one[0] == group]
 
     # -- keeping them ------------------------------------------------------------------------------
 
@@ -585,7 +600,9 @@ def _planned(
     if leaves is None:
         return None
     items = _RowItems(plan, structure, structure.item_values(leaves))
-    tail_nbytes = expected_tail(context, plan.plan_id, plan.objects, items.resolve)
+    tail_nbytes = max(
+        expected_tail(context, plan.plan_id, plan.objects, items.resolve), plan.tail_nbytes
+    )
     planned = Planned(
         items=items,
         tensors=plan.tensors,

@@ -1,9 +1,9 @@
-"""Plans that come back from the process which saves what another one has staged.
+"""Plans that come back from the process that saves to the one that copies.
 
 With the process executor of `dcp.async_save` the ranks plan in other processes than those that
-copy. Who copies a state without knowing a plan of it sends a request along. The plan comes back in
-memory that the two processes share, and later states like that are copied straight into slots, for
-as long as the process that saves has the plan.
+copy. A state whose plan isn't known takes a request along. The plan comes back in memory that both
+processes have open, and later states like that one are copied straight into slots, for as long as
+the process that saves has the plan.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class PlanRequest:
         if descriptor is None:
             descriptor = os.memfd_create("dcp_mem-plan", os.MFD_CLOEXEC)
         self._descriptor = descriptor
+        self._told: ToldPlan | None = None
         weakref.finalize(self, os.close, descriptor).atexit = False
 
     def answer(self, told: ToldPlan) -> None:
@@ -75,11 +76,10 @@ class PlanRequest:
     def answered(self) -> ToldPlan | None:
         """The plan, if `is_answered`."""
         length = self._length
-        if not length:
-            return None
-        # From a process that this one has started, through memory that nobody else has open.
-        told = pickle.loads(os.pread(self._descriptor, length, _LENGTH.size))
-        return told if isinstance(told, ToldPlan) else None
+        if length and self._told is None:
+            # From a process that this one has started, through memory that nobody else has open.
+            self._told = pickle.loads(os.pread(self._descriptor, length, _LENGTH.size))
+        return self._told if length else None
 
     @property
     def _length(self) -> int:

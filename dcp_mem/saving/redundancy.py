@@ -121,7 +121,7 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
         ranks=ranks,
         plans=plans,
         slots=slots,
-        own_slot=None if completed.staged.slot.is_received else completed.staged.slot,
+        own_slot=completed.staged.slot,
         timeout=settings.replication_timeout,
         transport=settings.transport,
         sharing=sharing,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -60,7 +61,7 @@ from dcp_mem.saving.pipeline import carry_out, save
 from dcp_mem.saving.plan_requests import PlanRequest
 from dcp_mem.saving.private_copies import copied
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
-from dcp_mem.saving.sends import next_send, wait_to_send
+from dcp_mem.saving.sends import next_send, note_staged, wait_to_send
 from dcp_mem.saving.streams import NothingNew, StreamItems, Streams
 from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, SaveContext
 from dcp_mem.storage.destination import lives_in_one_process
@@ -213,9 +214,10 @@ class Saver:
             raise
         self._note(completed)
         if takeover.staged is not None and takeover.staged.request is not None:
-            own_plans_of(context.session).tell(
-                settled.planned.plan_id, takeover.staged.request, context.session
-            )
+            plans, request = own_plans_of(context.session), takeover.staged.request
+            told = attempt(lambda: plans.tell(settled.planned.plan_id, request, context.session))
+            if told.error is not None:  # the checkpoint is complete
+                log.warning("a plan can't be told to the process that copies: %s", told.error)
         takeover.metadata.settle(context.session, completed.manifest, completed.agreed.info)
 
     # -- dcp_mem.save drives it --------------------------------------------------------------------
@@ -369,6 +371,8 @@ class Saver:
                 turn.end()  # else once all has been copied
         else:
             content = attempt(lambda: self._copied(call, entered.value[0], info, state_dict))
+        if send is not None:
+            note_staged(send)
         return StagedState(info, content, turn, request, send).as_state_dict()
 
     @contextmanager
@@ -433,28 +437,29 @@ class Saver:
             name="",
             info=info,
         )
-        plans, request = own_plans_of(session), None
+        plans, is_known = own_plans_of(session), False
+        request: Attempted[PlanRequest] | None = None
 
         def copy() -> AheadCopy | dict[str, Any]:
+            nonlocal is_known
             raise_if_refused(state)
             to_lowest_rank = saves_to_lowest_rank(call.planner)
+            copy_by_plan = partial(
+                copy_ahead, context, state, self.calls.overlap, to_lowest_rank=to_lowest_rank
+            )
             with collector_paused():
-                for _ in range(2):
-                    ahead = copy_ahead(
-                        context,
-                        state,
-                        self.calls.overlap,
-                        to_lowest_rank=to_lowest_rank,
-                        is_sent=True,
-                    )
-                    if ahead is not None or not plans.learn(context, state):
-                        break
+                ahead = copy_by_plan(is_sent=True)
+                if ahead is None:
+                    known = plans.recognised(context, state, to_lowest_rank=to_lowest_rank)
+                    is_known = known is not None
+                if ahead is None and not is_known and plans.learn(context, state):
+                    ahead, is_known = copy_by_plan(is_sent=True), True
             return ahead or self._copied_elsewhere(state, is_shared=True)
 
         content: Attempted[AheadCopy | SentCopy | dict[str, Any]] = attempt(copy)
-        if content.error is None and isinstance(content.value, dict):
-            request = plans.request(context)
-        return content, request
+        if content.error is None and isinstance(content.value, dict) and not is_known:
+            request = attempt(lambda: plans.request(context))
+        return content, request.value if request is not None and request.error is None else None
 
     def _copied_elsewhere(
         self, state: dict[str, Any], *, is_shared: bool = False

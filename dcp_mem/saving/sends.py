@@ -10,59 +10,92 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from dcp_mem.comm.dcp_call import SendingCall, sending_call, sending_calls
+from dcp_mem.comm.dcp_call import is_sending, sending_threads
 from dcp_mem.runtime.turns import Turn, Turns
 
 _POLL_SECONDS = 0.005
 _BEGIN_SECONDS = 10.0
-"""Time for a thread to begin with a save that was called for."""
+"""Time for DCP's thread to begin with a save, once that has been staged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Send:
+    """A save that is being sent.
+
+    Attributes:
+        turn: Kept: a turn that is dropped is over.
+        on_end: Called once the save has its answer, at the next look.
+    """
+
+    turn: Turn
+    on_end: Callable[[], None]
+
+
 _turns = Turns()
 _has_sent = threading.Event()
-_sending: dict[SendingCall, Turn] = {}
-"""The turns of what is being sent. A turn that is dropped would be over."""
+_sending: dict[threading.Thread, _Send] = {}
 
 
 def next_send() -> Turn:
-    """Return the turn of a save that is about to be sent, in the thread that calls for it.
+    """Return the turn of a save that is about to be staged, in the thread that calls for it.
 
-    The first one has DCP start the process; whoever comes meanwhile waits for that here.
+    The first save has DCP start the process. Whoever comes meanwhile waits for that here.
     """
+    _end_answered()
     turn = _turns.take()
-    turn.follow(partial(_has_failed, time.monotonic()))
     while not (_has_sent.is_set() or turn.is_next):
         time.sleep(_POLL_SECONDS)
     return turn
 
 
-def wait_to_send(turn: Turn | None = None) -> None:
+def note_staged(turn: Turn) -> None:
+    """Have a turn end by itself, should DCP fail before it sends the save.
+
+    Args:
+        turn: As `next_send` returned it.
+    """
+    turn.follow(partial(_has_failed, time.monotonic()))
+
+
+def wait_to_send(turn: Turn | None = None, on_end: Callable[[], None] = lambda: None) -> None:
     """Wait until the saves before have their answers; return at once outside of DCP's executor.
 
     Args:
-        turn: As `next_send` returned it. None for a save that has none, which is next after all
-            that have been called for; nothing is waited for where the same call has one already.
+        turn: As `next_send` returned it. None for a save without one: it comes behind all that
+            have been called for, unless this thread has waited for this save already.
+        on_end: Called once this save has its answer, when the next one is called for, or sent.
     """
-    call, known = sending_call(), set(_sending)
-    for one in known - sending_calls():  # in this order: others may begin meanwhile
-        _sending.pop(one, None)
-    if call is None or call in _sending:
+    _end_answered()
+    here = threading.current_thread()
+    if not is_sending(threading.get_ident()) or (turn is None and here in _sending):
         return
-    _sending[call] = turn = turn or _turns.take()
-    turn.follow(partial(_is_answered, call))
+    if turn is None or turn.is_over:
+        turn = _turns.take()
+    _sending[here] = _Send(turn, on_end)
+    turn.follow(partial(_is_answered, here))
     turn.wait()
     _has_sent.set()
 
 
-def _is_answered(call: SendingCall) -> bool:
-    return call not in sending_calls()
+def _end_answered() -> None:
+    for thread in list(_sending):
+        if _is_answered(thread) and (send := _sending.pop(thread, None)) is not None:
+            send.on_end()
+
+
+def _is_answered(thread: threading.Thread) -> bool:
+    return not (thread.is_alive() and is_sending(thread.ident or 0))
 
 
 def _has_failed(since: float) -> bool:
-    """Tell of a save that hasn't been sent whether its thread must have failed before."""
+    """Return whether a save must have failed: its thread has had time to begin, and none has."""
     if time.monotonic() - since < _BEGIN_SECONDS:
         return False
-    return sending_calls() <= _sending.keys()
+    return sending_threads() <= {thread.ident for thread in _sending}
 
 
 def _forget_parent() -> None:

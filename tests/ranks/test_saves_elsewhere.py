@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -183,6 +182,73 @@ def _a_new_writer_for_each(job: Job) -> None:
 
 def test_what_is_known_of_a_job_is_known_to_its_next_writer(memory_job: Job) -> None:
     forked_ranks(_a_new_writer_for_each, 1, memory_job, timeout=200)
+
+
+def _on_nodes(root: str, parts: int) -> None:
+    copies: dict[str, Any] = {"replicas": 1} if not parts else {"redundancy": dcp_mem.parity(parts)}
+    node = f"{root}/node{dist.get_rank()}"
+    with MemoryStorageWriter(None, memory_root=node, job="job", keep_memory=2, **copies) as writer:
+        for step in range(5):
+            state = make_state(step)
+            with _counted() as (copied_by, _):
+                _begin(writer, state, f"step-{step}").result(_SECONDS)
+            assert ("torch" in copied_by) == (step == 0)
+            writer.wait(f"step-{step}", "replicated", timeout=_SECONDS)
+            dist.barrier()
+        found = make_state(-1)
+        # As a node that has lost its memory has it: all of the segment comes from elsewhere.
+        dist.barrier()
+        if dist.get_rank() == 1:
+            node = f"{root}/new"
+        with dcp_mem.MemoryStorageReader(None, memory_root=node, job="job") as reader:
+            dcp.load(found, storage_reader=reader)
+        assert number_of(found) == 4
+        dist.barrier()
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+def test_copies_on_other_nodes_are_made_of_what_was_received(memory_root: Path, parts: int) -> None:
+    with patch.dict(os.environ, {"DCP_MEM_REPLICATION_TIMEOUT": "60"}):
+        forked_ranks(_on_nodes, 1 + (parts or 1), str(memory_root), parts, timeout=200)
+
+
+def _with(job: Job, options: dict[str, Any], call: dict[str, Any]) -> tuple[list[bool], int]:
+    """Return which of some saves copy once, and by how many the open descriptors have grown."""
+    once, before = [], 0
+    call = dict(call)
+    if call.pop("lowest", False):
+        call["planner"] = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with job.writer(keep_memory=2, **options) as writer:
+        for step in range(12):
+            if step == 6:
+                before = len(os.listdir("/proc/self/fd"))
+            state = make_state(step)
+            with _counted() as (copied_by, _):
+                future = _begin(writer, state, f"step-{step}", **call)
+            _spoil(state)
+            future.result(_SECONDS)
+            once.append("torch" not in copied_by)
+            if not call.get("no_dist"):
+                assert _number_in(job, f"step-{step}") == step
+        return once, len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "ranks", "is_once"),
+    [
+        ({}, {}, 2, True),
+        ({}, {"lowest": True}, 2, True),
+        ({}, {"no_dist": True}, 1, True),
+        ({"frozen": "replicated"}, {}, 2, True),
+        ({"memory_limit": "1GiB"}, {}, 2, False),
+    ],
+)
+def test_whatever_a_save_is_told_descriptors_stay_as_many(
+    memory_job: Job, options: dict[str, Any], call: dict[str, Any], ranks: int, is_once: bool
+) -> None:
+    for once, grown in forked_ranks(_with, ranks, memory_job, options, call, timeout=200):
+        assert once == [False] + 11 * [is_once]
+        assert grown <= 2
 
 
 # -- structures that change ------------------------------------------------------------------------
@@ -389,7 +455,6 @@ def _fails_to_send(job: Job) -> None:
         faults.arm("")
         assert _number_in(job, None) == 1
         dist.barrier()
-        del future
         for step in range(3, 6):
             state = make_state(step)
             with _counted() as (copied_by, _):
@@ -397,8 +462,8 @@ def _fails_to_send(job: Job) -> None:
             assert "torch" not in copied_by
             assert _number_in(job, f"step-{step}") == step
             dist.barrier()
-        gc.collect()  # the error's traceback keeps what it was raised for
         dist.barrier()
+        assert future.exception() is not None  # kept, and doesn't keep the slot
         assert not _files(job, ".sent")
         dist.barrier()
 

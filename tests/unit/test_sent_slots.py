@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_mem.memory.locks import share
+from dcp_mem.memory.locks import is_leased, share
 from dcp_mem.memory.slots import Slot, SlotPool
 
 NBYTES = 1 << 16
@@ -45,6 +45,7 @@ def test_who_receives_a_slot_seals_it_and_who_sent_it_claims_it_again(
     segment = checkpoint / "__0_0.distcp"
     receiver.seal(received, str(segment))
     receiver.share(received)
+    receiver.let_go(received)
     sender.abandon(slot)
     assert segment.read_bytes()[:7] == b"content"
     assert sender.free_count() == receiver.free_count() == 0
@@ -64,7 +65,7 @@ def test_nobody_claims_a_sent_slot_while_either_of_the_two_holds_it(
     for _ in range(2):
         assert third.claim(NBYTES, "frames").inode != slot.inode
         slot.close()  # as when the process that sent it has been killed
-    receiver.share(received)
+    receiver.let_go(received)
     assert slot.inode in [one.inode for one in third.free()]
     assert ".sent" not in _names(slots)
 
@@ -111,11 +112,13 @@ def test_a_pool_that_closes_leaves_what_another_process_is_about_to_seal(
     sender.close()
     segment = checkpoint / "__0_0.distcp"
     receiver.seal(received, str(segment))
+    receiver.share(received)
+    assert is_leased(str(segment))  # until the checkpoint is complete: nobody sweeps it away
     assert segment.read_bytes()[:7] == b"content"
     with pytest.raises(FileNotFoundError):
         receiver.receive(not_yet)
     descriptor = received.descriptor
-    receiver.share(received)
+    receiver.let_go(received)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
@@ -142,3 +145,31 @@ def test_free_slots_that_are_left_to_another_process_are_not_held(
     pool.leave_free()
     assert other.free_count() == 4
     assert other.claim(NBYTES, "").inode != pool.claim(NBYTES, "").inode
+
+
+def test_a_segment_that_no_checkpoint_lists_is_taken_back_by_who_sealed_it(
+    places: tuple[Path, Path],
+) -> None:
+    slots, checkpoint = places
+    sender, receiver = SlotPool(str(slots)), SlotPool(str(slots))
+    slot = _filled(sender)
+    received = receiver.receive(sender.send(slot))
+    receiver.seal(received, str(checkpoint / "__0_0.distcp"))
+    receiver.share(received)
+    sender.abandon(slot)
+    receiver.take_back(lambda path: False)  # as the next save does, after one that failed
+    assert not list(checkpoint.iterdir())
+    assert sender.claim(NBYTES, "") is slot
+
+
+@pytest.mark.parametrize("way", ["settle", "close"])
+def test_a_slot_that_was_given_up_cannot_be_sent(places: tuple[Path, Path], way: str) -> None:
+    slots, _ = places
+    sender, other = SlotPool(str(slots)), SlotPool(str(slots))
+    slot = _filled(sender)
+    getattr(sender, way)()
+    claimed = other.claim(NBYTES, "")
+    with pytest.raises(FileNotFoundError):
+        sender.send(slot)
+    assert Path(claimed.path).exists()
+    assert _names(slots) == [".slot"]
