@@ -39,12 +39,8 @@ from dcp_mem.runtime.session import Session
 from dcp_mem.runtime.turns import Turn
 from dcp_mem.saving.frozen import give_back
 from dcp_mem.saving.overlap import Overlap, OverlappedCopies
-from dcp_mem.saving.own_plan import (
-    CatalogOfOwnPlan,
-    OwnPlans,
-    catalog_source_of,
-    own_plans_of,
-)
+from dcp_mem.saving.own_plan import CatalogOfOwnPlan, catalog_source_of
+from dcp_mem.saving.own_plans import OwnPlans, own_plans_of
 from dcp_mem.saving.plan import claims_of
 from dcp_mem.saving.plan_requests import PlanRequest
 from dcp_mem.saving.sends import wait_to_send

@@ -1,7 +1,7 @@
 """Saves that DCP drives and dcp_mem plans: `dcp.save` without the cost of torch's planning.
 
 DCP's planner describes every tensor to every rank, on every save. Here a stand-in answers DCP with
-empty plans in the planner's place, and the ranks go by a plan of dcp_mem's own (`own_plan.py`). The
+empty plans in the planner's place, and the ranks go by a plan of dcp_mem's own (`own_plans.py`). The
 order of DCP's contract stays: the ranks plan and agree in its first step, and nothing is complete
 before `write_data`.
 """
@@ -26,7 +26,7 @@ from dcp_mem.planning.contradictions import PlanInvalid
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.ahead import AheadCopy, SentCopy, StagedState, staged_in
 from dcp_mem.saving.eager import EagerItems
-from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of
+from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import Settled, settle
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.saving.values import NoCommonPlan, SaveContext

@@ -19,7 +19,7 @@ from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.policy.slots import SlotNeed, growth
 from dcp_mem.runtime.last_saves import SavedPlan
 from dcp_mem.saving.ahead import AheadCopy
-from dcp_mem.saving.own_plan import OwnPlanItems
+from dcp_mem.saving.own_plans import OwnPlanItems
 from dcp_mem.saving.plan import claims_of
 from dcp_mem.saving.stage import fill
 from dcp_mem.saving.values import (

@@ -56,7 +56,7 @@ from dcp_mem.saving.dcp_takeover import (
 )
 from dcp_mem.saving.eager import EagerItems
 from dcp_mem.saving.overlap import Overlap
-from dcp_mem.saving.own_plan import OwnPlanItems, own_plans_of
+from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import carry_out, save
 from dcp_mem.saving.plan_requests import PlanRequest
 from dcp_mem.saving.private_copies import copied

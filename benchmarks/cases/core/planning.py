@@ -60,7 +60,7 @@ from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
 from dcp_mem.planning.plan_catalog import catalog_of_written, share_written
 from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.session import open_session
-from dcp_mem.saving.own_plan import own_plans_of
+from dcp_mem.saving.own_plans import own_plans_of
 from dcp_mem.saving.values import Planned, SaveContext
 
 if TYPE_CHECKING:

@@ -1,0 +1,484 @@
+"""Saves by plans of dcp_mem's own (`dcp_mem.save`), and the last few of these plans.
+
+The ranks plan together once, and recognise their state dicts from then on. A warm save exchanges
+what every save does (see `agree.py` and `complete.py`), with a plan id in it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all
+from dcp_mem.common.log import log
+from dcp_mem.errors import DcpMemError, RankFailed
+from dcp_mem.format.frames import QUANTISED, frame
+from dcp_mem.format.torch_names import dtype_named
+from dcp_mem.planning.global_plan import WholePlan, merge
+from dcp_mem.planning.joint_plan import JointPlan, join_plans, plan_of_rank
+from dcp_mem.planning.plan_columns import LocalPlan, NotDescribable
+from dcp_mem.planning.state_structure import Structure
+from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
+from dcp_mem.runtime.session import Session
+from dcp_mem.saving.own_plan import (
+    CatalogOfOwnPlan,
+    OwnPlan,
+    catalog_source_of,
+    plan_of,
+    planned_by,
+    planned_elsewhere,
+    rows_of,
+)
+from dcp_mem.saving.plan_requests import PlanRequest
+from dcp_mem.saving.stage import stage
+from dcp_mem.saving.values import (
+    Agreed,
+    NoCommonPlan,
+    Planned,
+    SaveContext,
+    Staged,
+    Unplanned,
+)
+
+_PLANS_KEPT = 4
+_REQUESTS_KEPT = 8
+
+
+class OwnPlanItems:
+    """The items of a state dict, by a plan of dcp_mem's own: an ItemProvider for one save."""
+
+    def __init__(
+        self,
+        plans: OwnPlans,
+        state: Attempted[Mapping[str, Any]],
+        *,
+        why_not: str = "",
+        to_lowest_rank: bool = False,
+    ) -> None:
+        """Take what is to be saved.
+
+        Args:
+            plans: This rank's plans; a new one is added where none fits.
+            state: The state dict, or why there is none.
+            why_not: Why only DCP's planner can plan this; "" where dcp_mem may.
+            to_lowest_rank: Whether the first rank that holds a chunk writes it; otherwise the bytes
+                are balanced.
+        """
+        self._plans, self._state = plans, state
+        self._why_not, self._to_lowest_rank = why_not, to_lowest_rank
+        self._is_new = False
+        self._wanted = ""
+        self._structure: Structure | None = None  # of what `plan` has looked at
+
+    def plan(self, context: SaveContext) -> Planned | Unplanned:
+        """Recognise the state dict, or look at its structure."""
+        if self._why_not:
+            return Unplanned(self._why_not)
+        planned = self._plans.plan(
+            context, self._state.value, self._wanted, to_lowest_rank=self._to_lowest_rank
+        )
+        if isinstance(planned, Unplanned):
+            self._structure = planned.structure
+        else:
+            self._structure = rows_of(planned).structure
+        return planned
+
+    def find_common_plan(self, context: SaveContext, why_not: str, in_common: str) -> bool:
+        """Turn to a plan that fits on every rank, or else make one with all ranks.
+
+        Returns:
+            False where only DCP's planner can plan this.
+
+        Raises:
+            NoCommonPlan: The state dict differs each time it is looked at.
+        """
+        if why_not:
+            return False
+        if self._is_new:
+            raise NoCommonPlan("a structure that is another each time it is looked at") from None
+        self._wanted = "" if self._wanted else in_common
+        if not self._wanted:
+            assert self._structure is not None
+            self._plans.plan_together(context, self._structure, to_lowest_rank=self._to_lowest_rank)
+            self._is_new = True
+        return True
+
+    def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
+        """Copy this rank's part of the state dict into a slot."""
+        return stage(context, agreed, planned)
+
+    def has_changed(self, saved: SavedPlan | None) -> bool:
+        """Return whether the plan was made for this save."""
+        return self._is_new
+
+    def catalog_source(self, planned: Planned) -> CatalogOfOwnPlan:
+        """Return what makes a catalog of the global plan and the ranks' rows."""
+        return catalog_source_of(planned)
+
+    def settle(self, saved: SavedPlan) -> None:
+        """Do nothing: the plan is kept already."""
+
+
+class OwnPlans:
+    """One rank's part of the last few plans that ranks made together; kept like the session.
+
+    Any thread may recognise a state dict (`plan`); plans are made in a save's turn.
+    """
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[str, OwnPlan] = OrderedDict()
+        self._guard = threading.Lock()  # not held while state dicts are looked at, or planned
+        self._requests: deque[tuple[GroupKey, PlanRequest]] = deque(maxlen=_REQUESTS_KEPT)
+        self._told: dict[str, list[PlanRequest]] = {}
+
+    def plan(
+        self,
+        context: SaveContext,
+        state: Mapping[str, Any],
+        wanted: str = "",
+        *,
+        to_lowest_rank: bool = False,
+    ) -> Planned | Unplanned:
+        """Return this rank's part of saving a state dict, by a plan that fits it, if there is one.
+
+        Args:
+            context: Of the save.
+            state: The state dict.
+            wanted: Id of the plan to take if it fits; the last one otherwise.
+            to_lowest_rank: As `plan_together` was told.
+        """
+        planned = self.recognised(context, state, wanted, to_lowest_rank=to_lowest_rank)
+        if planned is not None:
+            return planned
+        try:
+            structure = Structure(state)
+            _check_dtypes(structure)
+        except NotDescribable as reason:
+            return Unplanned(str(reason))
+        for plan in self._like(context.group, to_lowest_rank)[::-1]:
+            if plan.structure.plan.is_same(structure.plan):
+                # What differs doesn't count: the type of a byte item, say.
+                self._replace(plan.structure, structure)
+                planned = self._planned(context, plan, state)
+                return planned or Unplanned(structure=structure)
+        return Unplanned(structure=structure)
+
+    def plan_together(
+        self, context: SaveContext, structure: Structure, *, to_lowest_rank: bool = False
+    ) -> None:
+        """Make one plan of all ranks' state dicts.
+
+        1. Join the local plans on their way up the tree.
+        2. Rank 0 merges them: that settles which rank writes what.
+        3. Scatter which rows each rank writes, or why the plans don't fit together.
+
+        Args:
+            context: This rank's part in the save; its `ranks` make the plan.
+            structure: Of this rank's state dict, as `plan` has found it.
+            to_lowest_rank: Whether the first rank that holds a chunk writes it; rank 0's word
+                counts.
+
+        Raises:
+            RankFailed: The local plans don't fit together; on all ranks.
+        """
+        started = time.monotonic()
+        structure = self._known(context, structure, to_lowest_rank)
+        plan_id, mask, whole = self._merge_on_rank_0(
+            context, structure.plan, to_lowest_rank=to_lowest_rank
+        )
+        plan = plan_of(plan_id, context.group, structure, mask, whole, to_lowest_rank)
+        self._keep(plan, context.session)
+        seconds = time.monotonic() - started
+        log.info("planned %s with %d ranks in %.2f s", context.name, context.ranks.size, seconds)
+
+    def _merge_on_rank_0(
+        self, context: SaveContext, part: LocalPlan | _Refusal, *, to_lowest_rank: bool
+    ) -> tuple[str, bytes, WholePlan | None]:
+        """Return the plan's id, which rows this rank writes, and on rank 0 the whole plan."""
+        ranks = context.ranks
+        joined = ranks.reduce(_part_of_joint_plan(ranks.rank, part), _joined)
+        whole: WholePlan | None = None
+        parts: Sequence[tuple[str, bytes, str]] = ()
+        if ranks.rank == 0:
+            merged = attempt(lambda: _merged(joined, to_lowest_rank))
+            if merged.error is None:
+                whole, parts = merged.value
+            else:
+                parts = [("", b"", described(merged.error))] * ranks.size
+        plan_id, mask, error = ranks.scatter(parts)
+        if error:
+            raise known_to_all(RankFailed(f"planning {context.name}", [(0, error)]))
+        return plan_id, mask, whole
+
+    def recognised(
+        self,
+        context: SaveContext,
+        state: Mapping[str, Any],
+        wanted: str = "",
+        *,
+        to_lowest_rank: bool = False,
+    ) -> Planned | None:
+        """Return this rank's part of saving a state dict by a plan that fits it.
+
+        Args:
+            context: Of the save.
+            state: The state dict.
+            wanted: Id of the plan to take if it fits; the last one otherwise.
+            to_lowest_rank: As `plan_together` was told.
+
+        Returns:
+            None where no plan fits.
+        """
+        plans = self._like(context.group, to_lowest_rank)[::-1]
+        for plan in sorted(plans, key=lambda plan: plan.plan_id != wanted):
+            planned = self._planned(context, plan, state)
+            if planned is not None:
+                return planned
+        return None
+
+    def forget(self, plan_id: str) -> None:
+        """Forget a plan, so that the next save plans anew.
+
+        Args:
+            plan_id: Of the plan.
+        """
+        with self._guard:
+            self._plans.pop(plan_id, None)
+            self._withdraw(plan_id)
+
+    # -- plans that another process makes ----------------------------------------------------------
+
+    def request(self, context: SaveContext) -> PlanRequest:
+        """Return a request for the plan of a save that another process makes.
+
+        Args:
+            context: Of the save, as far as this process knows it.
+        """
+        request = PlanRequest()
+        with self._guard:
+            self._requests.append((context.group, request))
+        return request
+
+    def learn(self, context: SaveContext, state: Mapping[str, Any]) -> bool:
+        """Keep a plan that another process has made of a state like this one, if it has come.
+
+        Args:
+            context: As given to `request`.
+            state: The state dict.
+        """
+        with self._guard:
+            asked = [request for group, request in self._requests if group == context.group]
+        told = [(request, one) for request in asked if (one := request.answered) is not None]
+        if not told:
+            return False
+        try:
+            structure = Structure(state)
+        except (NotDescribable, ValueError):  # raised where the ranks plan
+            return False
+        for request, one in told[::-1]:
+            if one.local.is_same(structure.plan):
+                plan = plan_of(
+                    one.plan_id, context.group, structure, one.mask, None, one.to_lowest_rank
+                )
+                plan.told = request
+                self._keep(plan, context.session)
+                with self._guard:  # what others ask for the same plan isn't needed any more
+                    same = {request for request, other in told if other.plan_id == one.plan_id}
+                    kept = [asked for asked in self._requests if asked[1] not in same]
+                    self._requests = deque(kept, maxlen=_REQUESTS_KEPT)
+                return True
+        return False
+
+    def tell(self, plan_id: str, request: PlanRequest, session: Session) -> None:
+        """Answer the request of another process, where that can copy by the plan.
+
+        Args:
+            plan_id: Of the plan.
+            request: That came with the state dict.
+            session: This process's session of the job.
+        """
+        with self._guard:
+            plan = self._plans.get(plan_id)
+        if plan is None or not session.layouts.of(plan.specs).is_plain:
+            return
+        with self._guard:
+            if plan_id in self._plans:
+                told = self._told.setdefault(plan_id, [])
+                told.append(request)
+                request.answer(plan.as_told)
+                while len(told) > _REQUESTS_KEPT:
+                    told.pop(0).withdraw()
+
+    def note_tail(self, plan_id: str, nbytes: int) -> None:
+        """Take note of what a copy's byte items took, for the next one's slot.
+
+        Args:
+            plan_id: Of the plan that was copied by.
+            nbytes: Of all byte items.
+        """
+        with self._guard:
+            plan = self._plans.get(plan_id)
+            if plan is not None:
+                plan.tail_nbytes = nbytes
+
+    def written_by(self, context: SaveContext, plan_id: str) -> Planned | None:
+        """Return this rank's part of saving what another process has written by a plan.
+
+        Args:
+            context: Of the save.
+            plan_id: Of the plan.
+
+        Returns:
+            None where these ranks don't have that plan.
+        """
+        plan = next((one for one in self._like(context.group) if one.plan_id == plan_id), None)
+        if plan is None:
+            return None
+        with self._guard:
+            if plan_id in self._plans:
+                self._plans.move_to_end(plan_id)
+        return planned_elsewhere(context, plan)
+
+    def _withdraw(self, plan_id: str) -> None:
+        """Have no other process copy by a plan any more."""
+        for request in self._told.pop(plan_id, ()):
+            request.withdraw()
+
+    # -- keeping them ------------------------------------------------------------------------------
+
+    def refuse_to_plan(self, context: SaveContext, why: str) -> None:
+        """Have `plan_together` fail on the other ranks, which call it now.
+
+        Args:
+            context: This rank's part in the save.
+            why: For the other ranks.
+
+        Raises:
+            RankFailed: The plan has failed.
+        """
+        refusal = _Refusal(context.ranks.rank, why)
+        self._merge_on_rank_0(context, refusal, to_lowest_rank=False)
+
+    def _like(self, group: GroupKey, to_lowest_rank: bool | None = None) -> list[OwnPlan]:
+        """Return the plans of a group of ranks, the last used one last."""
+        with self._guard:
+            return [
+                plan
+                for plan in self._plans.values()
+                if plan.group == group
+                and to_lowest_rank in (None, plan.to_lowest_rank)
+                and (plan.told is None or plan.told.is_answered)
+            ]
+
+    def _known(self, context: SaveContext, structure: Structure, to_lowest_rank: bool) -> Structure:
+        """Return a known plan's structure, if it is the same; else this one."""
+        known = (plan.structure for plan in self._like(context.group, to_lowest_rank))
+        return next((one for one in known if one.plan.is_same(structure.plan)), structure)
+
+    def _replace(self, known: Structure, structure: Structure) -> None:
+        with self._guard:
+            for plan in self._plans.values():
+                if plan.structure is known:
+                    plan.structure = structure
+
+    def _keep(self, made: OwnPlan, session: Session) -> None:
+        """Keep a plan, and drop the oldest ones."""
+        with self._guard:
+            self._plans[made.plan_id] = made
+            while len(self._plans) > _PLANS_KEPT:
+                plan_id, plan = self._plans.popitem(last=False)
+                self._withdraw(plan_id)
+                session.last_saves.plans.pop((*plan.group, plan_id), None)
+
+    def _planned(
+        self, context: SaveContext, plan: OwnPlan, state: Mapping[str, Any]
+    ) -> Planned | None:
+        structure = plan.structure  # another thread may replace it by one that is the same
+        planned = planned_by(context, plan, structure, state)
+        if planned is None:
+            return None
+        with self._guard:
+            if plan.plan_id in self._plans:
+                self._plans.move_to_end(plan.plan_id)
+        others = [
+            other.plan_id
+            for other in self._like(plan.group, plan.to_lowest_rank)
+            if other is not plan and other.structure is structure
+        ]
+        return replace(planned, other_plan_ids=tuple(others))
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Stands for the plan of a rank that can't have another one."""
+
+    rank: int
+    why: str
+
+
+def _part_of_joint_plan(rank: int, part: LocalPlan | _Refusal) -> JointPlan | _Refusal:
+    if isinstance(part, _Refusal):
+        return part
+    made = attempt(lambda: plan_of_rank(rank, part))
+    return made.value if made.error is None else _Refusal(rank, described(made.error))
+
+
+def _joined(parts: Sequence[JointPlan | _Refusal]) -> JointPlan | _Refusal:
+    """Return the plans joined, or the refusal of the first rank that refuses."""
+    refusals = [one for one in parts if isinstance(one, _Refusal)]
+    if refusals:
+        return min(refusals, key=lambda one: one.rank)
+    return join_plans([one for one in parts if isinstance(one, JointPlan)])
+
+
+_own_plans: WeakKeyDictionary[Session, OwnPlans] = WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+def own_plans_of(session: Session) -> OwnPlans:
+    """Return the plans that belong to this process's session of a job.
+
+    Args:
+        session: What this process keeps of the job.
+    """
+    with _guard:
+        return _own_plans.setdefault(session, OwnPlans())
+
+
+def _merged(
+    joined: JointPlan | _Refusal | None, to_lowest_rank: bool
+) -> tuple[WholePlan, Sequence[tuple[str, bytes, str]]]:
+    """Merge all ranks' plans; return the global plan, and for each rank which rows it writes."""
+    assert joined is not None
+    if isinstance(joined, _Refusal):
+        raise DcpMemError(joined.why)
+    whole, plan_id = merge(joined, to_lowest_rank=to_lowest_rank), uuid.uuid4().hex[:12]
+    return whole, [(plan_id, mask, "") for mask in whole.masks()]
+
+
+def _check_dtypes(structure: Structure) -> None:
+    """Raise NotDescribable for a dtype that torch can't save; its planner has the error to raise.
+
+    A plan with such a dtype would fail where it is compared with later state dicts.
+    """
+    for dtype in {dtype_named(one.dtype) for one in structure.plan.table} - QUANTISED:
+        if why_not := _why_not_saved(dtype):
+            raise NotDescribable(f"a tensor of {dtype}, which torch can't save: {why_not}")
+
+
+@cache
+def _why_not_saved(dtype: torch.dtype) -> str:
+    try:
+        frame(dtype, (0,))
+    except Exception as error:
+        return described(error)
+    return ""
