@@ -84,7 +84,10 @@ class FlushLoop:
                 continue
             self._scheduler.export_next()
             if linger_seconds is not None:
-                if self._scheduler.is_needed() or self._checksums.is_busy:
+                is_needed = self._scheduler.is_needed()
+                if not is_needed:
+                    self._checksums.hurry()
+                if is_needed or self._checksums.is_busy:
                     idle_since = time.monotonic()
                 elif time.monotonic() - idle_since > linger_seconds and self._close_unless_woken():
                     return

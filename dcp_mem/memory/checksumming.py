@@ -64,8 +64,8 @@ class ChecksumThread:
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_stopping = self._is_at_work = self._hurries = False
-        self._rests_until = 0.0
-        self._has_more = False  # than was done before it rests
+        self._rests_until: dict[str, float] = {}
+        self._resting: set[str] = set()  # jobs of which there is more to do, after a rest
 
     def wake(self, job: str, on_nonfinite: str) -> None:
         """Have the checksums of a job made, now and whenever it has new checkpoints.
@@ -76,6 +76,7 @@ class ChecksumThread:
         """
         with self._guard:
             self._jobs[job] = on_nonfinite
+            self._hurries = False
             self._woken.set()
             if self._thread is None and not self._is_stopping:
                 self._thread = threading.Thread(
@@ -86,14 +87,19 @@ class ChecksumThread:
     @property
     def is_busy(self) -> bool:
         """Whether checksums are being made, or are to be made after a rest."""
-        is_due = self._woken.is_set() or self._has_more
+        is_due = self._woken.is_set() or bool(self._resting)
         return self._is_at_work or (is_due and not self._is_stopping)
+
+    def hurry(self) -> None:
+        """Don't rest before the next `wake`: training has ended."""
+        self._hurries = True
+        if self._resting:
+            self._woken.set()
 
     def stop(self) -> None:
         """End the thread, after a while at most; what is left then stays without checksums."""
         deadline = time.monotonic() + _PATIENCE
-        self._hurries = True
-        self._woken.set()
+        self.hurry()
         while self._thread is not None and self.is_busy and time.monotonic() < deadline:
             time.sleep(0.005)
         with self._guard:
@@ -112,28 +118,28 @@ class ChecksumThread:
             let_caller_return()
             self._is_at_work = True
             self._woken.clear()
-            try:
-                self._has_more = False
-                for job, on_nonfinite in list(self._jobs.items()):
+            for job, on_nonfinite in list(self._jobs.items()):
+                try:
                     self._sum_up_job(job, on_nonfinite)
-            except Exception:  # memory that has vanished, or a defect: the next checkpoint may do
-                log.exception("checksums can't be made")
-            finally:
-                self._is_at_work = False
+                except Exception:  # memory that has vanished, or a defect: the next one may do
+                    log.exception("checksums of %s can't be made", job)
+            self._is_at_work = False
 
     def _pause(self) -> float | None:
         """Return how long to wait for news, in seconds; None for as long as it takes."""
-        if not self._has_more:
-            return self._look_seconds
-        return self._rest if self._look_seconds is None else min(self._rest, self._look_seconds)
+        waits = [self._rest_of(job) for job in self._resting]
+        if self._look_seconds is not None:
+            waits.append(self._look_seconds)
+        return min(waits, default=None)
 
-    @property
-    def _rest(self) -> float:
-        """How long to rest from now on, in seconds."""
-        return 0.0 if self._hurries else max(0.0, self._rests_until - time.monotonic())
+    def _rest_of(self, job: str) -> float:
+        """Return for how many seconds from now on a job's checksums rest."""
+        until = self._rests_until.get(job, 0.0)
+        return 0.0 if self._hurries else max(0.0, until - time.monotonic())
 
     def _sum_up_job(self, job: str, on_nonfinite: str) -> None:
         """Make what is missing, newest checkpoint first; what has to wait is left for later."""
+        self._resting.discard(job)
         if not os.path.isdir(os.path.join(self._root, job)):
             return
         memory = JobMemory(self._root, job)
@@ -145,8 +151,8 @@ class ChecksumThread:
             missing = self._missing(memory, are_checked=are_checked)
             if missing is None:
                 return
-            if self._rest and not are_checked:
-                self._has_more = True
+            if self._rest_of(job) and not are_checked:
+                self._resting.add(job)
                 return
             checkpoint, segments = missing
             started = time.monotonic()
@@ -154,7 +160,7 @@ class ChecksumThread:
                 if not self._is_stopping:
                     self._sum_up(memory, checkpoint, segment, on_nonfinite)
             ended = time.monotonic()
-            self._rests_until = ended + _REST * (ended - started)
+            self._rests_until[job] = ended + _REST * (ended - started)
 
     def _missing(
         self, memory: JobMemory, *, are_checked: bool

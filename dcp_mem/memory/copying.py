@@ -291,6 +291,10 @@ def work_off(work: Sequence[T], act: Callable[[T], object], threads: int = 0) ->
         raise
 
 
+class StillAtWork(RuntimeError):
+    """Work can't be cancelled by a thread that is at work on it."""
+
+
 class WorkUnderWay(Generic[T]):
     """Work that threads share: helpers begin with it, and its owner finishes or cancels it.
 
@@ -342,11 +346,11 @@ class WorkUnderWay(Generic[T]):
         """Leave what nobody has begun with. An interrupt is raised once no thread is at work.
 
         Raises:
-            RuntimeError: The calling thread is in the middle of a piece.
+            StillAtWork: The calling thread is in the middle of a piece.
         """
         self._waiting.clear()
         if threading.get_ident() in self._at_work:  # the collector has run within it, say
-            raise RuntimeError("work can't be cancelled by a thread that is at work on it")
+            raise StillAtWork("work can't be cancelled by a thread that is at work on it")
         interrupt: BaseException | None = None
         while True:
             try:

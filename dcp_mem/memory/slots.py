@@ -538,6 +538,8 @@ class SlotPool:
                     self._take_back_links(slot, is_listed)
                 elif sealed and _lies_at(slot, slot.path) and not is_listed(slot.path):
                     self.abandon(slot)
+                if _is_idle(slot):  # of a checkpoint that is complete here, and failed elsewhere
+                    self.let_go(slot)
 
     def _take_back_links(self, slot: Slot, is_listed: Callable[[str], bool]) -> None:
         slot.links = [path for path in slot.links if _lies_at(slot, path)]

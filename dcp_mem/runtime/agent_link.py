@@ -118,6 +118,7 @@ class AgentLink:
 
     def drain(self) -> None:
         """Let this process's own flush thread finish what is pending, if there is one."""
+        self._checksums.hurry()
         with self._guard:
             thread = self._thread
         if thread is not None:

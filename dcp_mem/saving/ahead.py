@@ -396,7 +396,7 @@ class AheadCopy:
                 f"what was copied for a save in another process was given back: the writer was "
                 f"closed in between ({error})"
             ) from None
-        faults.point("stage.sent")
+        faults.point("send.sent")
         return SentCopy(
             path=path,
             plan_id=self._planned.plan_id,

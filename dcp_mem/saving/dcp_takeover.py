@@ -1,9 +1,9 @@
 """Saves that DCP drives and dcp_mem plans: `dcp.save` without the cost of torch's planning.
 
 DCP's planner describes every tensor to every rank, on every save. Here a stand-in answers DCP with
-empty plans in the planner's place, and the ranks go by a plan of dcp_mem's own (`own_plans.py`). The
-order of DCP's contract stays: the ranks plan and agree in its first step, and nothing is complete
-before `write_data`.
+empty plans in the planner's place, and the ranks go by a plan of dcp_mem's own (`own_plans.py`).
+The order of DCP's contract stays: the ranks plan and agree in its first step, and nothing is
+complete before `write_data`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
-from dcp_mem.memory.copying import Columns, Move, WorkUnderWay, copies_of
+from dcp_mem.memory.copying import Columns, Move, StillAtWork, WorkUnderWay, copies_of
 from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.policy.slots import SlotNeed, growth
 from dcp_mem.runtime.last_saves import SavedPlan
@@ -170,7 +170,7 @@ class _EagerCopies:
         """Make no further copy, and call `then` once none is being made."""
         try:
             self.give_back()
-        except RuntimeError:
+        except StillAtWork:
             raise  # in the middle of a piece: what is still written to stays claimed
         except BaseException:
             then()

@@ -210,14 +210,14 @@ class OverlappedCopies:
                 self._then = then
                 return
         try:
-            self._end()
+            self._end(is_awaited=False)
         finally:
             then()
 
-    def _end(self) -> None:
+    def _end(self, *, is_awaited: bool = True) -> None:
         """Wait for all copies, and let go of what was copied."""
         try:
-            self._join()
+            self._join(is_awaited=is_awaited)
         finally:
             self._let_go()
 
@@ -232,8 +232,10 @@ class OverlappedCopies:
         self._read.clear()
         self.__dict__.pop("_may_wait", None)
 
-    def _join(self) -> None:
-        self._is_awaited = True
+    def _join(self, *, is_awaited: bool = True) -> None:
+        # Whoever cancels isn't served by more threads: a collection of garbage may call, with locks
+        # held that other threads need to begin.
+        self._is_awaited = self._is_awaited or is_awaited
         if self._copying is None or self._copier is threading.current_thread():
             return  # its last copy has been made, and a collection runs behind that
         interrupt: BaseException | None = None
@@ -248,7 +250,7 @@ class OverlappedCopies:
             faults.point("overlap.begun")
             while self._moves and not self._is_cancelled:
                 # Somebody who waits is served by all threads, the training loop isn't disturbed.
-                if self._is_awaited:
+                if self._is_awaited and not self._is_cancelled:
                     copy(self._taken(_AWAITED_BATCH))
                 else:
                     copy_here(self._taken(_BATCH))

@@ -355,25 +355,46 @@ class Saver:
         Returns:
             A state dict that stands for the copy, or for what went wrong.
         """
-        info, request = self.take_info(), None
+        info = self.take_info()
         entered = attempt(lambda: enter_session(self.settings, self._identity()))
         turn = entered.value[1] if entered.error is None else None
-        content: Attempted[AheadCopy | SentCopy | dict[str, Any]]
-        send: Turn | None = None
-        if call.is_in_process:
-            send = next_send()
+        try:
+            if call.is_in_process:
+                session = entered.value[0] if entered.error is None else None
+                staged = self._staged_to_send(call, session, turn, info, state_dict)
+            else:
+                content: Attempted[AheadCopy | SentCopy | dict[str, Any]] = attempt(
+                    lambda: self._copied(call, entered.value[0], info, state_dict)
+                )
+                staged = StagedState(info, content, turn)
+        except BaseException:  # an interrupt: its traceback would keep the turn
+            if turn is not None:
+                turn.end()
+            raise
+        return staged.as_state_dict()
+
+    def _staged_to_send(
+        self,
+        call: StagingCall,
+        session: Session | None,
+        turn: Turn | None,
+        info: SaveInfo,
+        state: dict[str, Any],
+    ) -> StagedState:
+        """Stage a state dict for a save in another process."""
+        send = next_send()
+        try:
             self.saves_elsewhere = True
             self._copies_to_send += 1
-            session = entered.value[0] if entered.error is None else None
-            content, request = self._copied_to_send(call, session, info, state_dict)
+            content, request = self._copied_to_send(call, session, info, state)
             copy = content.value if content.error is None else None
             if turn is not None and not (isinstance(copy, AheadCopy) and copy.is_under_way):
                 turn.end()  # else once all has been copied
-        else:
-            content = attempt(lambda: self._copied(call, entered.value[0], info, state_dict))
-        if send is not None:
             note_staged(send)
-        return StagedState(info, content, turn, request, send).as_state_dict()
+        except BaseException:
+            send.end()
+            raise
+        return StagedState(info, content, turn, request, send)
 
     @contextmanager
     def overlapping(self, overlap: Overlap | None) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +48,12 @@ def next_send() -> Turn:
     """
     _end_answered()
     turn = _turns.take()
-    while not (_has_sent.is_set() or turn.is_next):
-        time.sleep(_POLL_SECONDS)
+    try:
+        while not (_has_sent.is_set() or turn.is_next):
+            time.sleep(_POLL_SECONDS)
+    except BaseException:
+        turn.end()
+        raise
     return turn
 
 
@@ -58,7 +63,7 @@ def note_staged(turn: Turn) -> None:
     Args:
         turn: As `next_send` returned it.
     """
-    turn.follow(partial(_has_failed, time.monotonic()))
+    turn.follow(partial(_has_failed, weakref.ref(turn), time.monotonic()))
 
 
 def wait_to_send(turn: Turn | None = None, on_end: Callable[[], None] = lambda: None) -> None:
@@ -73,11 +78,14 @@ def wait_to_send(turn: Turn | None = None, on_end: Callable[[], None] = lambda: 
     here = threading.current_thread()
     if not is_sending(threading.get_ident()) or (turn is None and here in _sending):
         return
-    if turn is None or turn.is_over:
-        turn = _turns.take()
-    _sending[here] = _Send(turn, on_end)
-    turn.follow(partial(_is_answered, here))
-    turn.wait()
+    while True:
+        if turn is None or turn.is_over:
+            turn = _turns.take()
+        turn.follow(partial(_is_answered, here))
+        _sending[here] = _Send(turn, on_end)
+        turn.wait()
+        if not turn.is_over:  # as it is where others took the save for one that has failed
+            break
     _has_sent.set()
 
 
@@ -91,11 +99,14 @@ def _is_answered(thread: threading.Thread) -> bool:
     return not (thread.is_alive() and is_sending(thread.ident or 0))
 
 
-def _has_failed(since: float) -> bool:
+def _has_failed(turn: weakref.ref[Turn], since: float) -> bool:
     """Return whether a save must have failed: its thread has had time to begin, and none has."""
     if time.monotonic() - since < _BEGIN_SECONDS:
         return False
-    return sending_threads() <= {thread.ident for thread in _sending}
+    sends = list(_sending.items())  # first: a thread may just be about to be among them
+    if any(send.turn is turn() for _, send in sends):
+        return False
+    return sending_threads() <= {thread.ident for thread, _ in sends}
 
 
 def _forget_parent() -> None:

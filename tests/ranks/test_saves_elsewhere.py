@@ -433,7 +433,7 @@ def _goes_on(job: Job, ranks: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "point", ["stage.claimed", "stage.copied", "overlap.begun", "overlap.copied", "stage.sent"]
+    "point", ["stage.claimed", "stage.copied", "overlap.begun", "overlap.copied", "send.sent"]
 )
 def test_a_kill_of_the_process_that_copies_leaves_the_checkpoint_before(
     memory_job: Job, point: str
@@ -448,9 +448,9 @@ def _fails_to_send(job: Job) -> None:
     with job.writer(keep_memory=2) as writer:
         for step in range(2):
             _begin(writer, make_state(step), f"step-{step}").result(_SECONDS)
-        faults.arm("stage.sent:raise:1")
+        faults.arm("send.sent:raise:1")
         future = _begin(writer, make_state(2), "step-2")
-        with pytest.raises(FAILURES, match=r"stage\.sent"):
+        with pytest.raises(FAILURES, match=r"send\.sent"):
             future.result(_SECONDS)
         faults.arm("")
         assert _number_in(job, None) == 1
