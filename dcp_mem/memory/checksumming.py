@@ -119,11 +119,15 @@ class ChecksumThread:
             self._is_at_work = True
             self._woken.clear()
             for job, on_nonfinite in list(self._jobs.items()):
-                try:
-                    self._sum_up_job(job, on_nonfinite)
-                except Exception:  # memory that has vanished, or a defect: the next one may do
-                    log.exception("checksums of %s can't be made", job)
+                self._try(job, on_nonfinite)
             self._is_at_work = False
+
+    def _try(self, job: str, on_nonfinite: str) -> None:
+        self._resting.discard(job)
+        try:
+            self._sum_up_job(job, on_nonfinite)
+        except Exception:  # memory that has vanished, or a defect: the next checkpoint may do
+            log.exception("checksums of %s can't be made", job)
 
     def _pause(self) -> float | None:
         """Return how long to wait for news, in seconds; None for as long as it takes."""
@@ -139,7 +143,6 @@ class ChecksumThread:
 
     def _sum_up_job(self, job: str, on_nonfinite: str) -> None:
         """Make what is missing, newest checkpoint first; what has to wait is left for later."""
-        self._resting.discard(job)
         if not os.path.isdir(os.path.join(self._root, job)):
             return
         memory = JobMemory(self._root, job)
