@@ -107,6 +107,27 @@ def is_leased(path: str) -> bool:
         os.close(descriptor)
 
 
+def is_in_use(path: str) -> bool:
+    """Return whether a process reads or flushes a checkpoint, by the leases on its manifest.
+
+    Args:
+        path: Of the manifest.
+
+    Raises:
+        FileNotFoundError: The checkpoint has left memory, or another process is taking it out just
+            now, under an exclusive lease.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        is_shared = share(descriptor)
+        if not is_shared or os.stat(path).st_ino != os.fstat(descriptor).st_ino:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return not try_lease(descriptor, exclusive=True)
+    finally:
+        end_lease(descriptor)
+        os.close(descriptor)
+
+
 @contextmanager
 def in_turn(directory: str, *, is_shared: bool = False) -> Iterator[None]:
     """Run while no other process asks about leases in a directory, and so holds them for a moment.

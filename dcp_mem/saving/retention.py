@@ -8,7 +8,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.locks import is_leased
+from dcp_mem.memory.locks import in_turn, is_in_use
 from dcp_mem.policy.admission import retire
 from dcp_mem.policy.facts import CheckpointFacts
 from dcp_mem.policy.retention import KeepLast, Retention
@@ -35,17 +35,20 @@ def apply_retention(
         persists_all: Whether a checkpoint that is meant for storage stays until it is there.
     """
     memory.drop_dead_links()
-    checkpoints = memory.checkpoints()
-    kept = kept_checkpoints(
-        checkpoints,
-        scope,
-        policy,
-        gets_copies=gets_copies,
-        persists_all=persists_all,
-        with_sizes=False,
-    )
-    why = "superseded by a newer checkpoint"
-    evict(memory, checkpoints, retire(kept, policy.most or 1), why)
+    # Several ranks of a node may close at once. What one of them looks at, or takes out, must not
+    # look to another as if it were in use: a newer checkpoint would leave in its place.
+    with in_turn(memory.directory):
+        checkpoints = memory.checkpoints()
+        kept = kept_checkpoints(
+            checkpoints,
+            scope,
+            policy,
+            gets_copies=gets_copies,
+            persists_all=persists_all,
+            with_sizes=False,
+        )
+        why = "superseded by a newer checkpoint"
+        evict(memory, checkpoints, retire(kept, policy.most or 1), why)
 
 
 def records_nbytes(checkpoints: Sequence[LocalCheckpoint]) -> int:
@@ -86,8 +89,8 @@ def kept_checkpoints(
     for checkpoint in checkpoints:
         manifest = checkpoint.manifest
         try:
-            busy = is_leased(checkpoint.manifest_path)
-        except FileNotFoundError:  # it has left memory meanwhile
+            busy = is_in_use(checkpoint.manifest_path)
+        except FileNotFoundError:  # it leaves memory: what it takes needn't be taken from others
             continue
         nbytes, shared = checkpoint.slot_bytes() if with_sizes else (0, ())
         kept.append(

@@ -12,6 +12,9 @@ from dcp_mem import JobInUse, MemoryRootRefused, Reclaimed, reclaim
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.format import names
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import try_lease
+from dcp_mem.policy.retention import keep_last
+from dcp_mem.saving.retention import apply_retention
 from tests.support.checkpoints.jobs import Job, load_anew, save, wait_until
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 
@@ -205,6 +208,30 @@ def test_close_leaves_the_kept_checkpoints_and_not_a_file_more(
     ]
     of_the_job = [*_OF_THE_JOB, *([".generations.json"] if flushed else [])]
     assert _left(job) == sorted(of_the_job + kept)
+
+
+def _save_three(job: Job) -> None:
+    writer = job.writer(keep_memory=3, persist=False)
+    for number in (1, 2, 3):
+        save(writer, number)
+
+
+@pytest.mark.parametrize("held", ["read", "taken out"])
+def test_a_checkpoint_that_another_rank_takes_out_of_memory_costs_no_newer_one(
+    memory_job: Job, held: str
+) -> None:
+    """One that is read counts as one of those that are kept."""
+    forked(_save_three, memory_job)
+    memory = JobMemory(str(memory_job.memory), memory_job.name)
+    oldest = memory.checkpoints()[-1]
+    descriptor = os.open(oldest.manifest_path, os.O_RDONLY)
+    assert try_lease(descriptor, exclusive=held == "taken out")
+    apply_retention(memory, "", keep_last(2), gets_copies=False, persists_all=False)
+    os.close(descriptor)
+    left = ["step-3", "step-1"] if held == "read" else ["step-3", "step-2", "step-1"]
+    assert [one.name for one in memory.checkpoints()] == left
+    apply_retention(memory, "", keep_last(2), gets_copies=False, persists_all=False)
+    assert [one.name for one in memory.checkpoints()] == left[:2]
 
 
 @dataclass(frozen=True)
