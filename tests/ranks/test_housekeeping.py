@@ -222,7 +222,7 @@ def test_a_checkpoint_that_another_rank_takes_out_of_memory_costs_no_newer_one(
 ) -> None:
     """One that is read counts as one of those that are kept."""
     forked(_save_three, memory_job)
-    memory = JobMemory(str(memory_job.memory), memory_job.name)
+    memory = JobMemory(str(memory_job.memory), str(memory_job.name))
     oldest = memory.checkpoints()[-1]
     descriptor = os.open(oldest.manifest_path, os.O_RDONLY)
     assert try_lease(descriptor, exclusive=held == "taken out")
