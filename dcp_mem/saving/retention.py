@@ -37,7 +37,7 @@ def apply_retention(
     memory.drop_dead_links()
     # Several ranks of a node may close at once. What one of them looks at, or takes out, must not
     # look to another as if it were in use: a newer checkpoint would leave in its place.
-    with in_turn(memory.directory):
+    with in_turn(memory.slots):
         checkpoints = memory.checkpoints()
         kept = kept_checkpoints(
             checkpoints,
