@@ -36,7 +36,7 @@ from dcp_mem.memory.views import fill
 
 _NICENESS = 15
 _REST = 20
-"""How long the thread rests behind a checkpoint, in times of what its checksums took."""
+"""The thread rests so many times as long as a checkpoint's checksums took."""
 _PATIENCE = 10.0
 """Seconds that the end of the thread waits for checksums that are being made."""
 
@@ -86,7 +86,7 @@ class ChecksumThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether checksums are being made, or are to be made after a rest."""
+        """Whether there is work left: now, or after a rest."""
         is_due = self._woken.is_set() or bool(self._resting)
         return self._is_at_work or (is_due and not self._is_stopping)
 

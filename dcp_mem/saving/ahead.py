@@ -338,8 +338,7 @@ class AheadCopy:
     def stage(self, context: SaveContext, agreed: Agreed, planned: Planned) -> Staged:
         """Seal the slot, once all of it has been copied."""
         try:
-            if self._later is not None:
-                self._later.finish()
+            self.finish()
         except BaseException:
             self.give_back()
             raise
@@ -349,7 +348,7 @@ class AheadCopy:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether copies are made later."""
+        """Whether some of it is copied behind the call."""
         return self._later is not None
 
     @property

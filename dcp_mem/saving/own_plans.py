@@ -255,6 +255,19 @@ class OwnPlans:
             self._plans.pop(plan_id, None)
             self._withdraw(plan_id)
 
+    def refuse_to_plan(self, context: SaveContext, why: str) -> None:
+        """Have `plan_together` fail on the other ranks, which call it now.
+
+        Args:
+            context: This rank's part in the save.
+            why: For the other ranks.
+
+        Raises:
+            RankFailed: The plan has failed.
+        """
+        refusal = _Refusal(context.ranks.rank, why)
+        self._merge_on_rank_0(context, refusal, to_lowest_rank=False)
+
     # -- plans that another process makes ----------------------------------------------------------
 
     def request(self, context: SaveContext) -> PlanRequest:
@@ -354,19 +367,6 @@ class OwnPlans:
             request.withdraw()
 
     # -- keeping them ------------------------------------------------------------------------------
-
-    def refuse_to_plan(self, context: SaveContext, why: str) -> None:
-        """Have `plan_together` fail on the other ranks, which call it now.
-
-        Args:
-            context: This rank's part in the save.
-            why: For the other ranks.
-
-        Raises:
-            RankFailed: The plan has failed.
-        """
-        refusal = _Refusal(context.ranks.rank, why)
-        self._merge_on_rank_0(context, refusal, to_lowest_rank=False)
 
     def _like(self, group: GroupKey, to_lowest_rank: bool | None = None) -> list[OwnPlan]:
         """Return the plans of a group of ranks, the last used one last."""

@@ -69,7 +69,7 @@ class PlanRequest:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the plan has come, and the process that saves still has it."""
+        """Whether the plan has come, and wasn't withdrawn."""
         return self._length > 0
 
     @property
