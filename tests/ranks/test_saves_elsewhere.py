@@ -25,6 +25,7 @@ from dcp_mem.saving import private_copies
 from dcp_mem.saving import saver as saver_module
 from dcp_mem.saving import stage as stage_module
 from dcp_mem.saving.overlap import Overlap
+from tests.support.checkpoints.copies import held_copies
 from tests.support.checkpoints.jobs import Job, make_state, number_of
 from tests.support.processes.forks import forked_ranks
 
@@ -319,20 +320,6 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@contextmanager
-def _held_copies() -> Iterator[threading.Event]:
-    """Have copies behind the loop wait until the event is set."""
-    may_go_on, point = threading.Event(), faults.point
-
-    def held(name: str) -> None:
-        if name == "overlap.begun":
-            assert may_go_on.wait(_SECONDS)
-        point(name)
-
-    with patch.object(faults, "point", held):
-        yield may_go_on
-
-
 def _overlaps(job: Job, breaks_the_rule: bool) -> None:
     model, optimizer = _trained(dist.get_rank())
     weight = model.get_parameter("0.weight")
@@ -347,7 +334,7 @@ def _overlaps(job: Job, breaks_the_rule: bool) -> None:
             expected = {
                 key: value.clone() for key, value in state(step)[f"model {dist.get_rank()}"].items()
             }
-            with _held_copies() as may_go_on:
+            with held_copies() as may_go_on:
                 future = _begin(writer, state(step), f"step-{step}", overlap=overlap)
                 if breaks_the_rule and step == 3 and dist.get_rank() == 0:
                     with torch.no_grad():

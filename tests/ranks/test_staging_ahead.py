@@ -43,6 +43,7 @@ from dcp_mem.saving import overlap as overlap_module
 from dcp_mem.saving import saver as saver_module
 from dcp_mem.saving import stage as stage_module
 from dcp_mem.saving.overlap import Overlap, wait_for_copies
+from tests.support.checkpoints.copies import held_copies
 from tests.support.checkpoints.jobs import (
     Job,
     load_anew,
@@ -846,23 +847,6 @@ def test_an_error_while_staging_is_raised_by_the_futures_of_all_ranks(
 # -- copies behind the training loop ---------------------------------------------------------------
 
 
-@contextmanager
-def _held_copies() -> Iterator[threading.Event]:
-    """Have copies behind the loop wait until the event is set."""
-    may_go_on, point = threading.Event(), faults.point
-
-    def held(name: str) -> None:
-        if name == "overlap.begun":
-            assert may_go_on.wait(_SECONDS)
-        point(name)
-
-    with patch.object(faults, "point", held):
-        try:
-            yield may_go_on
-        finally:
-            may_go_on.set()
-
-
 def _overlapped(
     writer: MemoryStorageWriter, state: Any, name: str, *optimizers: Any, validate: bool = False
 ) -> Future[Any]:
@@ -918,7 +902,7 @@ def test_a_step_of_the_optimizer_waits_for_the_copies_and_all_else_goes_on(
         for step in range(4):
             state = _all_of(model, optimizer, step=step)
             expected = _clone(state)
-            with _held_copies() as may_go_on:
+            with held_copies() as may_go_on:
                 future = _overlapped(writer, state, f"step-{step}", optimizer)
                 # What may change at any time has been copied.
                 state["rng"].fill_(-1)
@@ -950,7 +934,7 @@ def test_each_of_several_optimizers_waits_and_one_that_was_not_named_does_not(
         for step in range(3):
             state = _all_of(models, first, second, step=step)
             expected = _clone(state)
-            with _held_copies() as may_go_on:
+            with held_copies() as may_go_on:
                 future = _overlapped(writer, state, f"step-{step}", first, second)
                 _step(strange_model, strange)
                 for each in (model, other_model):
@@ -977,7 +961,7 @@ def test_a_parameter_that_is_given_other_memory_is_saved_as_it_was(memory_job: J
     del memory
     with memory_job.writer(agent="thread", keep_memory=2) as writer:
         for step in range(2):
-            with _held_copies() as may_go_on:
+            with held_copies() as may_go_on:
                 state = {"parameter": parameter}  # not detached: no other tensor has the memory
                 future = _overlapped(writer, state, f"step-{step}", optimizer)
                 del state
@@ -1023,7 +1007,7 @@ def test_an_optimizer_in_the_backward_pass_has_everything_copied_at_once(
         for step in range(4):
             state = _all_of(model, optimizer, step=step)
             expected = _clone(state)
-            with _held_copies():  # nothing is copied behind the loop
+            with held_copies():  # nothing is copied behind the loop
                 future = _overlapped(writer, state, f"step-{step}", optimizer)
                 _forward_and_backward(model)
                 _set(model, -5)
@@ -1041,7 +1025,7 @@ def test_whatever_no_optimizer_changes_is_saved_as_it_was_at_the_call(memory_job
         for step in range(3):
             state = _all_of(model, optimizer, step=step) | {"scaling": {"amax": amax}, "log": log}
             expected = copy.deepcopy(_clone(state))
-            with _held_copies() as may_go_on:
+            with held_copies() as may_go_on:
                 future = _overlapped(writer, state, f"step-{step}", optimizer)
                 amax.copy_(amax.roll(1, 0))
                 amax[0] = step + 1.0
@@ -1075,7 +1059,7 @@ def _why_all_is_copied_at_once(
         for step in range(3):
             state = {**_all_of(model, optimizer, step=step), **beside(step)}
             expected = _clone(state)
-            with _held_copies():
+            with held_copies():
                 future = _overlapped(writer, state, f"step-{step}", optimizer)
                 _set(model, -5)
                 future.result(_SECONDS)
@@ -1112,7 +1096,7 @@ def test_who_changes_a_parameter_before_the_step_is_found_and_the_checkpoint_dis
             _overlapped(writer, state, f"step-{step}", optimizer, validate=True).result(_SECONDS)
         wait_for_spare_slots()
         before, slots = _clone(_all_of(model, optimizer, step=1)), _slots(memory_job)
-        with _held_copies() as may_go_on:
+        with held_copies() as may_go_on:
             state = _all_of(model, optimizer, step=2)
             future = _overlapped(writer, state, "step-2", optimizer, validate=True)
             if by == "in place":
@@ -1147,7 +1131,7 @@ def _load_into_what_is_copied(job: Job, load: Callable[..., Any]) -> None:
         _step(model, optimizer)
         state = _all_of(model, optimizer, step=1)
         expected = _clone(state)
-        with _held_copies() as may_go_on:
+        with held_copies() as may_go_on:
             future = _overlapped(writer, state, "step-1", optimizer)
 
             def read() -> None:
@@ -1340,7 +1324,7 @@ def _break_the_rule_on_one_rank(job: Job, breaking: int) -> None:
             # Of its own: of what several ranks hold, one rank's bytes are saved.
             state = {f"of rank {dist.get_rank()}": _all_of(model, optimizer, step=step)}
             expected = _clone(state)
-            with _held_copies() as may_go_on:
+            with held_copies() as may_go_on:
                 future = _overlapped(writer, state, f"step-{step}", optimizer, validate=True)
                 if step == 2 and dist.get_rank() == breaking:
                     with torch.no_grad():
