@@ -6,7 +6,7 @@ import torch
 
 from dcp_mem.common.log import log
 from dcp_mem.memory.numa import stay_near
-from dcp_mem.memory.slots import Slot
+from dcp_mem.memory.slot import Slot
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _pinned: set[tuple[int, int]] = set()

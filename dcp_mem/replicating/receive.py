@@ -22,7 +22,7 @@ from dcp_mem.format.checksums import (
     checksum,
 )
 from dcp_mem.format.manifest import ItemTable
-from dcp_mem.memory.slots import Slot
+from dcp_mem.memory.slot import Slot
 from dcp_mem.replicating.earlier import EarlierCopy, FindEarlier, Told, cuts_of
 from dcp_mem.replicating.earlier_parity import Deciding
 from dcp_mem.replicating.plan import FilePlan

@@ -22,7 +22,7 @@ from dcp_mem.format.manifest import ItemTable
 from dcp_mem.memory.checkpoint import check_unchanged, checksums_of, has_checksums
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.memory.slots import Slot
+from dcp_mem.memory.slot import Slot
 from dcp_mem.memory.views import lent
 from dcp_mem.policy.pieces import Extent
 from dcp_mem.replicating.earlier import Cut, Told, cuts_of, reduced

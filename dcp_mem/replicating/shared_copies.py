@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.format import names
 from dcp_mem.format.checksums import Crcs
-from dcp_mem.memory.slots import Slot, SlotHold, SlotPool
+from dcp_mem.memory.slot import Slot, SlotHold
+from dcp_mem.memory.slots import SlotPool
 from dcp_mem.replicating.plan import FilePlan
 
 KEY_NBYTES = 16

@@ -14,7 +14,7 @@ from dcp_mem.format.manifest import ItemTable, Manifest, items_of
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.slots import Slot
+from dcp_mem.memory.slot import Slot
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.shared_copies import Sharing
 

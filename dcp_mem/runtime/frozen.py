@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.format.layout import Columns
-from dcp_mem.memory.slots import Slot
+from dcp_mem.memory.slot import Slot
 from dcp_mem.replicating.shared_copies import MOST_STALE, new_key
 from dcp_mem.runtime.layouts import PlanLayout
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dcp_mem.format.frames import QUANTISED, Spec, Specs, frame_pieces, frames_key, lay_out
 from dcp_mem.format.layout import Layout
 from dcp_mem.memory import pinning
-from dcp_mem.memory.slots import Slot
+from dcp_mem.memory.slot import Slot
 
 _LAYOUTS_KEPT = 16
 

@@ -13,7 +13,8 @@ from dcp_mem.common.log import log
 from dcp_mem.config import Settings
 from dcp_mem.memory import pinning
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.memory.slot import Slot
+from dcp_mem.memory.slots import SlotPool
 from dcp_mem.runtime.heap import GrownHeap
 from dcp_mem.runtime.layouts import PlanLayout, put_frames
 

@@ -20,7 +20,8 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.catalogs import Catalogs
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import JobLock, RunIdentity
-from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.memory.slot import Slot
+from dcp_mem.memory.slots import SlotPool
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.replicator import Replicator
 from dcp_mem.replicating.shared_copies import SharedCopies

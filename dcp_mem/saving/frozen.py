@@ -21,7 +21,7 @@ from dcp_mem.common.values import Segment
 from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.format.frames import Spec, Specs
-from dcp_mem.memory.slots import Slot, SlotHold
+from dcp_mem.memory.slot import Slot, SlotHold
 from dcp_mem.planning.plain_tensors import PLAIN, Sources
 from dcp_mem.planning.tensor_choice import TensorRule
 from dcp_mem.runtime.frozen import (

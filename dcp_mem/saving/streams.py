@@ -24,7 +24,8 @@ from dcp_mem.format.catalog_conversion import RankItems, catalog_of
 from dcp_mem.format.frames import Specs
 from dcp_mem.format.layout import align
 from dcp_mem.memory.locks import end_lease, open_leased
-from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.memory.slot import Slot
+from dcp_mem.memory.slots import SlotPool
 from dcp_mem.runtime.last_saves import SavedPlan
 from dcp_mem.saving.stage import seal
 from dcp_mem.saving.values import (

@@ -14,7 +14,7 @@ from dcp_mem.config import Settings
 from dcp_mem.format.catalog import Catalog, SharedCatalog
 from dcp_mem.format.catalog_conversion import RankItems
 from dcp_mem.format.manifest import Manifest
-from dcp_mem.memory.slots import Slot
+from dcp_mem.memory.slot import Slot
 from dcp_mem.planning.plain_tensors import Sources
 from dcp_mem.planning.state_structure import Structure
 from dcp_mem.planning.tensor_choice import TensorRule

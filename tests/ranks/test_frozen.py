@@ -29,7 +29,8 @@ from dcp_mem.errors import ConfigError
 from dcp_mem.format.names import FROZEN
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.recycling import retire
-from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.memory.slot import Slot
+from dcp_mem.memory.slots import SlotPool
 from dcp_mem.runtime import frozen as frozen_module
 from dcp_mem.runtime.session import open_session
 from tests.support.checkpoints.jobs import Job, wait_until

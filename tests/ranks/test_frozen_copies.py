@@ -27,7 +27,8 @@ from dcp_mem.common.files import allocated_bytes
 from dcp_mem.common.values import State
 from dcp_mem.format.names import FROZEN, home_rank
 from dcp_mem.memory.job import JobMemory
-from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.memory.slot import Slot
+from dcp_mem.memory.slots import SlotPool
 from dcp_mem.runtime import frozen as frozen_module
 from dcp_mem.runtime.session import Session, open_session
 from tests.support.channels import SentBytes

@@ -12,7 +12,8 @@ import pytest
 from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.memory import mapping
 from dcp_mem.memory.mapping import Mapping
-from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.memory.slot import Slot
+from dcp_mem.memory.slots import SlotPool
 from dcp_mem.memory.views import mapped
 from dcp_mem.policy.slots import HUGE
 from tests.support.storage.file_systems import mounted_tmpfs

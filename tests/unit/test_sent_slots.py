@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dcp_mem.memory.locks import is_leased, share
-from dcp_mem.memory.slots import Slot, SlotPool
+from dcp_mem.memory.slot import Slot
+from dcp_mem.memory.slots import SlotPool
 
 NBYTES = 1 << 16
 

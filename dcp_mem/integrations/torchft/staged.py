@@ -19,7 +19,7 @@ from dcp_mem.format.layout import ALIGNMENT
 from dcp_mem.integrations.torchft.parts import Parts, offsets_of, taken_apart
 from dcp_mem.memory import pinning
 from dcp_mem.memory.copying import copy
-from dcp_mem.memory.slots import nameless_slot
+from dcp_mem.memory.slot import nameless_slot
 from dcp_mem.memory.views import view_of
 from dcp_mem.planning.plain_tensors import is_plain
 from dcp_mem.saving.stage import OtherCopies
