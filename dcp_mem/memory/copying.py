@@ -30,6 +30,7 @@ from dcp_mem.memory.large_copies import LEAST_NBYTES, LargeCopies, memmove
 
 T = TypeVar("T")
 Columns = npt.NDArray[np.int64]
+Chosen = npt.NDArray[np.bool_]
 Move = tuple[int, int, int]
 """A copy: (destination address, source address, bytes).
 
@@ -40,7 +41,7 @@ _CHUNK = 32 << 20
 _GAP = 16 << 10
 """So many bytes between two ranges are better read along than left out."""
 _MOST_RANGES, _MOST_BYTES = 128, 4 << 20
-_NBYTES = operator.itemgetter(2)
+_NBYTES, _TENSOR_NBYTES = operator.itemgetter(2), operator.attrgetter("nbytes")
 _SHARES_EACH = 8
 _LEAST_READ = 1 << 20
 """Of many threads, each would take the interpreter's lock too often for less."""
@@ -96,6 +97,18 @@ def copy_many(destination: Columns, source: Columns, nbytes: Columns) -> None:
     work_off(copies_of(destination, source, nbytes), _call)
 
 
+def copy_many_here(destination: Columns, source: Columns, nbytes: Columns) -> None:
+    """Copy pieces of memory in this thread alone; it takes the interpreter's lock seldom.
+
+    Args:
+        destination: Address of each piece's copy.
+        source: Address of each piece.
+        nbytes: Length of each piece.
+    """
+    for part in _parts(destination, source, nbytes):
+        part()
+
+
 def copies_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Callable[[], None]]:
     """Return what copies pieces of memory, in parts that several threads can make at once.
 
@@ -104,16 +117,13 @@ def copies_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Ca
         source: Address of each piece.
         nbytes: Length of each piece.
     """
-    count, total = len(nbytes), int(nbytes.sum())
-    has_threads = torch.get_num_threads() > 1 and total >= _ONE_THREAD_NBYTES
-    is_of_small_pieces = total < _ONE_THREAD_PIECE * count
-    if has_threads and is_of_small_pieces and count >= _MANY_PIECES and _may_copy_by_the_kernel():
-        return _copies_by_the_kernel(destination, source, nbytes)
+    total, threads = int(nbytes.sum()), torch.get_num_threads()
+    if threads > 1 and total >= _ONE_THREAD_NBYTES and _are_many_and_small(nbytes):
+        return _parts(destination, source, nbytes)
     moves = moves_of(destination, source, nbytes)
-    if is_of_small_pieces or total < _ONE_THREAD_NBYTES:
+    if total < max(_ONE_THREAD_PIECE * len(nbytes), _ONE_THREAD_NBYTES):
         return [partial(copy_here, moves)]
-    count = torch.get_num_threads() * _SHARES_EACH
-    return [partial(copy_here, part) for part in shares(moves, count)]
+    return [partial(copy_here, part) for part in shares(moves, threads * _SHARES_EACH)]
 
 
 def moves_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Move]:
@@ -127,9 +137,32 @@ def moves_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Mov
     return list(zip(destination.tolist(), source.tolist(), nbytes.tolist(), strict=True))
 
 
-def _copies_by_the_kernel(
-    destination: Columns, source: Columns, nbytes: Columns
-) -> list[Callable[[], None]]:
+def addresses_of(tensors: Sequence[torch.Tensor]) -> Columns:
+    """Return the address of each tensor.
+
+    Args:
+        tensors: Of any device.
+    """
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+
+
+def sizes_of(tensors: Sequence[torch.Tensor]) -> Columns:
+    """Return the bytes of each tensor's elements.
+
+    Args:
+        tensors: Of any device.
+    """
+    return np.fromiter(map(_TENSOR_NBYTES, tensors), np.int64, len(tensors))
+
+
+def _are_many_and_small(nbytes: Columns) -> bool:
+    return len(nbytes) >= _MANY_PIECES and nbytes.sum() < _ONE_THREAD_PIECE * len(nbytes)
+
+
+def _parts(destination: Columns, source: Columns, nbytes: Columns) -> list[Callable[[], None]]:
+    """Return what copies pieces: many small ones by the kernel, hundreds with a system call."""
+    if not _are_many_and_small(nbytes) or not _may_copy_by_the_kernel():
+        return [partial(copy_here, moves_of(destination, source, nbytes))]
     # Arrays of struct iovec.
     targets, sources = np.stack([destination, nbytes], 1), np.stack([source, nbytes], 1)
 

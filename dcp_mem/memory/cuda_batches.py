@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dcp_mem.common.log import log, log_once
-from dcp_mem.memory.copying import Columns
+from dcp_mem.memory.copying import Columns, addresses_of, sizes_of
 
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _TAKES_ANY_MEMORY = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
@@ -58,11 +58,10 @@ def copy_to_host(
     Raises:
         RuntimeError: CUDA can't.
     """
-    if _goes_at_once(stream, is_pinned=is_pinned):
-        addresses = np.fromiter(map(torch.Tensor.data_ptr, sources), np.int64, len(sources))
-        nbytes = np.array([source.nbytes for source in sources], np.int64)
-        if _is_copied_at_once(targets, addresses, nbytes, stream):
-            return
+    if _goes_at_once(stream, is_pinned=is_pinned) and _is_copied_at_once(
+        targets, addresses_of(sources), sizes_of(sources), stream
+    ):
+        return
     for address, source in zip(targets.tolist(), sources, strict=True):
         place = (ctypes.c_char * source.nbytes).from_address(address)
         target = torch.frombuffer(place, dtype=torch.uint8)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from dcp_mem.comm.agreement import Attempted, attempt, known_to_all
@@ -31,7 +32,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
 from dcp_mem.errors import ConfigError, DcpMemError, plain_error
 from dcp_mem.format.layout import align
-from dcp_mem.memory.copying import Columns, Move, moves_of
+from dcp_mem.memory.copying import Chosen, Columns
 from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.policy.slots import growth
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
@@ -172,29 +173,21 @@ def raise_if_refused(state_dict: Mapping[str, Any]) -> None:
 
 
 def copy_ahead(
-    context: SaveContext,
-    state: Mapping[str, Any],
-    overlap: Overlap | None,
-    *,
-    to_lowest_rank: bool,
-    is_sent: bool = False,
+    context: SaveContext, planned: Planned, overlap: Overlap | None, *, is_sent: bool = False
 ) -> AheadCopy | None:
-    """Copy a state dict into a slot, by the plan that all ranks have saved such a state with.
+    """Copy a state into a slot, by the plan that all ranks have saved such a state with.
 
     Args:
         context: Of the save to come.
-        state: The state dict.
+        planned: What to copy, as `OwnPlans.recognised` found it in the state dict.
         overlap: Which copies needn't be made at once; None for none of them.
-        to_lowest_rank: As `OwnPlans.plan_together` was told.
         is_sent: Whether another process saves the copy.
 
     Returns:
-        None where there is no such plan, or no slot.
+        None where there is no slot, or what is planned can't be copied ahead.
     """
     session = context.session
-    plans = own_plans_of(session)
-    planned = plans.recognised(context, state, to_lowest_rank=to_lowest_rank)
-    if planned is None or not _has_room(context, planned):
+    if not _has_room(context, planned):
         return None
     if is_sent and planned.sources is None:
         return None  # where its items come to lie turns out only when they are copied
@@ -212,6 +205,7 @@ def copy_ahead(
             )
     filled = fill(session, planned, later)
     if is_sent:  # what other saves take is known from their checkpoints
+        plans = own_plans_of(session)
         plans.note_tail(planned.plan_id, sum(align(nbytes) for _, nbytes in filled.tail))
     return AheadCopy(context, planned, filled, later)
 
@@ -225,9 +219,9 @@ class _HeldDevices:
     def __init__(self) -> None:
         self._copies = DeviceCopies()
 
-    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
-        """Return all copies."""
-        return moves_of(destination, source, nbytes)
+    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Chosen:
+        """Have all copies made at once."""
+        return np.ones(len(nbytes), bool)
 
     def take_from_devices(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
         """Have the devices make all copies before anything else."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
-from dcp_mem.memory.copying import Columns, Move, StillAtWork, WorkUnderWay, copies_of
+from dcp_mem.memory.copying import Chosen, Columns, StillAtWork, WorkUnderWay, copies_of
 from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.policy.slots import SlotNeed, growth
 from dcp_mem.runtime.last_saves import SavedPlan
@@ -144,12 +145,12 @@ class _EagerCopies:
         self._copies: WorkUnderWay[Callable[[], None]] | None = None
         self._from_devices = DeviceCopies()
 
-    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
-        """Begin with all copies, in as many threads as torch uses; return none."""
+    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Chosen:
+        """Begin with all copies, in as many threads as torch uses; none is left."""
         copies = copies_of(destination, source, nbytes)
         self._copies = WorkUnderWay(copies, self._make)
         self._copies.start(min(torch.get_num_threads(), len(copies)))
-        return ()
+        return np.zeros(len(nbytes), bool)
 
     def take_from_devices(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
         """Have the devices begin with all copies."""

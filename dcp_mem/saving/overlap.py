@@ -13,15 +13,13 @@ breaks the rule: the checkpoint is discarded then, and never completed.
 from __future__ import annotations
 
 import ctypes
-import operator
 import threading
 import weakref
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,16 @@ from torch.optim import Optimizer
 from dcp_mem.common import faults
 from dcp_mem.common.background import OVERLAPPING, KeptThreads, is_copying_thread
 from dcp_mem.errors import ConfigError, DcpMemError
-from dcp_mem.memory.copying import Columns, Move, copy, copy_here, moves_of
+from dcp_mem.memory.copying import (
+    Chosen,
+    Columns,
+    Move,
+    addresses_of,
+    copy_many,
+    copy_many_here,
+    moves_of,
+    sizes_of,
+)
 from dcp_mem.memory.device_copies import DeviceCopies
 from dcp_mem.saving.values import Planned
 
@@ -112,7 +119,7 @@ class OverlappedCopies:
         """
         self.optimizers = overlap.optimizers
         self._validates, self._planned, self._warn = overlap.validate, planned, warn
-        self._moves: deque[Move] = deque()
+        self._left = _Copies()
         self._checks: list[_Check] = []
         self._read: list[torch.UntypedStorage] = []
         self._at_once, self._in_time = DeviceCopies(), DeviceCopies()
@@ -124,22 +131,19 @@ class OverlappedCopies:
         self._error: BaseException | None = None
         self._then: Callable[[], None] | None = None
 
-    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
-        """Take over the copies of parameters and optimizer state; return the others."""
-        at_once, later = [], []
-        for number, move in enumerate(moves_of(destination, source, nbytes)):
-            tensor = self._may_wait.get(move[1])
-            if tensor is None or not 0 < move[2] <= tensor.nbytes:
-                at_once.append(move)
-                continue
-            later.append(move)
-            # Not the tensor: its memory may be another one soon (`parameter.data = …`).
-            self._read.append(tensor.untyped_storage())
+    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Chosen:
+        """Take over the copies of parameters and optimizer state; return which are the others."""
+        numbers = self._may_wait.find(source, nbytes)
+        is_later = numbers >= 0
+        if is_later.any():
+            tensors = self._may_wait.at(numbers[is_later])
+            # Not the tensors: their memory may be another one soon (`parameter.data = …`).
+            self._read += map(torch.Tensor.untyped_storage, tensors)
+            later = destination[is_later], source[is_later], nbytes[is_later]
             if self._validates:
-                self._checks.append(_Check(number, move, tensor))
-        if later:
-            self._moves.extend(_cut(later))
-        return at_once
+                self._checks += map(_Check, moves_of(*later), tensors)
+            self._left.add(*later)
+        return ~is_later
 
     def take_from_devices(self, targets: Columns, sources: Sequence[torch.Tensor]) -> None:
         """Enqueue copies from devices; of what may change at any time first.
@@ -147,39 +151,32 @@ class OverlappedCopies:
         The caller never waits. The devices make the former before whatever they are told from now
         on, and the latter before the optimizers' next steps.
         """
-        found = list(map(self._may_wait.get, map(torch.Tensor.data_ptr, sources)))
-        may_wait = [
-            tensor is not None and source.nbytes <= tensor.nbytes
-            for tensor, source in zip(found, sources, strict=True)
-        ]
-        for copies, is_chosen in (
-            (self._at_once, list(map(operator.not_, may_wait))),
-            (self._in_time, may_wait),
-        ):
-            copies.begin(targets[np.array(is_chosen, bool)], list(compress(sources, is_chosen)))
+        is_later = self._may_wait.find(addresses_of(sources), sizes_of(sources)) >= 0
+        may_wait = list(compress(sources, is_later.tolist()))
+        self._at_once.begin(targets[~is_later], list(compress(sources, (~is_later).tolist())))
+        self._in_time.begin(targets[is_later], may_wait)
         self._at_once.hold_devices()
         if self._validates:
-            self._written = [(one, one._version) for one in compress(sources, may_wait)]
+            self._written = [(one, one._version) for one in may_wait]
 
     @cached_property
-    def _may_wait(self) -> dict[int, torch.Tensor]:
-        """Parameters and optimizer state, by address; none where they may change at any time."""
+    def _may_wait(self) -> _Tensors:
+        """Parameters and optimizer state; none where they may change at any time."""
         tensors = _tensors(self.optimizers)
         why_not = _why_not(self.optimizers, tensors)
         if why_not:
             self._warn(f"overlap= has no effect: {why_not}")
-            return {}
-        return {one.data_ptr(): one for one in tensors}
+        return _Tensors([] if why_not else tensors)
 
     def begin(self) -> None:
         """Begin with the copies; from here on the optimizers' next steps wait for them."""
-        if not self._moves and not self._in_time.are_under_way:
+        if not self._left and not self._in_time.are_under_way:
             return
         for optimizer in self.optimizers:
             _hook(optimizer)
         with _guard:
             _pending.add(self)
-        if self._moves:
+        if self._left:
             self._is_copying = True
             self._copying = _copiers.submit(self._work)
 
@@ -248,12 +245,12 @@ class OverlappedCopies:
         self._copier = threading.current_thread()
         try:
             faults.point("overlap.begun")
-            while self._moves and not self._is_cancelled:
+            while self._left and not self._is_cancelled:
                 # Somebody who waits is served by all threads, the training loop isn't disturbed.
                 if self._is_awaited and not self._is_cancelled:
-                    copy(self._taken(_AWAITED_BATCH))
+                    copy_many(*self._left.take(_AWAITED_BATCH))
                 else:
-                    copy_here(self._taken(_BATCH))
+                    copy_many_here(*self._left.take(_BATCH))
             faults.point("overlap.copied")
             self._validate()
         except BaseException as error:
@@ -268,18 +265,12 @@ class OverlappedCopies:
                 finally:
                     then()
 
-    def _taken(self, most: int) -> list[Move]:
-        """Take so many bytes of copies, or a little more, from those that are left."""
-        batch, nbytes = [], 0
-        while self._moves and nbytes < most:
-            batch.append(self._moves.popleft())
-            nbytes += batch[-1][2]
-        return batch
-
     def _validate(self) -> None:
         changed = [check for check in self._checks if not check.holds()]
         if changed and not self._is_cancelled:
-            item = self._planned.tensors[changed[0].number]
+            assert self._planned.sources is not None  # else there are no columns to take over
+            number = self._planned.sources.addresses.index(changed[0].source)
+            item = self._planned.tensors[number]
             raise _changed(self._planned.items.index(item).fqn, len(changed))
 
     def _validate_devices(self) -> None:
@@ -315,11 +306,10 @@ def _changed(first: str, count: int) -> DcpMemError:
 class _Check:
     """A tensor's fingerprint from before it was copied."""
 
-    def __init__(self, number: int, move: Move, tensor: torch.Tensor) -> None:
-        self.number = number
-        self._destination, self._nbytes = move[0], move[2]
+    def __init__(self, move: Move, tensor: torch.Tensor) -> None:
+        self._destination, self.source, self._nbytes = move
         self._tensor, self._version = tensor, tensor._version
-        self._samples = _fingerprint(move[1], move[2])
+        self._samples = _fingerprint(self.source, self._nbytes)
 
     def holds(self) -> bool:
         """Tell whether the copy is of the tensor as it was, as far as that can be told cheaply."""
@@ -333,11 +323,64 @@ def _fingerprint(address: int, nbytes: int) -> int:
     return zlib.crc32(data[:: max(1, nbytes // _SAMPLES)].tobytes())
 
 
-def _cut(moves: Sequence[Move]) -> Iterator[Move]:
-    """Yield the same copies in pieces of at most a batch."""
-    for destination, source, nbytes in moves:
-        for start in range(0, nbytes, _BATCH):
-            yield destination + start, source + start, min(_BATCH, nbytes - start)
+class _Copies:
+    """Copies that are left to make, in pieces of at most a batch."""
+
+    def __init__(self) -> None:
+        self._columns = np.empty((3, 0), np.int64)
+        self._ends = self._columns[2]
+        self._first = 0
+
+    def __bool__(self) -> bool:
+        return self._first < len(self._ends)
+
+    def add(self, destination: Columns, source: Columns, nbytes: Columns) -> None:
+        """Add copies, none of which is empty; before any is taken."""
+        counts = -(-nbytes // _BATCH)
+        starts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts *= _BATCH
+        columns = np.repeat(np.stack([destination, source, nbytes]), counts, axis=1)
+        columns += np.stack([starts, starts, -starts])
+        columns[2] = np.minimum(columns[2], _BATCH)
+        self._columns = np.concatenate([self._columns, columns], axis=1)
+        self._ends = np.cumsum(self._columns[2])
+
+    def take(self, most: int) -> Columns:
+        """Take so many bytes of copies, or a little more; return their columns."""
+        first = self._first
+        begin = 0 if first == 0 else self._ends[first - 1]
+        self._first = int(np.searchsorted(self._ends, begin + most)) + 1
+        return self._columns[:, first : self._first]
+
+
+class _Tensors:
+    """Tensors, by the addresses of their memory."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        addresses, nbytes = addresses_of(tensors), sizes_of(tensors)
+        self._order = np.lexsort((nbytes, addresses))  # of those that begin alike, the largest last
+        self._addresses, self._nbytes = addresses[self._order], nbytes[self._order]
+        self._tensors = tensors
+
+    def find(self, address: Columns, nbytes: Columns) -> Columns:
+        """Return a number for each piece of memory: of a tensor that begins there and has it all.
+
+        Args:
+            address: Of each piece.
+            nbytes: Length of each piece.
+
+        Returns:
+            -1 where no tensor does, and for empty pieces.
+        """
+        place = np.searchsorted(self._addresses, address, side="right") - 1
+        if not len(self._tensors):
+            return place
+        is_found = (self._addresses[place] == address) & (nbytes <= self._nbytes[place])
+        return np.where(is_found & (nbytes > 0), place, -1)
+
+    def at(self, numbers: Columns) -> list[torch.Tensor]:
+        """Return tensors by their numbers."""
+        return [self._tensors[one] for one in self._order[numbers].tolist()]
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
@@ -351,18 +394,12 @@ def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
 
 def _tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     """Return this rank's parts of all parameters, and of the optimizers' state of them."""
-    states = [
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        if isinstance(state, dict)
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return [
-        one._local_tensor if type(one) is DTensor else one
-        for one in [*_parameters(optimizers), *states]
-    ]
+    tensors = _parameters(optimizers)
+    for optimizer in optimizers:
+        states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+        values = chain.from_iterable(map(dict.values, states))
+        tensors += [value for value in values if isinstance(value, torch.Tensor)]
+    return [one._local_tensor if type(one) is DTensor else one for one in tensors]
 
 
 def _why_not(optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -> str:

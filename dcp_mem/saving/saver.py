@@ -63,7 +63,7 @@ from dcp_mem.saving.private_copies import copied
 from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.saving.sends import next_send, note_staged, wait_to_send
 from dcp_mem.saving.streams import NothingNew, StreamItems, Streams
-from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, SaveContext
+from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, Planned, SaveContext
 from dcp_mem.storage.destination import lives_in_one_process
 
 _SENT_BY_ALL, _SENT_ALONE = "sent by all", "sent alone"
@@ -427,14 +427,11 @@ class Saver:
                 info=info,
                 frozen=self.frozen,
             )
+            plans, to_lowest_rank = own_plans_of(session), saves_to_lowest_rank(call.planner)
             with collector_paused():
-                ahead = copy_ahead(
-                    context,
-                    state,
-                    self.calls.overlap,
-                    to_lowest_rank=saves_to_lowest_rank(call.planner),
-                )
-            if ahead is not None:
+                planned = plans.recognised(context, state, to_lowest_rank=to_lowest_rank)
+                ahead = planned and copy_ahead(context, planned, self.calls.overlap)
+            if ahead:
                 return ahead
         return self._copied_elsewhere(state)
 
@@ -458,29 +455,27 @@ class Saver:
             name="",
             info=info,
         )
-        plans, is_known = own_plans_of(session), False
-        request: Attempted[PlanRequest] | None = None
+        plans, to_lowest_rank = own_plans_of(session), saves_to_lowest_rank(call.planner)
 
-        def copy() -> AheadCopy | dict[str, Any]:
-            nonlocal is_known
+        def plan() -> Planned | None:
             raise_if_refused(state)
-            to_lowest_rank = saves_to_lowest_rank(call.planner)
-            copy_by_plan = partial(
-                copy_ahead, context, state, self.calls.overlap, to_lowest_rank=to_lowest_rank
-            )
+            known = partial(plans.recognised, context, state, to_lowest_rank=to_lowest_rank)
             with collector_paused():
-                ahead = copy_by_plan(is_sent=True)
-                if ahead is None:
-                    known = plans.recognised(context, state, to_lowest_rank=to_lowest_rank)
-                    is_known = known is not None
-                if ahead is None and not is_known and plans.learn(context, state):
-                    ahead, is_known = copy_by_plan(is_sent=True), True
+                return known() or (known() if plans.learn(context, state) else None)
+
+        def copy(planned: Planned | None) -> AheadCopy | dict[str, Any]:
+            with collector_paused():
+                ahead = planned and copy_ahead(context, planned, self.calls.overlap, is_sent=True)
             return ahead or self._copied_elsewhere(state, is_shared=True)
 
-        content: Attempted[AheadCopy | SentCopy | dict[str, Any]] = attempt(copy)
-        if content.error is None and isinstance(content.value, dict) and not is_known:
-            request = attempt(lambda: plans.request(context))
-        return content, request.value if request is not None and request.error is None else None
+        planned = attempt(plan)
+        content: Attempted[AheadCopy | SentCopy | dict[str, Any]] = attempt(
+            lambda: copy(planned.value)
+        )
+        if content.error is not None or planned.value is not None:
+            return content, None
+        request = attempt(lambda: plans.request(context))
+        return content, request.value if request.error is None else None
 
     def _copied_elsewhere(
         self, state: dict[str, Any], *, is_shared: bool = False

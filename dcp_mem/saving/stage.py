@@ -21,9 +21,9 @@ from dcp_mem.format import names
 from dcp_mem.format.frames import Spec
 from dcp_mem.format.layout import align
 from dcp_mem.format.metadata import StorageInfo
-from dcp_mem.memory.copying import Columns, Move, copy, copy_many, moves_of
+from dcp_mem.memory.copying import Chosen, Columns, Move, copy, copy_many, moves_of
 from dcp_mem.memory.device_copies import DeviceCopies, copy_stream
-from dcp_mem.memory.slots import Slot
+from dcp_mem.memory.slot import Slot
 from dcp_mem.planning.plain_tensors import HOST, PLAIN
 from dcp_mem.planning.wrapper_tensors import (
     detached,
@@ -59,8 +59,8 @@ class Later(Protocol):
     def begin(self) -> None:
         """Begin with the copies that have been taken over."""
 
-    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Sequence[Move]:
-        """Take copies over; return those to be made at once.
+    def take(self, destination: Columns, source: Columns, nbytes: Columns) -> Chosen:
+        """Take copies over; return which of them are to be made at once.
 
         Args:
             destination: Where each tensor of a plan goes, in its order.
@@ -311,8 +311,9 @@ def _copy_from_host(
     targets: Columns, addresses: Columns, nbytes: Columns, later: Later | None
 ) -> None:
     if later is not None:
-        _copy_moves(later.take(targets, addresses, nbytes))
-    elif faults.is_armed("stage.copying"):
+        at_once = later.take(targets, addresses, nbytes)
+        targets, addresses, nbytes = targets[at_once], addresses[at_once], nbytes[at_once]
+    if faults.is_armed("stage.copying"):
         _copy_moves(moves_of(targets, addresses, nbytes))
     else:
         copy_many(targets, addresses, nbytes)

@@ -509,12 +509,13 @@ def test_a_collection_in_the_copiers_own_thread_gives_back_only_once_it_has_copi
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
     copies = OverlappedCopies(dcp_mem.Overlap(optimizer), None, done.append)  # type: ignore[arg-type]
 
-    def copy_here(moves: Any) -> None:
+    def copy_here(destination: Any, source: Any, nbytes: Any) -> None:
         copies.cancel(lambda: done.append("given back"))
-        done.append(f"copied {len(moves)}")
+        done.append(f"copied {len(nbytes)}")
 
-    monkeypatch.setattr(overlap_module, "copy_here", copy_here)
-    copies._moves.extend([(0, 0, overlap_module._BATCH)] * 2)
+    monkeypatch.setattr(overlap_module, "copy_many_here", copy_here)
+    addresses = np.zeros(2, np.int64)
+    copies._left.add(addresses, addresses, np.full(2, overlap_module._BATCH))
     copies.begin()
     assert copies._copying is not None
     copies._copying.result(60)

@@ -1,0 +1,79 @@
+"""What overlapped copies take over, and the batches in which they make them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_mem.memory import copying
+from dcp_mem.memory.copying import copy_many_here
+from dcp_mem.saving import overlap
+
+
+@given(
+    sizes=st.lists(st.integers(1, 50), max_size=12),
+    batch=st.integers(1, 20),
+    most=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+)
+def test_batches_make_each_copy_once_and_in_order(
+    sizes: list[int], batch: int, most: list[int]
+) -> None:
+    nbytes = np.array(sizes, np.int64)
+    sources = np.cumsum(nbytes) - nbytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "_BATCH", batch)
+        left = overlap._Copies()
+        left.add(1_000 + sources, sources, nbytes)
+        copied: list[int] = []
+        number = 0
+        while left:
+            wanted = most[number % len(most)]
+            columns = left.take(wanted)
+            assert columns[2].sum() < wanted + batch
+            assert columns[2].max() <= batch
+            for destination, source, count in columns.T.tolist():
+                assert destination == source + 1_000
+                copied += range(source, source + count)
+            number += 1
+    assert copied == list(range(sum(sizes)))
+
+
+def test_a_piece_is_found_in_the_tensor_that_begins_there_and_has_all_of_it() -> None:
+    memory = torch.zeros(100)
+    tensors = [memory[10:20], memory[10:60], memory[10:12], torch.zeros(0), memory[70:]]
+    found = overlap._Tensors(tensors)
+    base = memory.data_ptr()
+
+    def tensor_of(first: int, count: int) -> torch.Tensor | None:
+        (number,) = found.find(np.array([base + 4 * first]), np.array([4 * count]))
+        return None if number < 0 else found.at(np.array([number]))[0]
+
+    assert tensor_of(10, 50) is tensors[1]
+    assert tensor_of(10, 3) is tensors[1]
+    assert tensor_of(70, 30) is tensors[4]
+    assert tensor_of(10, 51) is None
+    assert tensor_of(10, 0) is None
+    assert tensor_of(11, 2) is None
+    assert tensor_of(-5, 2) is None
+    assert tensor_of(120, 2) is None
+
+
+def test_among_no_tensors_nothing_is_found() -> None:
+    assert overlap._Tensors([]).find(np.array([5, 0]), np.array([4, 0])).tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("may_use_the_kernel", [True, False])
+@pytest.mark.parametrize("count", [0, 3, 511, 3_000])
+def test_pieces_of_any_number_are_copied_in_this_thread(
+    count: int, may_use_the_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "_may_copy_by_the_kernel", lambda: may_use_the_kernel)
+    nbytes = np.arange(1, count + 1, dtype=np.int64) % 90 + 1
+    starts = np.cumsum(nbytes) - nbytes
+    source = np.random.default_rng(0).integers(0, 255, max(1, nbytes.sum()), np.uint8)
+    target = np.zeros_like(source)
+    copy_many_here(target.ctypes.data + starts, source.ctypes.data + starts, nbytes)
+    assert (target == source).all() or count == 0
