@@ -88,7 +88,7 @@ class Settings:
         persist: Which saves go to storage.
         keep_memory: Which checkpoints stay in memory.
         keep_storage: Which checkpoints stay on storage; None for all.
-        memory_limit: Bytes that the job may occupy on a node; None for `keep` + 1 checkpoints.
+        memory_limit: Bytes that the job may occupy on a node; None for no limit.
         on_full: What a save does that finds no room.
         on_slow_storage: Whether storage gets all checkpoints that are meant for it.
         storage_options: For fsspec; they may hold secrets, so they stay out of repr.

@@ -73,7 +73,7 @@ class MemoryStorageReader(StorageReader):
         job: Name of the job's memory directory; by default from path, else from
             `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID`.
         storage_options: Passed to fsspec as they are.
-        verify: Hold what is read from storage, or was copied between nodes, against checksums.
+        verify: Hold what is read, from wherever, against its checksums, where they have been made.
         broadcast: Have storage give each byte once, instead of once for each node; nodes send each
             other what several of them need.
         record: Leave a line about each load in `recoveries.jsonl`.

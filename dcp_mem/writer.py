@@ -85,8 +85,8 @@ class MemoryStorageWriter(StorageWriter):
             them; None keeps all. Applied after each commit, to what dcp_mem wrote under path; never
             to the newest checkpoint, nor to one that is being read.
         memory_limit: Bytes (or "64GiB") that the job may occupy on a node; default
-            DCP_MEM_MEMORY_LIMIT, else keep_memory + 1 checkpoints, with the copies that come to the
-            node.
+            DCP_MEM_MEMORY_LIMIT, else what the tmpfs has room for; how many checkpoints stay is up
+            to keep_memory.
         on_full: What a save does when memory is full: "wait" for the flush to free a slot, "skip"
             the save, or "raise" MemoryBudgetExceeded. The same on all ranks. Where no flush could
             free a slot, "wait" raises too.
@@ -363,9 +363,9 @@ class MemoryStorageWriter(StorageWriter):
     ) -> Preparation:
         """Lay out and prefault slots in the background, so that no page faults slow the first save.
 
-        Slots are made for `keep` + 1 checkpoints, or as many as `memory_limit` has room for; what
-        `frozen=` declares gets one for all of them. Call it on all ranks. It returns once all ranks
-        have planned, and raises on all where one of them can't.
+        Slots are made for `keep_memory` + 1 checkpoints, or as many as `memory_limit` has room for;
+        what `frozen=` declares gets one for all of them. Call it on all ranks. It returns once all
+        ranks have planned, and raises on all where one of them can't.
 
         Args:
             state_dict: As dcp.save will get it.
@@ -444,7 +444,8 @@ class MemoryStorageWriter(StorageWriter):
         Closing twice is fine.
 
         Args:
-            flush: False doesn't wait; the agent goes on flushing by itself.
+            flush: False doesn't wait for storage; the agent goes on flushing. What this process has
+                under way is waited for: saves, copies to other nodes, checksums for 10 s at most.
             progress: Show how far the flush is, on stderr if that is a terminal.
             persist_newest: False leaves the newest checkpoint to `persist=`, like any other.
             keep_slots: For a restart within the process: free slots stay in memory, and all stay

@@ -16,7 +16,7 @@ steps = int(sys.argv[2]) if len(sys.argv) > 2 else 30
 dist.init_process_group("gloo")  # On GPUs: "cpu:gloo,cuda:nccl".
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
-fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))  # On GPUs: "cuda".
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 with CheckpointManager(
@@ -27,7 +27,7 @@ with CheckpointManager(
     if dist.get_rank() == 0:
         print("starting" if last is None else f"resuming after step {last}", flush=True)
     for step in range(0 if last is None else last + 1, steps):
-        inputs = torch.rand(8, 16)
+        inputs = torch.rand(8, 16)  # On GPUs: device="cuda".
         loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         loss.backward()
         optimizer.step()

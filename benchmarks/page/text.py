@@ -32,7 +32,7 @@ was measured in turn with them. Bare clients (obstore, botocore) only move bytes
 checksums and know nothing of checkpoints, so they count neither as floor nor as peer. obstore,
 written in Rust, takes less CPU than the floor, which is Python's sockets.
 
-Large machines, real networks and GPUs were not measured.
+Large machines and real networks were not measured, and no run on GPUs is recorded here.
 """
 RUNS = """\
 Every run has its tables, spreads, targets (met and missed) and notes in a file of its own, with the

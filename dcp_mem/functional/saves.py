@@ -61,7 +61,7 @@ def save(
         planner: Default torch's.
         process_group: The ranks that save together; default all.
         no_dist: Save alone.
-        use_collectives: As in dcp.save, which False leaves the save to.
+        use_collectives: As in dcp.save. False leaves the save to dcp.save.
 
     Returns:
         The checkpoint's metadata, made when it is first looked at.
@@ -188,9 +188,9 @@ def async_save(
 ) -> Any:
     """Save as `torch.distributed.checkpoint.async_save` does: copy, return, save in the background.
 
-    With a MemoryStorageWriter the state dict is copied straight into node memory, once. Saves of
-    one process take turns, so several may be under way; each makes the checkpoint that it was
-    called for, or raises.
+    With a MemoryStorageWriter the state dict is copied straight into node memory, from the second
+    save of a structure on. Saves of one process take turns, so several may be under way; each makes
+    the checkpoint that it was called for, or raises.
 
     Args:
         state_dict: What to save; stateful objects are asked for theirs.
@@ -276,7 +276,7 @@ def _can_begin_itself(process_group: dist.ProcessGroup | None) -> bool:
 
 
 def _begin_own(state_dict: dict[str, Any], **arguments: Any) -> Future[Metadata]:
-    """Begin a save as dcp.async_save does with a writer that stages, in half of its time.
+    """Begin a save as dcp.async_save does with a writer that stages, with less bookkeeping.
 
     1. Stage: the writer copies the state dict, in this thread.
     2. Save: dcp.save takes what is staged, in another thread.

@@ -46,7 +46,7 @@ class LoadRequest:
         places: Where to look.
         refusal: Why this rank can't load at all. The survey raises it, on all ranks.
         started: When the load began, by `time.monotonic`.
-        verify: Whether bytes from storage, and copied ones in memory, are held against checksums.
+        verify: Whether bytes are held against their checksums, where these have been made.
         across_nodes: Whether nodes send each other what they have fetched from storage.
         leaves_record: Whether `recoveries.jsonl` gets a line.
         weights_only: Whether tensors that were pickled whole are unpickled with restrictions.

@@ -185,7 +185,7 @@ class CheckpointManager:
             force_persist: Save now, whatever the interval says, and have storage get it.
 
         Returns:
-            What became of it; true if a checkpoint was made.
+            What became of it; true if a checkpoint was made, or begun.
 
         Raises:
             ConfigError: An argument can't work.
@@ -599,7 +599,8 @@ class CheckpointManager:
         Closing twice is fine.
 
         Args:
-            flush: False returns at once; the agent goes on flushing.
+            flush: False doesn't wait for storage; the agent goes on flushing. What this process has
+                under way is waited for: a save, copies to other nodes, checksums for 10 s at most.
             progress: Show progress on standard error if that is a terminal.
             persist_newest: False leaves the newest checkpoint to `persist=`, like any other.
             keep_slots: For a restart within the process, as for `MemoryStorageWriter.close`; an

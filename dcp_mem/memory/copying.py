@@ -138,12 +138,13 @@ def moves_of(destination: Columns, source: Columns, nbytes: Columns) -> list[Mov
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> Columns:
-    """Return the address of each tensor.
+    """Return the address of each tensor; of a device that has the highest bit set, below 0.
 
     Args:
         tensors: Of any device.
     """
-    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+    addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
+    return addresses.view(np.int64)
 
 
 def sizes_of(tensors: Sequence[torch.Tensor]) -> Columns:

@@ -13,11 +13,11 @@ breaks the rule: the checkpoint is discarded then, and never completed.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from functools import cached_property
 from itertools import chain, compress
 from typing import Any
@@ -114,11 +114,12 @@ class OverlappedCopies:
 
         Args:
             overlap: Whose steps wait.
-            planned: What is saved.
+            planned: What is saved; kept only where what is copied is to be validated.
             warn: Called with the reason where everything has to be copied at once.
         """
         self.optimizers = overlap.optimizers
-        self._validates, self._planned, self._warn = overlap.validate, planned, warn
+        self._validates, self._warn = overlap.validate, warn
+        self._planned = planned if overlap.validate else None
         self._left = _Copies()
         self._checks: list[_Check] = []
         self._read: list[torch.UntypedStorage] = []
@@ -126,7 +127,8 @@ class OverlappedCopies:
         self._written: list[tuple[torch.Tensor, int]] = []
         self._guard = threading.RLock()  # a collection within it may give these copies back
         self._is_awaited = self._is_cancelled = self._is_copying = False
-        self._copying: Future[None] | None = None
+        self._copied = threading.Event()
+        self._copied.set()
         self._copier: threading.Thread | None = None
         self._error: BaseException | None = None
         self._then: Callable[[], None] | None = None
@@ -177,8 +179,8 @@ class OverlappedCopies:
         with _guard:
             _pending.add(self)
         if self._left:
-            self._is_copying = True
-            self._copying = _copiers.submit(self._work)
+            self._copied.clear()
+            _copiers.submit(self._work)  # may raise, or be interrupted, once the work is queued
 
     def wait(self) -> None:
         """Return once what is copied may change. What has gone wrong is raised by `finish`."""
@@ -206,6 +208,8 @@ class OverlappedCopies:
                 # A collection of garbage calls this, in the middle of what the copier waits for.
                 self._then = then
                 return
+            if not self._is_copying:  # and it never will be
+                self._copied.set()
         try:
             self._end(is_awaited=False)
         finally:
@@ -227,21 +231,26 @@ class OverlappedCopies:
         with _guard:
             _pending.discard(self)
         self._read.clear()
+        self._planned = None
         self.__dict__.pop("_may_wait", None)
 
     def _join(self, *, is_awaited: bool = True) -> None:
         # Whoever cancels isn't served by more threads: a collection of garbage may call, with locks
         # held that other threads need to begin.
         self._is_awaited = self._is_awaited or is_awaited
-        if self._copying is None or self._copier is threading.current_thread():
+        if self._copier is threading.current_thread():
             return  # its last copy has been made, and a collection runs behind that
         interrupt: BaseException | None = None
-        while not self._copying.done():  # what is still written to may not be left
-            interrupt = _waited(self._copying) or interrupt
+        while not self._copied.is_set():  # what is still written to may not be left
+            interrupt = _waited(self._copied) or interrupt
         if interrupt is not None:
             raise interrupt
 
     def _work(self) -> None:
+        with self._guard:
+            if self._is_cancelled:
+                return
+            self._is_copying = True
         self._copier = threading.current_thread()
         try:
             faults.point("overlap.begun")
@@ -259,19 +268,26 @@ class OverlappedCopies:
             self._checks.clear()
             with self._guard:
                 self._is_copying, then = False, self._then
-            if then is not None:
-                try:
-                    self._let_go()
-                finally:
-                    then()
+            try:
+                if then is not None:
+                    self._give_back(then)
+            finally:
+                self._copied.set()
+
+    def _give_back(self, then: Callable[[], None]) -> None:
+        try:
+            self._let_go()
+        finally:
+            then()
 
     def _validate(self) -> None:
+        planned = self._planned
+        if self._is_cancelled or planned is None or planned.sources is None:
+            return
         changed = [check for check in self._checks if not check.holds()]
-        if changed and not self._is_cancelled:
-            assert self._planned.sources is not None  # else there are no columns to take over
-            number = self._planned.sources.addresses.index(changed[0].source)
-            item = self._planned.tensors[number]
-            raise _changed(self._planned.items.index(item).fqn, len(changed))
+        if changed:
+            item = planned.tensors[planned.sources.addresses.index(changed[0].source)]
+            raise _changed(planned.items.index(item).fqn, len(changed))
 
     def _validate_devices(self) -> None:
         """Look once, before the optimizers' steps, at how often tensors on devices were written to.
@@ -286,10 +302,10 @@ class OverlappedCopies:
                 self._error = _changed(what, len(changed))
 
 
-def _waited(copying: Future[None]) -> BaseException | None:
+def _waited(copied: threading.Event) -> BaseException | None:
     """Wait for copies; return what interrupts that. What goes wrong with them is in `_error`."""
     try:
-        copying.result()
+        copied.wait()
     except BaseException as interrupt:
         return interrupt
     return None
@@ -421,3 +437,13 @@ def _hook(optimizer: Optimizer) -> None:
             return
         _hooked.add(optimizer)
     optimizer.register_step_pre_hook(lambda stepping, *_: wait_for_copies(stepping))
+
+
+def _forget_parent() -> None:
+    """Wait for no copies of the parent's: it makes them, of memory that this process shares."""
+    global _guard
+    _guard = threading.RLock()
+    _pending.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

@@ -55,6 +55,7 @@ from dcp_mem.saving.dcp_takeover import (
     why_not_own_plan,
 )
 from dcp_mem.saving.eager import EagerItems
+from dcp_mem.saving.frozen import warn_without_effect
 from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.own_plans import OwnPlanItems, own_plans_of
 from dcp_mem.saving.pipeline import carry_out, save
@@ -456,6 +457,8 @@ class Saver:
             info=info,
         )
         plans, to_lowest_rank = own_plans_of(session), saves_to_lowest_rank(call.planner)
+        if self.frozen is not None:
+            warn_without_effect(session, "another process makes the save")
 
         def plan() -> Planned | None:
             raise_if_refused(state)

@@ -5,7 +5,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -478,7 +477,8 @@ def test_an_interrupt_while_copies_are_given_back_leaves_none_under_way(
     done: list[str] = []
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
     copies = OverlappedCopies(dcp_mem.Overlap(optimizer), None, done.append)  # type: ignore[arg-type]
-    copies._copying = Future()
+    copies._copied.clear()
+    copies._is_copying = True
 
     class Copies:
         def wait(self) -> None:
@@ -491,7 +491,7 @@ def test_an_interrupt_while_copies_are_given_back_leaves_none_under_way(
 
     def interrupted(copying: Any) -> BaseException:
         if "interrupted" in done:
-            copying.set_result(None)
+            copying.set()
             done.append("host")
         done.append("interrupted")
         return KeyboardInterrupt()
@@ -517,8 +517,7 @@ def test_a_collection_in_the_copiers_own_thread_gives_back_only_once_it_has_copi
     addresses = np.zeros(2, np.int64)
     copies._left.add(addresses, addresses, np.full(2, overlap_module._BATCH))
     copies.begin()
-    assert copies._copying is not None
-    copies._copying.result(60)
+    assert copies._copied.wait(60)
     assert done == ["copied 1", "given back"]
     assert copies not in overlap_module._pending
     copies.cancel(lambda: done.append("once more"))  # from any other thread: at once

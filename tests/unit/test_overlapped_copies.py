@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import warnings
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dcp_mem
 from dcp_mem.memory import copying
-from dcp_mem.memory.copying import copy_many_here
+from dcp_mem.memory.copying import addresses_of, copy_many_here
 from dcp_mem.saving import overlap
+from dcp_mem.saving.overlap import OverlappedCopies
 
 
 @given(
@@ -77,3 +85,73 @@ def test_pieces_of_any_number_are_copied_in_this_thread(
     target = np.zeros_like(source)
     copy_many_here(target.ctypes.data + starts, source.ctypes.data + starts, nbytes)
     assert (target == source).all() or count == 0
+
+
+def test_addresses_of_devices_may_have_the_highest_bit_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = torch.zeros(2)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: (1 << 63) + 16)
+    tensors = overlap._Tensors([known])
+    assert tensors.find(addresses_of([known]), np.array([8])).tolist() == [0]
+
+
+def _one_copy() -> tuple[OverlappedCopies, torch.Tensor]:
+    parameter, target = torch.nn.Parameter(torch.ones(3)), torch.zeros(3)
+    optimizer = torch.optim.SGD([parameter])
+    copies = OverlappedCopies(dcp_mem.Overlap(optimizer), None, print)  # type: ignore[arg-type]
+    columns = np.array([[target.data_ptr()], [parameter.data_ptr()], [12]])
+    assert copies.take(*columns).tolist() == [False]
+    return copies, target
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_work_that_was_queued_when_its_save_was_given_up_copies_nothing(
+    is_interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[Any] = []
+
+    class Threads:
+        def submit(self, act: Any) -> None:
+            queued.append(act)
+            if is_interrupted:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(overlap, "_copiers", Threads())
+    copies, target = _one_copy()
+    with pytest.raises(KeyboardInterrupt) if is_interrupted else contextlib.nullcontext():
+        copies.begin()
+    given_back: list[bool] = []
+    copies.cancel(lambda: given_back.append(True))  # waits for nothing: nobody may ever come
+    queued[0]()
+    assert given_back == [True]
+    assert target.sum() == 0
+    overlap.wait_for_copies()
+
+
+def test_a_forked_child_waits_for_no_copies_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Threads:
+        def submit(self, act: Any) -> None:
+            pass
+
+    monkeypatch.setattr(overlap, "_copiers", Threads())
+    copies, _ = _one_copy()
+    copies.begin()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of pytest's plugins
+        child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        with contextlib.suppress(BaseException):
+            copies.optimizers[0].step()
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    copies.cancel(lambda: None)
+
+
+def test_what_is_not_validated_is_not_kept_beyond_its_copies() -> None:
+    copies, target = _one_copy()
+    assert copies._planned is None
+    copies.begin()
+    copies.finish()
+    assert target.sum() == 3
+    assert not copies._read
