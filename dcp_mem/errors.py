@@ -9,8 +9,8 @@ sends exceptions from rank to rank, and one that doesn't pickle would hang the o
 - Wait, or try again: `WaitTimeout`, `CheckpointInUse`, `StorageUnavailable`, `CredentialsExpired`.
 - Mend storage or the network; training can go on: `StorageRefused`, `FlushFailed`,
   `ReplicationFailed`.
-- Load another checkpoint: `NoRecoverableCheckpoint`, `CheckpointNotFound`, `SegmentCorrupt`,
-  `ManifestInvalid`, `SizeRefused`, `StorageKeyMissing`.
+- Load another checkpoint: `NoRecoverableCheckpoint`, `CheckpointNotFound`, `NotOfOneSave`,
+  `SegmentCorrupt`, `ManifestInvalid`, `SizeRefused`, `StorageKeyMissing`.
 - Decide whether to trust a checkpoint: `UntrustedMetadata`, `UntrustedObject`.
 - Look at another rank: `RankFailed`.
 """
@@ -24,6 +24,10 @@ from typing import Any, TypeVar
 
 _MOST_LISTED = 10
 """Checkpoints that an error names."""
+_MOST_ITEMS = 5
+"""Items of a checkpoint that an error names."""
+MARK = "_dcp_mem_"
+"""How attributes begin that say who else raises an error; `comm/agreement.py` sets them."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -354,6 +358,31 @@ _RANKS = 1 << 24
 """As `names.FROZEN`: a segment's number modulo this is its rank."""
 
 
+class NotOfOneSave(DcpMemError):
+    """A checkpoint turned out damaged while it was read, and an older one can't replace all of it.
+
+    The state dict has values of the damaged one. Load into a new one, or without
+    `allow_partial_load`.
+
+    Args:
+        name: The older checkpoint.
+        lacking: What it doesn't have.
+    """
+
+    def __init__(self, name: str, lacking: Sequence[str]) -> None:
+        super().__init__(name, tuple(lacking))
+        self.name, self.lacking = name, tuple(lacking)
+
+    def __str__(self) -> str:
+        some, left = ", ".join(self.lacking[:_MOST_ITEMS]), len(self.lacking) - _MOST_ITEMS
+        more = f" and {left} more" if left > 0 else ""
+        return (
+            f"{self.name} lacks {some}{more}, which may have been read of a checkpoint that turned "
+            f"out to be damaged: the state dict isn't of one save. Load into a new one, or without "
+            f"allow_partial_load"
+        )
+
+
 class SegmentCorrupt(DcpMemError):
     """Bytes that were read aren't those that were saved.
 
@@ -535,7 +564,12 @@ def plain_error(error: Exception) -> Exception:
     Args:
         error: Any.
     """
-    return error if _survives_pickling(error) else DcpMemError(f"{type(error).__name__}: {error}")
+    if _survives_pickling(error):
+        return error
+    plain = DcpMemError(f"{type(error).__name__}: {error}")
+    # Whether all ranks raise it decides what this rank exchanges with them.
+    plain.__dict__.update({key: of for key, of in vars(error).items() if key.startswith(MARK)})
+    return plain
 
 
 def _survives_pickling(error: Exception) -> bool:

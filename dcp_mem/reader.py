@@ -134,6 +134,7 @@ class MemoryStorageReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """Open the checkpoint together with the other ranks; return DCP's metadata of it."""
         started = time.monotonic()
+        asked_for = self._taken_id()
         self.close()
         planning, takeover, why_not = planning_call(self), None, ""
         if planning is not None:
@@ -144,13 +145,17 @@ class MemoryStorageReader(StorageReader):
             call = dcp_call(self._process_group, f"load {self.settings.job}")
             if planning is not None and why_not:
                 log_once(f"loads are left to torch's planner, which takes longer: {why_not}")
-                guard_planner(planning, call.ranks)
+                guard_planner(planning, call.ranks, self.close)
             elif planning is not None:
                 takeover = LoadTakeover(planning)
             with leaving_on_error(call.ranks), collector_paused():
                 self._load = LoadAttempt(
                     self._request(
-                        call, started, self._weights_only, plans_itself=takeover is not None
+                        call,
+                        asked_for,
+                        started,
+                        self._weights_only,
+                        plans_itself=takeover is not None,
                     )
                 )
                 self._opened = open_newest(self._load)
@@ -293,14 +298,13 @@ class MemoryStorageReader(StorageReader):
         weights_only: bool,
     ) -> tuple[LoadAttempt, OpenCheckpoint]:
         """Survey, elect, and open the newest checkpoint, or the one that was asked for."""
-        self.reset(checkpoint_id)
         started = time.monotonic()
         self.close()
         group = process_group if process_group is not None else self._process_group
         call = direct_call(group, no_dist, f"load {self.settings.job}")
         self._is_coordinator = call.rank == 0
         with leaving_on_error(call.ranks), collector_paused():
-            self._load = LoadAttempt(self._request(call, started, weights_only))
+            self._load = LoadAttempt(self._request(call, checkpoint_id, started, weights_only))
             self._opened = open_newest(self._load)
             return self._load, self._opened
 
@@ -315,9 +319,8 @@ class MemoryStorageReader(StorageReader):
             RankFailed: Another rank has failed.
         """
         call = direct_call(self._process_group, False, f"load {self.settings.job}")
-        self._id = None
         with leaving_on_error(call.ranks):
-            load = LoadAttempt(self._request(call, time.monotonic(), True))
+            load = LoadAttempt(self._request(call, None, time.monotonic(), True))
             plan = elect_together(load, Search(None, names.COLLECTIVE))
         return list(dict.fromkeys(choice.name for choice in plan.choices))
 
@@ -350,11 +353,21 @@ class MemoryStorageReader(StorageReader):
 
     # -- details -----------------------------------------------------------------------------------
 
+    def _taken_id(self) -> str | os.PathLike[str] | None:
+        """Return the id that `reset` was given; without another `reset`, the next load has none."""
+        asked_for, self._id = self._id, None
+        return asked_for
+
     def _request(
-        self, call: DcpCall, started: float, weights_only: bool, *, plans_itself: bool = False
+        self,
+        call: DcpCall,
+        asked_for: str | os.PathLike[str] | None,
+        started: float,
+        weights_only: bool,
+        *,
+        plans_itself: bool = False,
     ) -> LoadRequest:
         """Return what this load was asked for; an error goes with it, to be raised on all ranks."""
-        asked_for, self._id = self._id, None
         wanted = attempt(partial(self._wanted, asked_for))
         places = attempt(self._places)
         return LoadRequest(
@@ -391,7 +404,11 @@ class MemoryStorageReader(StorageReader):
                 "DCP calls read_metadata before this: drive the reader through dcp.load"
             )
         with leaving_on_error(load.ranks):
-            wait_for_copies()  # of a save: what is loaded may go into what is still being copied
+            try:
+                wait_for_copies()  # of a save: they may be of what is loaded into
+            except BaseException:
+                opened.close()
+                raise
             self._report = load_opened(
                 load, opened, plan, planner, is_coordinator=self._is_coordinator
             )

@@ -19,12 +19,12 @@ raises RankFailed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dcp_mem.comm.collectives import Ranks
-from dcp_mem.errors import RankFailed
+from dcp_mem.errors import MARK, RankFailed
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -34,8 +34,7 @@ Failures = tuple[tuple[int, str], ...]
 """(rank, what went wrong there), sorted by rank; the first few of them."""
 
 _MOST_FAILURES = 8
-_SHARED = "_dcp_mem_is_shared"
-_OF_ONE_CALL = "_dcp_mem_is_of_one_call"
+_SHARED, _OF_ONE_CALL = MARK + "is_shared", MARK + "is_of_one_call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +158,12 @@ def known_to_all(error: E, *, is_of_one_call: bool = True) -> E:
     """
     _mark(error, is_shared=True)
     if not is_of_one_call:
-        setattr(error, _OF_ONE_CALL, False)
+        vars(error)[_OF_ONE_CALL] = False
     return error
 
 
 def _mark(error: Exception, *, is_shared: bool) -> Exception:
-    with suppress(Exception):  # an error of a class of its own may take no attributes
-        setattr(error, _SHARED, is_shared)
+    vars(error)[_SHARED] = is_shared  # by setattr, a class of its own might refuse
     return error
 
 

@@ -91,7 +91,9 @@ class HoldingReader(MemoryStorageReader):
             eligible: Returns the candidates that will do.
         """
         self._is_coordinator = call.rank == 0
-        request = replace(self._request(call, time.monotonic(), True), eligible=eligible)
+        request = replace(
+            self._request(call, self._taken_id(), time.monotonic(), True), eligible=eligible
+        )
         return LoadAttempt(request, self.watch)
 
     def hold(self, load: LoadAttempt, opened: OpenCheckpoint) -> None:

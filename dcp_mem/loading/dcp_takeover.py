@@ -8,6 +8,8 @@ rank has one. An error of one rank goes to all ranks as DCP has it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -18,6 +20,7 @@ from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import leaving_on_error
 from dcp_mem.comm.dcp_call import PlanningCall
 from dcp_mem.common.gc_pause import collector_paused
+from dcp_mem.errors import picklable
 from dcp_mem.format.metadata import LazyMetadata
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.plan import plan_alone, plan_together
@@ -49,15 +52,16 @@ class LoadTakeover:
         return LazyMetadata(lambda: opened.metadata)
 
 
-def guard_planner(call: PlanningCall, ranks: Ranks) -> None:
+def guard_planner(call: PlanningCall, ranks: Ranks, give_up: Callable[[], None]) -> None:
     """Have the ranks left where DCP's planner raises in front of their exchanges in `read_data`.
 
     Args:
         call: The planning step of DCP, whose planner isn't a usual one.
         ranks: That load together.
+        give_up: Called where the planner raises: DCP won't call `read_data`.
     """
     known = call.planner.planner if isinstance(call.planner, _Guarded) else call.planner
-    call.replace_planner(_Guarded(known, ranks))
+    call.replace_planner(_Guarded(known, ranks, give_up))
 
 
 def why_not_own_plan(planner: LoadPlanner) -> str:
@@ -94,26 +98,33 @@ def taken_over(plan: LoadPlan, planner: LoadPlanner) -> tuple[LoadPlan | Reads, 
 
 
 class _Guarded(LoadPlanner):
-    """DCP's planner, whose `finish_plan` leaves no rank waiting; DCP guards its other methods.
+    """DCP's planner, whose errors leave no rank waiting, and nothing open.
 
     Attributes:
         planner: DCP's.
     """
 
-    def __init__(self, planner: LoadPlanner, ranks: Ranks) -> None:
-        self.planner, self._ranks = planner, ranks
+    def __init__(self, planner: LoadPlanner, ranks: Ranks, give_up: Callable[[], None]) -> None:
+        self.planner, self._ranks, self._give_up = planner, ranks, give_up
 
+    @picklable
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        self.planner.set_up_planner(*args, **kwargs)
+        with _giving_up(self._give_up):
+            self.planner.set_up_planner(*args, **kwargs)
 
+    @picklable
     def create_local_plan(self) -> LoadPlan:
-        return self.planner.create_local_plan()
+        with _giving_up(self._give_up):
+            return self.planner.create_local_plan()
 
+    @picklable
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return self.planner.create_global_plan(global_plan)
+        with _giving_up(self._give_up):
+            return self.planner.create_global_plan(global_plan)
 
+    @picklable
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        with leaving_on_error(self._ranks):
+        with _giving_up(self._give_up), leaving_on_error(self._ranks):
             return self.planner.finish_plan(central_plan)
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
@@ -124,6 +135,16 @@ class _Guarded(LoadPlanner):
 
     def commit_tensor(self, read_item: Any, tensor: Any) -> None:
         self.planner.commit_tensor(read_item, tensor)
+
+
+@contextmanager
+def _giving_up(give_up: Callable[[], None]) -> Iterator[None]:
+    """Call this where the block raises: DCP goes no further with the load."""
+    try:
+        yield
+    except BaseException:
+        give_up()
+        raise
 
 
 class _StandIn(LoadPlanner):
@@ -155,18 +176,22 @@ class _StandIn(LoadPlanner):
     ) -> None:
         return
 
+    @picklable
     def create_local_plan(self) -> LoadPlan:
-        opened, state = self.opened, self._state
+        opened = self.opened
         assert opened is not None
-        if self.ranks is None:
-            with collector_paused():
-                self.reads = plan_alone(opened, self.own, state, self._is_coordinator)
-            return LoadPlan([])
-        with leaving_on_error(self.ranks), collector_paused():
-            self.reads = plan_together(
-                self.ranks, opened, self.own, lambda: state, is_coordinator=self._is_coordinator
-            )
+        with _giving_up(opened.close), collector_paused():
+            self.reads = self._planned(opened)
         return LoadPlan([])
+
+    def _planned(self, opened: OpenCheckpoint) -> LoadPlan | Reads:
+        state, is_coordinator = self._state, self._is_coordinator
+        if self.ranks is None:
+            return plan_alone(opened, self.own, state, is_coordinator)
+        with leaving_on_error(self.ranks):
+            return plan_together(
+                self.ranks, opened, self.own, lambda: state, is_coordinator=is_coordinator
+            )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan

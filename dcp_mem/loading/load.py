@@ -16,7 +16,7 @@ from dcp_mem.errors import NoRecoverableCheckpoint, RankFailed, SegmentCorrupt
 from dcp_mem.loading.candidates import open_next, open_without
 from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
 from dcp_mem.loading.open import OpenCheckpoint
-from dcp_mem.loading.plan import plan_again, plans_alone
+from dcp_mem.loading.plan import plan_again, planned_names, plans_alone
 from dcp_mem.loading.read import read_items
 from dcp_mem.loading.record import record_load
 from dcp_mem.loading.redundancy import restore_redundancy
@@ -55,8 +55,10 @@ def load_opened(
     Raises:
         SegmentCorrupt: No source has the bytes whole, and there is nothing to fall back on.
         NoRecoverableCheckpoint: Nor is there an older checkpoint that can be loaded.
+        NotOfOneSave: An older one doesn't have all that was read of the damaged one.
         RankFailed: Another rank has failed.
     """
+    written: set[str] = set()
     try:
         while True:
             result = _read_together(load, opened, plan, planner)
@@ -70,7 +72,10 @@ def load_opened(
             unread = opened
             opened = _open_another(load, unread, planner, result)
             if not _is_same_save(opened, unread):
-                plan = plan_again(load.ranks, opened, planner, is_coordinator=is_coordinator)
+                written |= planned_names(plan)
+                plan = plan_again(
+                    load.ranks, opened, planner, written, is_coordinator=is_coordinator
+                )
     finally:
         opened.close()
     report, recorder = report_together(load, opened, result.used)
@@ -201,9 +206,9 @@ def _damaged_in_memory(
 ) -> DamagedSegment | None:
     """Return the segment that is newly known to be damaged in this node's memory.
 
-    Only of a checkpoint that several nodes have together: another node may have a copy.
+    Only of a checkpoint that all ranks saved together: another node may have a copy.
     """
-    if load.memory is None or opened.choice.holders is None:
+    if load.memory is None or not load.is_collective:
         return None
     if not isinstance(error, SegmentCorrupt) or error.source != MemorySource.label:
         return None

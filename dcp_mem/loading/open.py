@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -74,16 +74,16 @@ def open_together(load: LoadAttempt, choice: ElectedCheckpoint) -> OpenCheckpoin
     Raises:
         CannotOpen: A rank can't; on all ranks alike.
     """
-    located = attempt(partial(locate, load, choice))
-    memory = located.value.memory if located.error is None else None
-    files = share_description_files(load, choice, memory)
-    opened = attempt(lambda: _open(load, choice, located.value, files))
-    trouble = load.ranks.all_reduce((load.ranks.rank, _trouble(opened)), _first_trouble)[1]
-    if not trouble:
-        return opened.value
-    if opened.error is None:
-        opened.value.close()
-    raise CannotOpen(trouble)
+    with ExitStack() as unless_opened:
+        located = attempt(lambda: unless_opened.enter_context(closing(locate(load, choice))))
+        memory = located.value.memory if located.error is None else None
+        files = share_description_files(load, choice, memory)
+        opened = attempt(lambda: _open(load, choice, located.value, files))
+        trouble = load.ranks.all_reduce((load.ranks.rank, _trouble(opened)), _first_trouble)[1]
+        if trouble:
+            raise CannotOpen(trouble)
+        unless_opened.pop_all()
+    return opened.value
 
 
 def _first_trouble(first: tuple[int, str], second: tuple[int, str]) -> tuple[int, str]:
@@ -101,12 +101,8 @@ def _trouble(opened: Attempted[OpenCheckpoint]) -> str:
 def _open(
     load: LoadAttempt, choice: ElectedCheckpoint, located: LocatedSources, files: SharedFiles
 ) -> OpenCheckpoint:
-    """Open a checkpoint on this rank; what could be opened is closed where that isn't enough."""
-    try:
-        description, sources, troubles = _described(located, files)
-    except BaseException:
-        located.close()
-        raise
+    """Open a checkpoint on this rank."""
+    description, sources, troubles = _described(located, files)
     for trouble in troubles:
         load.note(choice, trouble)
     return OpenCheckpoint(choice, description, sources, located.lease)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    _EmptyStateDictLoadPlanner,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import on_all_ranks
+from dcp_mem.errors import NotOfOneSave
 from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.memory.cuda_batches import may_copy_to_device
 from dcp_mem.planning.load_planner import LocalLoadPlanner
@@ -70,7 +74,12 @@ def plan_alone(
 
 
 def plan_again(
-    ranks: Ranks, opened: OpenCheckpoint, planner: LoadPlanner, *, is_coordinator: bool
+    ranks: Ranks,
+    opened: OpenCheckpoint,
+    planner: LoadPlanner,
+    written: Collection[str],
+    *,
+    is_coordinator: bool,
 ) -> LoadPlan | Reads:
     """Return this rank's plan for another checkpoint than the planner has planned for.
 
@@ -78,21 +87,44 @@ def plan_again(
         ranks: The ranks that load together.
         opened: The other checkpoint.
         planner: One that `plans_alone`.
+        written: Names of what may have been read of other checkpoints, which the plan has to cover:
+            the state would be of two checkpoints.
         is_coordinator: Whether this rank is DCP's coordinator.
 
     Raises:
+        NotOfOneSave: The plan leaves out some of what was written.
         Exception: This rank can't plan.
         RankFailed: Another rank can't.
     """
     assert isinstance(planner, DefaultLoadPlanner)
 
-    def state() -> dict[str, Any]:
-        found: dict[str, Any] = planner.original_state_dict
-        if hasattr(planner, "keys"):  # torch's planner that fills an empty state dict
-            found.clear()
+    def plan() -> LoadPlan | Reads:
+        state: dict[str, Any] = planner.original_state_dict
+        if isinstance(planner, _EmptyStateDictLoadPlanner):  # it fills the state dict
+            state.clear()
+        found = plan_alone(opened, planner, state, is_coordinator)
+        left = set(written).difference(planned_names(found), _taken_out(planner))
+        if left and not isinstance(planner, _EmptyStateDictLoadPlanner):
+            raise NotOfOneSave(opened.choice.name, sorted(left))
         return found
 
-    return plan_together(ranks, opened, planner, state, is_coordinator=is_coordinator)
+    return on_all_ranks(ranks, f"planning the load of {opened.choice.name}", plan)
+
+
+def planned_names(plan: LoadPlan | Reads) -> set[str]:
+    """Return the flattened names of what a rank is to read.
+
+    Args:
+        plan: Of the rank.
+    """
+    if isinstance(plan, Reads):
+        return {one.request.dest_index.fqn for one in plan.everything()}
+    return {request.dest_index.fqn for request in plan.items}
+
+
+def _taken_out(planner: LoadPlanner) -> Collection[str]:
+    """Return the names of optional entries that the checkpoint lacks: they leave the state dict."""
+    return planner.lacking_names if isinstance(planner, LocalLoadPlanner) else ()
 
 
 def plans_alone(planner: LoadPlanner) -> bool:

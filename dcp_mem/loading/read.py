@@ -361,7 +361,8 @@ def _local_elements(tensor: Any) -> int:
 
 
 def _corrupt(opened: OpenCheckpoint, detail: str) -> SegmentCorrupt:
-    return SegmentCorrupt(opened.choice.name, 0, opened.sources[0].label, detail)
+    source = opened.sources[0].label if opened.sources else PEERS
+    return SegmentCorrupt(opened.choice.name, 0, source, detail)
 
 
 def _items_of(opened: OpenCheckpoint, plan: LoadPlan) -> Iterator[ItemRead]:

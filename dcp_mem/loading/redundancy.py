@@ -8,15 +8,17 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
-from dcp_mem.comm.agreement import described
+from dcp_mem.comm.agreement import attempt, described
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import RankFailed
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.repair import CannotRepair, Repair, begin_repair
-from dcp_mem.memory.locks import share
+from dcp_mem.memory.locks import open_leased
 from dcp_mem.memory.root import node_id
+from dcp_mem.memory.slot import Slot
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.replicating.plan import FilePlan
@@ -68,7 +70,10 @@ def _restore(load: LoadAttempt, choice: ElectedCheckpoint) -> None:
     # A node that has just got to know the checkpoint has no record of its redundancy.
     has_no_record = repair.checkpoint.replication.outcome != Outcome.REPLICATED
     if repair.ranks.all_reduce(bool(plans) or has_no_record, operator.or_):
-        _start(repair, plans, redundancy, parity)
+        # The other ranks may be in their next call: this one must not leave them for its failure.
+        started = attempt(lambda: _start(repair, plans, redundancy, parity))
+        if started.error is not None:
+            log.warning("%s gets no new copies here: %s", choice.name, described(started.error))
 
 
 def _lacks_redundancy(choice: ElectedCheckpoint, nodes: Mapping[int, str]) -> bool:
@@ -109,21 +114,26 @@ def _start(
     repair: Repair, plans: Sequence[FilePlan], redundancy: Redundancy, parity: frozenset[str]
 ) -> None:
     """Have the replicator make the files; superseded parity is dropped when all are there."""
-    task = repair.task(plans)
-    lease = os.open(repair.checkpoint.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
-    share(lease)
 
     def drop_superseded_parity(is_replicated: bool) -> None:
         if is_replicated and redundancy.parity:
             repair.session.memory.drop_parity(repair.manifest, parity)
 
-    repair.session.replicator.start(
-        Replication(
-            task=task,
-            redundancy=redundancy,
-            lease=lease,
-            is_leader=repair.topology.is_leader,
-            remark="",
-            on_recorded=drop_superseded_parity,
+    with ExitStack() as unless_started:
+        lease = open_leased(repair.checkpoint.manifest_path)
+        unless_started.callback(os.close, lease)
+        task = repair.task(plans)
+        for slot in task.slots.values():
+            if isinstance(slot, Slot):
+                unless_started.callback(repair.session.slots.abandon, slot)
+        repair.session.replicator.start(
+            Replication(
+                task=task,
+                redundancy=redundancy,
+                lease=lease,
+                is_leader=repair.topology.is_leader,
+                remark="",
+                on_recorded=drop_superseded_parity,
+            )
         )
-    )
+        unless_started.pop_all()

@@ -64,10 +64,7 @@ class Repair:
         Raises:
             LookupError: The checkpoint has just left memory.
         """
-        found = _find(self.session, self.manifest.name, self.manifest.save_id)
-        if found is None:
-            raise LookupError(f"{self.manifest.name} has left memory")
-        return found
+        return _found(self.session, self.manifest.name, self.manifest.save_id)
 
     def task(self, file_plans: Iterable[FilePlan]) -> ReplicationTask:
         """Return this rank's part in making these files, with slots claimed for its own.
@@ -102,6 +99,7 @@ def begin_repair(load: LoadAttempt, choice: ElectedCheckpoint) -> Repair:
     1. One rank reads the description files for nodes that have nothing of the checkpoint.
     2. Every rank opens its session; one all-reduce.
     3. One rank of each node that lacks them puts manifest and catalog there; one all-reduce.
+    4. Every rank finds the checkpoint on its node; one all-reduce.
 
     Args:
         load: The load; this node has memory of the job from now on.
@@ -119,18 +117,16 @@ def begin_repair(load: LoadAttempt, choice: ElectedCheckpoint) -> Repair:
     session = opened.value
     topology = session.topology(ranks, settings.failure_domain)
     published = attempt(lambda: _publish_where_unknown(session, topology, choice, files))
-    failures = ranks.all_reduce(published.failures(ranks.rank), joined)
-    checkpoint = _find(session, choice.name, choice.save_id)
-    raise_cannot_repair(failures)
-    if checkpoint is None:
-        raise CannotRepair("it is gone")
+    raise_cannot_repair(ranks.all_reduce(published.failures(ranks.rank), joined))
+    found = attempt(lambda: _found(session, choice.name, choice.save_id))
+    raise_cannot_repair(ranks.all_reduce(found.failures(ranks.rank), joined))
     faults.point("mend.begun")
     return Repair(
         settings=settings,
         session=session,
         ranks=ranks,
         topology=topology,
-        manifest=checkpoint.manifest,
+        manifest=found.value.manifest,
     )
 
 
@@ -172,6 +168,13 @@ def _publish_where_unknown(
 def _publish(session: Session, files: DescriptionFiles) -> None:
     session.catalogs.put(files.catalog)
     session.publish(Manifest.from_json(files.manifest))
+
+
+def _found(session: Session, name: str, save_id: str) -> LocalCheckpoint:
+    found = _find(session, name, save_id)
+    if found is None:
+        raise LookupError(f"{name} has left memory")
+    return found
 
 
 def _find(session: Session, name: str, save_id: str) -> LocalCheckpoint | None:

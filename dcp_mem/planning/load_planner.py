@@ -49,6 +49,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
 
     Attributes:
         weights_only: As given.
+        lacking_names: Optional entries of the state dict that the checkpoint lacks.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         self._optional = optional
         self._skip = repeatable(skip)
         self._lacking: list[Path] = []
+        self.lacking_names: Collection[str] = ()
         self._is_by_catalog = False
 
     def plan(
@@ -112,7 +114,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         )
         if found is None:
             return None
-        self._is_by_catalog = True
+        self._is_by_catalog, self.lacking_names = True, lacking
         self._lacking = [wanted.paths[wanted.names.index(name)] for name in lacking]
         self.original_state_dict = state
         self.mappings = dict(zip(plan.names, plan.paths, strict=True))
@@ -131,6 +133,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         lacking = self._find_lacking(
             self.state_dict.keys() - skipped, lambda: metadata.state_dict_metadata
         )
+        self.lacking_names = lacking
         self._lacking = [self.mappings[name] for name in lacking]
         self.state_dict = {
             name: leaf

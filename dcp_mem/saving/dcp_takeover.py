@@ -22,6 +22,7 @@ from dcp_mem.comm import Ranks, SingleRank
 from dcp_mem.comm.agreement import Attempted, attempt, leaving_on_error
 from dcp_mem.comm.dcp_call import PlanningCall
 from dcp_mem.common.log import log
+from dcp_mem.errors import picklable
 from dcp_mem.planning.contradictions import PlanInvalid
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.ahead import AheadCopy, SentCopy, StagedState, staged_in
@@ -230,6 +231,7 @@ class _StandIn(SavePlanner):
             "is_coordinator": is_coordinator,
         }
 
+    @picklable
     def create_local_plan(self) -> SavePlan:
         set_up, self._set_up = self._set_up, None
         if self.is_planned:
@@ -240,6 +242,7 @@ class _StandIn(SavePlanner):
             _set_up(self.planner, set_up)
         return self.planner.create_local_plan()
 
+    @picklable
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self.is_planned:
             return all_plans, self.metadata
@@ -247,6 +250,7 @@ class _StandIn(SavePlanner):
             _refuse_contradictions(all_plans)
         return self.planner.create_global_plan(all_plans)
 
+    @picklable
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if self.is_planned:
             return new_plan

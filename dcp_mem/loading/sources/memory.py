@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -68,6 +69,8 @@ class MemorySource:
         """
         self.checkpoint = checkpoint
         self._resources = ExitStack()
+        # A load that DCP gives up before it reads closes nothing.
+        weakref.finalize(self, self._resources.close).atexit = False
         self._descriptors: dict[str, int] = {}
         self._catalog: Catalog | None = None
         self._ranks = {segment.file: segment.rank for segment in checkpoint.manifest.segments}
@@ -169,7 +172,7 @@ class MemorySource:
 
     def _view(self, file: str, start: int, stop: int) -> memoryview:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        return lent(self._descriptors[file], first, stop - first)[start - first :]
+        return lent(self._descriptor_of(file), first, stop - first)[start - first :]
 
     def _compare(self, file: str, numbers: slice, found: Crcs) -> None:
         """Raise SegmentCorrupt unless these blocks have the checksums beside the segment."""
@@ -337,7 +340,8 @@ class MemorySource:
 
     def _descriptor_of(self, file: str) -> int:
         if file not in self._descriptors:
-            raise self._corrupt(0, f"{file} is not part of it")
+            rank = self._ranks.get(file, 0)
+            raise self._corrupt(rank, self.lacking.get(rank, f"{file} is not part of it"))
         return self._descriptors[file]
 
     def _guarded(self, file: str, act: Callable[[], T]) -> T:
