@@ -74,12 +74,15 @@ def _has_groups() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def cause_of(error: BaseException, process_group: dist.ProcessGroup | None) -> BaseException:
+def cause_of(
+    error: BaseException, process_group: dist.ProcessGroup | None, what: str = "the save"
+) -> BaseException:
     """Return the error that a CheckpointException tells of; any other error as it is.
 
     Args:
         error: As `dcp.save` raises it.
         process_group: The ranks of the call; None for the default group.
+        what: The call.
 
     Returns:
         This rank's own error, else a RankFailed.
@@ -90,4 +93,4 @@ def cause_of(error: BaseException, process_group: dist.ProcessGroup | None) -> B
     if rank in error.failures:
         return error.failures[rank][0]
     failures = [(one, described(failure[0])) for one, failure in sorted(error.failures.items())]
-    return RankFailed("the save", failures)
+    return RankFailed(what, failures)

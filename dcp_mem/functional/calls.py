@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_mem.comm.dcp_errors import cause_of
 from dcp_mem.errors import ConfigError
 
 
@@ -28,6 +29,25 @@ def raised_together(error: Exception | None) -> Iterator[None]:
             raise
     if error is not None:
         raise error
+
+
+@contextmanager
+def cause_raised(
+    what: str, process_group: dist.ProcessGroup | None, no_dist: bool
+) -> Iterator[None]:
+    """Raise what a CheckpointException of the block tells of, in its place.
+
+    Args:
+        what: The call.
+        process_group: Its ranks; None for the default group.
+        no_dist: Whether it has no other ranks.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        if no_dist:  # for DCP, this is rank 0 then
+            raise next(iter(error.failures.values()))[0] from error
+        raise cause_of(error, process_group, what) from error
 
 
 Raising = Callable[

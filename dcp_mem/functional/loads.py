@@ -19,7 +19,13 @@ from dcp_mem.comm.agreement import attempt
 from dcp_mem.comm.dcp_errors import raised_as_by_dcp
 from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
-from dcp_mem.functional.calls import Raising, accepted_by, raised_as_is, raised_together
+from dcp_mem.functional.calls import (
+    Raising,
+    accepted_by,
+    cause_raised,
+    raised_as_is,
+    raised_together,
+)
 from dcp_mem.functional.stateful import NEVER_STATEFUL, States, optional_entries
 from dcp_mem.loading.dcp_takeover import why_not_own_plan
 from dcp_mem.planning.load_planner import LocalLoadPlanner
@@ -107,17 +113,18 @@ def load_or_raise_cause(
         RankFailed: Another rank has failed.
         Exception: This rank has failed.
     """
-    _load(
-        raised_as_is,
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_reader=storage_reader,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-        weights_only=weights_only,
-        skip=skip,
-    )
+    with cause_raised("the load", process_group, no_dist):
+        _load(
+            raised_as_is,
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_reader=storage_reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+            weights_only=weights_only,
+            skip=skip,
+        )
 
 
 def _load(

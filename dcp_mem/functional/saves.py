@@ -24,10 +24,16 @@ from dcp_mem.comm.dcp_errors import raised_as_by_dcp
 from dcp_mem.common.background import KeptThreads
 from dcp_mem.common.log import log_once
 from dcp_mem.errors import ConfigError
-from dcp_mem.functional.calls import Raising, accepted_by, raised_as_is, raised_together
+from dcp_mem.functional.calls import (
+    Raising,
+    accepted_by,
+    cause_raised,
+    raised_as_is,
+    raised_together,
+)
 from dcp_mem.functional.stateful import States, without_stateful
 from dcp_mem.planning.refusing_planners import RefusingSavePlanner
-from dcp_mem.saving.ahead import refused_state
+from dcp_mem.saving.ahead import StagedState, refused_state, staged_in
 from dcp_mem.saving.dcp_takeover import saves_to_lowest_rank, why_not_own_plan
 from dcp_mem.saving.overlap import Overlap, overlap_of
 from dcp_mem.saving.values import NoCommonPlan
@@ -106,14 +112,15 @@ def save_or_raise_cause(
         RankFailed: Another rank has failed.
         Exception: This rank has failed.
     """
-    return _save(
-        raised_as_is,
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_writer=storage_writer,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
+    with cause_raised("the save", process_group, no_dist):
+        return _save(
+            raised_as_is,
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_writer=storage_writer,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
 
 
 def _save(
@@ -281,9 +288,12 @@ def _begin_own(state_dict: dict[str, Any], **arguments: Any) -> Future[Metadata]
     1. Stage: the writer copies the state dict, in this thread.
     2. Save: dcp.save takes what is staged, in another thread.
     """
-    save, may_begin = _staged_save(state_dict, **arguments), threading.Event()
+    (save, staged), may_begin = _staged_save(state_dict, **arguments), threading.Event()
     try:
-        return _saving.submit(_save_later, may_begin, save)
+        saving = _saving.submit(_save_later, may_begin, save)
+        if staged.turn is not None:
+            staged.turn.follow(saving.done)  # dcp.save may fail before it calls the writer
+        return saving
     finally:
         may_begin.set()  # not before: the two would compete for the interpreter's lock
 
@@ -306,8 +316,8 @@ def _staged_save(
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
     **_: object,
-) -> Callable[[], Metadata]:
-    """Stage a state dict; return the call that saves it."""
+) -> tuple[Callable[[], Metadata], StagedState]:
+    """Stage a state dict; return the call that saves it, and what is staged."""
     call = StagingCall(
         planner=planner,
         process_group=process_group,
@@ -315,12 +325,16 @@ def _staged_save(
         uses_collectives=True,
         is_in_process=False,
     )
-    return partial(
+    state = storage_writer._saver.stage(call, state_dict)
+    staged = staged_in(state)
+    assert staged is not None
+    save = partial(
         dcp.save,
-        storage_writer._saver.stage(call, state_dict),
+        state,
         checkpoint_id=checkpoint_id,
         storage_writer=storage_writer,
         planner=planner,
         process_group=process_group,
         **accepted_by(dcp.save, no_dist=(no_dist, False)),
     )
+    return save, staged

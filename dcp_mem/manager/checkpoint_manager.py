@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import operator
 import os
 import re
@@ -34,6 +35,7 @@ from dcp_mem.errors import (
     FlushFailed,
     NoRecoverableCheckpoint,
     RankFailed,
+    WaitTimeout,
 )
 from dcp_mem.format.manifest import Manifest, Resumes
 from dcp_mem.manager.crash_loop import TIMES, CrashLoop
@@ -270,18 +272,26 @@ class CheckpointManager:
         self._pace.passed(saved.step)
         return saved
 
-    def _finish_begun(self) -> Sequence[str]:
+    def _finish_begun(self, timeout: float | None = None) -> Sequence[str]:
         """Wait for the save that goes on behind training, if there is one, and tell its outcome.
 
         It raises on all ranks alike, since the save fails on all ranks alike.
 
+        Args:
+            timeout: Seconds; None waits until the save is over.
+
         Returns:
             What has gone wrong; none or one.
+
+        Raises:
+            WaitTimeout: The time ran out; the save goes on.
         """
-        begun, self._begun = self._begun, None
-        if begun is None:
+        if self._begun is None:
             return ()
-        saved, future = begun
+        saved, future = self._begun
+        if not concurrent.futures.wait([future], timeout).done:
+            raise WaitTimeout(f"{saved.name} is not complete after {timeout:g} s")
+        self._begun = None
         try:
             metadata = future.result()
         except (Exception, CheckpointException) as error:
@@ -322,7 +332,7 @@ class CheckpointManager:
             saved = replace(
                 saved, outcome="complete", nbytes=manifest.nbytes, persist=manifest.persist
             )
-            self._pace.saved(saved.step, saved.seconds, info.pause)
+            self._pace.saved(saved.step, saved.seconds, info.pause or self._pace.pause)
         self._feed.saved(saved)
         return saved
 
@@ -454,8 +464,10 @@ class CheckpointManager:
             CheckpointNotFound: There is no such checkpoint.
         """
         name = None if step is None else f"step-{_number(step)}"
-        self._finish_begun()
-        self._writer.wait(name, state, timeout, progress=progress)
+        started = time.monotonic()
+        self._finish_begun(timeout)
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+        self._writer.wait(name, state, left, progress=progress)
 
     def reject(self, step: int, why: str) -> None:
         """Mark a step's checkpoint as not to be resumed from. Call it on all ranks.
@@ -610,11 +622,10 @@ class CheckpointManager:
             FlushFailed: Storage refuses a checkpoint, which stays in memory (logged with
                 on_error="warn").
         """
-        self._preemption.uninstall()
-        if flush:
-            self._crash_loop.end()
         try:
             try:
+                if flush:
+                    self._crash_loop.end()
                 self._finish_begun()
             finally:
                 self._writer.close(
@@ -628,6 +639,7 @@ class CheckpointManager:
                 raise
             log.warning("%s", error)
         finally:
+            self._preemption.uninstall()
             self._feed.close()
 
     def __enter__(self) -> CheckpointManager:
@@ -745,7 +757,7 @@ class _Pace:
     """The interval of saves, and the seconds that steps and saves take."""
 
     def __init__(self, pause: int) -> None:
-        self._pause = pause
+        self.pause = pause
         self._last: int | None = None
         self._ended = 0.0
         self._is_warm = False
@@ -756,7 +768,7 @@ class _Pace:
 
         Steps that went back, after a restore by hand, count from there.
         """
-        return self._last is None or not 0 <= step - self._last < self._pause
+        return self._last is None or not 0 <= step - self._last < self.pause
 
     def step_seconds(self, step: int) -> float:
         """Return the seconds that a step has taken since the last save; 0.0 if unknown."""
@@ -771,7 +783,7 @@ class _Pace:
     def saved(self, step: int, seconds: float, pause: int) -> None:
         if self._is_warm:  # The first save makes slots and plans, which later ones find.
             self.blocking.append(seconds)
-        self._is_warm, self._pause = True, pause
+        self._is_warm, self.pause = True, pause
         self.passed(step)
 
 

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -93,15 +94,16 @@ class Preemption:
     def uninstall(self) -> None:
         """Put back the handlers that were there before, except where others came since.
 
-        Signals that have come are settled first.
+        Signals that have come are settled first. A handler that others have taken over passes
+        signals on to the one before it.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         self.wait()
-        for number, before in self._before.items():
+        for number, before in list(self._before.items()):
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._before.clear()
+                del self._before[number]
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -207,11 +209,14 @@ class _SignalListener:
             time.sleep(_PAUSE)
 
     def tell(self, number: int) -> None:
-        """Have a signal acted on that came while this was paused; others are known already.
+        """Have a signal acted on that this couldn't hear of; others are known already.
 
-        Called in the main thread, by the handler that Python calls for each signal.
+        It came while this was paused, or another library has taken the wake-up descriptor. Called
+        in the main thread, by the handler that Python calls for each signal.
         """
-        if time.monotonic() - self._forked < _MISSED_SECONDS and not self._is_acting():
+        was_paused = time.monotonic() - self._forked < _MISSED_SECONDS
+        is_deaf = self._wakeup_descriptor() not in _descriptors()
+        if (was_paused or is_deaf) and not self._is_acting():
             self._far.send(bytes([number]))
 
     def raise_in_main_thread(self, number: int) -> None:
@@ -237,28 +242,51 @@ class _SignalListener:
         """Give the wake-up descriptor back to whoever had it before."""
         current = signal.set_wakeup_fd(self._other)
         if current != self._far.fileno():  # Another library has taken it since.
-            signal.set_wakeup_fd(current)
+            with suppress(OSError, ValueError):  # it is closed
+                signal.set_wakeup_fd(current, warn_on_full_buffer=False)
 
     def close(self) -> None:
+        """Stop listening; who has taken the wake-up descriptor since may still give it back."""
         _listeners.remove(self)
+        own, current = self._far.fileno(), self._wakeup_descriptor()
+        for later in _listeners:
+            if later._other == own:
+                later._other = self._other
         self.pause()
-        self._far.close()
+        if current in (-1, own, self._other) or current in _descriptors():
+            self._far.close()
+
+    def _wakeup_descriptor(self) -> int:
+        """Return the descriptor that Python writes signals to, and leave it; in the main thread."""
+        own = self._far.fileno()
+        current = signal.set_wakeup_fd(own, warn_on_full_buffer=False)
+        if current != own:
+            with suppress(OSError, ValueError):  # it is closed
+                signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+        return current
 
     def _listen(self) -> None:
         while True:
             select.select([self._near], [], [])
             self._is_busy = True  # before the number is read: `wait` sees one of the two
-            numbers = self._near.recv(64)
-            if not numbers:
+            try:
+                numbers = self._near.recv(64)
+                if not numbers:
+                    self._near.close()
+                    return
+                come = dict.fromkeys(numbers)
+                self._take([number for number in come if not self._is_echo(number)])
+            except Exception:
+                log.exception("a signal may not have been acted on")
+            finally:
                 self._is_busy = False
-                self._near.close()
-                return
-            come = [number for number in dict.fromkeys(numbers) if not self._is_echo(number)]
-            if self._other != -1 and come:
-                os.write(self._other, bytes(come))
-            for number in come:
-                self._act(number)
-            self._is_busy = False
+
+    def _take(self, numbers: Sequence[int]) -> None:
+        if self._other != -1 and numbers:
+            with suppress(OSError):  # its owner has closed it, or reads nothing
+                os.write(self._other, bytes(numbers))
+        for number in numbers:
+            self._act(number)
 
     def _is_echo(self, number: int) -> bool:
         raised = self._echoes.pop(number, None)
@@ -266,6 +294,10 @@ class _SignalListener:
 
 
 _listeners: list[_SignalListener] = []
+
+
+def _descriptors() -> set[int]:
+    return {one._far.fileno() for one in _listeners}
 
 
 def _pause_all() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 from weakref import WeakSet
@@ -40,6 +41,7 @@ T = TypeVar("T")
 
 _DRAIN_AT_EXIT = 60.0
 _CANCEL_AT_EXIT = 5.0
+_POLL_SECONDS = 0.005
 
 
 class Unsealed(Protocol):
@@ -239,7 +241,11 @@ class Session:
         self.lock.close()
 
     def drain(self) -> None:
-        """Let this process's threads finish what is pending."""
+        """Let this process's threads finish what is pending: first the saves that are under way."""
+        behind, until = self.turns.take(), time.monotonic() + _DRAIN_AT_EXIT
+        while not behind.is_next and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        behind.end()
         self.frozen.comparison.cancel()
         self.replicator.wait(_DRAIN_AT_EXIT)
         if self.replicator.is_busy:

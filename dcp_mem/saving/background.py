@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+from dcp_mem.comm.agreement import Attempted, attempt, described
+from dcp_mem.common.log import log
 from dcp_mem.format.names import FROZEN
 from dcp_mem.policy.admission import most_at_once
 from dcp_mem.policy.slots import capacity_for
@@ -17,7 +22,7 @@ _LARGE = 32 << 20
 
 
 def start_background_work(context: SaveContext, completed: Completed) -> None:
-    """Start what training needn't wait for.
+    """Start what training needn't wait for; what fails is logged only, as the ranks have voted.
 
     1. The node's leader has `.metadata` put beside the checkpoint, for stock readers, and wakes the
        agent, which makes checksums and flushes.
@@ -30,23 +35,40 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
         context: Of the save.
         completed: What is complete.
     """
-    session, manifest = context.session, completed.manifest
-    session.slots.let_go(completed.staged.slot)
-    if completed.agreed.topology.is_leader:
-        session.publisher.show(manifest)
-        if concerns_flusher(context, manifest):
-            session.wake_agent(context.settings)
-        else:
-            session.tell_nodes(context.settings)
-        session.sum_up(context.settings)
-    replication = replication_of(context, completed)
+    session, staged = context.session, completed.staged
+    tried: list[Attempted[Any]] = [attempt(partial(_tell, context, completed))]
+    made = attempt(partial(replication_of, context, completed))
+    replication = made.value if made.error is None else None
+    takes_slots = replication is not None and replication.task.makes_slots
     try:
-        takes_slots = replication is not None and replication.task.makes_slots
-        _prefault_spare_slots(context, completed, takes_slots=takes_slots)
-        compare_if_due(session, completed.staged.frozen, is_persisted=completed.agreed.persist)
+        tried += (
+            made,
+            attempt(partial(_prefault_spare_slots, context, completed, takes_slots=takes_slots)),
+            attempt(
+                partial(
+                    compare_if_due, session, staged.frozen, is_persisted=completed.agreed.persist
+                )
+            ),
+        )
     finally:
         if replication is not None:
-            session.replicator.start(replication)
+            tried.append(attempt(partial(session.replicator.start, replication)))
+    for error in (one.error for one in tried if one.error is not None):
+        text = "%s is complete, but this has failed behind it: %s"
+        log.warning(text, context.name, described(error), exc_info=error)
+
+
+def _tell(context: SaveContext, completed: Completed) -> None:
+    session, manifest = context.session, completed.manifest
+    session.slots.let_go(completed.staged.slot)
+    if not completed.agreed.topology.is_leader:
+        return
+    session.publisher.show(manifest)
+    if concerns_flusher(context, manifest):
+        session.wake_agent(context.settings)
+    else:
+        session.tell_nodes(context.settings)
+    session.sum_up(context.settings)
 
 
 def _prefault_spare_slots(context: SaveContext, completed: Completed, *, takes_slots: bool) -> None:

@@ -11,11 +11,13 @@ from dcp_mem.comm.agreement import (
     Attempted,
     Failures,
     attempt,
+    described,
     joined,
     on_rank_0,
     raise_together,
 )
 from dcp_mem.common import faults
+from dcp_mem.common.log import log
 from dcp_mem.format.catalog import catalog_key
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.segments import Segments, Tail
@@ -103,13 +105,7 @@ def complete(
         manifest = _manifest(context, agreed, saved)
         _publish_on_all_nodes(context, agreed, manifest, catalog)
         if topology.is_leader:
-            apply_retention(
-                session.memory,
-                context.scope,
-                context.settings.keep_memory,
-                gets_copies=bool(context.redundancy_on(topology)),
-                persists_all=context.settings.persists_all,
-            )
+            _retain(context, agreed)
             faults.point("complete.evicted")
         saved = replace(saved, save_id=agreed.save_id)
         _remember(context, planned, saved)
@@ -210,6 +206,22 @@ def _described(
     context.session.heap.note_growth()
     saved = SavedPlan(key, _fingerprint(staged), segments)
     return saved, ranks.tell_leaders(made.value)
+
+
+def _retain(context: SaveContext, agreed: Agreed) -> None:
+    """Evict what the policy doesn't keep. All ranks know the checkpoint to be complete by now."""
+    retained = attempt(
+        lambda: apply_retention(
+            context.session.memory,
+            context.scope,
+            context.settings.keep_memory,
+            gets_copies=bool(context.redundancy_on(agreed.topology)),
+            persists_all=context.settings.persists_all,
+        )
+    )
+    if retained.error is not None:
+        why = described(retained.error)
+        log.warning("%s is complete, but older ones stay in memory: %s", context.name, why)
 
 
 def _manifest(context: SaveContext, agreed: Agreed, saved: SavedPlan) -> Manifest:

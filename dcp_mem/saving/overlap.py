@@ -420,6 +420,10 @@ def _tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
 
 def _why_not(optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -> str:
     """Return why parameters may change before the optimizers' steps; "" where they don't."""
+    unhooked = next((one for one in optimizers if not _takes_hooks(one)), None)
+    if unhooked is not None:
+        kind = type(unhooked).__name__
+        return f"the step of {kind} calls no hooks; if it wraps an optimizer, give that one"
     parameters = _parameters(optimizers)
     if any(getattr(one, "_in_backward_optimizers", None) for one in parameters):
         return "an optimizer runs in the backward pass"
@@ -430,13 +434,18 @@ def _why_not(optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -
     return ""
 
 
+def _takes_hooks(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step calls hooks: a wrapper of another one's may not."""
+    is_made = "_optimizer_step_pre_hooks" in vars(optimizer)
+    return is_made and getattr(type(optimizer).step, "hooked", False)
+
+
 def _hook(optimizer: Optimizer) -> None:
     """Have an optimizer's steps wait for the copies of what they change."""
     with _guard:
-        if optimizer in _hooked:
-            return
-        _hooked.add(optimizer)
-    optimizer.register_step_pre_hook(lambda stepping, *_: wait_for_copies(stepping))
+        if optimizer not in _hooked:
+            optimizer.register_step_pre_hook(lambda stepping, *_: wait_for_copies(stepping))
+            _hooked.add(optimizer)
 
 
 def _forget_parent() -> None:

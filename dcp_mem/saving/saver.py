@@ -131,6 +131,7 @@ class Saver:
             uses_collectives: False makes each rank save a checkpoint of its own.
         """
         staged = takeover.staged if takeover is not None else None
+        info = self.take_info() if staged is None else staged.info
         if takeover is None:
             self._refuse_staged()
         opened = self._opened_in_turn(staged)
@@ -146,7 +147,7 @@ class Saver:
             rank=call.rank,
             scope=scope,
             name=self.calls.checked_name(),
-            info=self.take_info() if staged is None else staged.info,
+            info=info,
             is_driven_by_dcp=True,
             frozen=self.frozen,
             has_copies=staged is not None or (self.stages_alone and not uses_collectives),
@@ -326,8 +327,15 @@ class Saver:
             NothingNew: No rank has anything to save; on all ranks, with nothing done.
         """
         with self.in_turn():
-            context = self._begin(checkpoint_id, None, no_dist)
-            if not context.ranks.all_reduce(has_new, operator.or_):
+            try:
+                context = self._begin(checkpoint_id, None, no_dist)
+                is_needed = context.ranks.all_reduce(has_new, operator.or_)
+            except BaseException:
+                unused = attempt(make_streams)
+                if unused.error is None:
+                    unused.value.close()
+                raise
+            if not is_needed:
                 self._next_info = context.info
                 raise NothingNew(context.name)
             streams = attempt(make_streams)
@@ -516,6 +524,7 @@ class Saver:
         no_dist: bool,
     ) -> SaveContext:
         """Begin a save that DCP doesn't drive: open the job's memory, and connect the ranks."""
+        info = self.take_info()  # it is of this save, also where that fails at once
         self.reset(checkpoint_id)
         group = process_group if process_group is not None else self.process_group
         opened = attempt(self._open)
@@ -527,7 +536,7 @@ class Saver:
             rank=call.rank,
             scope=names.COLLECTIVE,
             name=self.calls.checked_name(),
-            info=self.take_info(),
+            info=info,
             frozen=self.frozen,
         )
 

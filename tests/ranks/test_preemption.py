@@ -277,3 +277,43 @@ def test_the_users_own_handler_is_called_once_for_each_signal(
     assert process.returncode == 5
     assert "calls 1" in said
     assert "calls 2" in said
+
+
+_TWO = """
+    first = CheckpointManager({url!r}, memory_root={root!r}, job="first", preemption="SIGTERM")
+"""
+_FIRST_IS_CLOSED = """
+    first.close()
+    manager.save(5, {{"n": 5}})
+    Path({ready!r}).touch()
+    time.sleep(60)
+"""
+
+
+def test_a_manager_that_is_closed_first_leaves_the_other_one_its_signals(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    before = _TWO.format(url=str(tmp_path / "first"), root=str(memory_root)).strip()
+    process = _start(memory_root, tmp_path, before=before, after=_FIRST_IS_CLOSED)
+    said = _end(process, signal.SIGTERM)
+    assert process.returncode == -signal.SIGTERM
+    assert "SIGTERM: step-5 is durable" in said
+
+
+_OTHERS_LISTEN = """
+    import socket
+    near, far = socket.socketpair()
+    far.setblocking(False)
+    signal.set_wakeup_fd(far.fileno())
+    Path({ready!r}).touch()
+    time.sleep(60)
+"""
+
+
+def test_a_signal_is_heard_although_a_library_has_taken_the_wakeup_descriptor(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    process = _start(memory_root, tmp_path, after=_OTHERS_LISTEN)
+    said = _end(process, signal.SIGTERM)
+    assert process.returncode == -signal.SIGTERM
+    assert "SIGTERM: step-4 is durable" in said

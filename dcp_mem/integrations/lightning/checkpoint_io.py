@@ -32,6 +32,7 @@ from dcp_mem.runtime.states import status_of
 from dcp_mem.writer import MemoryStorageWriter
 
 _PAUSE = 0.02
+_WAKE_EVERY = 2.0
 _VERSION = "pytorch-lightning_version"
 
 
@@ -274,7 +275,7 @@ class MemoryCheckpointIO(CheckpointIO):
         A further save would supersede the oldest of them, and Lightning counts on each one that it
         has saved. If flushes fail, training goes on without the oldest.
         """
-        memory, is_logged = job_memory(self.settings), False
+        memory, is_logged, woken = job_memory(self.settings), False, time.monotonic()
         while memory is not None:
             pending = [one for one in memory.checkpoints() if one.pending and one.name != name]
             if len(pending) < self.settings.keep:
@@ -288,6 +289,9 @@ class MemoryCheckpointIO(CheckpointIO):
             if not is_logged:
                 log.info("saves come faster than flushes: %s waits for %s", name, pending[-1].name)
             is_logged = True
+            if time.monotonic() - woken > _WAKE_EVERY:  # should the agent have died
+                self.writer._saver.wake_agent()
+                woken = time.monotonic()
             time.sleep(_PAUSE)
 
     def _is_first(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -320,8 +321,11 @@ class MemoryCheckpointing:
             progress: As in `MemoryStorageWriter.close`.
             persist_newest: As in `MemoryStorageWriter.close`.
         """
-        for writer in self._writers.values():
-            writer.close(flush, progress=progress, persist_newest=persist_newest)
+        with ExitStack() as closing:  # all of them, whatever one raises
+            for writer in self._writers.values():
+                closing.callback(
+                    writer.close, flush, progress=progress, persist_newest=persist_newest
+                )
 
     # -- where things are --------------------------------------------------------------------------
 

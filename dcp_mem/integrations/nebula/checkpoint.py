@@ -224,9 +224,12 @@ def save_alone(
     _saved_alone[tag] = run.settings.url
     if is_best:
         run.writer.annotate_next_save(persist=True, metrics={"is_best": 1.0})
-    run.alone.save(
-        checkpoint_name(run.settings.url, tag), _file_name(name), partial(_pickle, obj), EACH_FILE
-    )
+    full_name, write = checkpoint_name(run.settings.url, tag), partial(_pickle, obj)
+    try:
+        run.alone.save(full_name, _file_name(name), write, EACH_FILE)
+    except BaseException:
+        run.writer.annotate_next_save()  # what was said is of this save
+        raise
 
 
 def saved_alone(tag: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -90,8 +91,9 @@ class Run:
             FlushFailed: Storage refuses; the checkpoints stay in memory.
         """
         self.close()
-        for run in (*self.elsewhere.values(), self):
-            run.writer.close()
+        with ExitStack() as closing:  # all of them, whatever one raises
+            for run in (self, *self.elsewhere.values()):
+                closing.callback(run.writer.close)
 
 
 _run: Run | None = None
