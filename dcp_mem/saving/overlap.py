@@ -436,8 +436,8 @@ def _why_not(optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -
 
 def _takes_hooks(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's step calls hooks: a wrapper of another one's may not."""
-    is_made = "_optimizer_step_pre_hooks" in vars(optimizer)
-    return is_made and getattr(type(optimizer).step, "hooked", False)
+    has_hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) is not None
+    return has_hooks and getattr(type(optimizer).step, "hooked", False)
 
 
 def _hook(optimizer: Optimizer) -> None:
