@@ -115,10 +115,11 @@ class _Trial:
             number: Of the way that was taken.
             seconds: For each byte.
         """
-        self._took[number].append(seconds)
-        if min(map(len, self._took)) < _TRIES:
+        took = self._took  # asked once: another thread may begin anew at any time
+        took[number].append(seconds)
+        if min(map(len, took)) < _TRIES:
             return None
-        took, self._took = self._took, ([], [])
+        self._took = [], []
         return clearly_quicker(*took)
 
 

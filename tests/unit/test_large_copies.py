@@ -1,7 +1,9 @@
 """Large pieces of memory: both ways copy every byte, and the quicker one is found out and kept."""
 
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from dcp_mem.memory.large_copies import (
     LEAST_NBYTES,
     LargeCopies,
     Way,
+    _Trial,
     by_loop,
     memmove,
 )
@@ -146,3 +149,18 @@ def test_several_threads_copy_while_the_way_is_found_out(monkeypatch: pytest.Mon
         thread.join()
     assert all(map(torch.equal, targets, sources))
     assert all(way in (memmove, by_loop) for way in copying._large_copies._chosen.values())
+
+
+def test_threads_that_end_pieces_at_once_are_not_in_each_others_way() -> None:
+    trial, interval = _Trial(), sys.getswitchinterval()
+
+    def end_pieces(_: int) -> None:
+        for number in range(4_000):
+            trial.end(number % 2, 1.0)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(end_pieces, range(8))) == [None] * 8
+    finally:
+        sys.setswitchinterval(interval)
