@@ -47,10 +47,17 @@ class Turns:
         return turn
 
     def abandon_here(self) -> None:
-        """End the turns that the calling thread holds, for it has come to the next thing to do."""
+        """End the turns that the calling thread holds, for it has come to the next thing to do.
+
+        A turn that it waits for comes later: the wait goes on once the signal handler that has come
+        in between is done.
+        """
         here = threading.current_thread()
         for entry in self._before(None):
             if entry.holder is here:
+                self._end(entry)
+            elif entry.waiter is here:
+                entry.is_put_off = True
                 self._end(entry)
 
     def has_here(self) -> bool:
@@ -79,7 +86,21 @@ class Turns:
         return all(one.is_over(here) for one in self._before(entry))
 
     def _wait(self, entry: _Entry) -> None:
-        here, started, patience = threading.current_thread(), time.monotonic(), _FIRST_COLLECTION
+        here = threading.current_thread()
+        entry.waiter = here
+        try:
+            self._wait_until_next(entry, here)
+            while entry.is_put_off:
+                with self._changed:
+                    entry.is_ended = entry.is_put_off = False
+                    self._waiting = [*(one for one in self._waiting if one is not entry), entry]
+                self._wait_until_next(entry, here)
+            entry.holder = here
+        finally:
+            entry.waiter = None
+
+    def _wait_until_next(self, entry: _Entry, here: threading.Thread) -> None:
+        started, patience = time.monotonic(), _FIRST_COLLECTION
         # Asked without the lock: it isn't known what a turn follows does.
         while [one for one in self._before(entry) if not one.is_over(here)]:
             with self._changed:
@@ -88,7 +109,6 @@ class Turns:
             if time.monotonic() - started > patience:
                 gc.collect()  # a dropped ticket may be in a cycle with the error of its save
                 patience *= 2
-        entry.holder = here
 
     def _end(self, entry: _Entry) -> None:
         entry.is_ended = True
@@ -168,6 +188,8 @@ class _Entry:
 
     def __init__(self) -> None:
         self.holder: threading.Thread | None = None  # who has waited for it
+        self.waiter: threading.Thread | None = None  # who waits for it
+        self.is_put_off = False
         self.follows: Callable[[], bool] | None = None
         self.is_ended = False
 

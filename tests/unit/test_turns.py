@@ -263,3 +263,34 @@ def test_a_ticket_that_only_the_collector_can_find_holds_nobody_up_for_long() ->
         _in_thread(turns.take().wait)
     finally:
         gc.enable()
+
+
+def test_a_save_in_a_signal_handler_comes_before_the_one_that_it_has_interrupted() -> None:
+    turns, order = Turns(), []
+    with _held(turns) as earlier:
+        interrupted = turns.take()
+
+        def save(*_: object) -> None:
+            turns.abandon_here()
+            turn = turns.take()
+            earlier.go()
+            turn.wait()
+            order.append("handler's")
+            turn.end()
+
+        before = signal.signal(signal.SIGALRM, save)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            interrupted.wait()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        order.append("interrupted")
+        assert not interrupted.is_over
+        later = turns.take()
+        assert not later.is_over
+        behind = _Waiter(later)
+        assert not behind.has_turn.wait(0.05)  # the interrupted one still holds them up
+        interrupted.end()
+        assert behind.has_turn.wait(_SECONDS)
+        behind.go()
+    assert order == ["handler's", "interrupted"]
