@@ -278,12 +278,15 @@ def test_a_save_in_a_signal_handler_comes_before_the_one_that_it_has_interrupted
             order.append("handler's")
             turn.end()
 
-        before = signal.signal(signal.SIGALRM, save)
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        before = signal.signal(signal.SIGUSR1, save)  # SIGALRM is pytest-timeout's
+        main = threading.get_ident()
+        timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+        timer.start()
         try:
             interrupted.wait()
         finally:
-            signal.signal(signal.SIGALRM, before)
+            timer.join()
+            signal.signal(signal.SIGUSR1, before)
         order.append("interrupted")
         assert not interrupted.is_over
         later = turns.take()
