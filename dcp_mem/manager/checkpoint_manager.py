@@ -643,6 +643,7 @@ class CheckpointManager:
             self._feed.close()
 
     def __enter__(self) -> CheckpointManager:
+        self._preemption.install()  # a manager may be entered again once it was closed
         return self
 
     def __exit__(

@@ -77,11 +77,13 @@ class Preemption:
         self._listener: _SignalListener | None = None
 
     def install(self) -> None:
-        """Install the handlers.
+        """Install the handlers, unless they are.
 
         Raises:
             ConfigError: This isn't the main thread, where alone Python allows handlers.
         """
+        if self._listener is not None:
+            return
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise ConfigError(
                 "preemption=: make the manager in the main thread, where signals come"

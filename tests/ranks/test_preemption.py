@@ -185,6 +185,17 @@ def test_it_is_not_asked_for_by_default_and_is_over_with_close(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_manager_that_is_entered_again_listens_again(memory_root: Path, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    manager = CheckpointManager(
+        tmp_path / "storage", memory_root=memory_root, job="job", preemption="SIGUSR1"
+    )
+    for _ in range(2):
+        with manager:
+            assert signal.getsignal(signal.SIGUSR1) != before
+        assert signal.getsignal(signal.SIGUSR1) == before
+
+
 def test_it_takes_a_place_to_go_to(memory_root: Path) -> None:
     with pytest.raises(ConfigError, match="give a path"):
         CheckpointManager(memory_root=memory_root, job="job", preemption="SIGTERM")
