@@ -27,7 +27,7 @@ _MOST_LISTED = 10
 _MOST_ITEMS = 5
 """Items of a checkpoint that an error names."""
 MARK = "_dcp_mem_"
-"""How attributes begin that say who else raises an error; `comm/agreement.py` sets them."""
+"""Prefix of attributes that say whether all ranks raise an error; `comm/agreement.py` sets them."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -97,14 +97,15 @@ def plan_again(
         RankFailed: Another rank can't.
     """
     assert isinstance(planner, DefaultLoadPlanner)
+    begins_anew = isinstance(planner, _EmptyStateDictLoadPlanner)  # it fills the state dict
 
     def plan() -> LoadPlan | Reads:
         state: dict[str, Any] = planner.original_state_dict
-        if isinstance(planner, _EmptyStateDictLoadPlanner):  # it fills the state dict
+        if begins_anew:
             state.clear()
         found = plan_alone(opened, planner, state, is_coordinator)
         left = set(written).difference(planned_names(found), _taken_out(planner))
-        if left and not isinstance(planner, _EmptyStateDictLoadPlanner):
+        if left and not begins_anew:
             raise NotOfOneSave(opened.choice.name, sorted(left))
         return found
 

@@ -86,7 +86,7 @@ class ChecksumThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is work left: now, or after a rest."""
+        """Whether checksums are being made, or will be after a rest."""
         is_due = self._woken.is_set() or bool(self._resting)
         return self._is_at_work or (is_due and not self._is_stopping)
 

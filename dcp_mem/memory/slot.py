@@ -169,7 +169,7 @@ class Slot:
 
     @property
     def is_populated(self) -> bool:
-        """Whether all of its pages are there; some are not where making it ready was broken off.
+        """Whether all of its pages are present; some are missing if prefaulting was stopped.
 
         Such a slot counts as memory by its size, and would grow by its pages as well.
         """

@@ -342,7 +342,7 @@ class AheadCopy:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether some of it is copied behind the call."""
+        """Whether the copies go on after the call that began them."""
         return self._later is not None
 
     @property

@@ -69,7 +69,7 @@ class PlanRequest:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the plan has come, and wasn't withdrawn."""
+        """Whether the saving process has sent the plan, and not withdrawn it since."""
         return self._length > 0
 
     @property
