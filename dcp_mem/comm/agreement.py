@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dcp_mem.comm.collectives import Ranks
+from dcp_mem.common.log import log
 from dcp_mem.errors import MARK, RankFailed
 
 T = TypeVar("T")
@@ -77,6 +78,25 @@ def attempt(act: Callable[[], T]) -> Attempted[T]:
     except Exception as error:
         _mark(error, is_shared=False)  # the work may raise the same object each time
         return Attempted(error=error)
+
+
+def attempt_or_log(what: str, act: Callable[[], T]) -> T | None:
+    """Call `act` behind the last vote of a call; log what it raises.
+
+    The other ranks may have returned: this one must neither raise nor leave them.
+
+    Args:
+        what: Begins the line in the log.
+        act: The work; it makes no collective call.
+
+    Returns:
+        None where it raised.
+    """
+    done = attempt(act)
+    if done.error is None:
+        return done.value
+    log.warning("%s: %s", what, described(done.error), exc_info=done.error)
+    return None
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from dcp_mem.comm.agreement import attempt, described
+from dcp_mem.comm.agreement import attempt_or_log, described
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import RankFailed
@@ -71,9 +71,10 @@ def _restore(load: LoadAttempt, choice: ElectedCheckpoint) -> None:
     has_no_record = repair.checkpoint.replication.outcome != Outcome.REPLICATED
     if repair.ranks.all_reduce(bool(plans) or has_no_record, operator.or_):
         # The other ranks may be in their next call: this one must not leave them for its failure.
-        started = attempt(lambda: _start(repair, plans, redundancy, parity))
-        if started.error is not None:
-            log.warning("%s gets no new copies here: %s", choice.name, described(started.error))
+        attempt_or_log(
+            f"{choice.name} gets no new copies here",
+            lambda: _start(repair, plans, redundancy, parity),
+        )
 
 
 def _lacks_redundancy(choice: ElectedCheckpoint, nodes: Mapping[int, str]) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-from dcp_mem.comm.agreement import Attempted, attempt, described
-from dcp_mem.common.log import log
+from dcp_mem.comm.agreement import attempt_or_log
 from dcp_mem.format.names import FROZEN
 from dcp_mem.policy.admission import most_at_once
 from dcp_mem.policy.slots import capacity_for
@@ -36,26 +34,17 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
         completed: What is complete.
     """
     session, staged = context.session, completed.staged
-    tried: list[Attempted[Any]] = [attempt(partial(_tell, context, completed))]
-    made = attempt(partial(replication_of, context, completed))
-    replication = made.value if made.error is None else None
+    behind = partial(attempt_or_log, f"{context.name} is complete, but this has failed behind it")
+    behind(partial(_tell, context, completed))
+    replication = behind(partial(replication_of, context, completed))
     takes_slots = replication is not None and replication.task.makes_slots
     try:
-        tried += (
-            made,
-            attempt(partial(_prefault_spare_slots, context, completed, takes_slots=takes_slots)),
-            attempt(
-                partial(
-                    compare_if_due, session, staged.frozen, is_persisted=completed.agreed.persist
-                )
-            ),
-        )
+        behind(partial(_prefault_spare_slots, context, completed, takes_slots=takes_slots))
+        is_persisted = completed.agreed.persist
+        behind(partial(compare_if_due, session, staged.frozen, is_persisted=is_persisted))
     finally:
         if replication is not None:
-            tried.append(attempt(partial(session.replicator.start, replication)))
-    for error in (one.error for one in tried if one.error is not None):
-        text = "%s is complete, but this has failed behind it: %s"
-        log.warning(text, context.name, described(error), exc_info=error)
+            behind(partial(session.replicator.start, replication))
 
 
 def _tell(context: SaveContext, completed: Completed) -> None:

@@ -11,13 +11,12 @@ from dcp_mem.comm.agreement import (
     Attempted,
     Failures,
     attempt,
-    described,
+    attempt_or_log,
     joined,
     on_rank_0,
     raise_together,
 )
 from dcp_mem.common import faults
-from dcp_mem.common.log import log
 from dcp_mem.format.catalog import catalog_key
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.segments import Segments, Tail
@@ -210,18 +209,16 @@ def _described(
 
 def _retain(context: SaveContext, agreed: Agreed) -> None:
     """Evict what the policy doesn't keep. All ranks know the checkpoint to be complete by now."""
-    retained = attempt(
+    attempt_or_log(
+        f"{context.name} is complete, but older ones stay in memory",
         lambda: apply_retention(
             context.session.memory,
             context.scope,
             context.settings.keep_memory,
             gets_copies=bool(context.redundancy_on(agreed.topology)),
             persists_all=context.settings.persists_all,
-        )
+        ),
     )
-    if retained.error is not None:
-        why = described(retained.error)
-        log.warning("%s is complete, but older ones stay in memory: %s", context.name, why)
 
 
 def _manifest(context: SaveContext, agreed: Agreed, saved: SavedPlan) -> Manifest:
