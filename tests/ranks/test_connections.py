@@ -412,6 +412,7 @@ def test_a_forked_child_does_not_hold_its_dead_parents_connections(tmp_path: Pat
 def _has_few_descriptors() -> str:
     ranks = ranks_of(None, "few")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    dist.barrier()  # rank 0 has its `ranks` too, before rank 1 fails
     if dist.get_rank() == 1:
         used = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, hard))

@@ -360,11 +360,11 @@ def test_only_the_first_request_waits_for_a_go_ahead(fake: FakeS3, storage: S3St
 
 
 def test_a_part_may_take_longer_than_connecting_may(fake: FakeS3) -> None:
-    options = {**fake.storage_options, "config_kwargs": {"connect_timeout": 1}}
+    options = {**fake.storage_options, "config_kwargs": {"connect_timeout": 3}}
     storage = S3Storage("s3://bucket/job", options)
     storage.ls("")
-    fake.seconds_per_mib = 0.25
-    data = bytes(10 << 20)
+    fake.seconds_per_mib = 0.25  # of which a send takes 2
+    data = bytes(16 << 20)
     with ThreadPoolExecutor(2) as pool:  # of two, one has to connect
         list(pool.map(lambda key: upload(storage, key, data), ("a", "b")))
     assert fake.objects == {"/bucket/job/a": data, "/bucket/job/b": data}
