@@ -17,7 +17,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_mem.comm.agreement import leaving_on_error
-from dcp_mem.comm.dcp_call import dcp_call, global_metadata, planning_call, staging_call
+from dcp_mem.comm.dcp_call import (
+    dcp_call,
+    global_metadata,
+    planning_call,
+    staging_call,
+    submitted_save,
+)
 from dcp_mem.common import faults
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.progress_bar import progress_bar
@@ -38,7 +44,7 @@ from dcp_mem.policy.persistence import Persist
 from dcp_mem.policy.retention import Retention
 from dcp_mem.runtime import states
 from dcp_mem.runtime.session import close_session, open_session
-from dcp_mem.saving.ahead import raise_if_refused
+from dcp_mem.saving.ahead import raise_if_refused, staged_in, stands_for_staged
 from dcp_mem.saving.dcp_plan import DcpPlanItems, DcpPlanTracker, fill_in, republish
 from dcp_mem.saving.dcp_takeover import DcpTakeover, planner_of
 from dcp_mem.saving.prepare import Preparation, prepare
@@ -335,7 +341,14 @@ class MemoryStorageWriter(StorageWriter):
         return self._saver.stage(call, state_dict)
 
     def synchronize_staging(self) -> None:
-        """Do nothing: what `stage` has returned doesn't change any more."""
+        """Return at once: what `stage` has returned doesn't change any more.
+
+        DCP calls it once the save has begun, which may fail before it calls the writer.
+        """
+        values, saving = submitted_save()
+        for staged in filter(None, map(staged_in, filter(stands_for_staged, values))):
+            if saving is not None:
+                staged.end_with(saving)
 
     # -- around the saves --------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -142,6 +143,19 @@ def staging_call(storage: Any) -> StagingCall | None:
                 is_in_process="PROCESS" in str(found.get("async_checkpointer_type", "")),
             )
     return None
+
+
+def submitted_save() -> tuple[list[Any], Future[Any] | None]:
+    """Return the variables of the `dcp.async_save` that calls, and the future of its save.
+
+    Where another function calls, or this torch keeps no future, that is None.
+    """
+    for frame in _calling_frames():
+        code = frame.f_code
+        if code.co_name == "async_save" and "storage_writer" in code.co_varnames:
+            values = list(frame.f_locals.values())
+            return values, next((one for one in values if isinstance(one, Future)), None)
+    return [], None
 
 
 def can_save_staged() -> bool:

@@ -291,8 +291,7 @@ def _begin_own(state_dict: dict[str, Any], **arguments: Any) -> Future[Metadata]
     (save, staged), may_begin = _staged_save(state_dict, **arguments), threading.Event()
     try:
         saving = _saving.submit(_save_later, may_begin, save)
-        if staged.turn is not None:
-            staged.turn.follow(saving.done)  # dcp.save may fail before it calls the writer
+        staged.end_with(saving)
         return saving
     finally:
         may_begin.set()  # not before: the two would compete for the interpreter's lock

@@ -213,6 +213,7 @@ def _read_from_all_nodes(reading: _Reading, group: LoadGroup) -> Counter[str]:
         return PEERS if opened.is_in_memory(file) or stored is None else stored.label
 
     def prepare() -> tuple[Fetcher, PendingItems]:
+        _raise_if_left(opened, memory, group.ranks.rank)
         items = _items_not_in(memory, reading)
         used.update({label_of(item.file): 0 for item in items})
         source = RemoteSource(opened.description, stored, opened.is_in_memory)
@@ -236,6 +237,15 @@ def _read_from_all_nodes(reading: _Reading, group: LoadGroup) -> Counter[str]:
     )
     fetch_together(prepare, group, alongside=read_local)
     return used
+
+
+def _raise_if_left(opened: OpenCheckpoint, memory: MemorySource | None, rank: int) -> None:
+    """Raise SegmentCorrupt where this node lacks what it said it has: other nodes wait for it."""
+    present = () if memory is None else memory.present
+    for number, ranks in (opened.choice.holders or {}).items():
+        if rank in ranks and number not in present:
+            detail = "it has left this node's memory since the load began"
+            raise SegmentCorrupt(opened.choice.name, number, MemorySource.label, detail)
 
 
 def _items_not_in(memory: MemorySource | None, reading: _Reading) -> Sequence[ItemRead]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -125,6 +126,16 @@ class StagedState:
             content.value.give_back()
         if self.turn is not None:
             self.turn.end()
+
+    def end_with(self, saving: Future[Any]) -> None:
+        """Give up the copy and the turn when the save is over, should it not have taken them.
+
+        `dcp.save` may fail before it calls the writer, and its error keep this state.
+
+        Args:
+            saving: The save's.
+        """
+        saving.add_done_callback(partial(_give_up_state, weakref.ref(self)))
 
     def as_state_dict(self) -> dict[str, Any]:
         """Return a state dict that stands for this one, for DCP to hand on."""
@@ -462,6 +473,11 @@ def _give_back(process: int, session: Session, filled: Filled, later: Later | No
         abandon()
     else:
         later.cancel(abandon)
+
+
+def _give_up_state(state: weakref.ref[StagedState], _: Future[Any]) -> None:
+    if (kept := state()) is not None:
+        kept.give_back()
 
 
 def _give_up(copy: weakref.ref[AheadCopy] | None) -> None:

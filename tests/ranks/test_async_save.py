@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_mem
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter
+from dcp_mem.runtime.session import open_session
+from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.roundtrip import (
     ROADS,
     Places,
@@ -210,6 +212,33 @@ def test_an_asynchronous_save_that_fails_on_one_rank_fails_on_all_and_harms_noth
     for errors in run_ranks(_fails_asynchronously, 2, places, executor, timeout=100):
         assert len(errors) == 2
         assert all("LookupError: no data" in error for error in errors), errors
+
+
+def _fails_before_it_calls_the_writer(places: Places, executor: str) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise LookupError("too early")
+
+    with places.writer(persist=False) as writer:
+        for step in range(2):  # the second one copies into a slot
+            _start(writer, _state(step), f"good-{step}", executor).result(timeout=60)
+        session = open_session(writer.settings)
+        assert session is not None
+        free = len(session.slots.free())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dcp.state_dict_saver, "_storage_setup", fail)
+            failed = _start(writer, _state(-1), "bad", executor)
+            error = failed.exception(timeout=60)  # and so all that it was given stays here
+        assert "too early" in str(error)
+        wait_until(lambda: len(session.slots.free()) >= free)
+        _start(writer, _state(2), "good-2", executor).result(timeout=20)
+        comes_back(places, "good-2", _state(2), roads=("memory",))
+
+
+@pytest.mark.parametrize("executor", ["thread", OWN])
+def test_a_save_that_fails_before_it_calls_the_writer_holds_up_no_other(
+    places: Places, executor: str
+) -> None:
+    run_fresh(_fails_before_it_calls_the_writer, places, executor)
 
 
 def _fails_on_one_rank_to_make_its_state(places: Places) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +17,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_mem
 from dcp_mem import MemoryStorageReader, MemoryStorageWriter, NotOfOneSave
+from dcp_mem.loading import locate
+from dcp_mem.loading.sources.memory import MemorySource
+from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.locks import is_leased
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 
@@ -232,3 +236,50 @@ def test_damage_on_a_node_that_has_everything_is_made_good_by_the_other_nodes_co
     for name, passed_over in found:
         assert name == "a"
         assert "CRC32C" in passed_over
+
+
+def _load_what_leaves_a_nodes_memory(root: str, path: str, shared: bool) -> tuple[int, str]:
+    rank = dist.get_rank()
+    node = os.path.join(root, str(rank))
+    os.makedirs(node, mode=0o700)
+    state = {f"x{rank}": torch.full((400_000,), 1.0 + rank)}
+    with MemoryStorageWriter(path, memory_root=node, job="job") as writer:
+        dcp.save(state, checkpoint_id="a", storage_writer=writer)
+        writer.wait("a")
+    dist.barrier()
+    opened: list[str] = []
+
+    def leave(checkpoint: LocalCheckpoint, *others: Any) -> MemorySource:
+        opened.append(checkpoint.name)
+        if rank == 1 and len(opened) == 1:
+            shutil.rmtree(checkpoint.directory)
+        return MemorySource(checkpoint, *others)
+
+    # Rank 1's segment is needed by rank 0 alone, or by both.
+    into = {name: torch.zeros(400_000) for name in ("x0", "x1") if rank == 0 or shared}
+    into = into or {"x0": torch.zeros(400_000)}
+    reader = MemoryStorageReader(path, memory_root=node, job="job")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(locate, "MemorySource", leave)
+        dcp_mem.load(into, checkpoint_id="a", storage_reader=reader)
+    for name, tensor in into.items():
+        assert tensor.unique().tolist() == [1.0 + int(name[1])]
+    return len(opened), "\n".join(reader.report().passed_over)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_leaves_a_nodes_memory_as_a_load_begins_comes_from_elsewhere(
+    memory_root: Path, tmp_path: Path, shared: bool
+) -> None:
+    found = forked_ranks(
+        _load_what_leaves_a_nodes_memory,
+        2,
+        str(memory_root),
+        str(tmp_path),
+        shared,
+        timeout=200,
+        env=_ENV,
+    )
+    assert found[1][0] >= 1
+    for _, passed_over in found:
+        assert "left this node's memory" in passed_over, found
