@@ -134,7 +134,8 @@ def _flush(job: FlushJob) -> bool:
     _check_that_all_parts_are_stored(job, parts)
     # Looked at again: taking parts over may have taken minutes.
     refuse_to_come_late(job, parts)
-    _refuse_rejected(job)
+    if not job.takes_rejected:
+        _refuse_rejected(job)
     with job.meter.stage("commit"):
         replaced = commit(job)
     # A newer run may have taken the storage meanwhile, and may be replacing what was committed.

@@ -48,6 +48,7 @@ class FlushJob:
             durable.
         memory: The job's memory, where checksums are kept.
         reuse: What unchanged parts are copied from; None: everything is sent.
+        takes_rejected: Whether a checkpoint that was rejected is committed all the same.
     """
 
     checkpoint: LocalCheckpoint
@@ -62,6 +63,7 @@ class FlushJob:
     was_put: bool = False
     memory: JobMemory | None = None
     reuse: Reuse | None = None
+    takes_rejected: bool = False
 
     @property
     def may_commit(self) -> bool:

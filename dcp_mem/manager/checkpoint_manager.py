@@ -8,8 +8,9 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -203,13 +204,13 @@ class CheckpointManager:
         self._preemption.wait()
         started, until_next = time.monotonic(), self._steps_until_next(number)
         failed = self._finish_begun()
-        given = attempt(lambda: (checked_metrics(metrics), dict(state), self._troubles()))
+        found = attempt(lambda: (checked_metrics(metrics), dict(state), *self._found_behind()))
         # The other ranks wait for this one: it takes part, with its error.
-        figures, items, troubles = (
-            given.value if given.error is None else ({}, {"": _Refusing(given.error)}, ())
+        figures, items, troubles, rejections = (
+            found.value if found.error is None else ({}, {"": _Refusing(found.error)}, (), ())
         )
         troubles = (*failed, *troubles)
-        saved = replace(saved, troubles=(*troubles, *self._rejections()))
+        saved = replace(saved, troubles=(*troubles, *rejections))
         save = self._begin if self._is_async else self._save
         try:
             saved = self._compare_replicas(saved)
@@ -243,7 +244,10 @@ class CheckpointManager:
 
     def _compare_replicas(self, saved: Saved) -> Saved:
         """Tell what has differed between ranks at an earlier save."""
-        differing = self._replicas.finish(self._ranks()) if self._replicas.is_begun else ()
+        differing: Sequence[str] = ()
+        if self._replicas.is_begun:
+            with self._ranks_in_turn() as ranks:
+                differing = self._replicas.finish(ranks)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             for text in differing:
                 log.warning("%s", text)
@@ -382,7 +386,9 @@ class CheckpointManager:
         found = _step_of(self._report)
         self._pace.passed(found)
         if resumes is not None:
-            self._crash_loop.resumed(self._report, found, resumes, self._ranks().rank)
+            has_ranks = dist.is_available() and dist.is_initialized()
+            rank = dist.get_rank(self._process_group) if has_ranks else 0
+            self._crash_loop.resumed(self._report, found, resumes, rank)
         return found
 
     def _leave_crash_loop(self) -> Resumes:
@@ -391,8 +397,8 @@ class CheckpointManager:
         Returns:
             How often the job has resumed, as all ranks together know it.
         """
-        ranks = self._ranks()
-        known = ranks.exchange(self._crash_loop.known(ranks.rank))
+        with self._ranks_in_turn() as ranks, leaving_on_error(ranks):
+            known = ranks.exchange(self._crash_loop.known(ranks.rank))
         resumes = max(known, key=lambda one: one.count)
         if resumes.count < TIMES:
             return resumes
@@ -490,34 +496,37 @@ class CheckpointManager:
 
     def _reject(self, name: str, why: str) -> None:
         chosen, what = self._writer.settings, f"rejecting {name}"
-        ranks = self._ranks()
 
         def reject_on_storage(rejected: Sequence[bool]) -> bool:
             return rejecting.reject_on_storage(chosen, name, why) or any(rejected)
 
         reject_in_memory = partial(rejecting.reject_in_memory, chosen, name, why)
-        if not self._from_all_ranks(ranks, what, reject_in_memory, reject_on_storage):
+        if not self._from_all_ranks(what, reject_in_memory, reject_on_storage):
             available = [one.name for one in self.list()]
             raise CheckpointNotFound(name, f"job {chosen.job}", available, [])
 
     def _from_all_ranks(
         self,
-        ranks: Ranks,
         what: str,
         act: Callable[[], bool],
         decide: Callable[[Sequence[bool]], bool],
     ) -> bool:
         """Act on every rank, decide on rank 0; raise RankFailed on all ranks where one fails."""
-        try:
-            with leaving_on_error(ranks):
-                return from_all_ranks(ranks, what, act, decide)
-        except RankFailed:
-            raise
-        except Exception as error:
-            raise RankFailed(what, [(ranks.rank, described(error))]) from error
+        with self._ranks_in_turn() as ranks:
+            try:
+                with leaving_on_error(ranks):
+                    return from_all_ranks(ranks, what, act, decide)
+            except RankFailed:
+                raise
+            except Exception as error:
+                raise RankFailed(what, [(ranks.rank, described(error))]) from error
 
-    def _ranks(self) -> Ranks:
-        return direct_call(self._process_group, False, self._purpose).ranks
+    @contextmanager
+    def _ranks_in_turn(self) -> Iterator[Ranks]:
+        """Talk to the other ranks, while no save in the background does."""
+        session = open_session(self._writer.settings)
+        with nullcontext() if session is None or self._is_async else session.turns.take():
+            yield direct_call(self._process_group, False, self._purpose).ranks
 
     def delete(self, step: int) -> None:
         """Delete a step's checkpoint from the nodes' memory and from storage. Call it on all ranks.
@@ -537,7 +546,7 @@ class CheckpointManager:
             return self._delete_from_storage(name) or any(evicted)
 
         evict, what = partial(self._evict, name), f"deleting {name}"
-        if not self._from_all_ranks(self._ranks(), what, evict, delete_from_storage):
+        if not self._from_all_ranks(what, evict, delete_from_storage):
             available = [one.name for one in self.list()]
             raise CheckpointNotFound(name, f"job {self._writer.settings.job}", available, [])
 
@@ -670,6 +679,10 @@ class CheckpointManager:
         """Purpose of the ranks' connections: the writer's, unless calls here run beside saves."""
         return f"{'manage' if self._is_async else 'save'} {self._writer.settings.job}"
 
+    def _found_behind(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return what has failed, and what was rejected, behind training since the last call."""
+        return self._troubles(), self._rejections()
+
     def _troubles(self) -> tuple[str, ...]:
         """Find what has failed behind training on this node since the last call, and log it.
 
@@ -698,9 +711,8 @@ class CheckpointManager:
         """Raise FlushFailed, with on_error="raise", on all ranks if a node has had trouble."""
         if not self._raises:
             return
-        ranks = self._ranks()
-        own = {ranks.rank: troubles[0]} if troubles else {}
-        with leaving_on_error(ranks):
+        with self._ranks_in_turn() as ranks, leaving_on_error(ranks):
+            own = {ranks.rank: troubles[0]} if troubles else {}
             all_troubles = ranks.all_reduce(own, operator.or_)
         if all_troubles:
             rank = min(all_troubles)

@@ -21,11 +21,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from dcp_mem.common.files import sync_directory
 from dcp_mem.common.values import STORAGE, CheckpointStatus
 from dcp_mem.config import Settings, checkpoint_name, root_url
 from dcp_mem.errors import ConfigError, DcpMemError, SegmentCorrupt
 from dcp_mem.export import INDEX
-from dcp_mem.flushing.commit import Evicted, NotYet, flush
+from dcp_mem.flushing.commit import Evicted, NotYet, Superseded, flush
 from dcp_mem.flushing.parts import FlushJob
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, blocks_of, checksum
@@ -33,7 +34,7 @@ from dcp_mem.format.manifest import ItemTable
 from dcp_mem.loading.sources.stored import StorageSource
 from dcp_mem.memory.root import node_id
 from dcp_mem.operations.contents import contents_of, local_checkpoint_of
-from dcp_mem.operations.modes import missing_directories, open_up
+from dcp_mem.operations.modes import missing_directories, open_up, tree_of
 from dcp_mem.operations.reading import Reading, open_reading
 from dcp_mem.operations.safetensors_file import (
     DTYPES,
@@ -42,12 +43,14 @@ from dcp_mem.operations.safetensors_file import (
     create_file,
     cut_into_shards,
     index_json,
+    reserve,
     shard_file,
 )
 from dcp_mem.operations.streams import open_stream
 from dcp_mem.operations.verify import Observer
 from dcp_mem.planning.whole_checkpoint import blank_tensors, nested, paths_of
 from dcp_mem.storage import Storage, part_count
+from dcp_mem.storage.leases import being_read
 from dcp_mem.storage.routes import open_storage
 
 
@@ -106,17 +109,19 @@ def export_dcp(
     destination = open_storage(url, target_options)
     if any(entry.name == names.metadata_file(checkpoint.scope) for entry in destination.ls(name)):
         raise ConfigError(f"there is a checkpoint at {target} already: give another target")
-    missing = missing_directories(url)
+    missing, top = missing_directories(url), os.path.join(url, name)
+    there = {(entry.name, entry.modified) for entry in destination.ls(name)}
+    before = tree_of(top) if url.startswith("/") else {}
     if STORAGE in checkpoint.places and storage is not None:
         _copy(storage, checkpoint, destination, name, observer)
     else:
         _flush_to(settings, checkpoint, destination, name)
     if url.startswith("/"):
-        open_up(missing, os.path.join(url, name))
+        open_up(missing, top, before)
     files = [
         (f"{name}/{entry.name}", entry.nbytes)
         for entry in destination.ls(name)
-        if not entry.is_directory
+        if not entry.is_directory and (entry.name, entry.modified) not in there
     ]
     return Exported(target, tuple(file for file, _ in files), sum(nbytes for _, nbytes in files))
 
@@ -135,14 +140,33 @@ def _flush_to(
     local = replace(local, manifest=replace(local.manifest, name=name))
     try:
         node = node_id(settings.memory_root)
-        flush(FlushJob(checkpoint=local, node=node, storage=destination, overwrite=False))
-    except (NotYet, Evicted) as error:
+        flush(
+            FlushJob(
+                checkpoint=local,
+                node=node,
+                storage=destination,
+                overwrite=False,
+                takes_rejected=True,  # who exports it has named it
+            )
+        )
+    except (NotYet, Evicted, Superseded) as error:
         raise DcpMemError(
             f"{checkpoint.name} can't be exported from memory just now: {error}"
         ) from None
 
 
 def _copy(
+    storage: Storage,
+    checkpoint: CheckpointStatus,
+    destination: Storage,
+    name: str,
+    observer: Observer,
+) -> None:
+    with being_read(storage, checkpoint.name):
+        _copy_kept(storage, checkpoint, destination, name, observer)
+
+
+def _copy_kept(
     storage: Storage,
     checkpoint: CheckpointStatus,
     destination: Storage,
@@ -183,7 +207,13 @@ def _copy(
                 tables.get(file),
                 observer,
             )
-    destination.put(f"{name}/{metadata}", storage.get(f"{checkpoint.name}/{metadata}"))
+    description = storage.get(f"{checkpoint.name}/{metadata}")
+    if checkpoint.save_id.encode() not in description:
+        raise DcpMemError(
+            f"{checkpoint.name} was saved anew while it was copied: nothing is at the target that "
+            f"could be loaded; export it again"
+        )
+    destination.put(f"{name}/{metadata}", description)
 
 
 def _copy_file(
@@ -245,7 +275,10 @@ def export_torch(
         UntrustedObject: A byte item would run code, and `trust` is False.
     """
     os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
-    with open_reading(settings, checkpoint.name) as reading, _new_file(target) as path:
+    with (
+        open_reading(settings, checkpoint.name, checkpoint.save_id) as reading,
+        _new_file(target) as path,
+    ):
         items: dict[str, Any] = {
             name: None for name, entry in reading.entries if not _is_tensor(entry)
         }
@@ -256,6 +289,7 @@ def export_torch(
         paths = paths_of(reading.metadata)
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(nested(reading.metadata, flat), path)
+        reserve(path)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             mapped: Any = torch.load(path, mmap=True, weights_only=False)
         reading.load(
@@ -289,7 +323,7 @@ def export_safetensors(
     """
     if os.path.isdir(target) and os.listdir(target):
         raise ConfigError(f"{target} is not empty: give another directory")
-    with open_reading(settings, checkpoint.name) as reading:
+    with open_reading(settings, checkpoint.name, checkpoint.save_id) as reading:
         tensors = _tensors_of(reading, checkpoint.name, prefix)
         sizes = {name: shape.nbytes for name, shape in tensors.items()}
         shards = list(cut_into_shards(sizes, shard_nbytes))
@@ -390,7 +424,10 @@ def _new_file(path: str) -> Iterator[str]:
     part = f"{path}.{uuid.uuid4().hex[:8]}.part"
     try:
         yield part
+        with open(part, "rb") as stream:
+            os.fsync(stream.fileno())  # what a full disk or a quota refuses late shows here
         os.rename(part, path)
+        sync_directory(os.path.dirname(os.path.abspath(path)))
     finally:
         if os.path.exists(part):
             os.unlink(part)

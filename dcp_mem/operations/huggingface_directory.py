@@ -129,7 +129,7 @@ def make_directory(
     before = place.index()
     if before is not None and before.get("token") == token:
         return Made(place.target, int(before.get("nbytes", 0)))
-    with open_reading(settings, checkpoint.name) as reading:
+    with open_reading(settings, checkpoint.name, checkpoint.save_id) as reading:
         tensors = _tensors(reading, checkpoint.name, export)
         gate.wait()
         for path in export.files:
@@ -363,7 +363,7 @@ class _Directory:
             self.storage.delete(f"{self.prefix}/{file}")
         self.storage.put(f"{self.prefix}/{INDEX}", index)
         made = os.path.join(self.storage.url, self.prefix)
-        open_up((), made)
+        open_up((), made, {})
         if os.path.lexists(self.target):
             try:
                 files.swap_names(made, self.target)

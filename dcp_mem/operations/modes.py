@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+
+Tree = Mapping[str, tuple[int, int]]
+"""What tells a file or directory from another one in its place, by path."""
 
 
 def missing_directories(path: str) -> list[str]:
@@ -19,7 +23,16 @@ def missing_directories(path: str) -> list[str]:
     return found
 
 
-def open_up(directories: Sequence[str], top: str) -> None:
+def tree_of(top: str) -> Tree:
+    """Return what lies in a tree now.
+
+    Args:
+        top: Its directory, which needn't be there.
+    """
+    return {path: _identity(found) for path, found in _walk(top)}
+
+
+def open_up(directories: Sequence[str], top: str, before: Tree) -> None:
     """Give what was written the modes that the umask asks for, as all other files get.
 
     A job's own directory is private; an export is for others as well.
@@ -27,12 +40,27 @@ def open_up(directories: Sequence[str], top: str) -> None:
     Args:
         directories: That were made on the way.
         top: Of a tree.
+        before: What lay there before; that keeps its modes.
     """
     mask = os.umask(0o077)
     os.umask(mask)
     for directory in directories:
         os.chmod(directory, 0o777 & ~mask)
+    for path, found in _walk(top):
+        if stat.S_ISDIR(found.st_mode) and path not in before:
+            os.chmod(path, 0o777 & ~mask)
+        elif stat.S_ISREG(found.st_mode) and before.get(path) != _identity(found):
+            os.chmod(path, 0o666 & ~mask)
+
+
+def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield a directory, and all that is below it. Links aren't followed."""
     for directory, _, files in os.walk(top):
+        yield directory, os.lstat(directory)
         for file in files:
-            os.chmod(os.path.join(directory, file), 0o666 & ~mask)
-        os.chmod(directory, 0o777 & ~mask)
+            path = os.path.join(directory, file)
+            yield path, os.lstat(path)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_ino, found.st_mtime_ns

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.config import Settings
 from dcp_mem.functional import load_or_raise_cause
+from dcp_mem.loading.request import LoadRequest
+from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.reader import MemoryStorageReader
+from dcp_mem.storage.leases import being_read
+from dcp_mem.storage.routes import open_storage
+
+
+class _ReaderOfSave(MemoryStorageReader):
+    """Reads one save, and no other one of its name."""
+
+    def __init__(self, settings: Settings, save_id: str) -> None:
+        super().__init__(
+            settings.url,
+            memory_root=settings.memory_root,
+            job=settings.job,
+            storage_options=settings.storage_options,
+            record=False,
+        )
+        self._save_id = save_id
+
+    def _request(self, *args: Any, **options: Any) -> LoadRequest:
+        request = super()._request(*args, **options)
+        return replace(request, eligible=self._of_save) if self._save_id else request
+
+    def _of_save(self, choices: Sequence[ElectedCheckpoint]) -> list[ElectedCheckpoint]:
+        return [one for one in choices if one.save_id == self._save_id]
 
 
 class Reading:
-    """A checkpoint from which several state dicts are loaded.
+    """A checkpoint from which several state dicts are loaded, all of one save.
 
-    Nothing of it is leased between two loads, so memory may recycle it, and storage delete it.
+    Memory may recycle it between two loads. Storage keeps it.
 
     Attributes:
         metadata: DCP's.
@@ -54,22 +80,21 @@ class Reading:
 
 
 @contextmanager
-def open_reading(settings: Settings, name: str) -> Iterator[Reading]:
+def open_reading(settings: Settings, name: str, save_id: str) -> Iterator[Reading]:
     """Yield a checkpoint of a job, to be loaded from.
 
     Args:
         settings: The job's.
         name: Of the checkpoint.
+        save_id: Of the save; "" for what torch's own writer made.
 
     Raises:
-        CheckpointNotFound: It is neither in this node's memory nor on storage.
+        CheckpointNotFound: It is neither in this node's memory nor on storage, or another save has
+            taken its name.
     """
-    reader = MemoryStorageReader(
-        settings.url,
-        memory_root=settings.memory_root,
-        job=settings.job,
-        storage_options=settings.storage_options,
-        record=False,
-    )
-    with reader:
-        yield Reading(reader, name)
+    with ExitStack() as held:
+        if settings.url is not None:
+            storage = open_storage(settings.url, settings.storage_options)
+            if storage.ls(name):
+                held.enter_context(being_read(storage, name))
+        yield Reading(held.enter_context(_ReaderOfSave(settings, save_id)), name)

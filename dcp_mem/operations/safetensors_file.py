@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -132,8 +133,22 @@ def create_file(path: str, tensors: Mapping[str, Shape]) -> dict[str, torch.Tens
     with open(path, "wb") as stream:
         stream.write(layout.head)
         stream.truncate(layout.nbytes)
+    reserve(path)
     file = torch.from_file(path, shared=True, size=layout.nbytes, dtype=torch.uint8)
     return tensors_in(file, layout, tensors)
+
+
+def reserve(path: str) -> None:
+    """Have a file get all its blocks: a store to a mapped page that has none kills the process.
+
+    Args:
+        path: Of the file.
+
+    Raises:
+        OSError: The disk is full, or a quota is reached.
+    """
+    with open(path, "r+b") as stream:
+        os.posix_fallocate(stream.fileno(), 0, os.path.getsize(path))
 
 
 def shard_file(stem: str, number: int, count: int) -> str:

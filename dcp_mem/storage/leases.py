@@ -12,6 +12,8 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dcp_mem.common.log import log
@@ -56,6 +58,22 @@ def read_lease(storage: Storage, name: str) -> ReadLease | None:
         log.info("that %s is being read can't be noted in %s: %s", name, storage.url, error)
         return None
     return ReadLease(storage, key)
+
+
+@contextmanager
+def being_read(storage: Storage, name: str) -> Iterator[None]:
+    """Hold a lease, as `read_lease` puts it, for as long as the block takes.
+
+    Args:
+        storage: May have the checkpoint.
+        name: The checkpoint id.
+    """
+    lease = read_lease(storage, name)
+    try:
+        yield
+    finally:
+        if lease is not None:
+            lease.close()
 
 
 def is_being_read(storage: Storage, name: str) -> bool:
