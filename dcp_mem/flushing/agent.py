@@ -30,6 +30,8 @@ _LINGER = 5.0
 """Seconds that the agent goes on with nothing to do."""
 _LOOK = 1.0
 """Longest time between two looks at the memory root, in seconds."""
+_PAUSE = 0.1
+"""Seconds between two tries of what must work in the end."""
 _MOST_BYTES = 16 << 20
 """Longest registration."""
 
@@ -87,8 +89,12 @@ def _listen(server: socket.socket, loop: FlushLoop) -> None:
     while True:
         try:
             connection, _ = server.accept()
-        except OSError:
-            return  # the agent is ending
+        except OSError as error:
+            if server.fileno() < 0:
+                return  # the agent is ending
+            log.warning("no registration can be taken: %s; trying again", error)
+            time.sleep(_PAUSE)
+            continue
         with connection, contextlib.suppress(OSError):
             connection.settimeout(5.0)
             # The directory is 0700; this check also holds where a user has changed that.
@@ -143,7 +149,7 @@ def _becomes_agent(root: str, lock: int, registration: Registration | None) -> b
         if time.monotonic() > deadline:
             log.error("another agent holds %s and doesn't answer", root)
             return False
-        time.sleep(0.1)
+        time.sleep(_PAUSE)
 
 
 def main() -> None:

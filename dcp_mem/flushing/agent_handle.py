@@ -138,8 +138,6 @@ def send(root: str, message: bytes) -> bool:
 
 def _start(root: str, message: bytes) -> int:
     private_directory(os.path.join(root, ".agent"))
-    reading, writing = os.pipe()
-    output = os.open(log_path(root), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
     package = os.path.abspath(__file__)
     for _ in range(
         3
@@ -152,29 +150,32 @@ def _start(root: str, message: bytes) -> int:
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
-    try:
-        # A descriptor of the trainer in the agent would outlive the trainer, and peers would see
-        # their connections to it stay open when it is killed: gloo's sockets aren't close-on-exec.
-        child = subprocess.Popen(
-            [sys.executable, "-m", "dcp_mem.flushing.agent", root],
-            stdin=reading,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            close_fds=True,
-            start_new_session=True,
-        )
+    reading, writing = os.pipe()
+    # Where the agent dies at once, the next wake starts another.
+    with contextlib.suppress(BrokenPipeError), open(writing, "wb") as told:
+        with (
+            open(reading, "rb", buffering=0) as read,
+            open(log_path(root), "ab", buffering=0, opener=_open_privately) as output,
+        ):
+            # A descriptor of the trainer in the agent would outlive the trainer, and peers would
+            # see their connections to it stay open when it is killed: gloo's sockets aren't
+            # close-on-exec.
+            child = subprocess.Popen(
+                [sys.executable, "-m", "dcp_mem.flushing.agent", root],
+                stdin=read,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                close_fds=True,
+                start_new_session=True,
+            )
         child.returncode = 0  # Popen would warn that it still runs; it is waited for by its id.
-    finally:
-        os.close(reading)
-        os.close(output)
-    try:
-        # Where the agent has died at once, the next wake starts another.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(writing, struct.pack("!I", len(message)) + message)
-    finally:
-        os.close(writing)
+        told.write(struct.pack("!I", len(message)) + message)
     return child.pid
+
+
+def _open_privately(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import in_daemons
@@ -15,7 +16,7 @@ from dcp_mem.policy.facts import CheckpointFacts
 from dcp_mem.policy.retention import Retention, leaving
 from dcp_mem.storage import Storage
 from dcp_mem.storage.leases import is_being_read
-from dcp_mem.storage.listing import checkpoint_names, committed_under
+from dcp_mem.storage.listing import checkpoint_names, committed_under, rejected_saves
 
 _MOST_AT_ONCE = 16
 """Checkpoints that are deleted after one commit: the next flush waits for that."""
@@ -48,7 +49,8 @@ class Retainer:
         Only whole checkpoints of dcp_mem's are looked at. The newest stays, and whatever is read.
 
         1. Look at names that are new on storage.
-        2. Let the policy choose.
+        2. Let the policy choose, and look again at what stays: what was rejected meanwhile doesn't
+           count.
         3. Delete each that is unchanged and that nobody reads, a limited number at once.
 
         Args:
@@ -66,8 +68,10 @@ class Retainer:
         """
         self._look(storage, committed)
         deleted = []
-        candidates = [known.candidate for known in self._known.values()]
-        for one in leaving(policy, candidates, {committed.name})[:_MOST_AT_ONCE]:
+        going = {one.key for one in self._leaving(policy, committed)}
+        rejected = [name for name, known in self._known.items() if known.candidate.rejected]
+        self._look_for_rejections(storage, self._known.keys() - going if going else rejected)
+        for one in self._leaving(policy, committed)[:_MOST_AT_ONCE]:
             known = self._known[one.key]
             if ownership is not None:
                 ownership.check()
@@ -77,6 +81,19 @@ class Retainer:
                 deleted.append(one.key)
             self._known.pop(one.key)  # if it is still there, it is looked at again next time
         return deleted
+
+    def _leaving(self, policy: Retention, committed: Manifest) -> list[CheckpointFacts]:
+        candidates = [known.candidate for known in self._known.values()]
+        return leaving(policy, candidates, {committed.name})
+
+    def _look_for_rejections(self, storage: Storage, of: Collection[str]) -> None:
+        """See which checkpoints have been rejected meanwhile, or aren't any more."""
+        ordered = sorted(of)
+        marked = in_daemons(lambda name: rejected_saves(storage, name), ordered)
+        for name, rejected in zip(ordered, marked, strict=True):
+            known = self._known[name]
+            candidate = replace(known.candidate, rejected=known.save_id in rejected)
+            self._known[name] = replace(known, candidate=candidate)
 
     def _look(self, storage: Storage, committed: Manifest) -> None:
         """Look at names that are new on storage, and forget those that are gone."""

@@ -75,7 +75,13 @@ class LocalHistory:
             flush = replace(flush, outcome=Outcome.FAILED)
         elif flush.outcome == Outcome.SKIPPED:
             flush = replace(flush, error=flush.error or reason)
+        elif flush.outcome == Outcome.DURABLE and self._is_deleted(checkpoint.manifest.save_id):
+            return
         self.add(row_of(checkpoint.manifest, flush))
+
+    def _is_deleted(self, save_id: str) -> bool:
+        """Whether the save has left storage before it leaves memory."""
+        return any(row.save_id == save_id and row.outcome == Outcome.DELETED for row in self.rows())
 
     def note_deleted(self, names: Collection[str]) -> None:
         """Note that durable checkpoints of these names have left storage.

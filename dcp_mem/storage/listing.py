@@ -179,6 +179,17 @@ def remove_rejection(storage: Storage, manifest: Manifest) -> None:
     storage.delete(f"{manifest.name}/{names.rejection_file(manifest.save_id)}")
 
 
+def rejected_saves(storage: Storage, name: str) -> frozenset[str]:
+    """Return the ids of those saves of a name that are marked as rejected: one request.
+
+    Args:
+        storage: The job's root.
+        name: The checkpoint id.
+    """
+    listed = (entry.name for entry in storage.ls(f"{name}/{names.OWN}"))
+    return frozenset(match[1] for match in map(_REJECTION.fullmatch, listed) if match is not None)
+
+
 def get_parsed(storage: Storage, key: str, parse: Callable[[bytes], T]) -> T:
     """Return what `parse` makes of the bytes under a key; damaged ones are read once more.
 

@@ -71,7 +71,12 @@ class PosixStorage:
             path = self._path(key)
             self._make_parent(path)
             opened = None if source is None else self._opened(source)
-            return PosixUpload(path, nbytes, self._translated, opened)
+            try:
+                return PosixUpload(path, nbytes, self._translated, opened)
+            except BaseException:
+                if opened is not None:
+                    os.close(opened)
+                raise
 
     def _opened(self, source: Source) -> int | None:
         """Open a file to copy from; None where it is gone, or isn't what was stored any more."""

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
 
+from dcp_mem.errors import StorageUnavailable
+from dcp_mem.flushing import agent_handle
+from dcp_mem.storage import Source, posix
+from dcp_mem.storage.posix import PosixStorage
 from tests.support.processes.kill_targets import Place, agents_of, forked, name_of, save, wait_for
 
 _TIMEOUT_SECONDS = 120.0
@@ -78,3 +86,49 @@ def test_the_users_barrier_fails_at_once_when_a_rank_is_killed_whose_agent_lives
     )
     assert seconds < _SOON_SECONDS
     assert len(agents_of(roots[1])) == 1
+
+
+def test_a_start_that_fails_leaves_no_descriptor(
+    memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", fail)
+        for _ in range(3):
+            with pytest.raises(OSError, match="no more processes"):
+                agent_handle._start(str(memory_root), b"")
+    shutil.rmtree(memory_root / ".agent")
+    (memory_root / ".agent").mkdir(mode=0o700)
+    (memory_root / ".agent" / "agent.log").mkdir()
+    with pytest.raises(IsADirectoryError):
+        agent_handle._start(str(memory_root), b"")
+    (memory_root / ".agent" / "agent.log").rmdir()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_upload_that_cannot_begin_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = PosixStorage(str(tmp_path))
+    storage.put("before", b"12345")
+    opened, real = [], os.open
+
+    def open_source_alone(path: Any, flags: int, *mode: Any, **options: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EDQUOT, "quota")
+        opened.append(real(path, flags, *mode, **options))
+        return opened[-1]
+
+    (tmp_path / "after").mkdir()
+    etag = posix._identity(os.stat(tmp_path / "before"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_source_alone)
+        with pytest.raises(StorageUnavailable):
+            storage.upload("after/segment", 5, source=Source("before", 5, etag))
+    assert opened
+    for descriptor in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)

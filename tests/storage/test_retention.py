@@ -32,6 +32,7 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.loading import locate
 from dcp_mem.storage import Storage
 from dcp_mem.storage.leases import is_being_read, read_lease
+from dcp_mem.storage.listing import committed_under, mark_rejected, remove_rejection
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, load_anew, make_state, wait_until
@@ -213,6 +214,17 @@ def test_what_is_being_read_stays_until_it_is_read(job: Job, storage: Storage) -
     lease.close()
     assert _apply(storage, keep_last(1), retainer) == ["step-0"]
     assert _stored(storage) == _steps(20)
+
+
+def test_what_was_rejected_since_the_last_look_does_not_count(storage: Storage) -> None:
+    retainer = Retainer()
+    assert _apply(storage, keep_last(3), retainer) == []  # it knows all three
+    (stored,) = committed_under(storage, "step-10")
+    assert stored.manifest is not None
+    mark_rejected(storage, stored.manifest, "the loss is NaN")
+    assert _apply(storage, keep_last(2), retainer) == []
+    remove_rejection(storage, stored.manifest)
+    assert _apply(storage, keep_last(2), retainer) == ["step-0"]
 
 
 def test_a_reader_who_comes_in_the_middle_of_it_has_it_back(job: Job, storage: Storage) -> None:
