@@ -124,6 +124,18 @@ def test_storage_keeps_what_the_policy_chooses(
     assert not is_being_read(storage, "step-30")
 
 
+def test_what_storage_has_deleted_is_not_called_durable_when_it_leaves_memory(job: Job) -> None:
+    def state_of(name: str) -> State:
+        return next(one.state for one in writer.status() if one.name == name)
+
+    with job.writer(keep_storage=1, keep_memory=2, agent="thread") as writer:
+        _save_all(writer, LOSSES[:2])
+        wait_until(lambda: _stored(PosixStorage(job.url or "")) == _steps(10), "retention")
+        _save(writer, 2)
+        writer.wait(timeout=60)
+        wait_until(lambda: state_of("step-0") is State.DELETED, "the history")
+
+
 def test_others_checkpoints_and_files_are_left_alone(job: Job) -> None:
     url = Path(str(job.url))
     dcp.save(make_state(1), checkpoint_id=url / "by-torch")
