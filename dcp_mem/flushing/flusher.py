@@ -103,13 +103,15 @@ class JobFlusher:
         Args:
             registration: How the job's checkpoints are flushed from now on.
         """
-        known = self._registration
+        known, run = self._registration, registration.run
         if registration.nodes is None:
             registration = replace(registration, nodes=known.nodes)
-        if not registration.run and registration.export is None:
+        if known.run and not run:
+            registration = known.reached_by(registration)
+        elif not run and registration.export is None:
             registration = replace(registration, export=known.export)
         self._registration = registration
-        self.queue.admit(registration.run)
+        self.queue.admit(run)
         self._claim = self._claim or _Claim()
         is_same = registration.has_same_destination(known) and registration.nodes == known.nodes
         if registration.now or not is_same:

@@ -71,6 +71,21 @@ class Registration:
     run: str = ""
     export: ExportOrder | None = None
 
+    def reached_by(self, other: Registration) -> Registration:
+        """Return this registration with another one's way to storage: its URL and credentials.
+
+        Args:
+            other: Of the same job, by somebody who saves nothing, such as `dcp-mem flush`.
+        """
+        return replace(
+            self,
+            url=other.url,
+            storage_options=other.storage_options,
+            environment=other.environment,
+            now=other.now,
+            nodes=other.nodes,
+        )
+
     def has_same_destination(self, other: Registration) -> bool:
         """Return whether both reach the same storage in the same way.
 
