@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from typing import IO, Any, Protocol
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -268,7 +269,7 @@ class JointCompletion:
         self._tags = 0
         self._thread = threading.Thread(target=self._listen, name="dcp_mem-complete", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        _open.add(self)
 
     def new_tag(self) -> str:
         self._tags += 1
@@ -361,9 +362,21 @@ class JointCompletion:
             self._changed.notify_all()
 
     def close(self) -> None:
-        atexit.unregister(self.close)
+        _open.discard(self)
         self._is_closing.set()
         self._thread.join(_END_SECONDS)
+
+
+_open = WeakSet[JointCompletion]()
+
+
+def _close_all() -> None:
+    for completion in list(_open):
+        completion.close()
+
+
+# Before concurrent.futures ends its pools, which the saves that complete checkpoints need.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 def _new_tag() -> str:
