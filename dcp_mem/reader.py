@@ -34,7 +34,6 @@ from dcp_mem.errors import (
     SegmentCorrupt,
     picklable,
 )
-from dcp_mem.format import names
 from dcp_mem.loading.candidates import open_newest
 from dcp_mem.loading.dcp_takeover import (
     LoadTakeover,
@@ -49,10 +48,10 @@ from dcp_mem.loading.open import OpenCheckpoint
 from dcp_mem.loading.plan import plan_together
 from dcp_mem.loading.report import RecoveryReport
 from dcp_mem.loading.request import LoadRequest, Places
-from dcp_mem.loading.survey import Search
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
+from dcp_mem.policy.election import RecoveryPlan
 from dcp_mem.saving.overlap import wait_for_copies
 from dcp_mem.storage.routes import open_storage
 
@@ -318,11 +317,7 @@ class MemoryStorageReader(StorageReader):
         Raises:
             RankFailed: Another rank has failed.
         """
-        call = direct_call(self._process_group, False, f"load {self.settings.job}")
-        with leaving_on_error(call.ranks):
-            load = LoadAttempt(self._request(call, None, time.monotonic(), True))
-            plan = elect_together(load, Search(None, names.COLLECTIVE))
-        return list(dict.fromkeys(choice.name for choice in plan.choices))
+        return list(dict.fromkeys(choice.name for choice in self._elected().choices))
 
     def report(self) -> RecoveryReport:
         """Return what the last successful load took, from where, and what it passed over.
@@ -352,6 +347,17 @@ class MemoryStorageReader(StorageReader):
         self.close()
 
     # -- details -----------------------------------------------------------------------------------
+
+    def _elected(self, wanted: str | None = None) -> RecoveryPlan:
+        """Return what all ranks together can load, and why they can't load the rest.
+
+        Args:
+            wanted: The only name to look for; None for all of them.
+        """
+        call = direct_call(self._process_group, False, f"load {self.settings.job}")
+        with leaving_on_error(call.ranks):
+            load = LoadAttempt(self._request(call, wanted, time.monotonic(), True))
+            return elect_together(load, load.search)
 
     def _taken_id(self) -> str | os.PathLike[str] | None:
         """Return the id that `reset` was given; without another `reset`, the next load has none."""

@@ -17,7 +17,7 @@ from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManag
 
 from dcp_mem.common.log import log
 from dcp_mem.config import parity
-from dcp_mem.errors import ConfigError
+from dcp_mem.errors import ConfigError, NoRecoverableCheckpoint
 from dcp_mem.functional import async_save, load, save
 from dcp_mem.policy.persistence import every_n_saves
 from dcp_mem.reader import MemoryStorageReader
@@ -146,9 +146,8 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        found = [name for name in self.reader.recoverable() if _NAME.fullmatch(name)]
-        name = f"step-{step}" if step != -1 else next(iter(found), None)
-        if name is None or name not in found:
+        name = self._found(step)
+        if name is None:
             return bool(super()._load(step))  # initial_load_path, Hugging Face, nothing, an error
         states = self._states_to_load(model_only=name == _SEED)
         # Without a name, an older checkpoint is loaded if this one turns out to be damaged.
@@ -162,6 +161,21 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
         report = self.reader.report()
         log.info("torchtitan goes on from %s, loaded from %s", report.checkpoint_id, report.source)
         return True
+
+    def _found(self, step: int) -> str | None:
+        """Return the checkpoint to load; None where there is none of ours.
+
+        Raises:
+            NoRecoverableCheckpoint: There is, or may be, one, and it can't be loaded. (torchtitan
+                would load it without verification, or start from nothing over it.)
+        """
+        plan = self.reader._elected(None if step == -1 else f"step-{step}")
+        for choice in plan.choices:
+            if _NAME.fullmatch(choice.name):
+                return choice.name
+        if plan.reasons:
+            raise NoRecoverableCheckpoint(self.folder, plan.reasons)
+        return None
 
     def _maybe_wait_for_staging(self) -> None:
         wait_for_copies()

@@ -4,10 +4,16 @@ import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+import torch
 
-from tests.support.checkpoints.jobs import committed_in
+from dcp_mem.errors import NoRecoverableCheckpoint, StorageUnavailable
+from dcp_mem.loading import survey
+from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
+from dcp_mem.storage import Storage
+from tests.support.checkpoints.jobs import Job, committed_in, save
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import forked, raised_by
 from tests.support.processes.launch import TORCHRUN, ends, run_python
@@ -34,7 +40,7 @@ def _train(
     return run_python(*TORCHRUN, *program, timeout=_SECONDS, env=faults)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _in_private_memory(memory_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DCP_MEM_ROOT", str(memory_root))
 
@@ -47,6 +53,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_in_private_memory")
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
 def test_a_killed_training_goes_on_from_memory_to_the_bit(
@@ -69,6 +76,7 @@ def test_a_killed_training_goes_on_from_memory_to_the_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_in_private_memory")
 @pytest.mark.timeout(500)
 def test_torchtitans_own_manager_goes_on_by_serve_to_the_bit(
     undisturbed: tuple[Path, set[str]], tmp_path: Path
@@ -84,6 +92,7 @@ def test_torchtitans_own_manager_goes_on_by_serve_to_the_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_in_private_memory")
 @pytest.mark.timeout(500)
 def test_what_torchtitans_own_manager_saved_is_gone_on_from(
     undisturbed: tuple[Path, set[str]], tmp_path: Path
@@ -106,3 +115,107 @@ def _refused() -> list[str]:
 def test_copies_and_parity_together_are_refused() -> None:
     [error] = forked(_refused)
     assert "give one of them" in error
+
+
+def _manager(folder: Path, memory: Path) -> Any:
+    from dcp_mem.integrations.torchtitan import MemoryCheckpointManager
+
+    return MemoryCheckpointManager(
+        MemoryCheckpointManager.Config(enable=True, interval=1, memory_root=str(memory)),
+        dataloader=None,
+        model_parts=[torch.nn.Linear(3, 2)],
+        optimizers=None,
+        lr_schedulers=None,
+        states={},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+
+
+def _weights(manager: Any) -> list[list[float]]:
+    weights: list[list[float]] = manager.states["model"].state_dict()["weight"].tolist()
+    return weights
+
+
+def _saved(folder: Path, memory: Path) -> list[list[float]]:
+    """Save step-2, wait for storage, and return the weights."""
+    manager = _manager(folder, memory)
+    assert not manager.load()  # nothing at all
+    assert manager.save(2)
+    manager.close()
+    return _weights(manager)
+
+
+def _reject(folder: Path, memory: Path) -> None:
+    settings = _manager(folder, memory).reader.settings
+    assert reject_in_memory(settings, "step-2", "nan")
+    assert reject_on_storage(settings, "step-2", "nan")
+
+
+def _loads_a_rejected_one_by_its_step_alone(folder: Path, memory: Path) -> None:
+    saved = _saved(folder, memory)
+    _reject(folder, memory)
+    for is_on_storage_alone in (False, True):
+        if is_on_storage_alone:
+            _forget(memory)
+        manager = _manager(folder, memory)
+        error = raised_by(manager.load)
+        assert isinstance(error, NoRecoverableCheckpoint), repr(error)
+        assert "rejected: nan" in str(error)
+        assert manager.load(2)
+        assert _weights(manager) == saved
+
+
+def _forget(memory: Path) -> None:
+    for job in memory.glob("[!.]*"):
+        shutil.rmtree(job)
+
+
+def test_a_rejected_checkpoint_is_loaded_by_its_step_alone(
+    tmp_path: Path, memory_root: Path
+) -> None:
+    forked(_loads_a_rejected_one_by_its_step_alone, tmp_path, memory_root)
+
+
+def _lose_the_manifest(folder: Path, memory: Path) -> str:
+    _saved(folder, memory)
+    _forget(memory)
+    [manifest] = folder.glob("checkpoint/step-2/*/manifest-*")
+    manifest.unlink()
+    return "its manifest is missing"
+
+
+def _lose_a_segment(folder: Path, memory: Path) -> str:
+    job = Job(str(folder / "checkpoint"), str(memory), name=None)
+    with job.writer(persist=False, agent="thread") as writer:
+        save(writer, 2, "step-2")
+        [segment] = memory.glob("*/step-2/*.distcp")
+        segment.unlink()
+    return "no node has the segments of ranks 0"
+
+
+def _lose_storage(folder: Path, memory: Path) -> str:
+    def checkpoint_names(storage: Storage) -> NoReturn:
+        raise StorageUnavailable(storage.url, "an outage")
+
+    _saved(folder, memory)
+    _forget(memory)
+    survey.checkpoint_names = checkpoint_names  # type: ignore[attr-defined]
+    return "an outage"
+
+
+def _refuses_to_start_anew(root: Path, memory: Path) -> None:
+    # The last one cuts off storage for good.
+    for lose in (_lose_the_manifest, _lose_a_segment, _lose_storage):
+        folder = root / lose.__name__
+        reason = lose(folder, memory)
+        error = raised_by(_manager(folder, memory).load)
+        assert isinstance(error, NoRecoverableCheckpoint), repr(error)
+        assert reason in error.reasons[0]
+        _forget(memory)
+
+
+def test_no_training_starts_anew_over_what_cannot_be_loaded(
+    tmp_path: Path, memory_root: Path
+) -> None:
+    forked(_refuses_to_start_anew, tmp_path, memory_root)
