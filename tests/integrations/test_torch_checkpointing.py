@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from dcp_mem.cli.main import main as command
-from dcp_mem.errors import CheckpointExists, ConfigError, SegmentCorrupt, StorageUnavailable
+from dcp_mem.errors import (
+    CheckpointExists,
+    CheckpointInUse,
+    ConfigError,
+    SegmentCorrupt,
+    StorageUnavailable,
+)
+from dcp_mem.format import names
+from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.storage import Storage
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job, committed_in
@@ -293,6 +301,24 @@ def _layouts(job: Job) -> None:
 
 def test_layouts_directories_and_ranges(memory_job: Job) -> None:
     forked(_layouts, memory_job)
+
+
+def _removes_what_is_read(job: Job) -> None:
+    _saves_and_flushes(job)
+    storage = _storage(job)
+    lease = open_leased(str(job.directory / "step-1" / names.manifest_file(names.COLLECTIVE)))
+    error = raised_by(lambda: storage.rmdir(Path("step-1")))
+    assert isinstance(error, CheckpointInUse), repr(error)
+    end_lease(lease)
+    assert committed_in(Path(str(job.url))) == {"step-1", "step-2"}
+    assert storage.ls(Path(".")) == ["step-2", "step-1"]
+    storage.rmdir(Path("step-1"))
+    assert committed_in(Path(str(job.url))) == {"step-2"}
+    assert storage.ls(Path(".")) == ["step-2"]
+
+
+def test_what_is_read_from_memory_is_not_removed_from_storage_either(job: Job) -> None:
+    forked(_removes_what_is_read, job)
 
 
 def _unfinished(job: Job) -> None:

@@ -23,7 +23,13 @@ from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX, Callb
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
 from dcp_mem.config import Settings, is_checkpoint_name, settings
-from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError, FlushFailed
+from dcp_mem.errors import (
+    CheckpointInUse,
+    CheckpointNotFound,
+    ConfigError,
+    DcpMemError,
+    FlushFailed,
+)
 from dcp_mem.integrations.torch_checkpointing.reading import (
     FileOfCheckpoint,
     LeasedFiles,
@@ -286,14 +292,16 @@ class MemoryStorage(Storage):  # type: ignore[misc]
             path: Of the checkpoint.
 
         Raises:
-            CheckpointInUse: It is being flushed.
+            CheckpointInUse: It is being read or flushed.
             ConfigError: It is no checkpoint: its files are deleted together.
         """
         name, file = self._split(path)
         if not name or file:
             raise ConfigError(f"{path}: a checkpoint's files are deleted together, by its own path")
         self.mkdir(path)
-        housekeeping.evict(self._settings, name)
+        _, why_not = housekeeping.evict(self._settings, name)
+        if why_not:
+            raise CheckpointInUse(name, self._settings.memory_root)
         if self._settings.url is not None:
             with suppress(CheckpointNotFound):
                 housekeeping.delete(
