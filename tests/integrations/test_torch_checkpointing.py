@@ -21,6 +21,7 @@ from dcp_mem.errors import (
 )
 from dcp_mem.format import names
 from dcp_mem.memory.locks import end_lease, open_leased
+from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
 from dcp_mem.storage import Storage
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job, committed_in
@@ -319,6 +320,22 @@ def _removes_what_is_read(job: Job) -> None:
 
 def test_what_is_read_from_memory_is_not_removed_from_storage_either(job: Job) -> None:
     forked(_removes_what_is_read, job)
+
+
+def _reads_a_rejected_one(job: Job) -> None:
+    storage = _storage(job)
+    assert reject_in_memory(storage._settings, "step-2", "nan")
+    assert reject_on_storage(storage._settings, "step-2", "nan")
+    for is_on_storage_alone in (False, True):
+        if is_on_storage_alone:
+            shutil.rmtree(job.directory)
+        assert storage.ls(Path(".")) == ["step-1"]
+        assert _loads_all(job) == [1, 2]
+
+
+def test_a_rejected_checkpoint_is_not_listed_and_is_loaded_by_its_name(job: Job) -> None:
+    forked(_saves_and_flushes, job)
+    forked(_reads_a_rejected_one, job)
 
 
 def _unfinished(job: Job) -> None:

@@ -146,13 +146,24 @@ def found(settings: Settings, storage: Storage | None, name: str) -> CheckpointS
 
 
 def counts(one: CheckpointStatus) -> bool:
-    """Return whether all ranks saved it, and nothing is known to keep it from being loaded.
+    """Return whether all ranks saved it, and nothing is known to keep it from being read.
+
+    A rejected one can be read by its name.
 
     Args:
         one: From the inventory.
     """
-    is_readable = MEMORY in one.places or not (one.problem or one.rejected)
+    is_readable = MEMORY in one.places or not one.problem
     return is_readable and one.scope == names.COLLECTIVE and not one.is_foreign
+
+
+def may_be_resumed_from(one: CheckpointStatus) -> bool:
+    """Return whether it counts, and nobody has rejected it.
+
+    Args:
+        one: From the inventory.
+    """
+    return counts(one) and not one.rejected
 
 
 class FileOfCheckpoint(io.RawIOBase):

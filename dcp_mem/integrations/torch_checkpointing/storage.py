@@ -33,8 +33,8 @@ from dcp_mem.errors import (
 from dcp_mem.integrations.torch_checkpointing.reading import (
     FileOfCheckpoint,
     LeasedFiles,
-    counts,
     found,
+    may_be_resumed_from,
 )
 from dcp_mem.operations import housekeeping, inventory
 from dcp_mem.operations.flush import flush_now
@@ -261,7 +261,9 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         return not name or _has_below(self._names(name), file)
 
     def ls(self, path: Path) -> list[str]:
-        """List complete checkpoints, newest first, or what lies in one.
+        """List the checkpoints to resume from, newest first, or what lies in one.
+
+        A rejected checkpoint isn't among them; its path can be read.
 
         Args:
             path: The root, a checkpoint, or a directory in it.
@@ -361,7 +363,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         storage = self._storage()
         if storage is not None:
             known = inventory.merged(known, inventory.on_storage(storage))
-        return list(dict.fromkeys(one.name for one in known if counts(one)))
+        return list(dict.fromkeys(one.name for one in known if may_be_resumed_from(one)))
 
     def _names(self, name: str) -> list[str]:
         """Return the files of a checkpoint, complete or not; none where there is no such one."""
