@@ -22,6 +22,7 @@ from dcp_mem.errors import (
 from dcp_mem.format import names
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
+from dcp_mem.saving.streams import NothingNew
 from dcp_mem.storage import Storage
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import Job, committed_in
@@ -369,6 +370,27 @@ def _unfinished(job: Job) -> None:
 
 def test_only_whole_files_of_the_last_attempt_become_a_checkpoint(memory_job: Job) -> None:
     forked(_unfinished, memory_job)
+
+
+def _saves_after_a_failure(job: Job) -> None:
+    storage = _storage(job)
+    storage.write(Path("tmp_step-1/a"), b"left")
+    left = storage._pending["tmp_step-1"]._slot
+    assert left is not None
+    storage.write(Path("tmp_step-2/a"), b"new")
+    new = storage._pending["tmp_step-2"]._slot
+    assert new is not None
+    assert new.path == left.path  # given back, and taken again
+    assert [*storage._pending] == ["tmp_step-2"]
+    storage.complete("step-2")
+    storage.write(Path("tmp_step-3/a"), b"left")
+    assert isinstance(raised_by(lambda: storage.complete("step-4")), NothingNew)
+    assert not storage._pending
+    assert storage.read(Path("step-2/a")) == b"new"
+
+
+def test_what_a_failed_save_left_is_discarded_by_the_next_one(memory_job: Job) -> None:
+    forked(_saves_after_a_failure, memory_job)
 
 
 def _two_at_once(job: Job) -> None:

@@ -144,7 +144,8 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         """Return a file to write; it counts once it is closed without an error.
 
         Files are written one after the other: a write to another one waits until this one is
-        closed, or raises ConfigError in the thread that has yet to close it.
+        closed, or raises ConfigError in the thread that has yet to close it. The first file of a
+        checkpoint discards those of another one that isn't complete.
 
         Args:
             path: Of the file.
@@ -200,6 +201,11 @@ class MemoryStorage(Storage):  # type: ignore[misc]
         if left is not None:
             left.close()
 
+    def _discard_others(self, name: str) -> None:
+        """Discard what saves under other names have left: a rank has one save at a time."""
+        for other in self._pending.keys() - {name}:
+            self._discard(other)
+
     def complete(self, path: str | os.PathLike[str]) -> None:
         """Make a checkpoint of the files under this name, with all ranks; see `complete`.
 
@@ -218,6 +224,7 @@ class MemoryStorage(Storage):  # type: ignore[misc]
             streams = self._pending.pop(name, None)
             if streams is None:  # On ranks that don't rename.
                 streams = self._pending.pop(self._config.temp_dir_prefix + name, None)
+            self._discard_others(name)
             writer = self._own_writer()
             writer._saver.save_streams(
                 lambda: streams if streams is not None else writer._saver.new_streams(),
@@ -468,6 +475,7 @@ class _Writing(io.RawIOBase):
             try:
                 streams = storage._pending.get(self._name)
                 if streams is None:
+                    storage._discard_others(self._name)
                     streams = storage._own_writer()._saver.new_streams()
                     storage._pending[self._name] = streams
                 block = streams.writing(self._file)
