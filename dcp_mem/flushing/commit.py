@@ -68,6 +68,10 @@ class NotYet(Exception):
     """
 
 
+class AlreadyFlushing(Exception):
+    """Another process of this node is flushing the checkpoint: look again in a while."""
+
+
 class Superseded(Exception):
     """A newer checkpoint is committed already: this one comes too late."""
 
@@ -84,6 +88,7 @@ def flush(job: FlushJob) -> bool:
     Raises:
         StorageUnavailable: Nothing is committed; repeat the flush.
         StorageRefused: Nothing is committed; repeating helps once the cause is removed.
+        AlreadyFlushing: Another process of this node flushes it.
         NotYet: Other nodes' parts are missing.
         CheckpointExists: overwrite=False, and storage has another checkpoint of that name.
         Evicted: The checkpoint is no longer in memory.
@@ -118,10 +123,10 @@ def _flush(job: FlushJob) -> bool:
     refuse_to_overwrite(job)
     parts = parts_of(job)
     refuse_to_come_late(job, parts)
-    if job.was_put and not parts.has_node(job.node):
-        raise Superseded("it was committed, and has left storage again")
     # A node that is new in the job may hold nothing but other nodes' segments.
     if job.node in manifest.nodes and not parts.has_node(job.node):
+        if job.was_put:
+            raise Superseded("it was committed, and has left storage again")
         put_part(job)
         parts = parts_of(job)
     else:
@@ -194,7 +199,7 @@ def with_lease(checkpoint: LocalCheckpoint, act: Callable[[], T]) -> T:
 
     Raises:
         Evicted: The checkpoint isn't in memory, or has left it meanwhile.
-        NotYet: Another process of this node flushes it.
+        AlreadyFlushing: Another process of this node flushes it.
     """
     try:
         descriptor = os.open(checkpoint.manifest_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -222,7 +227,7 @@ def _only_flusher(checkpoint: LocalCheckpoint) -> Iterator[None]:
     descriptor = os.open(checkpoint.flushing_path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not try_lease(descriptor, exclusive=True):
-            raise NotYet("another process of this node is flushing it")
+            raise AlreadyFlushing("another process of this node is flushing it")
         yield
     finally:
         end_lease(descriptor)

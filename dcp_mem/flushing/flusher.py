@@ -11,7 +11,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError, StorageUnavailable
-from dcp_mem.flushing.commit import Evicted, NotYet, Superseded, flush
+from dcp_mem.flushing.commit import AlreadyFlushing, Evicted, NotYet, Superseded, flush
 from dcp_mem.flushing.destination import Destination
 from dcp_mem.flushing.exports import JobExports
 from dcp_mem.flushing.parts import FlushJob, drop_part
@@ -29,7 +29,7 @@ from dcp_mem.storage.listing import mark_rejected
 _LONGEST_PAUSE = 60.0
 """Seconds between two tries of a failed flush."""
 _LONGEST_LOOK = 2.0
-"""Seconds between two looks for other nodes' parts."""
+"""Seconds between two looks for other nodes' parts, or at what another process flushes."""
 _PEER_GRACE = 600.0
 """Grace period, in seconds, before a missing part of another node is recorded as a failure."""
 _PEER_LAG = 30.0
@@ -246,8 +246,8 @@ class JobFlusher:
         """Make one attempt at a flush, and act on what comes of it.
 
         1. Run the commit protocol with the job's credentials.
-        2. Evicted: remove what was put. Parts of other nodes missing: come back soon. Superseded:
-           skip it. Failed: come back later.
+        2. Evicted: remove what was put. Another process flushes it, or parts of other nodes are
+           missing: come back soon. Superseded: skip it. Failed: come back later.
         3. Durable: record it, and apply retention if this node has committed it.
         """
         memory = self.queue.memory()
@@ -262,6 +262,10 @@ class JobFlusher:
             log.info("%s left memory before it was flushed", checkpoint.name)
             self.queue.end(checkpoint)
             self._drop(turn)
+            return
+        except AlreadyFlushing:
+            # What becomes of it is for that process to record.
+            self.queue.state(checkpoint).due = time.monotonic() + _LONGEST_LOOK
             return
         except NotYet as reason:
             self._wait_for_others(turn, str(reason))
@@ -295,7 +299,7 @@ class JobFlusher:
         if checkpoint.manifest.committer in {memory.node, *lost} and _is_shared(checkpoint):
             ownership.claim()
             checkpoint = replace(checkpoint, manifest=memory.raised(checkpoint.manifest))
-        has_waited = self.queue.known_state(checkpoint).waits > 0
+        was_put = self.queue.known_state(checkpoint).was_put
         job = FlushJob(
             checkpoint=checkpoint,
             node=memory.node,
@@ -306,7 +310,7 @@ class JobFlusher:
             lost=lost,
             damaged=damaged,
             ownership=ownership,
-            was_put=has_waited and _is_superseded(memory, checkpoint),
+            was_put=was_put and _is_superseded(memory, checkpoint),
             memory=memory,
             reuse=self._destination.reuse(registration),
         )
@@ -404,6 +408,7 @@ class JobFlusher:
         state.waiting_since = state.waiting_since or now
         state.last_look = now
         state.waits += 1
+        state.was_put = True
         state.due = now + min(_LONGEST_LOOK, 0.05 * 1.5 ** min(state.waits, 20))
         waited = now - state.waiting_since
         is_late = waited > _PEER_LAG + 10 * state.own_part_seconds

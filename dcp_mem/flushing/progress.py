@@ -77,7 +77,7 @@ class FlushAttempt:
     def note_waiting(self) -> None:
         """Write down that this node's part is done, and another node's isn't."""
         record = self.record()
-        # Otherwise another process flushes it, and writes down more than is known here.
+        # Otherwise this node has no part of its own.
         if 0 < record.transfer.nbytes == record.transfer.stored_nbytes:
             self.note(replace(record, stage="waiting"))
 

@@ -31,6 +31,7 @@ class FlushState:
         refusals: Those of them that storage refused.
         first_failure: When the first one failed.
         due: When the next attempt is.
+        was_put: Whether this node's part has been seen on storage.
         waits: How often other nodes' parts were missing.
         waiting_since: Since when they have been missing.
         own_part_seconds: What this node's own part took.
@@ -45,6 +46,7 @@ class FlushState:
     refusals: int = 0
     first_failure: float = 0.0
     due: float = 0.0
+    was_put: bool = False
     waits: int = 0
     waiting_since: float = 0.0
     own_part_seconds: float = 0.0

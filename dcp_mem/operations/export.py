@@ -26,7 +26,7 @@ from dcp_mem.common.values import STORAGE, CheckpointStatus
 from dcp_mem.config import Settings, checkpoint_name, root_url
 from dcp_mem.errors import ConfigError, DcpMemError, SegmentCorrupt
 from dcp_mem.export import INDEX
-from dcp_mem.flushing.commit import Evicted, NotYet, Superseded, flush
+from dcp_mem.flushing.commit import AlreadyFlushing, Evicted, NotYet, Superseded, flush
 from dcp_mem.flushing.parts import FlushJob
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, blocks_of, checksum
@@ -149,7 +149,7 @@ def _flush_to(
                 takes_rejected=True,  # who exports it has named it
             )
         )
-    except (NotYet, Evicted, Superseded) as error:
+    except (AlreadyFlushing, NotYet, Evicted, Superseded) as error:
         raise DcpMemError(
             f"{checkpoint.name} can't be exported from memory just now: {error}"
         ) from None
