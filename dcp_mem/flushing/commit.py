@@ -39,6 +39,7 @@ from dcp_mem.flushing.parts import (
     catalog_of,
     committed_metadata,
     committed_save_id,
+    has_new_catalog,
     parts_of,
     put_part,
 )
@@ -113,7 +114,7 @@ def _flush(job: FlushJob) -> bool:
     manifest = job.checkpoint.manifest
     faults.point("flush.started")
     own_nbytes = sum(segment.nbytes for segment in manifest.of_node(job.node))
-    if committed_save_id(job.storage, manifest) == manifest.save_id and not _has_new_catalog(job):
+    if _is_committed(job):
         job.check_ownership()
         if manifest.committer == job.node:
             # The process that committed it may have been killed before it had removed these.
@@ -150,8 +151,7 @@ def _flush(job: FlushJob) -> bool:
         manifest,
         lambda run, save_id: save_id.encode() in replaced or job.may_drop(run, save_id),
     )
-    now = Manifest.from_json(read_bytes(job.checkpoint.manifest_path))
-    if now.save_id == manifest.save_id and now.catalog != manifest.catalog:
+    if has_new_catalog(job.checkpoint):
         raise NotYet("the coordinator has put a new catalog into memory meanwhile")
     return True
 
@@ -312,9 +312,7 @@ def commit(job: FlushJob) -> bytes:
     file = names.catalog_file(manifest.catalog)
     job.storage.put(job.key(file), read_bytes(os.path.join(job.checkpoint.directory, file)))
     metadata = template_of(catalog).render(manifest.save_id, manifest.tails, manifest.name)
-    stored = replace(
-        manifest, metadata_md5=hashlib.md5(metadata, usedforsecurity=False).hexdigest()
-    )
+    stored = replace(manifest, metadata_md5=_md5(metadata))
     job.storage.put(job.key(names.stored_manifest(manifest.save_id)), stored.to_json())
     faults.point("flush.manifest")
     key = job.key(names.metadata_file(manifest.scope))
@@ -336,8 +334,12 @@ def commit(job: FlushJob) -> bytes:
 
 
 def _put_metadata(job: FlushJob, key: str, before: bytes, metadata: bytes) -> None:
-    """Put `.metadata` if storage still has what it had before: nobody's commit is overwritten."""
-    if before and job.overwrite:
+    """Put `.metadata` if storage still has what it had before: nobody's commit is overwritten.
+
+    What this very save has committed is replaced in any case.
+    """
+    is_own = job.checkpoint.manifest.save_id.encode() in before
+    if is_own or (before and job.overwrite):
         if not job.storage.swap(key, before, metadata):
             raise StorageUnavailable(job.storage.url, f"another process has committed {key}")
         return
@@ -351,21 +353,28 @@ def _put_metadata(job: FlushJob, key: str, before: bytes, metadata: bytes) -> No
         ) from None
 
 
-def _has_new_catalog(job: FlushJob) -> bool:
-    """Return whether the coordinator has changed the catalog since it was committed.
+def _is_committed(job: FlushJob) -> bool:
+    """Return whether storage has the checkpoint; on the committer, with the catalog that it has.
 
-    Planners do that which hand their metadata over only after the commit.
+    Planners that hand their metadata over only in `finish` have the coordinator replace the catalog
+    after the commit. The manifest is put before `.metadata`: only both together show a commit.
     """
     manifest = job.checkpoint.manifest
-    if manifest.committer != job.node:
+    metadata = committed_metadata(job.storage, manifest)
+    if manifest.save_id.encode() not in metadata:
         return False
-    try:
-        stored = Manifest.from_json(
-            job.storage.get(job.key(names.stored_manifest(manifest.save_id)))
-        )
-        return stored.catalog != manifest.catalog
-    except (StorageKeyMissing, ManifestInvalid):
+    if manifest.committer != job.node:
         return True
+    stored = _stored_manifest(job, manifest.save_id)
+    return (
+        stored is not None
+        and stored.catalog == manifest.catalog
+        and stored.metadata_md5 == _md5(metadata)
+    )
+
+
+def _md5(metadata: bytes) -> str:
+    return hashlib.md5(metadata, usedforsecurity=False).hexdigest()
 
 
 def _holds(storage: Storage, key: str, data: bytes) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from dcp_mem.common import faults
+from dcp_mem.common.files import read_bytes
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import (
@@ -298,6 +299,20 @@ def committed_metadata(storage: Storage, manifest: Manifest) -> bytes:
         return storage.get(f"{manifest.name}/{names.metadata_file(manifest.scope)}")
     except StorageKeyMissing:
         return b""
+
+
+def has_new_catalog(checkpoint: LocalCheckpoint) -> bool:
+    """Return whether the coordinator has replaced the catalog in memory meanwhile.
+
+    Args:
+        checkpoint: As it was found.
+    """
+    try:
+        now = Manifest.from_json(read_bytes(checkpoint.manifest_path))
+    except (FileNotFoundError, ManifestInvalid):
+        return False
+    known = checkpoint.manifest
+    return now.save_id == known.save_id and now.catalog != known.catalog
 
 
 def catalog_of(checkpoint: LocalCheckpoint) -> Catalog:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError
+from dcp_mem.flushing.parts import has_new_catalog
 from dcp_mem.format.history import row_of
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.checkpoint import LocalCheckpoint
@@ -168,11 +169,17 @@ class FlushQueue:
         self._states.pop(checkpoint.manifest.save_id, None)
 
     def record(self, memory: JobMemory, checkpoint: LocalCheckpoint, record: FlushRecord) -> None:
-        """Write down how a flush went, later if memory has no room even for that now."""
+        """Write down how a flush went, later if memory has no room even for that now.
+
+        What is durable with a catalog that was replaced meanwhile is to be flushed once more.
+        """
         try:
             memory.record_flush(checkpoint, record)
             memory.add_to_history(row_of(checkpoint.manifest, record))
             self._unwritten.pop(record.save_id, None)
+            # In this order: whoever replaces it later finds the record, and removes that.
+            if record.outcome == Outcome.DURABLE and has_new_catalog(checkpoint):
+                memory.record_flush(checkpoint, FlushRecord(save_id=record.save_id))
         except (DcpMemError, OSError) as error:
             self._unwritten[record.save_id] = (memory, checkpoint, record)
             log.warning(
