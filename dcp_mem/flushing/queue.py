@@ -64,11 +64,17 @@ class FlushState:
         self.last_look = 0.0
         self.due = now + pause
 
-    def is_worth_trying(self) -> bool:
-        """Return whether to go on for a job without trainers."""
+    def is_worth_trying(self, last_live: float) -> bool:
+        """Return whether to go on for a job without trainers.
+
+        Args:
+            last_live: When a trainer of the job was last seen here; 0.0: never.
+        """
         now = time.monotonic()
         since = min(filter(None, (self.first_failure, self.waiting_since)), default=now)
-        return self.refusals < _DEAD_JOB_REFUSALS and now - since < _DEAD_JOB_SECONDS
+        # Other nodes' own time, before this one takes their parts over, comes on top.
+        longest = _DEAD_JOB_SECONDS + 2 * self.own_part_seconds
+        return self.refusals < _DEAD_JOB_REFUSALS and now - max(since, last_live) < longest
 
 
 class FlushQueue:
@@ -84,6 +90,7 @@ class FlushQueue:
         self._root = root
         self._states: dict[str, FlushState] = {}
         self._unwritten: dict[str, tuple[JobMemory, LocalCheckpoint, FlushRecord]] = {}
+        self._last_live = 0.0
         self._runs: set[str] | None = set()  # that have registered; None: for all
 
     def admit(self, run: str) -> None:
@@ -100,7 +107,10 @@ class FlushQueue:
 
     def is_live(self) -> bool:
         """Return whether a trainer of the job lives on this node."""
-        return job_is_live(os.path.join(self._root, self.job))
+        is_live = job_is_live(os.path.join(self._root, self.job))
+        if is_live:
+            self._last_live = time.monotonic()
+        return is_live
 
     def in_memory(self) -> list[LocalCheckpoint]:
         """Return all complete checkpoints, newest first; nothing where the memory is gone."""
@@ -148,7 +158,7 @@ class FlushQueue:
     def is_needed(self) -> bool:
         """Return whether a trainer lives, or something pending is still worth trying."""
         return self.is_live() or any(
-            self.known_state(one).is_worth_trying() for one in self.pending()
+            self.known_state(one).is_worth_trying(self._last_live) for one in self.pending()
         )
 
     def retry(self) -> None:

@@ -233,6 +233,37 @@ def test_without_trainers_an_owner_has_its_time(nodes: Nodes) -> None:
     assert not nodes.files("segment-")
 
 
+def test_an_owner_whose_time_is_long_is_taken_over_all_the_same(nodes: Nodes) -> None:
+    flushers = [nodes.flusher(number, (0, 1, 2)) for number in (0, 2)]
+    _look(*flushers, rounds=2)
+    states = [
+        flusher._jobs["job"].queue.known_state(nodes.held(number))
+        for flusher, number in zip(flushers, (0, 2), strict=True)
+    ]
+    for seconds in (3700.0, 1200.0):
+        for state in states:
+            state.own_part_seconds = 2400.0
+            state.waiting_since -= seconds
+            state.without_trainer_since -= seconds
+        assert all(flusher.is_needed() for flusher in flushers)
+        assert nodes.held(0).pending
+        _look(*flushers)
+    _assert_durable(nodes, (0, 2))
+
+
+def test_what_failed_while_trainers_lived_is_tried_for_an_hour_after_them(nodes: Nodes) -> None:
+    flusher = nodes.flusher(0, (0, 1, 2))
+    trainer = JobLock(nodes.memory(0).directory, "job", RunIdentity("run", ""))
+    _look(flusher, rounds=1)
+    queue = flusher._jobs["job"].queue
+    queue.known_state(nodes.held(0)).waiting_since -= 4000.0
+    assert queue.is_needed()
+    trainer.close()
+    assert queue.is_needed()
+    queue._last_live -= 4000.0
+    assert not queue.is_needed()
+
+
 def test_who_doesnt_know_the_nodes_makes_nobody_forget_them(nodes: Nodes) -> None:
     flushers = [nodes.flusher(number, (0, 2)) for number in (0, 2)]
     for flusher in flushers:
