@@ -5,8 +5,8 @@ The same order for every storage:
 1. Each node puts its segments, under names that are unique to this attempt at saving.
 2. Each node puts its node manifest (files, sizes, checksums) once its segments are stored.
 3. The committer waits for all node manifests, then puts the catalog and the manifest.
-4. The committer puts `.metadata`, in one atomic put. **That put is the commit**: readers see no
-   checkpoint before it, and a whole one after it.
+4. The committer lists the segments once more, and puts `.metadata`, in one atomic put. **That put
+   is the commit**: readers see no checkpoint before it, and a whole one after it.
 5. What older attempts have left under the name is removed.
 
 Invariants:
@@ -42,6 +42,7 @@ from dcp_mem.flushing.parts import (
     has_new_catalog,
     parts_of,
     put_part,
+    stored_sizes,
 )
 from dcp_mem.flushing.takeover import take_over
 from dcp_mem.format import names
@@ -67,6 +68,10 @@ class NotYet(Exception):
     A flush doesn't wait for other nodes itself: what they wait for may be next in this node's
     queue. A repeated flush costs little once this node's part is stored.
     """
+
+
+class SegmentsGone(NotYet):
+    """Segments that their node manifests claim have left storage: they are to be put again."""
 
 
 class AlreadyFlushing(Exception):
@@ -306,6 +311,7 @@ def commit(job: FlushJob) -> bytes:
         StorageUnavailable: Nothing is committed; repeat it.
         StorageRefused: Nothing is committed.
         SegmentCorrupt: Memory has lost the catalog.
+        SegmentsGone: Storage has lost segments.
     """
     manifest = job.checkpoint.manifest
     catalog = catalog_of(job.checkpoint)
@@ -320,6 +326,7 @@ def commit(job: FlushJob) -> bytes:
     # has committed before lets the check fail.
     before = committed_metadata(job.storage, manifest)
     job.check_ownership()
+    _check_that_all_segments_are_stored(job)
     if not job.may_commit_now():
         raise Superseded("a newer run has dropped it, and has saved under that name")
     faults.point("flush.commit")
@@ -331,6 +338,23 @@ def commit(job: FlushJob) -> bytes:
             raise
     faults.point("flush.committed")
     return before
+
+
+def _check_that_all_segments_are_stored(job: FlushJob) -> None:
+    """Raise SegmentsGone where a segment is missing, or has another length.
+
+    Whoever collects orphans may take a slow flush for one that was given up. The node manifests
+    that claim the segments are removed, so that their nodes, or holders of copies, put them again.
+    """
+    manifest, stored = job.checkpoint.manifest, stored_sizes(job)
+    gone = [one for one in manifest.segments if stored.get(one.file) != one.nbytes]
+    if not gone:
+        return
+    for segment in gone:
+        job.storage.delete(job.key(names.stored_segment_table(manifest.save_id, segment.rank)))
+    for node in {segment.node for segment in gone}:
+        job.storage.delete(job.key(names.stored_node_manifest(manifest.save_id, node)))
+    raise SegmentsGone(f"{len(gone)} segments have left storage again ({gone[0].file})")
 
 
 def _put_metadata(job: FlushJob, key: str, before: bytes, metadata: bytes) -> None:

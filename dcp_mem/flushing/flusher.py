@@ -11,7 +11,14 @@ from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
 from dcp_mem.errors import DcpMemError, StorageUnavailable
-from dcp_mem.flushing.commit import AlreadyFlushing, Evicted, NotYet, Superseded, flush
+from dcp_mem.flushing.commit import (
+    AlreadyFlushing,
+    Evicted,
+    NotYet,
+    SegmentsGone,
+    Superseded,
+    flush,
+)
 from dcp_mem.flushing.destination import Destination
 from dcp_mem.flushing.exports import JobExports
 from dcp_mem.flushing.parts import FlushJob, drop_part
@@ -268,6 +275,7 @@ class JobFlusher:
             self.queue.state(checkpoint).due = time.monotonic() + _LONGEST_LOOK
             return
         except NotYet as reason:
+            self.queue.state(checkpoint).was_put = not isinstance(reason, SegmentsGone)
             self._wait_for_others(turn, str(reason))
             return
         except Superseded as reason:
@@ -408,7 +416,6 @@ class JobFlusher:
         state.waiting_since = state.waiting_since or now
         state.last_look = now
         state.waits += 1
-        state.was_put = True
         state.due = now + min(_LONGEST_LOOK, 0.05 * 1.5 ** min(state.waits, 20))
         waited = now - state.waiting_since
         is_late = waited > _PEER_LAG + 10 * state.own_part_seconds

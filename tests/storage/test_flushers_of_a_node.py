@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import dcp_mem.flushing.flusher
-import dcp_mem.runtime.session
 from dcp_mem.common.values import Outcome
 from dcp_mem.flushing.flusher import JobFlusher
 from dcp_mem.flushing.registration import Registration
@@ -18,25 +17,17 @@ from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.storage.posix import PosixStorage
-from tests.support.checkpoints.jobs import Job, load_as_torch, save
+from tests.support.checkpoints.jobs import load_as_torch
 from tests.support.processes.forks import forked
+from tests.support.storage.ways import save_two_unflushed
 
 _PATIENCE_SECONDS = 30.0
-
-
-def _save_two_unflushed(memory: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
-        writer = Job("/nowhere", memory).writer(keep_memory=2)
-        for number in (1, 2):
-            save(writer, number)
-        writer.close(flush=False)
 
 
 @pytest.fixture
 def memory(memory_root: Path) -> JobMemory:
     """A node's memory with step-1 and step-2, of which nothing is flushed yet."""
-    forked(_save_two_unflushed, str(memory_root))
+    forked(save_two_unflushed, str(memory_root))
     return JobMemory(str(memory_root), "job")
 
 

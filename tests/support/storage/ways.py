@@ -30,7 +30,7 @@ from dcp_mem import (
 )
 from dcp_mem.storage.retry import RetryingStorage, RetryPolicy
 from dcp_mem.storage.routes import open_storage
-from tests.support.checkpoints.jobs import Job, make_state
+from tests.support.checkpoints.jobs import Job, make_state, save
 from tests.support.checkpoints.roundtrip import State, assert_same, blank_of
 from tests.support.processes.forks import forked, raised_by
 from tests.support.storage.http_wire import Head, Request
@@ -175,6 +175,16 @@ def save_unflushed(memory: str, number: int, nbytes: int, name: str = NAME) -> N
         patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
         writer = Job("/nowhere", memory).writer()
         dcp.save(state_of(number, nbytes), checkpoint_id=name, storage_writer=writer)
+        writer.close(flush=False)
+
+
+def save_two_unflushed(memory: str) -> None:
+    """Save step-1 and step-2, and end before anything of them goes to storage."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
+        writer = Job("/nowhere", memory).writer(keep_memory=2)
+        for number in (1, 2):
+            save(writer, number)
         writer.close(flush=False)
 
 
