@@ -23,7 +23,7 @@ from dcp_mem.memory.checkpoint import check_unchanged, checksums_of, has_checksu
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.slot import Slot
-from dcp_mem.memory.views import lent
+from dcp_mem.memory.views import fill, lent
 from dcp_mem.policy.pieces import Extent
 from dcp_mem.replicating.earlier import Cut, Told, cuts_of, reduced
 from dcp_mem.replicating.earlier_parity import (
@@ -271,7 +271,7 @@ class OutgoingFile:
         self._claimed: set[Extent] = set()
         self._summed: set[Extent] = set()
         self._gaps: list[Extent] = []
-        self._nbytes_left = nbytes
+        self._nbytes_left, self._is_broken = nbytes, False
         self._progress = threading.Condition()
 
     def chunks(self, start: int, stop: int, nbytes: int) -> Iterator[OutgoingChunk]:
@@ -341,16 +341,30 @@ class OutgoingFile:
         return self._checksums is not None and not self._nbytes_left
 
     def table(self) -> ItemTable:
-        """Return the segment's items with their checksums, and compute those that are missing."""
+        """Return the segment's items with their checksums, and compute those that are missing.
+
+        Raises:
+            EOFError: The file is shorter than its segment.
+            DcpMemError: Another thread has failed to read a part.
+        """
         assert self._table is not None
         assert self._checksums is not None
         with self._progress:
             gaps = _gaps([*self._claimed, *self._gaps], self.nbytes)
             self._gaps += gaps
-        for start, stop in gaps:
-            self._sum_up(start, self.read(start, stop))
+        try:
+            for low, high in gaps:
+                for start in range(low, high, SMALL_CHUNK):  # some of it may have to be read
+                    self._sum_up(start, self.read(start, min(start + SMALL_CHUNK, high)))
+        except BaseException:
+            with self._progress:
+                self._is_broken = True
+                self._progress.notify_all()
+            raise
         with self._progress:
-            self._progress.wait_for(lambda: not self._nbytes_left)
+            self._progress.wait_for(lambda: self._is_broken or not self._nbytes_left)
+            if self._nbytes_left:
+                raise DcpMemError("another thread could not read the segment")
             return replace(self._table, crc32c=self._checksums.result())
 
     def verify(self, known: Crcs) -> None:
@@ -394,7 +408,7 @@ def of_slot(slot: Slot, nbytes: int, table: ItemTable) -> OutgoingFile:
             return mapped[start:stop]
         # Byte items may have grown beyond the slot's mapping.
         rest = bytearray(stop - start)
-        os.preadv(descriptor, [rest], start)
+        fill(descriptor, [memoryview(rest)], start)
         return memoryview(rest)
 
     return OutgoingFile(nbytes, read, table, mapped)

@@ -1,0 +1,97 @@
+"""Files that are sent: their checksums are those of their bytes, wherever those lie."""
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from dcp_mem.errors import DcpMemError
+from dcp_mem.format.checksums import BlockChecksums, Crcs, blocks_of
+from dcp_mem.format.manifest import ItemTable
+from dcp_mem.memory.mapping import Mapping
+from dcp_mem.memory.slot import Slot
+from dcp_mem.replicating.send import OutgoingFile, of_slot
+from dcp_mem.replicating.task import SMALL_CHUNK
+
+_NBYTES, _MAPPED_NBYTES = 12 << 20, 2 << 20
+
+
+@pytest.fixture
+def slot() -> Iterator[Slot]:
+    """A slot whose mapping is shorter than the segment in it."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as stream:
+        stream.write(np.random.default_rng(7).bytes(_NBYTES))
+        stream.flush()
+        descriptor = stream.fileno()
+        mapping = Mapping(descriptor, _MAPPED_NBYTES)
+        yield Slot(path="", descriptor=descriptor, capacity=_NBYTES, inode=1, mapping=mapping)
+
+
+def _table() -> ItemTable:
+    offsets = np.array([0, 1 << 20, 7 << 20], "<i8")
+    lengths = np.array([1 << 20, 5 << 20, 5 << 20], "<i8")
+    return ItemTable(
+        offsets=offsets,
+        lengths=lengths,
+        payload_offsets=offsets,
+        payload_nbytes=lengths,
+        crc32c=np.zeros(0, "<u4"),
+    )
+
+
+def _crcs_of(slot: Slot) -> Crcs:
+    table = _table()
+    checksums = BlockChecksums(blocks_of(table.offsets, table.lengths))
+    checksums.add(0, memoryview(os.pread(slot.descriptor, _NBYTES, 0)))
+    return checksums.result()
+
+
+def test_checksums_beyond_a_slots_mapping_are_those_of_its_bytes_and_take_little_memory(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, largest, preadv = _crcs_of(slot), [0], os.preadv
+
+    def in_parts(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read as Linux does: no more than so many bytes at once."""
+        largest.append(sum(map(len, buffers)))
+        return preadv(descriptor, [memoryview(buffers[0])[: 300 << 10]], offset)
+
+    monkeypatch.setattr(os, "preadv", in_parts)
+    found = of_slot(slot, _NBYTES, _table()).table().crc32c
+    assert np.array_equal(found, expected)
+    assert 0 < max(largest) <= SMALL_CHUNK
+
+
+def test_a_slot_that_ends_before_its_segment_is_an_error(slot: Slot) -> None:
+    os.truncate(slot.descriptor, _NBYTES - 1)
+    with pytest.raises(EOFError, match="bytes short"):
+        of_slot(slot, _NBYTES, _table()).table()
+
+
+def test_a_thread_that_cannot_read_leaves_no_other_one_waiting_for_its_checksums() -> None:
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def read(start: int, stop: int) -> memoryview:
+        waits.set()
+        assert goes_on.wait(60)
+        raise EOFError
+
+    file, errors = OutgoingFile(_NBYTES, read, _table()), list[Exception]()
+
+    def sum_up() -> None:
+        try:
+            file.table()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=sum_up, daemon=True) for _ in range(2)]
+    threads[0].start()
+    assert waits.wait(60)
+    threads[1].start()
+    goes_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(map(type, errors), key=str) == [EOFError, DcpMemError]
