@@ -33,6 +33,10 @@ class IncomingFile:
     """A file that is assembled in a slot. Its senders' threads add to it at the same time.
 
     Each of them calls `begin`, then receives `chunks_from` its sender, then calls `end`.
+
+    Attributes:
+        is_sealed: Whether it lies in the checkpoint, in its slot.
+        is_finished: Whether nothing is left to do for it: it is sealed, shared, or to be made anew.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class IncomingFile:
             deciding: Decides what parity is made from; None: from its shares.
         """
         self.plan, self.slot = plan, slot
-        self.is_sealed = False
+        self.is_sealed = self.is_finished = False
         self.key = b""  # of a segment of frozen items
         self.checksums: dict[str, Crcs] = {}
         """Of segments, as the senders gave them."""

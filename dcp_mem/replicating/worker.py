@@ -88,10 +88,13 @@ class Worker:
         self._has_kept_checksums = False
         self._in_full: set[str] = set()
         self._amounts: list[Amount] = []
+        self._threads: list[threading.Thread] = []
         self.amount = Amount()
 
     def run(self) -> Failures:
-        """Carry out this rank's part; return what failed on which rank, and raise nothing.
+        """Carry out this rank's part; return what failed on which rank, and raise no Exception.
+
+        No thread of this is left when it returns, or raises what has interrupted it.
 
         1. Start a thread for each rank that this rank sends to, or receives from.
         2. Agree with all ranks, round by round, until all of them are done (`_agree`).
@@ -108,7 +111,12 @@ class Worker:
             if self._in_full and not failures:
                 again = [plan for plan in self._task.plans if plan.file in self._in_full]
                 failures = self._carry_out(again)
+        except BaseException as error:
+            self._cancelled.set()
+            self._ranks.leave(type(error).__name__)
+            raise
         finally:
+            self._join()  # first: they write into the slots
             self._give_back()
         if failures:
             self._ranks.leave("; ".join(text for _, text in failures))
@@ -117,13 +125,11 @@ class Worker:
         return failures
 
     def _carry_out(self, plans: Sequence[FilePlan]) -> Failures:
-        threads: list[threading.Thread] = []
-        self._guarded("replicating", lambda: threads.extend(self._start(plans)))
+        self._guarded("replicating", lambda: self._start(plans))
         try:
-            return self._agree(threads)
+            return self._agree()
         except RankFailed as error:
-            for thread in threads:
-                thread.join()
+            self._join()
             self._keep_checksums()
             return (
                 *self._failures,
@@ -141,7 +147,7 @@ class Worker:
 
     # -- 1. sending and receiving ------------------------------------------------------------------
 
-    def _start(self, plans: Sequence[FilePlan]) -> list[threading.Thread]:
+    def _start(self, plans: Sequence[FilePlan]) -> None:
         own = self._rank
         incoming = [self._file(plan) for plan in plans if plan.receiver == own]
         self._incoming += incoming
@@ -160,7 +166,12 @@ class Worker:
         for sender, files in by_sender.items():
             act = partial(self._receive, sender) if sender != own else self._add_own
             acts.append((f"receiving from rank {sender}", partial(act, files)))
-        return [daemon(partial(self._guarded, what, act), "dcp_mem-copy") for what, act in acts]
+        for what, work in acts:
+            self._threads.append(daemon(partial(self._guarded, what, work), "dcp_mem-copy"))
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
 
     def _file(self, plan: FilePlan) -> IncomingFile:
         find = partial(earlier_copy, self._memory, self._manifest, plan.file)
@@ -231,6 +242,7 @@ class Worker:
             if known is not None and known.key == file.key:
                 faults.point("frozen.shared")
                 self._link(file, known)
+                file.is_finished = True
                 return True
         finally:
             if hold is not None:
@@ -291,11 +303,12 @@ class Worker:
             if not file.is_parity(crcs):
                 log.warning("the earlier parity of %s, or of a share, is damaged", plan.file)
                 self._in_full.add(plan.file)
+                file.is_finished = True
                 return
             record = StripeRecord(self._manifest.save_id, plan.stripe, crcs)
             tables = file.stripe_tables()
             self._memory.add_parity(self._manifest, plan.file, record, tables, seal)
-        file.is_sealed = True
+        file.is_sealed = file.is_finished = True
         faults.point("replicate.sealed")
 
     @contextmanager
@@ -314,7 +327,7 @@ class Worker:
 
     # -- 2. agreeing -------------------------------------------------------------------------------
 
-    def _agree(self, threads: Sequence[threading.Thread]) -> Failures:
+    def _agree(self) -> Failures:
         """Tell all ranks how far this one is, until all are done; return all ranks' failures.
 
         A rank that is done waits for slower ranks for as long as each of them takes part in the
@@ -322,10 +335,11 @@ class Worker:
         """
         while True:
             deadline = time.monotonic() + min(_LONGEST_ROUND, self._task.timeout / 4)
-            for thread in threads:
+            for thread in self._threads:
                 thread.join(max(deadline - time.monotonic(), 0.0))
-            is_done = not any(thread.is_alive() for thread in threads)
+            is_done = not any(thread.is_alive() for thread in self._threads)
             if is_done:
+                self._note_unfinished()
                 self._keep_checksums()
             amount = reduce(Amount.plus, list(self._amounts), Amount())
             failures = joined(tuple(self._failures), ())
@@ -342,6 +356,11 @@ class Worker:
             if progress.is_done:
                 self.amount, self._in_full = progress.amount, set(progress.in_full)
                 return progress.failures
+
+    def _note_unfinished(self) -> None:
+        unfinished = [file.plan.file for file in self._incoming if not file.is_finished]
+        if unfinished and not self._failures:
+            self._failures.append((self._rank, f"{', '.join(unfinished)} did not come whole"))
 
     # -- 3. and 4. ending --------------------------------------------------------------------------
 
