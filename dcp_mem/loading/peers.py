@@ -59,9 +59,12 @@ class PeerTransfer:
         self._broken_channels: list[tuple[int, str]] = []
         self._channels: list[Channel] = []
         self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
 
-    def threads(self, share: LoadShare) -> list[threading.Thread]:
-        """Return the threads that do a share: one for each peer and direction.
+    def start(self, share: LoadShare) -> None:
+        """Start the threads that do a share: one for each peer and direction.
+
+        Where one can't be started, that is kept as an error of this rank, and nothing is sent.
 
         Args:
             share: What this rank sends and receives.
@@ -71,7 +74,23 @@ class PeerTransfer:
         acts += [
             partial(self._receive, peer, rank, pieces) for peer, pieces in _by_peer(share.receives)
         ]
-        return [threading.Thread(target=act, name="dcp_mem-pass", daemon=True) for act in acts]
+        for index, act in enumerate(acts):
+            thread = threading.Thread(target=act, name="dcp_mem-pass", daemon=True)
+            self._threads.append(thread)
+            try:
+                thread.start()
+            except Exception as error:
+                self._own_errors.append(error)
+                self.stop()
+                for left in acts[index:]:  # their peers learn of it as the channels close
+                    left()
+                return
+
+    def join(self) -> None:
+        """Wait until the threads have ended."""
+        for thread in self._threads:
+            if thread.is_alive():  # one that couldn't be started isn't
+                thread.join()
 
     def stop(self) -> None:
         """Have the threads end before their next piece: the load has failed on this rank."""
@@ -80,8 +99,12 @@ class PeerTransfer:
     def close(self) -> None:
         """Close the channels in the background: gloo takes a while for each."""
         channels, self._channels = self._channels, []
-        if channels:
+        if not channels:
+            return
+        try:
             threading.Thread(target=_close, args=(channels,), name="dcp_mem-end").start()
+        except RuntimeError:  # there can't be any more threads
+            _close(channels)
 
     def raise_own(self) -> None:
         """Raise what went wrong on this rank."""
@@ -185,17 +208,14 @@ def peer_transfer(
         transport: What moves the bytes.
     """
     transfer = PeerTransfer(ranks, token, memory, pending, transport=transport)
-    threads = transfer.threads(share)
-    for thread in threads:
-        thread.start()
     try:
+        transfer.start(share)
         yield transfer
     except BaseException:
         transfer.stop()
         raise
     finally:
-        for thread in threads:
-            thread.join()
+        transfer.join()
         transfer.close()
 
 
