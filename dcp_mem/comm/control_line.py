@@ -181,14 +181,16 @@ def accepted(listener: socket.socket, token: bytes, deadline: float) -> socket.s
         deadline: Until when to wait, in seconds of the monotonic clock.
 
     Raises:
-        RuntimeError: None comes in time.
+        RuntimeError: None comes in time, or none can be accepted.
     """
     while (left := deadline - time.monotonic()) > 0:
         listener.settimeout(left)
         try:
             connection, _ = listener.accept()
-        except OSError:
+        except (TimeoutError, ConnectionError):  # the latter: of one that has gone again
             continue
+        except OSError as error:
+            raise RuntimeError(f"no connection can be accepted: {error}") from None
         if _greets(connection, token, min(left, _GREETING_SECONDS)):
             return connection
         connection.close()

@@ -1,17 +1,19 @@
 """Every transport keeps the promises of `Channel`; ranks settle which one they take."""
 
+import errno
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import torch.distributed as dist
 
 from dcp_mem.comm import nixl_agents, ranks_of, transports
+from dcp_mem.comm.control_line import accepted
 from dcp_mem.comm.lines import LinedChannel
 from dcp_mem.common.log import log
 from dcp_mem.config import lines_of_channel, settings
@@ -315,3 +317,21 @@ def test_lengths_that_differ_are_an_error_on_both_ranks() -> None:
 def test_a_dead_peer_is_noticed_though_a_child_of_it_lives() -> None:
     (error, is_at_once), _ = _pair(_hears_of_the_death, _lives_on_in_a_child)
     assert (error, is_at_once) == ("the peer has closed its end, or is gone", True)
+
+
+def test_a_listener_that_may_open_no_more_files_is_an_error_at_once() -> None:
+    calls = 0
+
+    class _Listener:
+        def settimeout(self, seconds: float) -> None:
+            return
+
+        def accept(self) -> NoReturn:
+            nonlocal calls
+            calls += 1
+            raise OSError(errno.EMFILE, "Too many open files") if calls > 2 else TimeoutError
+
+    listener: Any = _Listener()
+    with pytest.raises(RuntimeError, match="Too many open files"):
+        accepted(listener, b"token", time.monotonic() + 20)
+    assert calls == 3
