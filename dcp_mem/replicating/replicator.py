@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_mem.comm.agreement import Failures
 from dcp_mem.comm.transfer import Amount
@@ -14,7 +14,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.common.values import Outcome
-from dcp_mem.format.manifest import ReplicationRecord
+from dcp_mem.format.manifest import Manifest, ReplicationRecord
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease
 from dcp_mem.memory.slots import SlotPool
@@ -132,10 +132,9 @@ class Replicator:
         else:
             log.info("%s is replicated (%s) in %.2f s", manifest.name, redundancy, seconds)
         if replication.is_leader:
-            record = ReplicationRecord(
-                save_id=manifest.save_id, outcome=Outcome.FAILED, seconds=seconds, error=error
-            )
-            if not failures:
+            if failures:
+                record = self._failed(manifest, error, seconds)
+            else:
                 record = ReplicationRecord(
                     save_id=manifest.save_id,
                     outcome=Outcome.REPLICATED,
@@ -147,3 +146,14 @@ class Replicator:
                     reused_nbytes=amount.reused_nbytes,
                 )
             self._memory.record_replication(manifest, record)
+
+    def _failed(self, manifest: Manifest, error: str, seconds: float) -> ReplicationRecord:
+        """Return the record of what has failed: a repair leaves what the next load shall repair."""
+        for local in self._memory.find(manifest.name):
+            before = local.replication
+            is_same = local.manifest.save_id == manifest.save_id
+            if is_same and before.outcome == Outcome.REPLICATED:
+                return replace(before, error=f"what has been lost is not made again: {error}")
+        return ReplicationRecord(
+            save_id=manifest.save_id, outcome=Outcome.FAILED, seconds=seconds, error=error
+        )
