@@ -155,7 +155,7 @@ class ManyRanks:
         self.calls["tell_leaders"] += 1
         return relay.tell_leaders(self._place.wire, self._place.tree, data)
 
-    def dedicated(self, purpose: str, seconds: float, variable: str) -> ManyRanks:
+    def dedicated(self, purpose: str, seconds: float, variable: str, call: str = "") -> ManyRanks:
         raise NotImplementedError("nothing is replicated here")
 
     def channel(

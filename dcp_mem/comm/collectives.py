@@ -194,7 +194,7 @@ class Ranks(Protocol):
     def end_swaps(self) -> None:
         """Close the connections that swaps have made; called on all ranks behind the same swap."""
 
-    def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
+    def dedicated(self, purpose: str, seconds: float, variable: str, call: str = "") -> Ranks:
         """Return the same ranks on connections of their own, for a thread that works beside saves.
 
         All ranks ask in the same order, while none is in a call on the connections that it got
@@ -204,6 +204,8 @@ class Ranks(Protocol):
             purpose: What the connections are for; each purpose has its own.
             seconds: How long a rank waits for another.
             variable: The environment variable that sets this, for the texts of errors.
+            call: What they are asked for this time, by a name that all ranks have agreed on: a rank
+                that failed before it asked is in step again the next time. "": they are counted.
         """
 
     def channel(
@@ -270,7 +272,7 @@ class SingleRank:
     def end_swaps(self) -> None:
         return
 
-    def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
+    def dedicated(self, purpose: str, seconds: float, variable: str, call: str = "") -> Ranks:
         return self
 
     def channel(

@@ -53,13 +53,13 @@ class _Departure(NamedTuple):
     Attributes:
         rank: The rank that has left, or is lost.
         why: What is known of it, for people.
-        call: The number of the call that is in vain.
+        call: The call that is in vain: its name, or its number.
         is_lost: Whether the rank is lost; else it has left by itself.
     """
 
     rank: int
     why: str
-    call: int
+    call: str
     is_lost: bool
 
 
@@ -105,7 +105,7 @@ class JobRanks:
         self._timeout, self._variable = timedelta(seconds=seconds), variable
         self._timed_store = TimedStore(store, min(seconds, _STORE_SECONDS))
         self._generation = 0
-        self._calls = 0
+        self._count, self._call = 0, ""
         self._has_met = False
         self._nodes: tuple[str, ...] | None = None
         self._layouts = self._swaps = 0  # how many trees, and times of swaps, there were
@@ -160,7 +160,7 @@ class JobRanks:
             self._swapping.close()
             self._swapping = None
 
-    def dedicated(self, purpose: str, seconds: float, variable: str) -> Ranks:
+    def dedicated(self, purpose: str, seconds: float, variable: str, call: str = "") -> Ranks:
         default = default_store()
         key = (purpose, weakref.ref(default), *self._members)
         ranks = _ranks.get(key)
@@ -172,7 +172,7 @@ class JobRanks:
             ranks = _ranks[key] = JobRanks(
                 self.rank, self._members, purpose, store, seconds, variable
             )
-        ranks.refresh()
+        ranks.refresh(call)
         return ranks
 
     def channel(
@@ -198,17 +198,22 @@ class JobRanks:
     def _note_silence(self) -> None:
         self._was_silent = True
 
-    def refresh(self) -> None:
+    def refresh(self, call: str = "") -> None:
         """Replace connections that broke in an earlier call. Called as a save or load begins.
 
         A rank that saw one break noted it in the store before it raised. Where DCP's own
         collective came later, at the end of that call, every rank now reads the same. Most calls
-        have none: they are told apart by their number, which a rank that leaves notes.
+        have none: they are told apart by a name, or their number, which a rank that leaves notes.
+
+        Args:
+            call: The name of the call that begins, the same on all ranks and never used before; "":
+                it is numbered.
 
         Raises:
             RankFailed: A rank has left this very call, or the store is gone or silent.
         """
-        self._calls += 1
+        self._count += 1
+        self._call = call or str(self._count)
         self._failed, self._was_silent = None, False
         while self._is_broken():
             left = self._who_left(self._timed_store.seconds)
@@ -218,7 +223,7 @@ class JobRanks:
             self._nodes, self._tree = None, self._flat_tree()
             self._layouts = self._swaps = 0  # some ranks may have failed before they counted
             # A quick rank may have left the very call that begins here.
-            if left is not None and left.call == self._calls:
+            if left is not None and left.call == self._call:
                 raise RankFailed("the call", [left[:2]])
 
     @property
@@ -227,7 +232,7 @@ class JobRanks:
 
     def leave(self, why: str) -> None:
         self._say_broken(
-            self._timed_store.seconds, _Departure(self.rank, why, self._calls, is_lost=False)
+            self._timed_store.seconds, _Departure(self.rank, why, self._call, is_lost=False)
         )
         self._failed = ("the call", [(self.rank, why)])
         self.close()
@@ -298,7 +303,7 @@ class JobRanks:
         seconds = min(max(deadline - time.monotonic(), _LAST_SECONDS), _STORE_SECONDS)
         text = str(error).split("\n")[0][:300]
         rank, text = (error.rank, error.text) if isinstance(error, PeerLost) else (self.rank, text)
-        left = self._who_left(seconds) or _Departure(rank, text, self._calls, is_lost=True)
+        left = self._who_left(seconds) or _Departure(rank, text, self._call, is_lost=True)
         self._say_broken(seconds, left)
         self.close()
         if left.is_lost:
@@ -332,7 +337,7 @@ class JobRanks:
         try:
             if store.check(self._broken_key(), seconds):
                 rank, why, call, is_lost = json.loads(store.get(self._broken_key(), seconds))
-                return _Departure(int(rank), str(why), int(call), bool(is_lost))
+                return _Departure(int(rank), str(why), str(call), bool(is_lost))
         except (RuntimeError, ValueError, TypeError):  # the store is gone too
             return None
         return None

@@ -44,6 +44,7 @@ class Repair:
         ranks: The ranks that load together.
         topology: Which ranks share a node.
         manifest: Of the checkpoint.
+        token: Of this repair alone, the same on all ranks.
     """
 
     settings: Settings
@@ -51,6 +52,7 @@ class Repair:
     ranks: Ranks
     topology: Topology
     manifest: Manifest
+    token: str
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -74,7 +76,7 @@ class Repair:
         """
         settings = self.settings
         ranks = self.ranks.dedicated(
-            f"replicate {settings.job}", settings.replication_timeout, _TIMEOUT_VARIABLE
+            f"replicate {settings.job}", settings.replication_timeout, _TIMEOUT_VARIABLE, self.token
         )
         ranks.set_nodes(self.nodes)
         own = [
@@ -100,6 +102,7 @@ def begin_repair(load: LoadAttempt, choice: ElectedCheckpoint) -> Repair:
     2. Every rank opens its session; one all-reduce.
     3. One rank of each node that lacks them puts manifest and catalog there; one all-reduce.
     4. Every rank finds the checkpoint on its node; one all-reduce.
+    5. Rank 0 tells the others a token of the repair.
 
     Args:
         load: The load; this node has memory of the job from now on.
@@ -127,6 +130,7 @@ def begin_repair(load: LoadAttempt, choice: ElectedCheckpoint) -> Repair:
         ranks=ranks,
         topology=topology,
         manifest=found.value.manifest,
+        token=ranks.broadcast(new_token()),
     )
 
 

@@ -101,7 +101,10 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
     sizes = incoming(topology.nodes, topology.domains, rooms, made)
     session.last_saves.expected_copies[context.group] = sizes[topology.rank]
     ranks = context.ranks.dedicated(
-        f"replicate {settings.job}", settings.replication_timeout, "DCP_MEM_REPLICATION_TIMEOUT"
+        f"replicate {settings.job}",
+        settings.replication_timeout,
+        "DCP_MEM_REPLICATION_TIMEOUT",
+        manifest.save_id,
     )
     ranks.set_nodes(topology.nodes)
     lease = _lease_on(context, manifest)

@@ -6,9 +6,11 @@ Nodes are memory roots: each rank has the one of its node.
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_mem import MemoryStorageWriter
+from dcp_mem.comm import job_ranks
+from dcp_mem.comm.timed_store import own_connection
 from dcp_mem.comm.transfer import CHUNK
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.common.values import CheckpointStatus, State
-from dcp_mem.errors import ConfigError
+from dcp_mem.errors import ConfigError, ReplicationFailed
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, blocks_of
 from dcp_mem.format.manifest import NodeManifest
@@ -523,3 +527,33 @@ def test_equal_segments_come_to_the_ranks_of_a_node_in_equal_numbers(
     copies = copies_of(places, places, (8,) * len(places), replicas)
     counts = [sum(copy.receiver == rank for copy in copies) for rank in range(len(places))]
     assert len(set(counts)) == 1
+
+
+def _one_fails_to_connect(cluster: Cluster) -> list[tuple[State, bool]]:
+    """Rank 1 has no connection to the store once; what became of two saves?"""
+    left = [1] if dist.get_rank() == 1 else []
+
+    def connect_later(store: dist.Store, seconds: float) -> dist.Store:
+        if left:
+            left.pop()
+            raise RuntimeError("can't start new thread")
+        return own_connection(store, seconds)
+
+    with patch.object(job_ranks, "own_connection", connect_later), cluster.writer() as writer:
+        for step in (1, 2):
+            _save(writer, step)
+            _ended(writer, step)
+        return [(entry.state, not entry.replication_error) for entry in writer.status()]
+
+
+def _ended(writer: MemoryStorageWriter, step: int) -> None:
+    with suppress(ReplicationFailed):
+        writer.wait(f"step-{step}", "replicated", timeout=60)
+    dist.barrier()
+
+
+def test_a_rank_that_fails_before_it_asks_for_connections_is_in_step_at_the_next_save(
+    cluster: Cluster,
+) -> None:
+    for states in forked_ranks(_one_fails_to_connect, 2, cluster, env=_PATIENCE):
+        assert sorted(states, key=str) == [(State.COMPLETE, False), (State.REPLICATED, True)]
