@@ -16,9 +16,8 @@ from dcp_mem.common.values import Outcome
 from dcp_mem.errors import RankFailed
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.repair import CannotRepair, Repair, begin_repair
-from dcp_mem.memory.locks import open_leased
+from dcp_mem.memory.locks import end_lease, open_leased
 from dcp_mem.memory.root import node_id
-from dcp_mem.memory.slot import Slot
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.policy.redundancy import Redundancy
 from dcp_mem.replicating.plan import FilePlan
@@ -123,18 +122,15 @@ def _start(
     with ExitStack() as unless_started:
         lease = open_leased(repair.checkpoint.manifest_path)
         unless_started.callback(os.close, lease)
+        unless_started.callback(end_lease, lease)
         task = repair.task(plans)
-        for slot in task.slots.values():
-            if isinstance(slot, Slot):
-                unless_started.callback(repair.session.slots.abandon, slot)
-        repair.session.replicator.start(
-            Replication(
-                task=task,
-                redundancy=redundancy,
-                lease=lease,
-                is_leader=repair.topology.is_leader,
-                remark="",
-                on_recorded=drop_superseded_parity,
-            )
+        replication = Replication(
+            task=task,
+            redundancy=redundancy,
+            lease=lease,
+            is_leader=repair.topology.is_leader,
+            remark="",
+            on_recorded=drop_superseded_parity,
         )
         unless_started.pop_all()
+    repair.session.replicator.start(replication)

@@ -19,7 +19,7 @@ from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import end_lease
 from dcp_mem.memory.slots import SlotPool
 from dcp_mem.policy.redundancy import Redundancy
-from dcp_mem.replicating.task import ReplicationTask
+from dcp_mem.replicating.task import ReplicationTask, abandon_all
 from dcp_mem.replicating.worker import Worker
 
 
@@ -73,18 +73,21 @@ class Replicator:
         Saves see to it that nothing is; a load in another thread may have begun to repair.
 
         Args:
-            replication: What to replicate.
+            replication: What to replicate; its lease and slots are given back, whatever happens.
         """
-        with self._guard:
-            earlier, cancelled = self._thread, threading.Event()
+        try:
+            with self._guard:
+                earlier, cancelled = self._thread, threading.Event()
 
-            def replicate() -> None:
-                if earlier is not None:
-                    earlier.join()
-                self._replicate(replication, cancelled)
+                def replicate() -> None:
+                    if earlier is not None:
+                        earlier.join()
+                    self._replicate(replication, cancelled)
 
-            self._thread = daemon(replicate, "dcp_mem-replicate")
-            self._cancelled = cancelled
+                self._thread = daemon(replicate, "dcp_mem-replicate")
+                self._cancelled = cancelled
+        except Exception as error:
+            self._give_up(replication, str(error))
 
     def cancel(self) -> None:
         """Cancel what is under way, on all ranks; it ends as soon as they all know, or time out."""
@@ -121,6 +124,19 @@ class Replicator:
                 replication.on_recorded(is_replicated)
         except Exception:
             log.warning("what %s supersedes stays in memory for now", name, exc_info=True)
+
+    def _give_up(self, replication: Replication, why: str) -> None:
+        """Do none of it: the other ranks learn why, and needn't wait for this one."""
+        task = replication.task
+        try:
+            task.ranks.leave(why)
+            abandon_all(self._slots, task.slots.values())
+            self._record(replication, ((task.ranks.rank, why),), 0.0, Amount())
+        except Exception:
+            log.warning("the replication of %s can't begin", task.manifest.name, exc_info=True)
+        finally:
+            end_lease(replication.lease)
+            os.close(replication.lease)
 
     def _record(
         self, replication: Replication, failures: Failures, seconds: float, amount: Amount

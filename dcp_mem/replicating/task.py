@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
@@ -15,6 +15,7 @@ from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.slot import Slot
+from dcp_mem.memory.slots import SlotPool
 from dcp_mem.replicating.plan import FilePlan
 from dcp_mem.replicating.shared_copies import Sharing
 
@@ -54,6 +55,18 @@ class ReplicationTask:
         return any(
             not isinstance(slot, str) and slot.mapping is None for slot in self.slots.values()
         )
+
+
+def abandon_all(pool: SlotPool, slots: Iterable[Slot | str]) -> None:
+    """Give back the slots of a task that isn't begun.
+
+    Args:
+        pool: Where they come from.
+        slots: The task's; texts, which say why there is none, are passed over.
+    """
+    for slot in slots:
+        if isinstance(slot, Slot):
+            pool.abandon(slot)
 
 
 def newest_replicated(memory: JobMemory, manifest: Manifest) -> LocalCheckpoint | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from dcp_mem.comm import held_store
@@ -15,12 +15,12 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import Outcome
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest, ReplicationRecord
-from dcp_mem.memory.locks import share
+from dcp_mem.memory.locks import end_lease, share
 from dcp_mem.policy.slots import capacity_for
 from dcp_mem.replicating.plan import file_plans, incoming, incoming_seconds
 from dcp_mem.replicating.replicator import Replication
 from dcp_mem.replicating.shared_copies import Sharing, number_of
-from dcp_mem.replicating.task import ReplicationTask
+from dcp_mem.replicating.task import ReplicationTask, abandon_all
 from dcp_mem.runtime.topology import Topology
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.retention import apply_retention
@@ -107,29 +107,35 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
         manifest.save_id,
     )
     ranks.set_nodes(topology.nodes)
-    lease = _lease_on(context, manifest)
-    plans = file_plans(
-        topology.rank, topology.nodes, topology.domains, rooms, made, manifest.segments, seconds
-    )
-    sharing = _sharing(context, completed)
-    slots = session.slots_for(
-        plan
-        for plan in plans
-        if plan.receiver == topology.rank
-        # A copy that lies here already is shared, as a rule.
-        and not (plan.is_second and sharing.copies.has(number_of(plan)))
-    )
-    task = ReplicationTask(
-        manifest=manifest,
-        ranks=ranks,
-        plans=plans,
-        slots=slots,
-        own_slot=completed.staged.slot,
-        timeout=settings.replication_timeout,
-        transport=settings.transport,
-        sharing=sharing,
-        store=held_store(),
-    )
+    with ExitStack() as unless_set_up:
+        unless_set_up.callback(ranks.leave, "it could not begin")
+        lease = _lease_on(context, manifest)
+        unless_set_up.callback(os.close, lease)
+        unless_set_up.callback(end_lease, lease)
+        plans = file_plans(
+            topology.rank, topology.nodes, topology.domains, rooms, made, manifest.segments, seconds
+        )
+        sharing = _sharing(context, completed)
+        slots = session.slots_for(
+            plan
+            for plan in plans
+            if plan.receiver == topology.rank
+            # A copy that lies here already is shared, as a rule.
+            and not (plan.is_second and sharing.copies.has(number_of(plan)))
+        )
+        unless_set_up.callback(abandon_all, session.slots, slots.values())
+        task = ReplicationTask(
+            manifest=manifest,
+            ranks=ranks,
+            plans=plans,
+            slots=slots,
+            own_slot=completed.staged.slot,
+            timeout=settings.replication_timeout,
+            transport=settings.transport,
+            sharing=sharing,
+            store=held_store(),
+        )
+        unless_set_up.pop_all()
 
     def retain(is_replicated: bool) -> None:
         apply_retention(

@@ -4,6 +4,7 @@ Nodes are memory roots: each rank has the one of its node.
 """
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,14 +25,20 @@ from dcp_mem.comm.timed_store import own_connection
 from dcp_mem.comm.transfer import CHUNK
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
+from dcp_mem.common.parallel import daemon
 from dcp_mem.common.values import CheckpointStatus, State
 from dcp_mem.errors import ConfigError, ReplicationFailed
 from dcp_mem.format import names
 from dcp_mem.format.checksums import BlockChecksums, blocks_of
 from dcp_mem.format.manifest import NodeManifest
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.memory.locks import is_leased
+from dcp_mem.memory.slot import Slot
+from dcp_mem.memory.slots import SlotPool
+from dcp_mem.replicating import replicator
 from dcp_mem.replicating.plan import copies_of
 from tests.support.channels import UsedChannel
+from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.plans import SAVES
 from tests.support.processes import kill_targets
 from tests.support.processes.forks import forked_ranks, raised_by
@@ -557,3 +564,44 @@ def test_a_rank_that_fails_before_it_asks_for_connections_is_in_step_at_the_next
 ) -> None:
     for states in forked_ranks(_one_fails_to_connect, 2, cluster, env=_PATIENCE):
         assert sorted(states, key=str) == [(State.COMPLETE, False), (State.REPLICATED, True)]
+
+
+def _cannot_start(cluster: Cluster) -> tuple[list[tuple[State, bool]], int]:
+    """Rank 1 can't start its first replication; what becomes of two saves, and of slots?"""
+    left = [1] if dist.get_rank() == 1 else []
+    abandoned: list[int] = []
+    abandon = SlotPool.abandon
+
+    def start(act: Callable[[], object], name: str) -> threading.Thread:
+        if left and name == "dcp_mem-replicate":
+            left.pop()
+            raise RuntimeError("can't start new thread")
+        return daemon(act, name)
+
+    def count(pool: SlotPool, slot: Slot) -> None:
+        abandoned.append(slot.inode)
+        abandon(pool, slot)
+
+    with (
+        patch.object(replicator, "daemon", start),
+        patch.object(SlotPool, "abandon", count),
+        cluster.writer() as writer,
+    ):
+        _save(writer, 1)
+        _ended(writer, 1)
+        (held,) = cluster.held(dist.get_rank()).find("step-1")
+        wait_until(lambda: not is_leased(held.manifest_path), "the lease ends")
+        abandoned_before = len(abandoned)
+        dist.barrier()
+        _save(writer, 2)
+        _ended(writer, 2)
+        states = [(entry.state, not entry.replication_error) for entry in writer.status()]
+    return states, abandoned_before
+
+
+def test_a_replication_that_cannot_start_gives_back_its_slots_and_its_lease(
+    cluster: Cluster,
+) -> None:
+    for states, abandoned in forked_ranks(_cannot_start, 2, cluster, env=_PATIENCE):
+        assert sorted(states, key=str) == [(State.COMPLETE, False), (State.REPLICATED, True)]
+        assert abandoned == 1
