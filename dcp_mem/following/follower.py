@@ -202,7 +202,8 @@ class Follower:
         1. Look at memory on every rank, at storage on rank 0; one gather, one broadcast.
         2. Wait, and look again, for as long as nothing is new.
         3. Elect and open the newest that is newer than the last one.
-        4. Load it, if a state dict is given. Where that fails for damage, go on waiting.
+        4. Load it, if a state dict is given.
+        5. Where nothing could be taken: end, if the run or the time is over, or go on waiting.
         """
         call = direct_call(self._process_group, False, f"follow {self._reader.settings.job}")
         begun = time.monotonic()
@@ -219,6 +220,12 @@ class Follower:
             if taken is not None:
                 return taken
             with leaving_on_error(call.ranks):
+                if verdict is Verdict.TAKE:
+                    verdict = self._lookout.settle_together(
+                        call.ranks, begun=begun, last=self._last
+                    )
+                    if verdict is Verdict.END:
+                        return None
                 self._nap()
 
     def _nap(self) -> None:

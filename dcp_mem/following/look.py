@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dcp_mem.comm import Ranks
-from dcp_mem.comm.agreement import from_all_ranks, known_to_all
+from dcp_mem.comm.agreement import from_all_ranks, known_to_all, on_rank_0
 from dcp_mem.common.log import log
 from dcp_mem.errors import (
     ConfigError,
@@ -44,13 +44,14 @@ class _Look:
     """What one rank has seen.
 
     Attributes:
-        is_news: Whether its node's memory has something else than at the last survey.
+        is_survey_due: Whether its node's memory has something else than at the last survey, or that
+            was long ago.
         is_stopped: Whether it was told to stop.
         run: Token of the run that saves, or has saved, on its node; None where there is none.
         has_ended: Whether that run has ended.
     """
 
-    is_news: bool
+    is_survey_due: bool
     is_stopped: bool
     run: str | None = None
     has_ended: bool = False
@@ -101,6 +102,7 @@ class Lookout:
         self._memory_seen: object = None
         self._surveyed_at = 0.0
         self._ended_since: float | None = None
+        self._is_at_end = False
 
     def look_together(
         self, ranks: Ranks, *, begun: float, last: Place | None, is_stopped: bool
@@ -122,13 +124,31 @@ class Lookout:
         """
         verdict = from_all_ranks(
             ranks,
-            f"following {self._reader.settings.job}",
+            self._purpose(),
             lambda: self._look(is_stopped),
             lambda looks: self._decide(looks, begun, last),
         )
-        if isinstance(verdict, DcpMemError):
-            raise known_to_all(verdict)
-        return verdict
+        return _raised_on_all(verdict)
+
+    def settle_together(self, ranks: Ranks, *, begun: float, last: Place | None) -> Verdict:
+        """Return whether all ranks wait or end after a take in vain; one broadcast.
+
+        What was there at the last look has been surveyed since then.
+
+        Args:
+            ranks: As for `look_together`.
+            begun: As for `look_together`.
+            last: As for `look_together`.
+
+        Raises:
+            WaitTimeout: The time is over, and there was no checkpoint at all.
+            RankFailed: Another rank has failed.
+        """
+        verdict = on_rank_0(ranks, self._purpose(), lambda: self._wait_or_end(begun, last))
+        return _raised_on_all(verdict)
+
+    def _purpose(self) -> str:
+        return f"following {self._reader.settings.job}"
 
     # -- on every rank -----------------------------------------------------------------------------
 
@@ -136,7 +156,7 @@ class Lookout:
         """Look at this node's memory. Nothing is leased: saves must not mistake this for a load."""
         memory = self._reader.memory()
         if memory is None:
-            return _Look(self._has_changed(frozenset()), is_stopped)
+            return _Look(self._is_survey_due(frozenset()), is_stopped)
         run = run_in(memory.directory)
         self._refuse_another_root(run.url)
         is_live = job_is_live(memory.directory)
@@ -147,15 +167,15 @@ class Lookout:
             for one in found
         )
         return _Look(
-            is_news=self._has_changed(seen),
+            is_survey_due=self._is_survey_due(seen),
             is_stopped=is_stopped,
             run=run.token,
             has_ended=run.has_ended and not is_live and not is_pending,
         )
 
-    def _has_changed(self, seen: object) -> bool:
-        is_due = time.monotonic() - self._surveyed_at > _LOOK_AGAIN_SECONDS
-        if seen == self._memory_seen and not is_due:
+    def _is_survey_due(self, seen: object) -> bool:
+        is_long_ago = time.monotonic() - self._surveyed_at > _LOOK_AGAIN_SECONDS
+        if seen == self._memory_seen and not is_long_ago:
             return False
         self._memory_seen, self._surveyed_at = seen, time.monotonic()
         return True
@@ -176,7 +196,7 @@ class Lookout:
     ) -> Verdict | DcpMemError:
         """Look at storage, and decide for all ranks."""
         watch = self._reader.watch
-        is_news = watch.look() or any(look.is_news for look in looks)
+        is_survey_due = watch.look() or any(look.is_survey_due for look in looks)
         if any(look.is_stopped for look in looks):
             return Verdict.END
         is_hopeless = isinstance(watch.error, StorageRefused) and not watch.seen_at
@@ -188,10 +208,12 @@ class Lookout:
                 f"{watch.error}; following what memory has until storage answers again",
                 about=type(watch.error).__name__,
             )
-        has_ended = self._until_ended and self._has_ended(looks, last)
-        if is_news:
-            return Verdict.TAKE
-        if has_ended:
+        self._is_at_end = self._until_ended and self._has_ended(looks, last)
+        return Verdict.TAKE if is_survey_due else self._wait_or_end(begun, last)
+
+    def _wait_or_end(self, begun: float, last: Place | None) -> Verdict | WaitTimeout:
+        """Decide for all ranks, on rank 0, where there is nothing to take."""
+        if self._is_at_end:
             return Verdict.END
         waited = time.monotonic() - begun
         if self._timeout is not None and waited >= self._timeout:
@@ -237,6 +259,12 @@ class Lookout:
             f"no {kind} that can be taken in {where}{storage}. Path, job= and memory_root= must be "
             "those that the run's writer was given"
         )
+
+
+def _raised_on_all(verdict: Verdict | DcpMemError) -> Verdict:
+    if isinstance(verdict, DcpMemError):
+        raise known_to_all(verdict)
+    return verdict
 
 
 def _is_same_place(one: str, other: str) -> bool:

@@ -53,7 +53,7 @@ from tests.support.checkpoints.jobs import (
     wait_until,
 )
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
-from tests.support.processes.forks import Forks, forking, raised_by
+from tests.support.processes.forks import Forks, forked_ranks, forking, raised_by
 from tests.support.processes.launch import TORCHRUN, run_python, running_python
 from tests.support.storage.servers import StorageRoot
 
@@ -859,6 +859,35 @@ def test_nothing_in_time_is_an_error_that_says_where_it_looked(job: Job) -> None
     for part in (str(job.url), job.memory, "job job", "neighbour", "memory_root="):
         assert part in str(error.value)
     assert not job.directory.exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_surveys_at_each_look_keep_no_follower_from_its_end(job: Job, ranks: int) -> None:
+    ends = forked_ranks(_follow_with_long_pauses, ranks, job, timeout=20)
+    assert ends == [("step-1", "WaitTimeout")] * ranks
+
+
+def _follow_with_long_pauses(job: Job) -> tuple[str, str]:
+    """Follow a run that has ended, and then one that never comes, with a survey at each look."""
+    look._LOOK_AGAIN_SECONDS = 0.01
+    options: dict[str, Any] = {"poll_seconds": 0.05, "until_ended": True}
+    with job.writer(agent="thread") as writer:
+        save(writer, 1)
+    (followed,) = _follow(job, timeout=None, **options)
+    with pytest.raises(WaitTimeout) as error:
+        list(_follow(Job(None, job.memory, name="none"), timeout=0.5, **options))
+    return followed.name, type(error.value).__name__
+
+
+def test_surveys_that_find_nothing_leave_a_follower_its_time(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stays in memory is news each time, and nothing for a follower of durable ones."""
+    monkeypatch.setattr(look.Lookout, "_is_survey_due", lambda *_: True)
+    with job.writer(persist=False) as writer:
+        save(writer, 1)
+        with pytest.raises(WaitTimeout):
+            list(_follow(job, only_durable=True, timeout=0.5))
 
 
 def test_nothing_for_some_time_is_said_once(
