@@ -18,7 +18,7 @@ from types import FrameType
 import click
 
 from dcp_mem.cli.options import CommonOptions, repeating, searched_places, subcommand
-from dcp_mem.cli.screen import figures, finite
+from dcp_mem.cli.screen import figures
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.following.checkpoint import FollowedCheckpoint
@@ -154,13 +154,12 @@ def _has_failed(
         name=checkpoint.name,
         save_id=checkpoint.save_id,
         step=checkpoint.step,
-        metrics=finite(checkpoint.metrics),
+        metrics=checkpoint.metrics,
         is_durable=checkpoint.is_durable,
         exit_code=code,
         seconds=took if words else None,
         error=trouble,
     )
-    sys.stdout.flush()
     if code and not stopping.number:
         trouble = f"{words[0]} {_ended(code)} after {took:.1f} s"
     if trouble:

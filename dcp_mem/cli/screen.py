@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import textwrap
@@ -60,13 +61,15 @@ class Screen:
         self._errors = _console(sys.stderr, no_color)
 
     def answer(self, **facts: Any) -> None:
-        """Print the facts as one JSON object.
+        """Print the facts as one JSON object, at once: programs read along.
+
+        JSON has no NaN and no infinity; they are null.
 
         Args:
             facts: The object's fields.
         """
         if self.is_json:
-            print(json.dumps(facts, default=_plain, allow_nan=False))
+            print(json.dumps(_plain(facts), allow_nan=False), flush=True)
 
     def line(self, text: str | Text = "", style: str = "") -> None:
         """Print a line.
@@ -147,10 +150,15 @@ class Screen:
         Where standard output is no terminal, each call prints behind the one before.
         """
         if self.is_json or not self._console.is_terminal:
-            yield lambda parts: None if self.is_json else self._print(*parts, "")
+            yield self._print_at_once
             return
         with Live(console=self._console, auto_refresh=False) as live:
             yield lambda parts: live.update(Group(*parts), refresh=True)
+
+    def _print_at_once(self, parts: Sequence[RenderableType]) -> None:
+        if not self.is_json:
+            self._print(*parts, "")
+            self._console.file.flush()
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Bytes]:
@@ -338,7 +346,7 @@ def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
         "name": checkpoint.name,
         "save_id": checkpoint.save_id,
         "step": checkpoint.step,
-        "metrics": finite(checkpoint.metrics),
+        "metrics": checkpoint.metrics,
         "created": checkpoint.created,
         "generation": checkpoint.generation,
         "count": checkpoint.count,
@@ -358,17 +366,17 @@ def facts_of(checkpoint: CheckpointStatus) -> dict[str, Any]:
     }
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return metrics as they are in JSON, which has no NaN and no infinity.
-
-    Args:
-        metrics: Numbers by name.
-    """
-    return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
-
-
 def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else str(value)
+    """Return a value as JSON has it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(_plain, value))
+    return _plain(value.item()) if hasattr(value, "item") else str(value)
 
 
 def _console(stream: Any, no_color: bool) -> Console:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pty
 import re
@@ -47,6 +48,7 @@ from tests.support.checkpoints.jobs import (
 )
 from tests.support.checkpoints.roundtrip import assert_same, random_tensor
 from tests.support.processes.forks import forked, forked_ranks, forking
+from tests.support.processes.launch import running_python
 from tests.support.storage.servers import StorageRoot
 
 COMMANDS = (
@@ -298,6 +300,25 @@ def test_watch_answers_programs_line_by_line(shell: Shell) -> None:
             ("step-2", "durable"),
         ]
     assert len(result.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_pipe_has_each_look_at_once(shell: Shell, arguments: list[str]) -> None:
+    command = "-m", "dcp_mem.cli.main", "watch", *shell.places(), "--every", "60", *arguments
+    with running_python(*command) as process:
+        assert process.stdout is not None
+        assert shell.job.memory in process.stdout.readline()
+        assert process.poll() is None
+
+
+def test_a_metric_that_is_no_number_is_null_for_programs(memory_job: Job) -> None:
+    with memory_job.writer(agent="thread") as writer:
+        writer.annotate_next_save(metrics={"loss": math.nan, "most": math.inf, "least": 0.5})
+        save(writer, 1)
+    (job,) = Shell(memory_job).json("watch", "--times", "1")["jobs"]
+    (listed,) = Shell(memory_job).json("ls")["checkpoints"]
+    for found in (*job["checkpoints"], listed):
+        assert found["metrics"] == {"loss": None, "most": None, "least": 0.5}
 
 
 def test_watch_follows_a_flush_that_fails(job: Job) -> None:
