@@ -19,10 +19,11 @@ from dcp_mem.operations.rejecting import (
 
 _HELP = """Mark a checkpoint as not to be resumed from, in this node's memory and on storage.
 
-ID is a step, a name or a save id. Restarts pass over the checkpoint from then on, and their report
-has TEXT; a load that names it still takes it. It stays where it is until `dcp-mem rm` removes it,
-and retention doesn't count it. --undo takes the mark back: run it on each node whose memory has one
-(`dcp-mem ls` shows it). Exit code 1 if there is no such checkpoint.
+ID is a step, a name or a save id; a save id means that save alone, and no later one of its name.
+Restarts pass over the checkpoint from then on, and their report has TEXT; a load that names it
+still takes it. It stays where it is until `dcp-mem rm` removes it, and retention doesn't count it.
+--undo takes the mark back: run it on each node whose memory has one (`dcp-mem ls` shows it). Exit
+code 1 if there is no such checkpoint.
 
 Examples:
   dcp-mem reject s3://ckpts/run-42 1200 --why "the loss is NaN"
@@ -51,29 +52,37 @@ def command(common: CommonOptions, checkpoint_id: str, why: str | None, undo: bo
     settings = common.settings()
     if undo == bool(why):
         raise click.UsageError("give either --why TEXT or --undo")
-    name = _name_of(settings, checkpoint_id)
+    name, save_id = _meant(settings, checkpoint_id)
     if why:
         # Storage last: what it says holds for all nodes.
-        marked = [reject_in_memory(settings, name, why), reject_on_storage(settings, name, why)]
+        marked = [
+            reject_in_memory(settings, name, why, save_id),
+            reject_on_storage(settings, name, why, save_id),
+        ]
     else:
-        marked = [accept_in_memory(settings, name), accept_on_storage(settings, name)]
+        marked = [
+            accept_in_memory(settings, name, save_id),
+            accept_on_storage(settings, name, save_id),
+        ]
+    what = f"{name} (save {save_id})" if save_id else name
     if not any(marked):
         raise ConfigError(
-            f"{name} isn't marked here" if undo else f"{name} can't be marked: it has no manifest"
+            f"{what} isn't marked here" if undo else f"{what} can't be marked: it has no manifest"
         )
     places = [
         place for place, is_marked in zip((MEMORY, STORAGE), marked, strict=True) if is_marked
     ]
     common.screen.answer(name=name, is_rejected=not undo, why=why or "", places=places)
     done = "is not rejected any more" if undo else f"is rejected: {why}"
-    common.screen.line(shown(f"{name} {done} ({' + '.join(places)})"))
+    common.screen.line(shown(f"{what} {done} ({' + '.join(places)})"))
     return 0
 
 
-def _name_of(settings: Settings, checkpoint_id: str) -> str:
-    """Return the name of a checkpoint that there is."""
+def _meant(settings: Settings, checkpoint_id: str) -> tuple[str, str]:
+    """Return the name of a checkpoint that there is, and its save id where that was given."""
     known = list_checkpoints(settings, retry_policy=INTERACTIVE_RETRIES)
     is_known = any(checkpoint_id in (one.name, one.save_id) for one in known)
     if checkpoint_id.isdecimal() and not is_known:
         checkpoint_id = f"step-{int(checkpoint_id)}"
-    return find(known, checkpoint_id, searched_places(settings)).name
+    found = find(known, checkpoint_id, searched_places(settings))
+    return found.name, "" if checkpoint_id == found.name else found.save_id

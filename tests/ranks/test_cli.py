@@ -166,6 +166,22 @@ def test_what_was_rejected_before_its_flush_is_flushed_once_that_is_taken_back(j
     assert _stored(job, "step-1").joinpath(".metadata").exists()
 
 
+def test_a_save_id_rejects_no_other_save_of_the_name(job: Job) -> None:
+    with job.writer(agent="thread") as writer:
+        save(writer, 1)
+        writer.wait("step-1", timeout=60)
+        first = writer.status()[0].save_id
+    forked(_save_to_be_flushed, job)
+    memory, shell = JobMemory(job.memory, job.name or ""), Shell(job)
+    assert shell.json("reject", first, "--why", "the loss is NaN")["places"] == ["storage"]
+    (second,) = memory.find("step-1")
+    assert (second.manifest.save_id != first, second.rejected, second.pending) == (True, "", True)
+    assert shell.run("reject", second.manifest.save_id, "--why", "a test").exit_code == 0
+    assert shell.json("reject", first, "--undo")["places"] == ["storage"]
+    assert memory.find("step-1")[0].rejected == "a test"
+    assert "isn't marked" in shell.run("reject", first, "--undo").stderr
+
+
 def _save_to_be_flushed(job: Job) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dcp_mem.runtime.session.Session.wake_agent", lambda *_, **__: None)
