@@ -321,7 +321,7 @@ def test_watch_answers_programs_line_by_line(shell: Shell) -> None:
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
 def test_a_pipe_has_each_look_at_once(shell: Shell, arguments: list[str]) -> None:
     command = "-m", "dcp_mem.cli.main", "watch", *shell.places(), "--every", "60", *arguments
-    with running_python(*command) as process:
+    with running_python(*command, env={"PYTHONUNBUFFERED": ""}) as process:
         assert process.stdout is not None
         assert shell.job.memory in process.stdout.readline()
         assert process.poll() is None
