@@ -31,7 +31,7 @@ from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.policy.order import is_newer
-from dcp_mem.storage.listing import mark_rejected
+from dcp_mem.storage.listing import committed_under, mark_rejected
 
 _LONGEST_PAUSE = 60.0
 """Seconds between two tries of a failed flush."""
@@ -49,15 +49,15 @@ Twice the time that the node's own part took comes on top.
 
 
 @dataclass(frozen=True, slots=True)
-class _Claim:
-    """A claim that is to be made, and after how many seconds it is tried again."""
+class _Retry:
+    """When something beside the flushes is tried, and how long after that it is tried again."""
 
     due: float = 0.0
     pause: float = 1.0
 
-    def later(self) -> _Claim:
+    def later(self) -> _Retry:
         pause = min(_LONGEST_PAUSE, 2 * self.pause)
-        return _Claim(time.monotonic() + self.pause, pause)
+        return _Retry(time.monotonic() + self.pause, pause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,9 @@ class JobFlusher:
         self.last_turn = 0.0
         self._registration = registration
         self._destination = Destination(self.queue.is_live)
-        self._claim: _Claim | None = None
-        self._rejected: set[str] = set()  # save ids that storage has marked
+        self._claim: _Retry | None = None
+        self._rejected: set[str] = set()  # save ids that storage has marked, or hasn't any more
+        self._mark_retries: dict[str, _Retry] = {}  # by save id, where a mark couldn't be put
         self.register(registration)
 
     def register(self, registration: Registration) -> None:
@@ -119,10 +120,15 @@ class JobFlusher:
             registration = replace(registration, export=known.export)
         self._registration = registration
         self.queue.admit(run)
-        self._claim = self._claim or _Claim()
+        self._claim = self._claim or _Retry()
         is_same = registration.has_same_destination(known) and registration.nodes == known.nodes
         if registration.now or not is_same:
-            self.queue.retry()
+            self.retry()
+
+    def retry(self) -> None:
+        """Make everything due that has failed."""
+        self.queue.retry()
+        self._mark_retries = dict.fromkeys(list(self._mark_retries), _Retry())
 
     @property
     def registration(self) -> Registration:
@@ -146,15 +152,22 @@ class JobFlusher:
             self._claim_generation(self._claim)
 
     def flush_next(self) -> bool:
-        """Flush the next checkpoint that is due.
+        """Flush the next checkpoint that is due; mark on storage what has been rejected.
+
+        A new mark comes first: the checkpoint may leave memory, and retention is not to count it.
 
         Returns:
             False where none is due.
         """
-        self._carry_rejections()
+        self._carry_rejections(lambda save_id: save_id not in self._mark_retries)
         checkpoint = self.queue.next_due()
-        if checkpoint is None:
-            return False
+        if checkpoint is not None:
+            self._try_to_flush(checkpoint)
+        if self._mark_retries:
+            self._carry_rejections(self._is_mark_due)
+        return checkpoint is not None
+
+    def _try_to_flush(self, checkpoint: LocalCheckpoint) -> None:
         self.last_turn = time.monotonic()
         self._before_flush()
         try:
@@ -163,7 +176,6 @@ class JobFlusher:
             # A defect, or memory that has vanished: the other jobs go on all the same.
             log.exception("%s can't be flushed", checkpoint.name)
             self.queue.state(checkpoint).add_failure(_LONGEST_PAUSE)
-        return True
 
     # -- beside the flushes -----------------------------------------------------------------------
 
@@ -202,7 +214,7 @@ class JobFlusher:
         except Exception:  # the checkpoint is durable, whatever this may be
             log.exception("%s isn't exported", manifest.name)
 
-    def _claim_generation(self, claim: _Claim) -> None:
+    def _claim_generation(self, claim: _Retry) -> None:
         """Claim a generation for a run that has just begun, before its first checkpoint is flushed.
 
         Its checkpoints that stay in memory get their place among those on storage by that.
@@ -212,7 +224,7 @@ class JobFlusher:
             memory = self.queue.memory()
             newest = next(iter(memory.checkpoints()), None)
             if self._expects_checkpoint(registration, newest):
-                self._claim = _Claim(time.monotonic() + claim.pause)
+                self._claim = _Retry(time.monotonic() + claim.pause)
             elif newest is not None and _is_unclaimed(memory, newest):
                 with environment_of(registration):
                     self._destination.ownership(registration, memory).claim()
@@ -229,22 +241,33 @@ class JobFlusher:
         has_come = newest is not None and registration.run in ("", newest.manifest.run)
         return not has_come and self.queue.is_live()
 
-    def _carry_rejections(self) -> None:
+    def _carry_rejections(self, is_wanted: Callable[[str], bool]) -> None:
         """Mark on storage what has been rejected in this node's memory since it was durable."""
         for one in self.queue.in_memory():
+            save_id = one.manifest.save_id
             is_durable = one.flush.outcome == Outcome.DURABLE
-            if one.rejected and is_durable and one.manifest.save_id not in self._rejected:
+            is_unmarked = one.rejected and is_durable and save_id not in self._rejected
+            if is_unmarked and is_wanted(save_id):
                 self._carry_rejection(one)
 
+    def _is_mark_due(self, save_id: str) -> bool:
+        retry = self._mark_retries.get(save_id)
+        return retry is not None and retry.due <= time.monotonic()
+
     def _carry_rejection(self, one: LocalCheckpoint) -> None:
-        registration = self._registration
+        """Mark a checkpoint on storage, unless it was deleted there, or saved anew."""
+        registration, save_id = self._registration, one.manifest.save_id
         try:
             with environment_of(registration):
                 storage = self._destination.storage(registration)
-                mark_rejected(storage, one.manifest, one.rejected)
-            self._rejected.add(one.manifest.save_id)
-        except Exception as error:  # the next look brings another chance
+                stored = committed_under(storage, one.name)
+                if any(other.save_id == save_id for other in stored):
+                    mark_rejected(storage, one.manifest, one.rejected)
+            self._rejected.add(save_id)
+            self._mark_retries.pop(save_id, None)
+        except Exception as error:
             self._destination.forget_storage()
+            self._mark_retries[save_id] = self._mark_retries.get(save_id, _Retry()).later()
             log.warning("that %s is rejected isn't known on storage: %s", one.name, error)
 
     # -- one flush --------------------------------------------------------------------------------

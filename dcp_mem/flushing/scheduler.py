@@ -71,7 +71,7 @@ class FlushScheduler:
     def retry(self) -> None:
         """Make everything due that has failed."""
         for job in self._all():
-            job.queue.retry()
+            job.retry()
 
     def seconds_until_next(self) -> float | None:
         """Return how long it is until something is due; None where nothing is pending."""

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 import dcp_mem.flushing.agent
 import dcp_mem.flushing.agent_handle
+import dcp_mem.flushing.destination
 import dcp_mem.flushing.flusher
 import dcp_mem.flushing.scheduler
 import dcp_mem.runtime.session
@@ -46,6 +47,9 @@ from dcp_mem import (
 )
 from dcp_mem.flushing.registration import Registration
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.storage import Storage
+from dcp_mem.storage.listing import checkpoint_names
+from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import (
     Job,
     agents,
@@ -249,6 +253,78 @@ def test_another_runs_registration_flushes_what_a_dead_run_has_left(
     flusher.register(_registration(job, "later"))
     assert flusher.flush_next()
     assert "run/step-1/.metadata" in local_root.names()
+
+
+def _reject_newest(job: Job) -> None:
+    memory = JobMemory(job.memory, job.name or "")
+    memory.reject(memory.checkpoints()[0], "a test")
+
+
+def _marks_that_fail(job: Job) -> tuple[list[int], int]:
+    """Reject the newest of three, which alone is on storage, where no mark can be put.
+
+    Returns:
+        How many are on storage at each try to mark it; how often storage is opened by two seconds
+        of looks when all are there.
+    """
+    opened: list[object] = []
+    tried: list[int] = []
+
+    def note(*given: Any) -> Storage:
+        opened.append(given)
+        return open_storage(*given)
+
+    def fail(storage: Storage, *_: object) -> None:
+        tried.append(len(checkpoint_names(storage)))
+        raise StorageUnavailable(storage.url, "no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.runtime.session.Session, "wake_agent", lambda *_, **__: None)
+        patch.setattr(dcp_mem.flushing.destination, "open_storage", note)
+        patch.setattr(dcp_mem.flushing.flusher, "mark_rejected", fail)
+        writer = job.writer(keep_memory=3)
+        for number in range(3):
+            save(writer, number)
+        flusher = dcp_mem.flushing.scheduler.FlushScheduler(job.memory)
+        flusher.register(_registration(job, ""))
+        assert flusher.flush_next()
+        _reject_newest(job)
+        assert flusher.flush_next()
+        flusher.retry()
+        assert flusher.flush_next()
+        opened.clear()
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            assert not flusher.flush_next()
+            time.sleep(0.05)
+        writer.close(flush=False)
+    return tried, len(opened)
+
+
+def test_a_mark_that_storage_doesn_t_take_is_tried_again_behind_the_flush_and_after_a_pause(
+    local_root: StorageRoot, memory_root: Path
+) -> None:
+    tried, opened = forked(_marks_that_fail, local_root.job(memory_root))
+    assert tried[:2] == [1, 3], "before the second flush, and behind the third"
+    assert opened <= 1
+    assert len(tried) <= 3
+
+
+def test_what_storage_has_in_the_place_of_a_rejected_save_is_not_marked(
+    local_root: StorageRoot, memory_root: Path
+) -> None:
+    job = local_root.job(memory_root)
+    forked(_save_without_flusher, job)
+    flusher = dcp_mem.flushing.scheduler.FlushScheduler(job.memory)
+    flusher.register(_registration(job, ""))
+    assert flusher.flush_next()
+    stored = Path(job.url or "", "step-1")
+    shutil.rmtree(stored)
+    stored.mkdir()
+    stored.joinpath(".metadata").write_bytes(b"of another save")
+    _reject_newest(job)
+    assert not flusher.flush_next()
+    assert [path.name for path in stored.rglob("*")] == [".metadata"]
 
 
 def _attempts_at_two_that_fail(job: Job) -> list[int]:
