@@ -90,12 +90,18 @@ class AgentHandle:
         self._started = time.monotonic()
         self._started_with = replace(registration, now=False)
 
+    def is_gone(self) -> bool:
+        """Return whether no agent runs, and this process has started none just now."""
+        return not self._is_starting() and not is_alive(self._root)
+
     def _is_starting_with(self, registration: Registration) -> bool:
         """Return whether an agent starts that was given this registration already."""
-        self._children = [child for child in self._children if not _has_ended(child)]
-        is_starting = self._children and time.monotonic() - self._started < STARTING_SECONDS
         # One that starts tries everything at once: whether a caller waits is no news to it.
-        return bool(is_starting) and self._started_with == replace(registration, now=False)
+        return self._is_starting() and self._started_with == replace(registration, now=False)
+
+    def _is_starting(self) -> bool:
+        self._children = [child for child in self._children if not _has_ended(child)]
+        return bool(self._children) and time.monotonic() - self._started < STARTING_SECONDS
 
 
 def _has_ended(child: int) -> bool:

@@ -88,6 +88,13 @@ class AgentLink:
                 error,
             )
 
+    def has_lost_agent(self) -> bool:
+        """Return whether the agent that was woken has ended: it was killed, for a trainer lives."""
+        with self._guard:
+            is_lost = self._has_agent and self._agent.is_gone()
+            self._has_agent = self._has_agent and not is_lost
+            return is_lost
+
     def is_news(self, nodes: frozenset[str] | None) -> bool:
         """Return whether the flusher knows of other nodes; it counts as told of these now.
 

@@ -202,13 +202,14 @@ class Session:
     def tell_nodes(self, settings: Settings) -> None:
         """Tell the agent on which nodes the job runs now, if that is news and something is pending.
 
-        The flush of a checkpoint of an earlier run may be waiting for nodes that are gone.
+        The flush of a checkpoint of an earlier run may be waiting for nodes that are gone. An agent
+        that was killed is followed by another one.
 
         Args:
             settings: The writer's, with which the agent is to flush.
         """
         is_news = self._agent.is_news(self.nodes.of_all_ranks)
-        if is_news and any(checkpoint.pending for checkpoint in self.memory.checkpoints()):
+        if (is_news or self._agent.has_lost_agent()) and any(checkpoint.pending for checkpoint in self.memory.checkpoints()):
             self.wake_agent(settings)
 
     def give_back_unsealed(self) -> None:

@@ -4,12 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_mem.flushing.agent
 from dcp_mem.common import faults
 from dcp_mem.flushing.registration import Registration
 from dcp_mem.memory.job import JobMemory
+from dcp_mem.policy.persistence import every_n_saves
 from tests.support.checkpoints.jobs import Job, agents, wait_until
 from tests.support.processes.forks import forked, forking
 from tests.support.storage import ways
@@ -133,3 +135,27 @@ def test_two_agents_at_one_checkpoint_commit_it_once_and_both_know(
     assert commits
     assert overwrite or len(commits) == 1
     assert_whole(way, memory_root, 1, LARGE)
+
+
+def _saves_on_after_its_agent_was_killed(job: Job) -> None:
+    def save(step: int) -> None:
+        state = {"w": torch.full((1 << 20,), float(step))}
+        dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
+
+    with job.writer(persist=every_n_saves(100), upload_limit="1MiB", keep_memory=3) as writer:
+        save(1)
+        wait_until(lambda: agents(job.memory), "the agent")
+        wait_until(lambda: list(Path(job.url or "").rglob("*.part")), "the flush")
+        for agent in agents(job.memory):
+            agent.kill()
+            agent.wait()
+        save(2)  # stays in memory: nobody is woken for it
+        wait_until(lambda: Path(job.url or "", "step-1", ".metadata").exists(), "step-1")
+        assert not Path(job.url or "", "step-2").exists()
+
+
+def test_an_agent_that_was_killed_has_a_successor_at_the_next_save_whatever_that_is(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    job = Job(str(tmp_path / "storage"), str(memory_root))
+    forked(_saves_on_after_its_agent_was_killed, job)
