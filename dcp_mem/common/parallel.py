@@ -46,7 +46,9 @@ def in_parallel(
                 future.cancel()
 
 
-def in_daemons(act: Callable[[T], R], items: Sequence[T], *, at_once: int = 16) -> list[R]:
+def in_daemons(
+    act: Callable[[T], R], items: Sequence[T], *, at_once: int = 16, name: str = "dcp_mem-survey"
+) -> list[R]:
     """Return what `act` returns for each item, worked on by daemon threads.
 
     The threads of a pool would keep the process from ending for as long as storage doesn't answer;
@@ -56,12 +58,14 @@ def in_daemons(act: Callable[[T], R], items: Sequence[T], *, at_once: int = 16) 
         act: Called in several threads at once.
         items: In the order of the results.
         at_once: Number of threads at most.
+        name: Of the threads.
 
     Raises:
-        Exception: What one of the calls raised; items that weren't begun by then are left out.
+        Exception: What one of the calls raised first; items that weren't begun by then are left
+            out.
     """
     results: dict[int, R] = {}
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     left = iter(enumerate(items))
     lock = threading.Lock()
 
@@ -76,8 +80,16 @@ def in_daemons(act: Callable[[T], R], items: Sequence[T], *, at_once: int = 16) 
         except Exception as error:
             errors.append(error)
 
-    for worker in [daemon(work) for _ in items[:at_once]]:
-        worker.join()
+    workers: list[threading.Thread] = []
+    try:
+        # One by one: where one can't be started, those before it are in the list.
+        workers.extend(daemon(work, name) for _ in items[:at_once])
+        for worker in workers:
+            worker.join()
+    except BaseException as error:  # an interrupt, or no more threads
+        errors.append(error)
+        for worker in workers:
+            worker.join()
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(items))]

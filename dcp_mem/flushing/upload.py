@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dcp_mem.common import faults
+from dcp_mem.common.parallel import in_daemons
 from dcp_mem.common.values import Segment
 from dcp_mem.errors import SegmentCorrupt
 from dcp_mem.flushing.metering import Meter, Throttle
@@ -77,8 +77,8 @@ def upload_all(
     """Upload the segments of a directory that storage lacks, and read all of them for checksums.
 
     1. Lease and open every segment, and begin its upload.
-    2. Take the parts of all segments through a pool of threads; the first failure stops all. Parts
-       that storage has in an earlier checkpoint are copied there.
+    2. Put the parts of all segments, in several threads; the first failure stops all. Parts that
+       storage has in an earlier checkpoint are copied there.
     3. Finish each segment's upload with its last part.
 
     Args:
@@ -107,13 +107,12 @@ def upload_all(
             sum(one.segment.nbytes for one in outgoing), sum(len(numbers) for _, numbers in tasks)
         )
         # Not `in_parallel`: that works only a few items ahead, and one slow part would hold up all.
-        with ThreadPoolExecutor(parts_at_once(), thread_name_prefix="dcp_mem-upload") as pool:
-            try:
-                for _ in pool.map(lambda task: task[0].put_parts(task[1]), tasks):
-                    pass
-            except BaseException:
-                stop.set()
-                raise
+        in_daemons(
+            lambda task: task[0].put_parts(task[1]),
+            tasks,
+            at_once=parts_at_once(),
+            name="dcp_mem-upload",
+        )
         return {one.outgoing.segment.file: one.uploaded() for one in opened}
 
 

@@ -209,7 +209,9 @@ class Session:
             settings: The writer's, with which the agent is to flush.
         """
         is_news = self._agent.is_news(self.nodes.of_all_ranks)
-        if (is_news or self._agent.has_lost_agent()) and any(checkpoint.pending for checkpoint in self.memory.checkpoints()):
+        if not (self._agent.has_lost_agent() or is_news):
+            return
+        if any(checkpoint.pending for checkpoint in self.memory.checkpoints()):
             self.wake_agent(settings)
 
     def give_back_unsealed(self) -> None:

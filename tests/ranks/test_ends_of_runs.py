@@ -52,6 +52,29 @@ def test_the_last_save_of_a_script_that_just_ends_is_complete(
     forked(_load_last, str(memory_root))
 
 
+def test_a_process_that_ends_does_not_wait_for_the_whole_of_a_slow_upload(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    script = f"""
+        import torch
+        import torch.distributed.checkpoint as dcp
+        import dcp_mem
+        from dcp_mem.flushing import thread
+
+        thread._DRAIN_SECONDS = 1.0
+        writer = dcp_mem.MemoryStorageWriter(
+            {str(tmp_path)!r}, memory_root={str(memory_root)!r}, job="job",
+            agent="thread", upload_limit="1MiB",
+        )
+        state = {{"x": torch.ones(64 << 20)}}  # four minutes
+        dcp.save(state, checkpoint_id="last", storage_writer=writer)
+        raise SystemExit(3)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 3, ended.stderr
+
+
 def _load_last(root: str) -> None:
     into = {f"x{number}": torch.zeros(1 << 20) for number in range(24)}
     dcp.load(into, storage_reader=MemoryStorageReader(None, memory_root=root, job="job"))
