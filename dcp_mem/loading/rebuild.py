@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from threading import Event
 
 from dcp_mem.comm.agreement import Failures, joined
 from dcp_mem.common import faults
@@ -15,7 +14,6 @@ from dcp_mem.loading.repair import Repair, begin_repair, raise_cannot_repair
 from dcp_mem.policy.election import ElectedCheckpoint
 from dcp_mem.replicating.plan import FilePlan, members_of
 from dcp_mem.replicating.repair_plan import lost_segments
-from dcp_mem.replicating.worker import Worker
 
 
 def rebuild_lost_segments(load: LoadAttempt, choice: ElectedCheckpoint) -> ElectedCheckpoint:
@@ -49,10 +47,8 @@ def rebuild_lost_segments(load: LoadAttempt, choice: ElectedCheckpoint) -> Elect
 
 def _run(repair: Repair, plans: Sequence[FilePlan]) -> Failures:
     """Take part in the work now; return what has failed, the same on all ranks."""
-    session, rank = repair.session, repair.ranks.rank
-    worker = Worker(session.memory, session.slots, repair.task(plans), Event())
-    texts = [text for _, text in worker.run()]
-    own: Failures = ((rank, texts[0]),) if texts else ()
+    texts = [text for _, text in repair.session.replicator.carry_out(repair.task(plans))]
+    own: Failures = ((repair.ranks.rank, texts[0]),) if texts else ()
     return repair.ranks.all_reduce(own, joined)
 
 

@@ -84,6 +84,7 @@ class Repair:
         ]
         slots = self.session.slots_for(plan for plan in own if plan.receiver == ranks.rank)
         return ReplicationTask(
+            call=self.token,
             manifest=self.manifest,
             ranks=ranks,
             plans=own,

@@ -60,6 +60,7 @@ class Replicator:
         self._thread: threading.Thread | None = None
         self._cancelled = threading.Event()  # of that thread; each has its own
         self._guard = threading.Lock()
+        self._at_work = threading.Lock()  # workers share connections: one at a time
 
     @property
     def is_busy(self) -> bool:
@@ -89,6 +90,15 @@ class Replicator:
         except Exception as error:
             self._give_up(replication, str(error))
 
+    def carry_out(self, task: ReplicationTask) -> Failures:
+        """Carry out a task now, behind what is under way; return what failed on which rank.
+
+        Args:
+            task: Its slots are given back, whatever happens.
+        """
+        with self._at_work:
+            return Worker(self._memory, self._slots, task, threading.Event()).run()
+
     def cancel(self) -> None:
         """Cancel what is under way, on all ranks; it ends as soon as they all know, or time out."""
         with self._guard:
@@ -110,7 +120,8 @@ class Replicator:
         is_replicated = False
         try:
             worker = Worker(self._memory, self._slots, replication.task, cancelled)
-            failures = worker.run()
+            with self._at_work:
+                failures = worker.run()
             self._record(replication, failures, time.monotonic() - started, worker.amount)
             is_replicated = not failures
             faults.point("replicate.recorded")

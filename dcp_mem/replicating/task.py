@@ -37,8 +37,10 @@ class ReplicationTask:
         transport: What moves the bytes.
         sharing: How segments of frozen items are shared with other nodes; None: they are copied.
         store: Keeps the store served that the ranks connect through.
+        call: What all ranks have agreed to call the task.
     """
 
+    call: str
     manifest: Manifest
     ranks: Ranks
     plans: Sequence[FilePlan]

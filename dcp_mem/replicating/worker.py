@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import threading
 import time
@@ -96,7 +97,8 @@ class Worker:
 
         No thread of this is left when it returns, or raises what has interrupted it.
 
-        1. Start a thread for each rank that this rank sends to, or receives from.
+        1. Make sure that all ranks are at this task. Then start a thread for each rank that this
+           rank sends to, or receives from.
         2. Agree with all ranks, round by round, until all of them are done (`_agree`).
         3. Keep the checksums of this rank's own segment, if all of it was sent (`_agree`).
         4. Let readers in to the files that were sealed; give back the other slots.
@@ -125,8 +127,11 @@ class Worker:
         return failures
 
     def _carry_out(self, plans: Sequence[FilePlan]) -> Failures:
-        self._guarded("replicating", lambda: self._start(plans))
         try:
+            calls = self._ranks.all_reduce(frozenset({self._task.call}), operator.or_)
+            if len(calls) > 1:  # a load's and a save's, begun by some ranks in another order
+                return ((self._rank, "the ranks are at different checkpoints"),)
+            self._guarded("replicating", lambda: self._start(plans))
             return self._agree()
         except RankFailed as error:
             self._join()

@@ -125,6 +125,7 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
         )
         unless_set_up.callback(abandon_all, session.slots, slots.values())
         task = ReplicationTask(
+            call=manifest.save_id,
             manifest=manifest,
             ranks=ranks,
             plans=plans,
