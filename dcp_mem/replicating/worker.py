@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 import threading
 import time
@@ -31,6 +30,7 @@ from dcp_mem.replicating.shared_copies import KnownCopy, Sharing, ask, number_of
 from dcp_mem.replicating.task import SMALL_CHUNK, ReplicationTask, SegmentTables
 
 _LONGEST_ROUND = 5.0
+_CALL_NBYTES = 64
 
 
 class Overtaken(Exception):
@@ -97,8 +97,8 @@ class Worker:
 
         No thread of this is left when it returns, or raises what has interrupted it.
 
-        1. Make sure that all ranks are at this task. Then start a thread for each rank that this
-           rank sends to, or receives from.
+        1. Start a thread for each rank that this rank sends to, or receives from. The two make
+           sure that both are at this task.
         2. Agree with all ranks, round by round, until all of them are done (`_agree`).
         3. Keep the checksums of this rank's own segment, if all of it was sent (`_agree`).
         4. Let readers in to the files that were sealed; give back the other slots.
@@ -127,11 +127,8 @@ class Worker:
         return failures
 
     def _carry_out(self, plans: Sequence[FilePlan]) -> Failures:
+        self._guarded("replicating", lambda: self._start(plans))
         try:
-            calls = self._ranks.all_reduce(frozenset({self._task.call}), operator.or_)
-            if len(calls) > 1:  # a load's and a save's, begun by some ranks in another order
-                return ((self._rank, "the ranks are at different checkpoints"),)
-            self._guarded("replicating", lambda: self._start(plans))
             return self._agree()
         except RankFailed as error:
             self._join()
@@ -321,10 +318,21 @@ class Worker:
         """Close the channel where the block raises, so that the peer doesn't wait."""
         channel = self._ranks.channel(sender, receiver, transport=self._task.transport)
         try:
+            self._greet(channel)
             yield channel
         except BaseException:
             channel.close()
             raise
+
+    def _greet(self, channel: Channel) -> None:
+        """Make sure that the peer is at this task: a load's and a save's may come in any order."""
+        own = bytearray(self._task.call.encode()[:_CALL_NBYTES].ljust(_CALL_NBYTES))
+        others = bytearray(_CALL_NBYTES)
+        sending, receiving = channel.send(own), channel.receive(others)
+        receiving.wait()
+        sending.wait()
+        if others != own:
+            raise DcpMemError("the other rank is at another checkpoint")
 
     def _go_on(self) -> None:
         if self._cancelled.is_set():
