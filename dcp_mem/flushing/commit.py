@@ -360,8 +360,10 @@ def _check_that_all_segments_are_stored(job: FlushJob) -> None:
 def _put_metadata(job: FlushJob, key: str, before: bytes, metadata: bytes) -> None:
     """Put `.metadata` if storage still has what it had before: nobody's commit is overwritten.
 
-    What this very save has committed is replaced in any case.
+    What this very save has committed is replaced in any case, unless it is the same.
     """
+    if before == metadata:
+        return
     is_own = job.checkpoint.manifest.save_id.encode() in before
     if is_own or (before and job.overwrite):
         if not job.storage.swap(key, before, metadata):

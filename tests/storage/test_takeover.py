@@ -306,6 +306,7 @@ def _count_wakes(job: Job, pending: bool) -> list[frozenset[str] | None]:
             "wake",
             lambda _, registration: heard.append(registration.nodes),
         )
+        patch.setattr(dcp_mem.flushing.agent_handle.AgentHandle, "is_gone", lambda _: False)
         writer = job.writer(persist=False, keep_memory=4)
         for number in (2, 3, 4):
             save(writer, number)

@@ -789,10 +789,11 @@ def flush_in_armed_thread(
     place: Place, before: Sequence[int], last: int, armed: str, name: str = ""
 ) -> None:
     """Make steps durable; arm a point that the next flush passes in this process."""
+    with place.writer() as writer:  # its end is also that of the thread, behind all points
+        for step in before:
+            save(writer, step, name)
+            writer.wait(name or name_of(step), timeout=60)
     writer = place.writer()
-    for step in before:
-        save(writer, step, name)
-        writer.wait(name or name_of(step), timeout=60)
     faults.arm(armed)
     save(writer, last, name)
     writer.wait(name or name_of(last), timeout=60)
