@@ -23,6 +23,7 @@ from dcp_mem.comm.dcp_call import (
     planning_call,
     staging_call,
     submitted_save,
+    variable_of_call,
 )
 from dcp_mem.common import faults
 from dcp_mem.common.gc_pause import collector_paused
@@ -345,10 +346,10 @@ class MemoryStorageWriter(StorageWriter):
 
         DCP calls it once the save has begun, which may fail before it calls the writer.
         """
-        values, saving = submitted_save()
-        for staged in filter(None, map(staged_in, filter(stands_for_staged, values))):
-            if saving is not None:
-                staged.end_with(saving)
+        saving, state = submitted_save(), variable_of_call(stands_for_staged)
+        staged = None if state is None else staged_in(state)
+        if saving is not None and staged is not None:
+            staged.end_with(saving)
 
     # -- around the saves --------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import ctypes
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -129,33 +129,34 @@ def staging_call(storage: Any) -> StagingCall | None:
     """
     if not can_save_staged():
         return None
-    for frame in _calling_frames():
-        code = frame.f_code
-        if code.co_name == "async_save" and "storage_writer" in code.co_varnames:
-            found = frame.f_locals
-            if found.get("storage_writer") is not storage:
-                return None
-            return StagingCall(
-                planner=found.get("planner"),
-                process_group=found.get("process_group"),
-                is_alone=bool(found.get("no_dist", False)),
-                uses_collectives=bool(found.get("use_collectives", True)),
-                is_in_process="PROCESS" in str(found.get("async_checkpointer_type", "")),
-            )
-    return None
+    found = _variables_of_async_save()
+    if found.get("storage_writer") is not storage:
+        return None
+    return StagingCall(
+        planner=found.get("planner"),
+        process_group=found.get("process_group"),
+        is_alone=bool(found.get("no_dist", False)),
+        uses_collectives=bool(found.get("use_collectives", True)),
+        is_in_process="PROCESS" in str(found.get("async_checkpointer_type", "")),
+    )
 
 
-def submitted_save() -> tuple[list[Any], Future[Any] | None]:
-    """Return the variables of the `dcp.async_save` that calls, and the future of its save.
+def submitted_save() -> Future[Any] | None:
+    """Return the future of the save that the calling `dcp.async_save` has begun.
 
-    Where another function calls, or this torch keeps no future, that is None.
+    None where another function calls, or this torch keeps no future.
     """
+    values = _variables_of_async_save().values()
+    return next((one for one in values if isinstance(one, Future)), None)
+
+
+def _variables_of_async_save() -> Mapping[str, Any]:
+    """Return the variables of the `dcp.async_save` that calls; none for any other caller."""
     for frame in _calling_frames():
         code = frame.f_code
         if code.co_name == "async_save" and "storage_writer" in code.co_varnames:
-            values = list(frame.f_locals.values())
-            return values, next((one for one in values if isinstance(one, Future)), None)
-    return [], None
+            return frame.f_locals
+    return {}
 
 
 def can_save_staged() -> bool:

@@ -50,7 +50,7 @@ Twice the time that the node's own part took comes on top.
 
 @dataclass(frozen=True, slots=True)
 class _Retry:
-    """When something beside the flushes is tried, and how long after that it is tried again."""
+    """When a claim or a mark is tried next, and the pause before it is tried once more."""
 
     due: float = 0.0
     pause: float = 1.0

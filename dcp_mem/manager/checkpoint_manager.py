@@ -40,7 +40,7 @@ from dcp_mem.errors import (
 )
 from dcp_mem.format.manifest import Manifest, Resumes
 from dcp_mem.manager.crash_loop import TIMES, CrashLoop
-from dcp_mem.manager.feed import Feed
+from dcp_mem.manager.feed import Feed, rank_in
 from dcp_mem.manager.preemption import Preemption
 from dcp_mem.manager.replica_check import ReplicaCheck
 from dcp_mem.manager.saved import Saved
@@ -386,8 +386,7 @@ class CheckpointManager:
         found = _step_of(self._report)
         self._pace.passed(found)
         if resumes is not None:
-            has_ranks = dist.is_available() and dist.is_initialized()
-            rank = dist.get_rank(self._process_group) if has_ranks else 0
+            rank = rank_in(self._process_group)
             self._crash_loop.resumed(self._report, found, resumes, rank)
         return found
 

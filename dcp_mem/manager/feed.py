@@ -119,7 +119,7 @@ class Feed:
             log.warning("trackers haven't taken all that they were told within %.0f s", _PATIENCE)
 
     def _put(self, event: Event) -> None:
-        if not self._trackers or _rank(self._group) != 0:
+        if not self._trackers or rank_in(self._group) != 0:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="dcp_mem-trackers", daemon=True)
@@ -239,5 +239,10 @@ def _copies(job: str, one: CheckpointStatus) -> Iterator[tuple[tuple[str, ...], 
         yield ("copies", outcome), event
 
 
-def _rank(group: dist.ProcessGroup | None) -> int:
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """Return this rank's number in a group; 0 without process groups.
+
+    Args:
+        group: None for the default group.
+    """
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0

@@ -80,7 +80,7 @@ class LocalHistory:
         self.add(row_of(checkpoint.manifest, flush))
 
     def _is_deleted(self, save_id: str) -> bool:
-        """Whether the save has left storage before it leaves memory."""
+        """Return whether the save was noted as deleted from storage."""
         return any(row.save_id == save_id and row.outcome == Outcome.DELETED for row in self.rows())
 
     def note_deleted(self, names: Collection[str]) -> None:

@@ -107,10 +107,10 @@ def export_dcp(
         )
     name = checkpoint_name(url, name)
     destination = open_storage(url, target_options)
-    if any(entry.name == names.metadata_file(checkpoint.scope) for entry in destination.ls(name)):
+    found = {(entry.name, entry.modified) for entry in destination.ls(name)}
+    if names.metadata_file(checkpoint.scope) in {file for file, _ in found}:
         raise ConfigError(f"there is a checkpoint at {target} already: give another target")
     missing, top = missing_directories(url), os.path.join(url, name)
-    there = {(entry.name, entry.modified) for entry in destination.ls(name)}
     before = tree_of(top) if url.startswith("/") else {}
     if STORAGE in checkpoint.places and storage is not None:
         _copy(storage, checkpoint, destination, name, observer)
@@ -121,7 +121,7 @@ def export_dcp(
     files = [
         (f"{name}/{entry.name}", entry.nbytes)
         for entry in destination.ls(name)
-        if not entry.is_directory and (entry.name, entry.modified) not in there
+        if not entry.is_directory and (entry.name, entry.modified) not in found
     ]
     return Exported(target, tuple(file for file, _ in files), sum(nbytes for _, nbytes in files))
 

@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import IO
 
 from dcp_mem.common.log import log
@@ -26,9 +25,8 @@ from dcp_mem.export import HuggingFaceExport, export_of
 from dcp_mem.flushing.exporter import PAUSE, ExportTask
 from dcp_mem.flushing.metering import Throttle
 from dcp_mem.format.exports import LONGEST_ERROR, ExportRecord
-from dcp_mem.operations.huggingface_directory import Gone, Made, make_directory
+from dcp_mem.operations.huggingface_directory import Made, make_directory
 from dcp_mem.storage import Storage
-from dcp_mem.storage.leases import read_lease
 from dcp_mem.storage.listing import committed_under
 from dcp_mem.storage.retry import RetryPolicy
 from dcp_mem.storage.routes import open_storage
@@ -101,8 +99,7 @@ def run(task: ExportTask, gate: AgentsGate) -> Made:
         gate: Of the agent.
 
     Raises:
-        Gone: The checkpoint isn't there any more.
-        CheckpointNotFound: Likewise.
+        CheckpointNotFound: The checkpoint isn't there any more.
         Rejected: It isn't to be used any more.
         DcpMemError: The export can't be made, or not now.
     """
@@ -114,8 +111,8 @@ def run(task: ExportTask, gate: AgentsGate) -> Made:
         job=task.job,
         storage_options=task.storage_options,
     )
-    with _kept_on_storage(chosen, task.checkpoint):
-        return make_directory(chosen, task.checkpoint, export, _target(task, export), gate)
+    _refuse_rejected(chosen, task.checkpoint)
+    return make_directory(chosen, task.checkpoint, export, _target(task, export), gate)
 
 
 def _target(task: ExportTask, export: HuggingFaceExport) -> Storage:
@@ -126,24 +123,10 @@ def _target(task: ExportTask, export: HuggingFaceExport) -> Storage:
     return open_storage(export.to, options, _RETRY_POLICY)
 
 
-@contextlib.contextmanager
-def _kept_on_storage(chosen: Settings, checkpoint: ExportRecord) -> Iterator[None]:
-    """Keep retention from deleting a checkpoint meanwhile, where storage has it."""
+def _refuse_rejected(chosen: Settings, checkpoint: ExportRecord) -> None:
+    """Raise where storage says so; the agent has looked at memory, which may not have it."""
     assert chosen.url is not None
     storage = open_storage(chosen.url, chosen.storage_options, _RETRY_POLICY)
-    is_there = bool(storage.ls(checkpoint.name))
-    lease = read_lease(storage, checkpoint.name) if is_there else None
-    try:
-        if is_there:
-            _refuse_rejected(storage, checkpoint)
-        yield
-    finally:
-        if lease is not None:
-            lease.close()
-
-
-def _refuse_rejected(storage: Storage, checkpoint: ExportRecord) -> None:
-    """Raise where storage says so; the agent has looked at memory, which may not have it."""
     for one in committed_under(storage, checkpoint.name):
         if one.save_id == checkpoint.save_id and one.rejected:
             raise Rejected(f"rejected: {one.rejected}")
@@ -155,7 +138,7 @@ def _is_skipped(error: DcpMemError) -> bool:
     The checkpoint was rejected, or is neither in memory nor on storage, as far as both answer.
     """
     is_missing = isinstance(error, CheckpointNotFound) and not error.reasons
-    return is_missing or isinstance(error, (Gone, Rejected))
+    return is_missing or isinstance(error, Rejected)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 
 Tree = Mapping[str, tuple[int, int]]
-"""What tells a file or directory from another one in its place, by path."""
+"""Inode and time of modification of each file and directory, by path."""
 
 
 def missing_directories(path: str) -> list[str]:

@@ -56,19 +56,18 @@ class Reading:
         reader.close()
         self.entries = list(self.metadata.state_dict_metadata.items())
 
-    def load(self, state: dict[str, Any], *, trust: bool = False) -> str:
+    def load(self, state: dict[str, Any], *, trust: bool = False) -> None:
         """Load into a state dict.
 
         Args:
             state: Flattened names, with what is loaded into, or replaced.
             trust: Unpickle byte items without restrictions.
 
-        Returns:
-            The id of the save that it was loaded from; "" for what torch's own writer made, or
-            where there was nothing to load.
+        Raises:
+            CheckpointNotFound: As of `open_reading`.
         """
         if not state:
-            return ""
+            return
         load_or_raise_cause(
             state,
             checkpoint_id=self._name,
@@ -76,7 +75,6 @@ class Reading:
             no_dist=True,
             weights_only=not trust,
         )
-        return self._reader.report().save_id
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -186,8 +186,12 @@ def rejected_saves(storage: Storage, name: str) -> frozenset[str]:
         storage: The job's root.
         name: The checkpoint id.
     """
-    listed = (entry.name for entry in storage.ls(f"{name}/{names.OWN}"))
-    return frozenset(match[1] for match in map(_REJECTION.fullmatch, listed) if match is not None)
+    return frozenset(_rejected_in(entry.name for entry in storage.ls(f"{name}/{names.OWN}")))
+
+
+def _rejected_in(files: Iterable[str]) -> list[str]:
+    """Return the save ids whose rejections are among the files."""
+    return [match[1] for match in map(_REJECTION.fullmatch, files) if match is not None]
 
 
 def get_parsed(storage: Storage, key: str, parse: Callable[[bytes], T]) -> T:
@@ -259,10 +263,9 @@ def _manifests(storage: Storage, name: str) -> tuple[list[Manifest | str], dict[
     """
     listed = [entry.name for entry in storage.ls(f"{name}/{names.OWN}")]
     keys = [file for file in listed if file.startswith("manifest-") and file.endswith(".json")]
-    rejected = [match[1] for match in map(_REJECTION.fullmatch, listed) if match is not None]
     return (
         [_manifest(storage, f"{name}/{names.OWN}/{file}") for file in keys],
-        {save_id: _rejection(storage, name, save_id) for save_id in rejected},
+        {save_id: _rejection(storage, name, save_id) for save_id in _rejected_in(listed)},
     )
 
 
