@@ -1,10 +1,13 @@
-"""The least that `dcp.save` can cost: its own work, with a writer that does nothing."""
+"""The least that DCP's saves can cost: their own work, with a writer that does nothing."""
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future as UploadFuture
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -22,6 +25,16 @@ if TYPE_CHECKING:
 def save(state: State) -> float:
     """Save without writing, and return the seconds."""
     return seconds(lambda: dcp.save(state.tree, storage_writer=NullWriter()))
+
+
+def async_save(tree: dict[str, Any]) -> float:
+    """Save asynchronously without staging and writing; return the seconds that the call took."""
+    start = time.perf_counter()
+    answer = dcp.async_save(tree, storage_writer=NullStager())
+    took = time.perf_counter() - start
+    upload = answer if isinstance(answer, UploadFuture) else answer.upload_completion
+    upload.result()
+    return took
 
 
 class NullWriter(StorageWriter):
@@ -50,3 +63,18 @@ class NullWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+class NullStager(NullWriter, AsyncStager):
+    """A writer that stages as well, and stages nothing."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any], **_kwargs: Any) -> dict[str, Any]:
+        return {}
+
+    def synchronize_staging(self) -> None:
+        return
+
+    def close(self) -> None:
+        return

@@ -12,6 +12,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ _MOST = 1 << 50
 """The largest offset or length in a segment."""
 _LEAST_UNPACKED, _MOST_RATIO = 64 << 20, 64
 """Limit for unpacked columns: this many bytes or, if more, this many times the file's size."""
+_KEPT = 4
+"""Manifests that stay parsed: a load looks at the same one several times, and waits for that."""
 _DAMAGE = (TypeError, ValueError, AttributeError, OverflowError, zlib.error)
 """Errors of reading fields, besides missing ones, that show a file to be damaged."""
 
@@ -125,6 +128,7 @@ class Manifest:
         return _dump("manifest", {**scalars, "segments": self.segments.to_fields()})
 
     @staticmethod
+    @lru_cache(maxsize=_KEPT)
     def from_json(data: bytes) -> Manifest:
         """Read what `to_json` returned.
 

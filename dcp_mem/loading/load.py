@@ -20,7 +20,7 @@ from dcp_mem.loading.plan import plan_again, planned_names, plans_alone
 from dcp_mem.loading.read import read_items
 from dcp_mem.loading.record import record_load
 from dcp_mem.loading.redundancy import restore_redundancy
-from dcp_mem.loading.report import RecoveryReport, report_together
+from dcp_mem.loading.report import RecoveryReport, report_of
 from dcp_mem.loading.shared_fetch import LoadGroup
 from dcp_mem.loading.sources.base import SOURCE_ERRORS
 from dcp_mem.loading.sources.memory import MemorySource
@@ -37,11 +37,11 @@ def load_opened(
 ) -> RecoveryReport:
     """Read an opened checkpoint into its tensors, and finish the load.
 
-    1. Every rank reads what it has planned; one exchange says how that went. Where bytes are
-       damaged: again from another copy, or from an older checkpoint, planned anew.
-    2. All ranks add up what they took from where; one exchange.
-    3. One rank leaves a record of the load.
-    4. Redundancy that the checkpoint has lost is made again in the background.
+    1. Every rank reads what it has planned; one exchange says how that went, and adds up what the
+       ranks took from where. Where bytes are damaged: again from another copy, or from an older
+       checkpoint, planned anew.
+    2. One rank leaves a record of the load.
+    3. Redundancy that the checkpoint has lost is made again in the background.
 
     All ranks call this together.
 
@@ -78,8 +78,8 @@ def load_opened(
                 )
     finally:
         opened.close()
-    report, recorder = report_together(load, opened, result.used)
-    if load.request.leaves_record and load.ranks.rank == recorder:
+    report = report_of(load, opened, result.used)
+    if load.request.leaves_record and load.ranks.rank == result.recorder:
         record_load(load, report)
     restore_redundancy(load, opened.choice)
     log.info("loaded %s from %s in %.2f s", report.checkpoint_id, report.source, report.seconds)
@@ -94,10 +94,12 @@ _MOST_FAILURES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadResult:
-    """The result of reading on this rank, and the failures of all ranks.
+    """The result of reading on all ranks, and the error of this one.
 
     Attributes:
-        used: Bytes that this rank took, by the label of the source.
+        used: Bytes that all ranks took, by the label of the source.
+        recorder: The rank that is to leave a record: one whose node has memory of the job, where
+            there is such a node.
         error: What went wrong on this rank.
         failures: (rank, text) of all ranks that failed.
         damaged: Segments in memory that turned out to be damaged, on any node.
@@ -105,6 +107,7 @@ class _ReadResult:
     """
 
     used: Counter[str]
+    recorder: int
     error: Exception | None
     failures: Failures
     damaged: frozenset[DamagedSegment]
@@ -148,14 +151,17 @@ def _read_together(
         )
     text, damaged = _failure_text(read.error), _damaged_in_memory(load, opened, read.error)
     rank = load.ranks.rank
-    own = _Troubles(
+    own = _Outcome(
         failures=((rank, text),) if text else (),
         damaged=frozenset() if damaged is None else frozenset({damaged}),
         texts={text: (rank, number) for number, text in enumerate(troubles)},
-    )
-    joined = load.ranks.all_reduce(own, _Troubles.join)
-    return _ReadResult(
         used=read.value if read.error is None else Counter(),
+        recorder=rank if load.memory is not None else load.ranks.size,
+    )
+    joined = load.ranks.all_reduce(own, _Outcome.join)
+    return _ReadResult(
+        used=joined.used,
+        recorder=joined.recorder if joined.recorder < load.ranks.size else 0,
         error=read.error,
         failures=joined.failures,
         damaged=joined.damaged,
@@ -163,9 +169,9 @@ def _read_together(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Troubles:
-    """What went wrong as some ranks read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What some ranks have read, and what went wrong.
 
     Attributes:
         failures: (rank, text); first of all those that aren't damage, of which one is final. The
@@ -173,14 +179,19 @@ class _Troubles:
         damaged: Segments in memory that turned out to be damaged.
         texts: What was wrong with sources; with the rank that says so, and the place among what
             that rank says.
+        used: Bytes that these ranks took, by the label of the source.
+        recorder: The lowest of these ranks whose node has memory of the job; the number of all
+            ranks where there is none.
     """
 
     failures: Failures
     damaged: frozenset[DamagedSegment]
     texts: Mapping[str, tuple[int, int]]
+    used: Counter[str]
+    recorder: int
 
-    def join(self, other: _Troubles) -> _Troubles:
-        """Join what went wrong on two sets of ranks.
+    def join(self, other: _Outcome) -> _Outcome:
+        """Join the outcomes of two sets of ranks.
 
         Args:
             other: Of the other ranks.
@@ -192,7 +203,13 @@ class _Troubles:
         texts = {**self.texts, **other.texts}
         for text in self.texts.keys() & other.texts.keys():
             texts[text] = min(self.texts[text], other.texts[text])
-        return _Troubles(tuple(failures[:_MOST_FAILURES]), self.damaged | other.damaged, texts)
+        return _Outcome(
+            failures=tuple(failures[:_MOST_FAILURES]),
+            damaged=self.damaged | other.damaged,
+            texts=texts,
+            used=self.used + other.used,
+            recorder=min(self.recorder, other.recorder),
+        )
 
 
 def _failure_text(error: Exception | None) -> str:

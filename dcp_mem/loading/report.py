@@ -48,23 +48,17 @@ class RecoveryReport:
         return sum(self.sources.values())
 
 
-def report_together(
-    load: LoadAttempt, opened: OpenCheckpoint, used: Counter[str]
-) -> tuple[RecoveryReport, int]:
-    """Return the report, and the rank that leaves a record of it; one all-reduce.
-
-    The recorder is a rank whose node has memory of the job, where there is one.
+def report_of(load: LoadAttempt, opened: OpenCheckpoint, used: Counter[str]) -> RecoveryReport:
+    """Return the report of a load that has just ended.
 
     Args:
         load: The load.
         opened: The checkpoint that was read; it may be closed by now.
-        used: Bytes that this rank took, by the label of the source.
+        used: Bytes that all ranks took, by the label of the source.
     """
-    recorder = load.ranks.rank if load.memory is not None else load.ranks.size
-    added, recorder = load.ranks.all_reduce((used, recorder), _joined)
-    sources = _by_kind(added)
+    sources = _by_kind(used)
     choice = opened.choice
-    report = RecoveryReport(
+    return RecoveryReport(
         checkpoint_id=choice.name,
         save_id=choice.save_id,
         source=" and ".join(sources) or (MemorySource.label if choice.memory else _STORAGE),
@@ -74,14 +68,6 @@ def report_together(
         sources=sources,
         metrics=opened.description.metrics,
     )
-    return report, recorder if recorder < load.ranks.size else 0
-
-
-def _joined(
-    first: tuple[Counter[str], int], second: tuple[Counter[str], int]
-) -> tuple[Counter[str], int]:
-    """Join two ranks' bytes by source, and the ranks that could leave a record."""
-    return first[0] + second[0], min(first[1], second[1])
 
 
 def _by_kind(used: Counter[str]) -> dict[str, int]:

@@ -4,6 +4,7 @@ One process plays all ranks of a world, one after the other, in torch's fake pro
 """
 
 import contextlib
+import math
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +24,11 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from dcp_mem.planning.dtensors import local_chunk
 from dcp_mem.planning.global_plan import GlobalPlan
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import Structure
@@ -138,6 +143,33 @@ def test_any_world_is_planned_as_torch_does_and_every_chunk_written_once() -> No
     seen = forked(_plan_worlds, list(range(30)))
     dull = {f"mesh of {count} dimensions" for count in (1, 2, 3)} | {"hybrid", "several", "none"}
     assert not [kind for kind in dull if seen[kind] < 3]
+
+
+def _compare_chunks(seeds: list[int]) -> Counter[bool]:
+    """Compare chunks with torch's in random worlds; count the empty ones."""
+    seen: Counter[bool] = Counter()
+    for seed in seeds:
+        random = Random(seed)
+        sides = [random.choice((1, 2, 3, 4)) for _ in range(random.choice((1, 2, 3)))]
+        world = math.prod(sides)
+        for rank in range(world):
+            with _rank_of(world, rank):
+                mesh = DeviceMesh("cpu", torch.arange(world).view(sides))
+                for _ in range(4):
+                    shape = torch.Size(random.choice((0, 1, 2, 5, 7, 12)) for _ in range(3))
+                    placements = tuple(
+                        random.choice((Shard(0), Shard(1), Shard(2), Replicate())) for _ in sides
+                    )
+                    expected = compute_local_shape_and_global_offset(shape, mesh, placements)
+                    found = local_chunk(shape, mesh, placements)
+                    assert found == tuple(map(tuple, expected)), (seed, rank, shape, placements)
+                    seen[0 in found[0]] += 1
+    return seen
+
+
+def test_chunks_are_those_that_torch_computes() -> None:
+    seen = forked(_compare_chunks, list(range(30)))
+    assert min(seen[True], seen[False]) > 100
 
 
 def _change_worlds(seeds: list[int]) -> Counter[bool]:
