@@ -108,6 +108,8 @@ class TrainerCheckpoints:
             while True:
                 self._resumption = start if isinstance(start, _Resumption) else None
                 where = start.directory if isinstance(start, _Resumption) else start
+                if self._resumption is None:
+                    self.manager._begin_anew()
                 try:
                     return self._stock["train"](where, *args, **kwargs)
                 except _LoadedAnother as other:

@@ -340,6 +340,10 @@ class CheckpointManager:
         self._feed.saved(saved)
         return saved
 
+    def _begin_anew(self) -> None:
+        """Count steps anew: the next save is due, whichever step it is of."""
+        self._pace.forget()
+
     def restore(
         self,
         state: dict[str, Any],
@@ -791,6 +795,10 @@ class _Pace:
     def passed(self, step: int) -> None:
         """Count from a step that was restored, or couldn't be saved: the next save is due later."""
         self._last, self._ended = step, time.monotonic()
+
+    def forget(self) -> None:
+        """Count from no step: the next save is due."""
+        self._last = None
 
     def saved(self, step: int, seconds: float, pause: int) -> None:
         if self._is_warm:  # The first save makes slots and plans, which later ones find.

@@ -167,6 +167,20 @@ def test_a_training_ends_with_its_newest_step_on_storage(
         assert stored == expected
 
 
+def test_a_second_training_of_the_same_trainer_saves_the_same_steps_again(runs: Runs) -> None:
+    trainer = make_trainer(str(runs.output), Account(), max_steps=BATCHES, save_steps=BATCHES)
+    checkpoints = TrainerCheckpoints(trainer, runs.url, memory_root=runs.memory.parent, job="job")
+    models = []
+    for _ in range(2):
+        trainer.train()
+        assert checkpoints.last_saved is not None
+        assert checkpoints.last_saved.outcome == "complete"
+        models.append(digest(trainer.model.state_dict()))
+    assert models[0] != models[1]
+    again, _ = runs.run(max_steps=BATCHES)
+    assert digest(again.model.state_dict()) == models[1]
+
+
 def test_a_step_that_is_asked_for_is_resumed_from_and_one_that_is_not_there_raises(
     runs: Runs,
 ) -> None:
