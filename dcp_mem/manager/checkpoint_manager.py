@@ -38,7 +38,7 @@ from dcp_mem.errors import (
     RankFailed,
     WaitTimeout,
 )
-from dcp_mem.format.manifest import Manifest, Resumes
+from dcp_mem.format.manifest import Manifest
 from dcp_mem.manager.crash_loop import TIMES, CrashLoop
 from dcp_mem.manager.feed import Feed, rank_in
 from dcp_mem.manager.preemption import Preemption
@@ -370,7 +370,10 @@ class CheckpointManager:
         """
         name = None if step is None else f"step-{_number(step)}"
         self._finish_begun()
-        resumes = self._leave_crash_loop() if self._crash_loop.is_watched else None
+        # A step that is asked for is loaded, however often the job has died from it.
+        is_resume = name is None and self._crash_loop.is_watched
+        if is_resume and self._crash_loop.before is None:
+            self._leave_crash_loop()
         with self._reader() as reader:
             try:
                 functional.load_or_raise_cause(
@@ -389,26 +392,22 @@ class CheckpointManager:
         self._feed.restored(self._report)
         found = _step_of(self._report)
         self._pace.passed(found)
-        if resumes is not None:
-            rank = rank_in(self._process_group)
-            self._crash_loop.resumed(self._report, found, resumes, rank)
+        if is_resume:
+            self._crash_loop.resumed(self._report, found, rank_in(self._process_group))
         return found
 
-    def _leave_crash_loop(self) -> Resumes:
-        """Reject the checkpoint that the job dies from again and again, if another one is left.
-
-        Returns:
-            How often the job has resumed, as all ranks together know it.
-        """
+    def _leave_crash_loop(self) -> None:
+        """Reject the checkpoint that the job dies from again and again, if another one is left."""
         with self._ranks_in_turn() as ranks, leaving_on_error(ranks):
             known = ranks.exchange(self._crash_loop.known(ranks.rank))
         resumes = max(known, key=lambda one: one.count)
+        self._crash_loop.before = resumes
         if resumes.count < TIMES:
-            return resumes
+            return
         with self._reader() as reader:
             newest, *left = [*reader.recoverable(), ""]
         if newest != resumes.name:  # another one is resumed from now
-            return resumes
+            return
         why = f"the job has resumed from it {resumes.count} times in a row, and soon died"
         if left[0] and self._crash_loop.falls_back:
             log.warning("%s: %s; falling back to %s", resumes.name, why, left[0])
@@ -416,7 +415,6 @@ class CheckpointManager:
         else:
             also = "" if left[0] else ", and there is no other"
             log.warning("%s: %s%s", resumes.name, why, also)
-        return resumes
 
     def report(self) -> RecoveryReport:
         """Return what the last restore took, from where, and what it passed over.
@@ -638,6 +636,7 @@ class CheckpointManager:
             try:
                 if flush:
                     self._crash_loop.end()
+                self._crash_loop.before = None
                 self._finish_begun()
             finally:
                 self._writer.close(

@@ -34,6 +34,10 @@ class CrashLoop:
         action: What to do about a crash loop: "ignore", "warn" or "fall_back".
         steps: A job that comes so many steps beyond the checkpoint has resumed successfully.
 
+    Attributes:
+        before: What all ranks together knew before this start of the job, which counts once,
+            however often it restores; None while nobody has looked.
+
     Raises:
         ConfigError: An argument can't work.
     """
@@ -45,6 +49,7 @@ class CrashLoop:
             raise ConfigError(f"crash_loop_steps={steps!r}: give a number of steps, at least 1")
         self._settings, self._steps = settings, steps
         self.is_watched, self.falls_back = action != "ignore", action == "fall_back"
+        self.before: Resumes | None = None
         self._is_first_rank = False
         self._success: int | None = None  # the step from which on the resume has succeeded
 
@@ -59,15 +64,15 @@ class CrashLoop:
             found.append(self._on_storage())
         return max(found, key=lambda one: one.count)
 
-    def resumed(self, report: RecoveryReport, step: int, before: Resumes, rank: int) -> None:
-        """Count a resume.
+    def resumed(self, report: RecoveryReport, step: int, rank: int) -> None:
+        """Count this start of the job as a resume.
 
         Args:
             report: Of the load.
             step: Of the checkpoint.
-            before: What all ranks together knew before it.
             rank: Of the job.
         """
+        before = self.before or Resumes()
         is_again = bool(report.save_id) and before.save_id == report.save_id
         count = before.count + 1 if is_again else 1
         self._is_first_rank = rank == 0
@@ -86,7 +91,7 @@ class CrashLoop:
     def end(self) -> None:
         """Note that the resume has succeeded, or that the job ends as it should."""
         if self._success is not None:
-            self._success = None
+            self._success, self.before = None, Resumes()
             self._put(Resumes())
 
     def _in_memory(self) -> Resumes:

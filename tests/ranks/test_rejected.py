@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,10 +129,11 @@ def test_values_that_are_not_finite_are_nobody_s_business_by_default(memory_root
 # -- crash loops ----------------------------------------------------------------------------------
 
 
-def _start(root: Path, url: Path | None, last: int, action: str) -> int | None:
+def _start(root: Path, url: Path | None, last: int, action: str, restores: int = 1) -> int | None:
     """Resume, and die after so many steps."""
     manager = _manager(root, url, on_crash_loop=action, crash_loop_steps=5, save_interval_steps=100)
-    resumed = manager.restore(_state(0))
+    for _ in range(restores):
+        resumed = manager.restore(_state(0))
     for step in range(resumed or 0, last):
         manager._crash_loop.passed(step)
     return resumed
@@ -152,6 +154,48 @@ def test_a_crash_loop_falls_back_to_the_checkpoint_before(
     assert starts == [2, 2, 2, 1]
     # There is nothing before that one: it is resumed from, however often.
     assert {forked(_start, memory_root, url, 4, "fall_back") for _ in range(4)} == {1}
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_start_that_restores_twice_counts_once(
+    memory_root: Path, tmp_path: Path, is_stored: bool
+) -> None:
+    url = tmp_path / "storage" if is_stored else None
+    forked(_save_two, memory_root, url)
+    starts = [forked(_start, memory_root, url, 4, "fall_back", 2) for _ in range(4)]
+    assert starts == [2, 2, 2, 1]
+
+
+def _start_at(root: Path, step: int) -> tuple[int | None, int | None]:
+    """Restore a step that is asked for; return it, and the newest that may be resumed from."""
+    manager = _manager(root, None, on_crash_loop="fall_back")
+    return manager.restore(_state(0), step), manager.latest()
+
+
+def test_a_step_that_is_asked_for_is_neither_counted_nor_a_reason_to_reject(
+    memory_root: Path,
+) -> None:
+    forked(_save_two, memory_root, None)
+    for _ in range(3):
+        assert forked(_start, memory_root, None, 4, "fall_back") == 2
+    assert forked(_start_at, memory_root, 2) == (2, 2)
+    assert forked(_start_at, memory_root, 1) == (1, 2)
+    assert forked(_start, memory_root, None, 4, "fall_back") == 1
+
+
+def _enter_again(root: Path) -> list[int | None]:
+    """Resume four times with one manager, which an exception closes each time."""
+    manager, resumed = _manager(root, None, on_crash_loop="fall_back"), list[int | None]()
+    for _ in range(4):
+        with suppress(ZeroDivisionError), manager:
+            resumed.append(manager.restore(_state(0)))
+            raise ZeroDivisionError
+    return resumed
+
+
+def test_a_manager_that_is_entered_again_counts_again(memory_root: Path) -> None:
+    forked(_save_two, memory_root, None)
+    assert forked(_enter_again, memory_root) == [2, 2, 2, 1]
 
 
 def test_a_job_that_gets_far_enough_is_in_no_crash_loop(memory_root: Path) -> None:
