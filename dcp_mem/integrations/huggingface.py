@@ -117,18 +117,17 @@ class TrainerCheckpoints:
                 finally:
                     self._resumption = None
 
-    def load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
-    ) -> None:
+    def load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """Leave the model of a checkpoint in memory to the later restore.
 
         Args:
             resume_from_checkpoint: The directory that the Trainer loads from.
-            model: Handed on to the Trainer; None for its own.
+            *args: Handed on to the Trainer.
+            **kwargs: Handed on to the Trainer.
         """
         if self._is_ours(resume_from_checkpoint):
             return  # The model is restored with all the rest, once it is prepared.
-        self._stock["_load_from_checkpoint"](resume_from_checkpoint, model)
+        self._stock["_load_from_checkpoint"](resume_from_checkpoint, *args, **kwargs)
 
     def load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore the whole training state, once the Trainer has prepared it.

@@ -249,6 +249,22 @@ def test_the_best_model_is_loaded_at_the_end_and_its_checkpoint_stays(
         )
 
 
+def test_a_trainer_that_loads_a_directory_alone_is_given_no_more(runs: Runs) -> None:
+    runs.run(False, stock=True, max_steps=4)
+    trainer = make_trainer(str(runs.output), Account())
+    load, loaded = trainer._load_from_checkpoint, list[str]()
+
+    def load_directory(resume_from_checkpoint: str) -> None:
+        loaded.append(Path(resume_from_checkpoint).name)
+        load(resume_from_checkpoint)
+
+    trainer._load_from_checkpoint = load_directory
+    TrainerCheckpoints(trainer, runs.url, memory_root=runs.memory.parent, job="job")
+    trainer.train(resume_from_checkpoint=True)
+    assert loaded == ["checkpoint-4"]
+    assert trainer.state.global_step == STEPS
+
+
 def test_the_trainers_state_is_saved_as_the_trainer_does(runs: Runs) -> None:
     chosen: dict[str, Any] = {
         "callbacks": [EarlyStoppingCallback(5)],
