@@ -65,6 +65,7 @@ class AcceleratorCheckpoints:
             metrics: Figures by name to keep with the checkpoint; None for none.
             force_persist: Whether the checkpoint goes to storage whatever the policy says.
         """
+        self._random_numbers = None  # Training has gone on since the restore.
         state = {"app": self._untrained.noted(_app(self._accelerator))}
         return self.manager.save(step, state, metrics=metrics, force_persist=force_persist)
 
@@ -89,8 +90,9 @@ class AcceleratorCheckpoints:
     def skip_first_batches(self, dataloader: Any, number: int) -> Any:
         """Return the rest of an epoch, as `Accelerator.skip_first_batches` does.
 
-        Starting the dataloader and skipping batches draw random numbers: their state is set back to
-        the restored one, which is what training had at that point.
+        Starting the dataloader and skipping batches draw random numbers: until the first `save`
+        after a restore, their state is set back to the restored one, which is what training had at
+        that point.
 
         Args:
             dataloader: One that the Accelerator has prepared.

@@ -417,6 +417,23 @@ def test_all_that_an_accelerator_has_comes_back(
     assert torch.equal(fresh[1].value, torch.arange(3))
 
 
+def test_batches_that_are_skipped_later_leave_random_numbers_alone(
+    accelerator: Accelerator, memory_root: Path
+) -> None:
+    _prepared(accelerator, 0.1)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(Numbers(8), batch_size=2))
+    with AcceleratorCheckpoints(accelerator, memory_root=memory_root, job="job") as checkpoints:
+        checkpoints.save(1)
+        numbers = torch.rand(3)
+        assert checkpoints.restore() == 1
+        for _ in range(2):  # two loaders may go on together
+            next(iter(checkpoints.skip_first_batches(loader, 1)))
+            assert torch.equal(torch.rand(3), numbers)
+        checkpoints.save(2)
+        next(iter(checkpoints.skip_first_batches(loader, 1)))
+        assert not torch.equal(torch.rand(3), numbers)
+
+
 def test_registered_objects_of_any_kind_are_loaded_where_that_is_said(
     accelerator: Accelerator, memory_root: Path
 ) -> None:
