@@ -40,7 +40,11 @@ _TAKEN_OVER = (
     "_load_best_model",
 )
 _NAME = re.compile(r"step-(\d+)")
+_PREFIX = "dcp_mem-trainer-"
+_BEST = re.compile(rf".*/{_PREFIX}[^/]+/best-(\d+)")
 _STATE = "trainer_state.json"
+_IS_BEST = "is_best"
+"""Figure of the checkpoints that were the best when they were saved."""
 
 
 class TrainerCheckpoints:
@@ -102,7 +106,7 @@ class TrainerCheckpoints:
             *args: Handed on to `Trainer.train`.
             **kwargs: Handed on to `Trainer.train`.
         """
-        with self.manager, tempfile.TemporaryDirectory(prefix="dcp_mem-trainer-") as directory:
+        with self.manager, tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:
             self._directory = Path(directory)
             start = self._start(resume_from_checkpoint)
             while True:
@@ -180,21 +184,25 @@ class TrainerCheckpoints:
         trainer, state = self._trainer, self._trainer.state
         trainer.store_flos()
         state.stateful_callbacks = _callback_states(trainer)
-        state.best_model_checkpoint = self._best(state.best_global_step)
+        is_best = state.best_global_step == state.global_step
+        if is_best:  # A best step that isn't saved leaves the one before as the best checkpoint.
+            state.best_model_checkpoint = self._best(state.global_step)
         self.last_saved = self.manager.save(
             state.global_step,
             {
                 "app": self._untrained.noted(self._app()),
                 "trainer": json.dumps(dataclasses.asdict(state)),
             },
-            metrics=_figures(state),
-            force_persist=state.best_model_checkpoint is not None
-            and state.best_global_step == state.global_step,
+            metrics={**_figures(state), **({_IS_BEST: 1.0} if is_best else {})},
+            force_persist=is_best and trainer.args.load_best_model_at_end,
         )
 
     def load_best_model(self) -> None:
         """Put the best step's weights into the model; keep the last ones if they are gone."""
-        step = self._trainer.state.best_global_step
+        step = _best_step(self._trainer.state.best_model_checkpoint)
+        if step is None:  # The Trainer itself has saved it, before a resume or in a search.
+            self._stock["_load_best_model"]()
+            return
         model = bare_model(self._trainer.accelerator, self._trainer.model)
         weights = get_model_state_dict(model)
         try:
@@ -233,15 +241,18 @@ class TrainerCheckpoints:
         if found is None:
             return None
         state = json.loads(saved["trainer"])
-        state["best_model_checkpoint"] = self._best(state["best_global_step"])
+        saved_as = state["best_model_checkpoint"]
+        best = state["best_global_step"] if saved_as is None else _best_step(saved_as)
+        if best is not None:
+            state["best_model_checkpoint"] = self._best(best)
         place = self._directory / f"checkpoint-{found}"
         place.mkdir(exist_ok=True)
         (place / _STATE).write_text(json.dumps(state))
         return _Resumption(found, str(place), is_asked_for)
 
-    def _best(self, step: int | None) -> str | None:
+    def _best(self, step: int) -> str | None:
         """Make a directory for the best model's checkpoint: the Trainer looks for one."""
-        if step is None or not self._trainer.args.load_best_model_at_end:
+        if not self._trainer.args.load_best_model_at_end:
             return None
         place = self._directory / f"best-{step}"
         place.mkdir(exist_ok=True)
@@ -280,6 +291,12 @@ class _LoadedAnother(Exception):
         self.step = step
 
 
+def _best_step(directory: str | None) -> int | None:
+    """Tell which step of ours a best checkpoint is of; None if the Trainer has saved it."""
+    match = _BEST.fullmatch(directory or "")
+    return None if match is None else int(match[1])
+
+
 def _check(trainer: transformers.Trainer) -> None:
     if not isinstance(trainer, transformers.Trainer):
         raise ConfigError(
@@ -302,9 +319,9 @@ def _retention(args: Any) -> dict[str, Retention]:
     kept: dict[str, Retention] = {}
     best: list[Retention] = []
     if args.load_best_model_at_end:
-        metric = str(args.metric_for_best_model)
-        name = metric if metric.startswith("eval_") else f"eval_{metric}"
-        best.append(keep_best(name, mode="max" if args.greater_is_better else "min"))
+        # The Trainer's choice, not the metric: it keeps the older one of equal ones, and a step
+        # that isn't saved may be better than a later one that is.
+        best.append(keep_best(_IS_BEST, mode="max"))
         # In memory too: a newer checkpoint may push out one that still awaits its flush.
         kept["keep_memory"] = any_of(keep_last(2), *best)
     if args.save_total_limit is not None and args.save_total_limit > 0:

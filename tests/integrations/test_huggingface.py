@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 import dcp_mem
 from dcp_mem import (
@@ -219,34 +219,118 @@ def test_a_newest_checkpoint_that_is_damaged_is_passed_over_and_batches_count_fr
     assert digest(again.model.state_dict()) == digest(trainer.model.state_dict())
 
 
+class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Notes what the model was at each save."""
+
+    def __init__(self) -> None:
+        self.models: dict[int, str] = {}
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.models[state.global_step] = digest(kwargs["model"].state_dict())
+
+
+def scored(*scores: float, **arguments: Any) -> dict[str, Any]:
+    """Arguments of a run with an evaluation every two steps; more of them."""
+    rest = iter(scores)
+    return {
+        "metrics": lambda prediction: {"score": next(rest)},
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "score",
+        **arguments,
+    }
+
+
 @pytest.mark.parametrize("limit", [None, 1])
 def test_the_best_model_is_loaded_at_the_end_and_its_checkpoint_stays(
     runs: Runs, limit: int | None
 ) -> None:
-    scores = iter([0.1, 0.9, 0.5, 0.2, 0.3])
-    seen: dict[int, str] = {}
-
-    class Watch(Account):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen[state.global_step] = digest(kwargs["model"].state_dict())
-
+    watch = Watch()
     trainer, _ = runs.run(
-        callbacks=[Watch()],
-        metrics=lambda prediction: {"score": next(scores)},
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="score",
-        greater_is_better=True,
+        callbacks=[watch],
         save_total_limit=limit,
+        **scored(0.1, 0.9, 0.5, 0.2, 0.3, load_best_model_at_end=True),
     )
-    assert len(set(seen.values())) == len(seen) == 5
-    assert digest(trainer.model.state_dict()) == seen[4]
+    assert len(set(watch.models.values())) == len(watch.models) == 5
+    assert digest(trainer.model.state_dict()) == watch.models[4]
     assert {"step-4", "step-10"} <= {path.name for path in runs.url.glob("step-*")}
     if limit:
         wait_until(
             lambda: len(list(runs.url.glob("step-*"))) == 2, "what isn't the best or newest goes"
         )
+
+
+def test_a_best_step_that_is_not_saved_leaves_the_best_one_that_is(runs: Runs) -> None:
+    found = []
+    for stock in (True, False):
+        watch = Watch()
+        trainer, _ = runs.run(
+            False,
+            stock=stock,
+            callbacks=[watch],
+            max_steps=8,
+            save_steps=4,
+            **scored(0.1, 0.5, 0.9, 0.2, load_best_model_at_end=True),
+        )
+        assert digest(trainer.model.state_dict()) == watch.models[4] != watch.models[8]
+        found.append(watch.models)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("scores", [(0.1, 0.5, 0.9, 0.7, 0.1, 0.2), (0.1, 0.5, 0.2, 0.5, 0.1, 0.5)])
+def test_the_checkpoint_that_stays_is_the_trainers_choice(
+    runs: Runs, scores: Sequence[float]
+) -> None:
+    """Step 8 is better than 4, but not than 6; or as good."""
+    watch = Watch()
+    trainer, _ = runs.run(
+        callbacks=[watch],
+        max_steps=12,
+        save_steps=4,
+        save_total_limit=1,
+        **scored(*scores, load_best_model_at_end=True),
+    )
+    assert digest(trainer.model.state_dict()) == watch.models[4]
+    wait_until(lambda: committed_in(runs.url) == {"step-4", "step-12"}, "the best and the newest")
+
+
+def test_a_best_checkpoint_of_the_trainers_own_is_loaded_after_a_resume_and_stays(
+    runs: Runs,
+) -> None:
+    chosen: dict[str, Any] = {"load_best_model_at_end": True, "save_total_limit": 1}
+    trainer, _ = runs.run(False, stock=True, max_steps=4, **scored(0.1, 0.9, **chosen))
+    best = digest(trainer.model.state_dict())
+    for last, score in ((6, 0.2), (8, 0.3)):  # first from the Trainer's own, then from ours
+        trainer, account = runs.run(max_steps=last, **scored(score, **chosen))
+        assert len(account.losses) == 2
+        assert digest(trainer.model.state_dict()) == best
+        assert [path.name for path in runs.output.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_the_best_model_is_loaded_after_a_resume_from_a_later_step(runs: Runs) -> None:
+    chosen: dict[str, Any] = {"load_best_model_at_end": True, "save_steps": 4}
+    trainer, _ = runs.run(max_steps=8, **scored(0.1, 0.8, 0.9, 0.2, **chosen))
+    best = digest(trainer.model.state_dict())
+    trainer, account = runs.run(max_steps=12, **scored(0.3, 0.4, **chosen))
+    assert len(account.losses) == 4
+    assert digest(trainer.model.state_dict()) == best
+
+
+def test_a_trial_of_a_search_ends_with_its_own_best_model(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.integrations.hp_params", dict)
+    watch = Watch()
+    trainer = make_trainer(
+        str(runs.output),
+        Account(),
+        callbacks=[watch],
+        max_steps=6,
+        **scored(0.1, 0.9, 0.2, load_best_model_at_end=True),
+    )
+    TrainerCheckpoints(trainer, runs.url, memory_root=runs.memory.parent, job="job")
+    trainer.train(trial={"learning_rate": 0.01})
+    assert digest(trainer.model.state_dict()) == watch.models[4] != watch.models[6]
 
 
 def test_a_trainer_that_loads_a_directory_alone_is_given_no_more(runs: Runs) -> None:
