@@ -62,8 +62,8 @@ class TrainerCheckpoints:
         frozen: As in `CheckpointManager`; True for all parameters that don't train, as the base
             below adapters of peft.
         **options: Further arguments of `CheckpointManager`, which is the attribute `manager`. By
-            default storage keeps save_total_limit checkpoints, and with load_best_model_at_end both
-            memory and storage keep the best one.
+            default storage keeps save_total_limit checkpoints, and with load_best_model_at_end or
+            metric_for_best_model both memory and storage keep the best one.
 
     Raises:
         ConfigError: An argument can't work; FSDP1 or DeepSpeed is used; or the Trainer lacks a
@@ -194,7 +194,7 @@ class TrainerCheckpoints:
                 "trainer": json.dumps(dataclasses.asdict(state)),
             },
             metrics={**_figures(state), **({_IS_BEST: 1.0} if is_best else {})},
-            force_persist=is_best and trainer.args.load_best_model_at_end,
+            force_persist=is_best and _keeps_best(self._trainer.args),
         )
 
     def load_best_model(self) -> None:
@@ -314,11 +314,18 @@ def _check(trainer: transformers.Trainer) -> None:
     refuse_engines(trainer.accelerator)
 
 
+def _keeps_best(args: Any) -> bool:
+    """Tell whether the best checkpoint is to stay; the metric may be for the scheduler alone."""
+    is_for_scheduler = args.lr_scheduler_type == "reduce_lr_on_plateau"
+    is_chosen = args.metric_for_best_model is not None and not is_for_scheduler
+    return bool(args.load_best_model_at_end or is_chosen)
+
+
 def _retention(args: Any) -> dict[str, Retention]:
     """Translate the Trainer's arguments into retention."""
     kept: dict[str, Retention] = {}
     best: list[Retention] = []
-    if args.load_best_model_at_end:
+    if _keeps_best(args):
         # The Trainer's choice, not the metric: it keeps the older one of equal ones, and a step
         # that isn't saved may be better than a later one that is.
         best.append(keep_best(_IS_BEST, mode="max"))

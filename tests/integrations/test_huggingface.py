@@ -333,6 +333,22 @@ def test_a_trial_of_a_search_ends_with_its_own_best_model(
     assert digest(trainer.model.state_dict()) == watch.models[4] != watch.models[6]
 
 
+def test_a_best_checkpoint_stays_even_if_it_is_not_to_be_loaded_at_the_end(runs: Runs) -> None:
+    runs.run(save_total_limit=2, **scored(0.1, 0.9, 0.5, 0.2, 0.3))
+    wait_until(
+        lambda: committed_in(runs.url) == {"step-4", "step-8", "step-10"},
+        "the best one and the newest two stay",
+    )
+
+
+def test_a_metric_that_steers_the_learning_rate_alone_keeps_nothing(runs: Runs) -> None:
+    runs.run(
+        save_total_limit=2,
+        **scored(0.1, 0.9, 0.5, 0.2, 0.3, lr_scheduler_type="reduce_lr_on_plateau"),
+    )
+    wait_until(lambda: committed_in(runs.url) == {"step-8", "step-10"}, "the newest two stay")
+
+
 def test_a_trainer_that_loads_a_directory_alone_is_given_no_more(runs: Runs) -> None:
     runs.run(False, stock=True, max_steps=4)
     trainer = make_trainer(str(runs.output), Account())
