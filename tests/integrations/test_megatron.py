@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from dcp_mem.config import settings
+from dcp_mem.operations.inventory import list_checkpoints
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.launch import TORCHRUN, run_python
@@ -77,6 +79,30 @@ def test_a_training_that_is_killed_in_a_save_goes_on_and_loads_in_other_shapes(
         "same with TP1 PP2": True,
     }
     assert len(set(found["reference"])) == 6
+
+
+def test_the_last_save_of_a_training_that_ends_reaches_storage_without_close(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "ckpts"
+    ended = _train(
+        "tests.support.frameworks.megatron_end", root, memory_root, temporary=tmp_path
+    )
+    assert ended.returncode == 0, ended.stdout[-8000:]
+    wait_until((root / "iter_0000002" / ".metadata").exists, ended.stdout[-8000:])
+
+
+def test_the_last_save_of_a_training_that_fails_stays_in_memory(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "ckpts"
+    ended = _train(
+        "tests.support.frameworks.megatron_end", root, memory_root, "fails", temporary=tmp_path
+    )
+    assert "as training does" in ended.stdout, ended.stdout[-8000:]
+    newest, first = list_checkpoints(settings(root, memory_root=memory_root))
+    assert (newest.name, newest.persist) == ("iter_0000002", False)
+    assert (first.name, first.is_durable) == ("iter_0000001", True)
 
 
 def _save_and_idle(saved: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -44,6 +47,9 @@ T = TypeVar("T")
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 
+_all_writers: list[MemoryStorageWriter] = []
+"""Those of all instances: at exit, the script may have let go of its own."""
+
 
 class MemoryCheckpointing:
     """Megatron's `dist_checkpointing` through node memory: its functions as methods.
@@ -57,6 +63,10 @@ class MemoryCheckpointing:
     is complete in memory, common state included; the flush to the root goes on behind training. A
     load takes it from memory if it is there, else from the root; what Megatron itself has saved
     there is loaded by Megatron.
+
+    Where the process ends without `close`, as with Megatron-LM's own scripts, the newest checkpoint
+    goes to storage as well, and the agent flushes it once the process is gone; not after an
+    exception, when the next start goes on from memory.
 
     Args:
         storage: Other roots for some directories that Megatron names, such as
@@ -308,7 +318,8 @@ class MemoryCheckpointing:
         """
         root = self._root(save_dir)
         if root not in self._writers:
-            self._writers[root] = MemoryStorageWriter(root, **self._options)
+            writer = self._writers[root] = MemoryStorageWriter(root, **self._options)
+            _all_writers.append(writer)
         return self._writers[root]
 
     def close(
@@ -414,3 +425,17 @@ def _through_memory(given: Any, ours: T, replaced: type, wrapper: type) -> T:
         f"sharded_strategy is a {type(given).__name__}: give None, Megatron's own for "
         f"'torch_dist', or {wrapper.__name__}"
     )
+
+
+def _promote_newest_at_exit() -> None:
+    if getattr(sys, "last_value", None) is not None:
+        return
+    for writer in _all_writers:
+        try:
+            writer._promote_newest()  # none is waited for, nor another rank
+        except Exception as error:
+            log.error("%s: the newest checkpoint stays in memory: %s", writer.settings.job, error)
+
+
+# Before sessions let their flush threads finish: what is registered last is called first.
+getattr(threading, "_register_atexit", atexit.register)(_promote_newest_at_exit)
