@@ -192,6 +192,25 @@ def test_the_newest_on_storage_is_removed_once_storage_has_a_newer_one(
     plugin.teardown()
 
 
+def test_what_a_skipped_save_was_to_replace_stays_until_one_succeeds(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    names = tmp_path / "names"
+    plugin = MemoryCheckpointIO(
+        None, memory_root=memory_root, job="job", on_full="skip", memory_limit="16MiB"
+    )
+    plugin.save_checkpoint(_checkpoint(1), names / "1.ckpt")
+    too_large = {**_checkpoint(2), "state_dict": {"weight": torch.ones(8 << 20)}}
+    plugin.save_checkpoint(too_large, names / "2.ckpt")
+    plugin.remove_checkpoint(names / "1.ckpt")
+    assert plugin.load_checkpoint(NEWEST)["global_step"] == 1
+    assert os.listdir(names) == ["1.ckpt"]  # by which Lightning finds it
+    plugin.save_checkpoint(_checkpoint(3), names / "3.ckpt")
+    plugin.teardown()
+    assert [one.step for one in list_checkpoints(plugin.settings)] == [3]
+    assert os.listdir(names) == ["3.ckpt"]
+
+
 def test_strategies_that_spawn_their_processes_can_send_the_plugin_there(memory_root: Path) -> None:
     plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
     plugin.save_checkpoint(_checkpoint(1), "1.ckpt")

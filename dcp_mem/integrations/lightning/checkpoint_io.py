@@ -71,6 +71,8 @@ class MemoryCheckpointIO(CheckpointIO):
         self.writer = MemoryStorageWriter(path, **options)
         self._weights_only = weights_only
         self._removals = Removals(self.settings)
+        self._was_skipped = False
+        self._held_back: dict[str, tuple[str | Path, bool]] = {}  # removals, until a save succeeds
         self._metrics: Mapping[str, Any] = {}
         self._report: RecoveryReport | None = None
         self._files = TorchCheckpointIO()
@@ -169,6 +171,9 @@ class MemoryCheckpointIO(CheckpointIO):
     ) -> None:
         """Save a state dict for DCP as the checkpoint of a path.
 
+        After a save that is skipped, what Lightning removes stays until a save succeeds: Lightning
+        takes it for replaced.
+
         Args:
             state: The state dict.
             path: Lightning's path, which names the checkpoint.
@@ -177,16 +182,24 @@ class MemoryCheckpointIO(CheckpointIO):
         """
         name = name_of(path, self.settings.url)
         self._removals.wait_for(name)
+        self._held_back.pop(name, None)
         self._wait_for_flushes(name)
         self.writer.annotate_next_save(step=step, metrics=self._metrics)
         self._metrics = {}
         functional.save_or_raise_cause(
             state, checkpoint_id=name, storage_writer=self.writer, no_dist=no_dist
         )
+        self._was_skipped = self.writer._saver.last_save is None
+        if self._was_skipped:
+            log.warning("%s isn't saved: what Lightning removes stays until a save succeeds", name)
+            return
         if is_local(path) and self._is_first():
             # `ModelCheckpoint` looks for the directory to find out that there is such a checkpoint.
             os.makedirs(path, exist_ok=True)
             os.utime(path)
+        held_back, self._held_back = self._held_back, {}
+        for removed, from_storage in held_back.values():
+            self.remove(removed, from_storage=from_storage)
 
     def load(
         self,
@@ -242,11 +255,15 @@ class MemoryCheckpointIO(CheckpointIO):
             path: The path that it was saved to.
             from_storage: Remove it from storage as well; one rank does.
         """
+        name = name_of(path, self.settings.url)
+        if self._was_skipped:
+            self._held_back[name] = path, from_storage
+            return
         if is_local(path):
             # Storage may have put files there, which are about to be removed as well.
             with contextlib.suppress(OSError):
                 os.rmdir(path)
-        self._removals.begin(name_of(path, self.settings.url), from_storage=from_storage)
+        self._removals.begin(name, from_storage=from_storage)
 
     def annotate_next_save(self, metrics: Mapping[str, Any]) -> None:
         """Keep metrics with the next checkpoint, for `keep_best` and listings.
