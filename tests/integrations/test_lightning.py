@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -231,6 +232,29 @@ def test_temporary_files_of_lightnings_stay_files(memory_root: Path, tmp_path: P
     assert not (tmp_path / ".temp.ckpt").exists()
 
 
+def test_a_file_of_lightnings_is_loaded_until_something_is_saved_to_its_path(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    saved, file = _checkpoint(1), tmp_path / "last.ckpt"
+    torch.save(saved, file)
+    plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
+    _assert_same(plugin.load_checkpoint(file), saved)
+    plugin.save_checkpoint(_checkpoint(2), file)
+    assert plugin.load_checkpoint(file)["global_step"] == 2
+    plugin.teardown()
+
+
+def test_a_file_that_could_run_code_is_loaded_only_where_that_is_said(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "odd.ckpt"
+    torch.save({"path": Path("here")}, file)
+    plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
+    with pytest.raises(pickle.UnpicklingError):
+        plugin.load_checkpoint(file)
+    assert plugin.load_checkpoint(file, weights_only=False) == {"path": Path("here")}
+
+
 @pytest.mark.parametrize(
     ("path", "root", "name"),
     [
@@ -308,6 +332,30 @@ def test_lightnings_own_callback_keeps_what_it_is_told_to(
     memory_root: Path, tmp_path: Path
 ) -> None:
     forked(_stock, str(tmp_path / "run"), str(memory_root))
+
+
+def _from_a_file(root: str, memory: str, shards: bool) -> None:
+    """Train with Lightning alone, and go on from its file with the plugin."""
+    stock = trainer(
+        TorchCheckpointIO(), ModelCheckpoint(f"{root}/names", "{epoch}"), max_epochs=1
+    )
+    stock.fit(Model())
+    strategy: Any = "auto"
+    if shards:
+        strategy = MemoryModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    plugin = MemoryCheckpointIO(f"{root}/run", memory_root=memory)
+    again, model = trainer(plugin, MemoryCheckpoint(), strategy=strategy), Model(sharded=shards)
+    again.fit(model, ckpt_path=f"{root}/names/epoch=0.ckpt")
+    assert model.first == BATCHES
+    assert again.global_step == EPOCHS * BATCHES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [False, True])
+def test_training_goes_on_from_a_file_that_lightning_wrote(
+    memory_root: Path, tmp_path: Path, shards: bool
+) -> None:
+    forked(_from_a_file, str(tmp_path), str(memory_root), shards)
 
 
 def _callback(root: str, memory: str) -> None:

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_mem import functional
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings, checked_metrics
-from dcp_mem.errors import ConfigError, NoRecoverableCheckpoint
+from dcp_mem.errors import CheckpointNotFound, ConfigError, NoRecoverableCheckpoint
 from dcp_mem.integrations.lightning.flatten import OPTIMIZERS, REST, join, split
-from dcp_mem.integrations.lightning.paths import NEWEST, is_local, name_of
+from dcp_mem.integrations.lightning.paths import NEWEST, is_file, is_local, name_of
 from dcp_mem.integrations.lightning.removals import Removals
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.planning.whole_checkpoint import WholePlanner
@@ -106,7 +106,8 @@ class MemoryCheckpointIO(CheckpointIO):
         """Load a whole checkpoint from the nearest place that has it. Call it on all ranks.
 
         Args:
-            path: The path that it was saved to, or NEWEST.
+            path: The path that it was saved to, or NEWEST; or a file that Lightning itself wrote,
+                which `torch.load` reads.
             map_location: A device for the tensors; by default they are on the CPU.
             weights_only: As in the constructor.
 
@@ -124,8 +125,17 @@ class MemoryCheckpointIO(CheckpointIO):
                 f"is loaded"
             )
         state = dict[str, Any]()
-        if not self.load(lambda metadata: state, path, weights_only):
-            return Nothing()
+        try:
+            if not self.load(lambda metadata: state, path, weights_only):
+                return Nothing()
+        except CheckpointNotFound:
+            if not is_file(path):
+                raise
+            is_restricted = self._weights_only if weights_only is None else weights_only
+            checkpoint: dict[str, Any] = torch.load(
+                path, map_location or "cpu", weights_only=is_restricted
+            )
+            return checkpoint
         if REST not in state:
             raise ConfigError(
                 f"{path} is no checkpoint of Lightning's: load it with dcp_mem.load and a state "
@@ -195,7 +205,9 @@ class MemoryCheckpointIO(CheckpointIO):
             return
         if is_local(path) and self._is_first():
             # `ModelCheckpoint` looks for the directory to find out that there is such a checkpoint.
-            os.makedirs(path, exist_ok=True)
+            # A file that Lightning itself wrote there will do as well.
+            if not is_file(path):
+                os.makedirs(path, exist_ok=True)
             os.utime(path)
         held_back, self._held_back = self._held_back, {}
         for removed, from_storage in held_back.values():

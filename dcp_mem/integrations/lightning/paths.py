@@ -63,6 +63,15 @@ def is_local(path: str | os.PathLike[str]) -> bool:
     return "://" not in os.fspath(path)
 
 
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Tell whether this is a file, as Lightning itself writes them; ours are directories.
+
+    Args:
+        path: A path or a URL.
+    """
+    return is_local(path) and os.path.isfile(path)
+
+
 def _real(path: str) -> str:
     return path if "://" in path else os.path.realpath(path) if path else ""
 

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from dcp_mem.errors import ConfigError
+from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.integrations.lightning.checkpoint_io import MemoryCheckpointIO, Nothing
 from dcp_mem.integrations.lightning.flatten import REST, entries_of, split
+from dcp_mem.integrations.lightning.paths import is_file
 
 _MODEL = "state_dict"
 _STATES = "optimizer_states"
@@ -104,6 +105,16 @@ class _Sharded(_Together):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
+        try:
+            return self._load(path, weights_only)
+        except CheckpointNotFound:
+            if not _is_lightnings(path):
+                raise
+        # Before Lightning 2.6 its strategies don't know weights_only, nor does its trainer.
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        return super().load_checkpoint(path, **given)
+
+    def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         assert self.lightning_module is not None
         assert self.model is not None
         module, optimizers, is_strict = (
@@ -190,6 +201,11 @@ class MemoryModelParallelStrategy(_Sharded, ModelParallelStrategy):
                 "ModelParallelStrategy"
             )
         super().__init__(*args, **kwargs)
+
+
+def _is_lightnings(path: str | Path) -> bool:
+    """Return whether Lightning's own strategies that shard have written this file or directory."""
+    return is_file(path) or is_file(Path(path, "meta.pt"))
 
 
 def _refuse(storage_options: Any | None) -> None:

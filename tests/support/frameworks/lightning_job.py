@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
@@ -99,7 +100,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def trainer(plugin: MemoryCheckpointIO, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+def trainer(plugin: CheckpointIO, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     """A quiet one on the CPU."""
     quiet = {
         "logger": False,
