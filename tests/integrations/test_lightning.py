@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dcp_mem
-from dcp_mem import ConfigError, MemoryStorageReader, every_n_saves
+from dcp_mem import ConfigError, FlushFailed, MemoryStorageReader, every_n_saves
 from dcp_mem.config import Settings, checkpoint_name
 from dcp_mem.integrations.lightning import (
     NEWEST,
@@ -37,6 +37,7 @@ from tests.support.frameworks.lightning_job import BATCHES, EPOCHS, STRATEGIES, 
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.forks import forked
 from tests.support.processes.launch import TORCHRUN, run_python
+from tests.support.storage import gated
 
 _SECONDS = 150
 
@@ -191,6 +192,28 @@ def test_the_newest_on_storage_is_removed_once_storage_has_a_newer_one(
         expected = "1.ckpt" if step < 3 else "3.ckpt"
         assert [one.name for one in on_storage(open_storage(str(root), {}))] == [expected]
     plugin.teardown()
+
+
+def _fails_to_flush(memory: str) -> list[str]:
+    gate = gated.install()
+    root = "gated://bucket/run"
+    plugin = MemoryCheckpointIO(
+        root, memory_root=memory, persist=every_n_saves(10), agent="thread"
+    )
+    plugin.save_checkpoint(_checkpoint(1), f"{root}/1.ckpt")
+    plugin.writer.wait("1.ckpt", timeout=60)
+    plugin.save_checkpoint(_checkpoint(2), f"{root}/2.ckpt")
+    plugin.remove_checkpoint(f"{root}/1.ckpt")
+    gate.failure = PermissionError("not yours")
+    with pytest.raises(FlushFailed):
+        plugin.teardown()
+    return [path for path in gated.files() if path.endswith("/.metadata")]
+
+
+def test_the_newest_on_storage_stays_where_its_successor_cannot_be_flushed(
+    memory_root: Path,
+) -> None:
+    assert forked(_fails_to_flush, str(memory_root)) == ["bucket/run/1.ckpt/.metadata"]
 
 
 def test_what_a_skipped_save_was_to_replace_stays_until_one_succeeds(

@@ -12,8 +12,10 @@ from torch.utils.data import TensorDataset
 import dcp_mem.integrations.nebula
 from dcp_mem import CheckpointNotFound, ConfigError
 from dcp_mem.integrations.nebula import run
+from tests.support.checkpoints.jobs import committed_in
 from tests.support.processes.forks import forked, raised_by
 from tests.support.processes.launch import run_fresh
+from tests.support.storage import gated
 
 pytest.importorskip("lightning")
 
@@ -127,6 +129,7 @@ def _saves_loads_and_removes(place: str) -> list[Any]:
         ),
     ]
     plugin.remove_checkpoint(root / "n=3.ckpt")
+    plugin.teardown()
     refused = raised_by(lambda: plugin.save_checkpoint({}, root / "n=5.ckpt", {"best": True}))
     return [*found, raised_by(lambda: plugin.load_checkpoint(root / "n=3.ckpt")), refused]
 
@@ -141,3 +144,48 @@ def test_the_plugin_saves_loads_and_removes(memory_root: Path, tmp_path: Path) -
     assert "n=2.ckpt" in str(gone)
     assert isinstance(refused, ConfigError)
     assert "is_best" in str(refused)
+
+def _removes_what_is_durable(place: str) -> list[set[str]]:
+    """The checkpoints on storage after the removal, and at the end of training."""
+    storage = Path(place, "storage")
+    dcp_mem.integrations.nebula.init(storage, persistent_time_interval=3600)
+    plugin = dcp_mem.integrations.nebula.NebulaCheckpointIO()
+    plugin.save_checkpoint({"number": 0}, "n=0.ckpt", {"is_best": True})
+    run.current().writer.wait("n=0.ckpt")
+    plugin.save_checkpoint({"number": 1}, "n=1.ckpt")
+    plugin.remove_checkpoint("n=0.ckpt")
+    plugin.save_checkpoint({"number": 2}, "n=2.ckpt")
+    plugin.remove_checkpoint("n=1.ckpt")
+    run.current().removals.wait_for("n=1.ckpt")
+    found = [committed_in(storage)]
+    plugin.teardown()
+    return [*found, committed_in(storage)]
+
+
+def test_the_newest_on_storage_stays_until_storage_has_its_successor(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    env = {"DCP_MEM_ROOT": str(memory_root)}
+    found = forked(_removes_what_is_durable, str(tmp_path), env=env)
+    assert found == [{"n=0.ckpt"}, {"n=2.ckpt"}]
+
+
+def _removes_what_is_being_flushed() -> list[str]:
+    gate = gated.install()
+    dcp_mem.integrations.nebula.init("gated://bucket/run", 0, agent="thread")
+    plugin = dcp_mem.integrations.nebula.NebulaCheckpointIO()
+    gate.close()
+    plugin.save_checkpoint({"number": 0}, "n=0.ckpt")
+    gate.wait_for_arrival()
+    plugin.remove_checkpoint("n=0.ckpt")
+    plugin.save_checkpoint({"number": 1}, "n=1.ckpt")
+    gate.open()
+    plugin.teardown()
+    run.shut_down()
+    return [path for path in gated.files() if path.endswith("/.metadata")]
+
+
+def test_what_is_removed_while_it_is_flushed_is_gone_in_the_end(memory_root: Path) -> None:
+    env = {"DCP_MEM_ROOT": str(memory_root)}
+    assert forked(_removes_what_is_being_flushed, env=env) == ["bucket/run/n=1.ckpt/.metadata"]
+

@@ -24,7 +24,7 @@ from dcp_mem.config import Settings, checked_metrics
 from dcp_mem.errors import CheckpointNotFound, ConfigError, NoRecoverableCheckpoint
 from dcp_mem.integrations.lightning.flatten import OPTIMIZERS, REST, join, split
 from dcp_mem.integrations.lightning.paths import NEWEST, is_file, is_local, name_of
-from dcp_mem.integrations.lightning.removals import Removals
+from dcp_mem.integrations.removals import Removals
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.planning.whole_checkpoint import WholePlanner
 from dcp_mem.reader import MemoryStorageReader, RecoveryReport
@@ -168,11 +168,12 @@ class MemoryCheckpointIO(CheckpointIO):
         Raises:
             FlushFailed: Storage refuses a checkpoint, which stays in memory.
         """
-        is_broken_off = sys.exc_info()[0] is not None
+        is_broken_off, is_flushed = sys.exc_info()[0] is not None, False
         try:
             self.writer.close(flush=not is_broken_off)
+            is_flushed = not is_broken_off
         finally:
-            self._removals.close(keep_newest=is_broken_off)
+            self._removals.close(keep_newest=not is_flushed)
 
     # -- what strategies and the callback use ------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import IO, Any
 
@@ -23,7 +23,7 @@ from dcp_mem.integrations.nebula.completion import EACH_FILE, ON_COMMIT
 from dcp_mem.integrations.nebula.local_files import local_file
 from dcp_mem.integrations.nebula.peers import Peers
 from dcp_mem.integrations.nebula.run import Run, current, join, run_elsewhere, run_for
-from dcp_mem.operations import housekeeping, inventory
+from dcp_mem.operations import inventory
 from dcp_mem.operations.contents import contents_of
 from dcp_mem.operations.flush import promote
 from dcp_mem.operations.streams import open_stream
@@ -222,9 +222,10 @@ def save_alone(
     """
     run = run_elsewhere(persist_path)
     _saved_alone[tag] = run.settings.url
+    full_name, write = checkpoint_name(run.settings.url, tag), partial(_pickle, obj)
+    run.removals.wait_for(full_name)
     if is_best:
         run.writer.annotate_next_save(persist=True, metrics={"is_best": 1.0})
-    full_name, write = checkpoint_name(run.settings.url, tag), partial(_pickle, obj)
     try:
         run.alone.save(full_name, _file_name(name), write, EACH_FILE)
     except BaseException:
@@ -245,21 +246,14 @@ def saved_alone(tag: str) -> str | None:
     return None if url == current().settings.url else url
 
 
-def delete_checkpoint(tag: str) -> None:
-    """Delete a checkpoint from this node's memory and from storage, as far as it is there.
+def remove_alone(tag: str) -> None:
+    """Begin to remove a checkpoint from this node's memory and from storage; see `Removals.begin`.
 
     Args:
         tag: The checkpoint's tag, which is its name.
-
-    Raises:
-        CheckpointInUse: It is being read or flushed.
     """
-    chosen = run_elsewhere(saved_alone(tag)).settings
-    name = checkpoint_name(chosen.url, tag)
-    housekeeping.evict(chosen, name)
-    if chosen.url is not None:
-        with suppress(CheckpointNotFound):
-            housekeeping.delete(chosen.url, name, storage_options=chosen.storage_options)
+    run = run_elsewhere(saved_alone(tag))
+    run.removals.begin(checkpoint_name(run.settings.url, tag), from_storage=True)
 
 
 def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:

@@ -16,10 +16,10 @@ import torch
 
 from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.integrations import nebula
-from dcp_mem.integrations.nebula.checkpoint import delete_checkpoint, save_alone, saved_alone
+from dcp_mem.integrations.nebula.checkpoint import remove_alone, save_alone, saved_alone
 from dcp_mem.integrations.nebula.local_files import is_local_file
 from dcp_mem.integrations.nebula.packages import class_of_each
-from dcp_mem.integrations.nebula.run import has_run
+from dcp_mem.integrations.nebula.run import current, has_run
 
 _FILE = "checkpoint"
 _OPTIONS = frozenset({"is_best", "persist_path"})
@@ -75,17 +75,20 @@ class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # t
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete the checkpoint from this node's memory and from storage.
+        """Remove the checkpoint from this node's memory and from storage, behind training.
+
+        The newest checkpoint on storage stays there until storage has a newer one.
 
         Args:
             path: Its last part is the checkpoint's tag.
         """
-        delete_checkpoint(os.path.basename(str(path)))
+        remove_alone(os.path.basename(str(path)))
 
     def teardown(self) -> None:
         """Wait until storage has the newest checkpoint; after an exception, leave that be."""
-        if has_run() and sys.exc_info()[0] is None:
-            nebula.flush_persistence()
+        if has_run():
+            is_flushed = sys.exc_info()[0] is None and nebula.flush_persistence()
+            current().end_removals(keep_newest=not is_flushed)
 
 
 class NebulaCallback(*class_of_each("pytorch.callbacks", "ModelCheckpoint")):  # type: ignore[misc]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from dcp_mem.config import Settings, parse_bytes, root_url, settings
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.nebula.completion import Completion, JointCompletion, SoloCompletion
+from dcp_mem.integrations.removals import Removals
 from dcp_mem.policy.persistence import Persist, every_seconds
 from dcp_mem.writer import MemoryStorageWriter
 
@@ -31,6 +32,7 @@ class Run:
         self._completing: Completion | None = None
         self.alone = SoloCompletion(self.writer)
         self.elsewhere: dict[str, Run] = {}
+        self.removals = Removals(self.settings)
 
     @property
     def settings(self) -> Settings:
@@ -78,8 +80,19 @@ class Run:
             storage_options=self.options.get("storage_options"),
         )
 
+    def end_removals(self, *, keep_newest: bool) -> None:
+        """Try once more to remove what is left to be removed.
+
+        Args:
+            keep_newest: Leave the newest checkpoint on storage. Under other paths it stays anyway.
+        """
+        self.removals.close(keep_newest=keep_newest)
+        for run in self.elsewhere.values():
+            run.removals.close(keep_newest=True)
+
     def close(self) -> None:
-        """Stop completing other ranks' checkpoints."""
+        """Stop completing other ranks' checkpoints, and removing any."""
+        self.end_removals(keep_newest=True)
         if self._completing is not None:
             self._completing.close()
             self._completing = None

@@ -60,7 +60,8 @@ class Removals:
         """Try once more to remove what is left, and end the thread.
 
         Args:
-            keep_newest: Leave on storage what is the newest there: training was broken off.
+            keep_newest: Leave on storage what is the newest there: training was broken off, or what
+                replaces it hasn't been flushed.
         """
         self._is_ending.set()
         if self._thread is not None:
@@ -78,11 +79,13 @@ class Removals:
         self._remove_left()
         with _logged(name):
             while True:
+                is_last = self._is_ending.is_set()
                 _, why_not = housekeeping.evict(self._settings, name)
                 if not why_not and from_storage:
                     why_not = self._delete(name)
-                if not why_not or self._is_ending.wait(_PAUSE):
+                if not why_not or is_last:
                     break
+                self._is_ending.wait(_PAUSE)
             if why_not:
                 log.warning("%s is not removed: %s", name, why_not)
 
