@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,32 @@ def test_what_a_skipped_save_was_to_replace_stays_until_one_succeeds(
     plugin.teardown()
     assert [one.step for one in list_checkpoints(plugin.settings)] == [3]
     assert os.listdir(names) == ["3.ckpt"]
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_a_second_attempt_where_the_first_ones_exception_is_handled_ends_as_any(
+    memory_root: Path, tmp_path: Path, breaks_off: bool
+) -> None:
+    root = tmp_path / "run"
+    plugin = MemoryCheckpointIO(root, memory_root=memory_root)
+    with suppress(ValueError):
+        try:
+            raise ValueError("of the first attempt")
+        finally:
+            plugin.save_checkpoint(_checkpoint(1), root / "1.ckpt")
+            plugin.writer.wait("1.ckpt", timeout=60)
+            plugin.remove_checkpoint(root / "1.ckpt")
+            try:
+                _fail(breaks_off)
+            finally:
+                plugin.teardown()
+    # A training that was broken off leaves the newest.
+    assert (root / "1.ckpt" / ".metadata").exists() is breaks_off
+
+
+def _fail(fails: bool) -> None:
+    if fails:
+        raise ValueError("of the second attempt")
 
 
 def test_strategies_that_spawn_their_processes_can_send_the_plugin_there(memory_root: Path) -> None:

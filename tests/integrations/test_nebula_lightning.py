@@ -189,3 +189,23 @@ def test_what_is_removed_while_it_is_flushed_is_gone_in_the_end(memory_root: Pat
     env = {"DCP_MEM_ROOT": str(memory_root)}
     assert forked(_removes_what_is_being_flushed, env=env) == ["bucket/run/n=1.ckpt/.metadata"]
 
+
+
+def _tries_again(place: str) -> set[str]:
+    storage = Path(place, "storage")
+    dcp_mem.integrations.nebula.init(storage, persistent_time_interval=3600)
+    plugin = dcp_mem.integrations.nebula.NebulaCheckpointIO()
+    try:
+        raise ValueError("of the first attempt")
+    except ValueError:
+        for number in range(2):
+            plugin.save_checkpoint({"number": number}, f"n={number}.ckpt")
+        plugin.teardown()
+    return committed_in(storage)
+
+
+def test_a_second_attempt_where_an_exception_is_handled_is_flushed_at_its_end(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    env = {"DCP_MEM_ROOT": str(memory_root)}
+    assert forked(_tries_again, str(tmp_path), env=env) == {"n=0.ckpt", "n=1.ckpt"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from dcp_mem import functional
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings, checked_metrics
 from dcp_mem.errors import CheckpointNotFound, ConfigError, NoRecoverableCheckpoint
+from dcp_mem.integrations.endings import Ending
 from dcp_mem.integrations.lightning.flatten import OPTIMIZERS, REST, join, split
 from dcp_mem.integrations.lightning.paths import NEWEST, is_file, is_local, name_of
 from dcp_mem.integrations.removals import Removals
@@ -71,6 +71,7 @@ class MemoryCheckpointIO(CheckpointIO):
         self.writer = MemoryStorageWriter(path, **options)
         self._weights_only = weights_only
         self._removals = Removals(self.settings)
+        self._ending = Ending()
         self._was_skipped = False
         self._held_back: dict[str, tuple[str | Path, bool]] = {}  # removals, until a save succeeds
         self._metrics: Mapping[str, Any] = {}
@@ -168,7 +169,7 @@ class MemoryCheckpointIO(CheckpointIO):
         Raises:
             FlushFailed: Storage refuses a checkpoint, which stays in memory.
         """
-        is_broken_off, is_flushed = sys.exc_info()[0] is not None, False
+        is_broken_off, is_flushed = self._ending.is_broken_off(), False
         try:
             self.writer.close(flush=not is_broken_off)
             is_flushed = not is_broken_off
@@ -191,6 +192,7 @@ class MemoryCheckpointIO(CheckpointIO):
             step: The training step, if known.
             no_dist: Whether this rank alone has all of the state.
         """
+        self._ending.begin()
         name = name_of(path, self.settings.url)
         self._removals.wait_for(name)
         self._held_back.pop(name, None)
@@ -231,6 +233,7 @@ class MemoryCheckpointIO(CheckpointIO):
         Returns:
             Whether there was a checkpoint; only NEWEST may find none.
         """
+        self._ending.begin()
         restricted = self._weights_only if weights_only is None else weights_only
         with MemoryStorageReader(
             self.settings.url,

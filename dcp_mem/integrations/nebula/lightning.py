@@ -7,7 +7,6 @@ of `pytorch_lightning`. New scripts are better served by `dcp_mem.integrations.l
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.integrations import nebula
+from dcp_mem.integrations.endings import Ending
 from dcp_mem.integrations.nebula.checkpoint import remove_alone, save_alone, saved_alone
 from dcp_mem.integrations.nebula.local_files import is_local_file
 from dcp_mem.integrations.nebula.packages import class_of_each
@@ -32,6 +32,10 @@ class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # t
     the checkpoint flushed at once, and {"persist_path": …} saves it to another root than `init`'s.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._ending = Ending()
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
@@ -42,6 +46,7 @@ class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # t
             path: Its last part is the checkpoint's tag.
             storage_options: May have `is_best` and `persist_path`.
         """
+        self._ending.begin()
         options = _checked(storage_options)
         is_best = bool(options.get("is_best", False))
         save_alone(
@@ -62,6 +67,7 @@ class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # t
         Raises:
             CheckpointNotFound: There is none of that name.
         """
+        self._ending.begin()
         text, is_restricted = str(path), bool(weights_only)
         found, file = (None, _FILE) if is_local_file(text) else _find(text)
         loaded: dict[str, Any]
@@ -86,8 +92,9 @@ class NebulaCheckpointIO(*class_of_each("fabric.plugins", "CheckpointIO")):  # t
 
     def teardown(self) -> None:
         """Wait until storage has the newest checkpoint; after an exception, leave that be."""
+        is_broken_off = self._ending.is_broken_off()
         if has_run():
-            is_flushed = sys.exc_info()[0] is None and nebula.flush_persistence()
+            is_flushed = not is_broken_off and nebula.flush_persistence()
             current().end_removals(keep_newest=not is_flushed)
 
 
