@@ -198,9 +198,7 @@ def test_the_newest_on_storage_is_removed_once_storage_has_a_newer_one(
 def _fails_to_flush(memory: str) -> list[str]:
     gate = gated.install()
     root = "gated://bucket/run"
-    plugin = MemoryCheckpointIO(
-        root, memory_root=memory, persist=every_n_saves(10), agent="thread"
-    )
+    plugin = MemoryCheckpointIO(root, memory_root=memory, persist=every_n_saves(10), agent="thread")
     plugin.save_checkpoint(_checkpoint(1), f"{root}/1.ckpt")
     plugin.writer.wait("1.ckpt", timeout=60)
     plugin.save_checkpoint(_checkpoint(2), f"{root}/2.ckpt")
@@ -214,7 +212,7 @@ def _fails_to_flush(memory: str) -> list[str]:
 def test_the_newest_on_storage_stays_where_its_successor_cannot_be_flushed(
     memory_root: Path,
 ) -> None:
-    assert forked(_fails_to_flush, str(memory_root)) == ["bucket/run/1.ckpt/.metadata"]
+    assert forked(_fails_to_flush, str(memory_root)) == ["gated://bucket/run/1.ckpt/.metadata"]
 
 
 def test_what_a_skipped_save_was_to_replace_stays_until_one_succeeds(
@@ -386,9 +384,7 @@ def test_lightnings_own_callback_keeps_what_it_is_told_to(
 
 def _from_a_file(root: str, memory: str, shards: bool) -> None:
     """Train with Lightning alone, and go on from its file with the plugin."""
-    stock = trainer(
-        TorchCheckpointIO(), ModelCheckpoint(f"{root}/names", "{epoch}"), max_epochs=1
-    )
+    stock = trainer(TorchCheckpointIO(), ModelCheckpoint(f"{root}/names", "{epoch}"), max_epochs=1)
     stock.fit(Model())
     strategy: Any = "auto"
     if shards:

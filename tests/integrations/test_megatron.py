@@ -85,9 +85,7 @@ def test_the_last_save_of_a_training_that_ends_reaches_storage_without_close(
     memory_root: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "ckpts"
-    ended = _train(
-        "tests.support.frameworks.megatron_end", root, memory_root, temporary=tmp_path
-    )
+    ended = _train("tests.support.frameworks.megatron_end", root, memory_root, temporary=tmp_path)
     assert ended.returncode == 0, ended.stdout[-8000:]
     wait_until((root / "iter_0000002" / ".metadata").exists, ended.stdout[-8000:])
 

@@ -7,8 +7,8 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -431,10 +431,17 @@ def _promote_newest_at_exit() -> None:
     if getattr(sys, "last_value", None) is not None:
         return
     for writer in _all_writers:
-        try:
-            writer._promote_newest()  # none is waited for, nor another rank
-        except Exception as error:
-            log.error("%s: the newest checkpoint stays in memory: %s", writer.settings.job, error)
+        with _logged(writer):
+            writer._promote_newest()  # neither the flush nor another rank is waited for
+
+
+@contextmanager
+def _logged(writer: MemoryStorageWriter) -> Iterator[None]:
+    """Log what goes wrong: other writers come next."""
+    try:
+        yield
+    except Exception as error:
+        log.error("%s: the newest checkpoint stays in memory: %s", writer.settings.job, error)
 
 
 # Before sessions let their flush threads finish: what is registered last is called first.
