@@ -216,3 +216,42 @@ def test_training_goes_on_where_it_was_killed_with_deepspeeds_engine_for_nebula_
         assert len(of_rank) == (5 if with_nebula else 1)
         for engine, (first, loss, undisturbed) in of_rank.items():
             assert (engine, first, loss) == (engine, _KILLED_IN, undisturbed)
+
+
+def _save_weights(place: str) -> None:
+    """Save a checkpoint, and then the weights of the same step."""
+    deepspeed = _deepspeed()
+    from dcp_mem.integrations.deepspeed import use_memory
+
+    engine = _engine(deepspeed, 2, None)
+    ours = use_memory(engine, f"{place}/storage")
+    _step(engine, 2, 0)
+    engine.save_checkpoint(f"{place}/names", client_state={"step": 0})
+    saved = dcp_mem.integrations.nebula.newest_files()
+    assert any(name.endswith("_states.pt") for name in saved[1])
+    for save in (engine.save_16bit_model, engine.save_fp16_model):
+        assert save(f"{place}/{save.__name__}")
+        assert dcp_mem.integrations.nebula.newest_files() == saved
+        weights = torch.load(f"{place}/{save.__name__}/pytorch_model.bin")
+        for name, parameter in engine.module.named_parameters():
+            assert torch.equal(weights[name], parameter)
+    assert engine.checkpoint_engine is ours
+
+
+def _resumed_step(place: str) -> int:
+    deepspeed = _deepspeed()
+    from dcp_mem.integrations.deepspeed import use_memory
+
+    engine = _engine(deepspeed, 2, None)
+    use_memory(engine, f"{place}/storage", load_dir=f"{place}/other-names")
+    step: int = engine.load_checkpoint(f"{place}/other-names")[1]["step"]
+    return step
+
+
+@pytest.mark.slow
+def test_save_16bit_model_writes_its_file_and_leaves_the_checkpoint_of_that_step(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
+    run_ranks(_save_weights, 2, str(tmp_path), env=env)
+    assert run_ranks(_resumed_step, 2, str(tmp_path), env=env) == [0, 0]

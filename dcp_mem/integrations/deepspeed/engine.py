@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, DcpMemError
@@ -33,7 +36,7 @@ def use_memory(
     """Send a DeepSpeed engine's checkpoints to node memory, and from there to storage.
 
     Call it on all ranks. From here on `engine.load_checkpoint` also loads what ZeRO saved with
-    another number of data-parallel ranks.
+    another number of data-parallel ranks. `engine.save_16bit_model` still writes a file.
 
     Args:
         engine: What `deepspeed.initialize` returned.
@@ -76,12 +79,15 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def serve(self, engine: Any, shared_dir: str | os.PathLike[str] | None = None) -> None:
         """Take the place of a DeepSpeed engine's checkpoint engine, and of its `load_checkpoint`.
 
+        Its `save_16bit_model` writes a file, as without this.
+
         Args:
             engine: What `deepspeed.initialize` returned.
             shared_dir: As in `use_memory`.
         """
         engine.checkpoint_engine = self
         engine.load_checkpoint = UniversalLoads(engine, self.tag_of, shared_dir).load_checkpoint
+        engine.save_16bit_model = _saving_a_file(engine)
 
     def tag_of(self, save_dir: str, tag: str) -> str:
         """Return the tag under which dcp_mem keeps what DeepSpeed saves in a directory under a tag.
@@ -176,6 +182,25 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if dist.is_available() and dist.is_initialized():
             dist.barrier()
         return tag
+
+
+def _saving_a_file(engine: Any) -> Callable[..., Any]:
+    """Return the engine's `save_16bit_model`, with DeepSpeed's own checkpoint engine.
+
+    It saves under the tag of the step, whose checkpoint it would replace in memory.
+    """
+    # Not the instance's, which may be ours already.
+    save = type(engine).save_16bit_model.__get__(engine)
+
+    @wraps(save)
+    def save_16bit_model(*args: Any, **kwargs: Any) -> Any:
+        ours, engine.checkpoint_engine = engine.checkpoint_engine, TorchCheckpointEngine()
+        try:
+            return save(*args, **kwargs)
+        finally:
+            engine.checkpoint_engine = ours
+
+    return save_16bit_model
 
 
 def _place(path: Path) -> None:
