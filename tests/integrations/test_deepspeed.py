@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 import dcp_mem.integrations.nebula
 from dcp_mem.cli.main import main
+from dcp_mem.errors import ConfigError
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.launch import run_ranks
 
@@ -255,3 +256,31 @@ def test_save_16bit_model_writes_its_file_and_leaves_the_checkpoint_of_that_step
     env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
     run_ranks(_save_weights, 2, str(tmp_path), env=env)
     assert run_ranks(_resumed_step, 2, str(tmp_path), env=env) == [0, 0]
+
+
+def _use_memory_for_two(place: str) -> None:
+    deepspeed = _deepspeed()
+    from dcp_mem.integrations.deepspeed import use_memory
+
+    first, second = (_engine(deepspeed, 2, None) for _ in range(2))
+    stock = second.checkpoint_engine
+    use_memory(first, f"{place}/first")
+    with pytest.raises(ConfigError, match=f"saves to .*{place}/first"):
+        use_memory(second, f"{place}/second")
+    assert second.checkpoint_engine is stock
+    use_memory(first, f"{place}/first", persistent_time_interval=0)  # the same one again
+    first.save_checkpoint(f"{place}/names", tag="global_step1")
+    dcp_mem.integrations.nebula._shutdown()
+    assert Path(place, "first", "global_step1", ".metadata").exists()
+    use_memory(second, f"{place}/second")
+    second.save_checkpoint(f"{place}/names", tag="global_step2")
+    dcp_mem.integrations.nebula._shutdown()
+    assert Path(place, "second", "global_step2", ".metadata").exists()
+
+
+@pytest.mark.slow
+def test_a_second_engine_is_refused_until_the_first_ones_run_is_shut_down(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
+    run_ranks(_use_memory_for_two, 1, str(tmp_path), env=env)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_mem.errors import ConfigError
+from dcp_mem.integrations import nebula
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.launch import run_ranks
 
@@ -148,6 +149,7 @@ def _train_on(place: str, seed: int, steps: int, *, shared: bool, is_killed: boo
     losses: Losses = {}
     assert tempfile.gettempdir() == place  # where nothing may be left in the end
     for name, (stage, is_bf16) in _CASES.items():
+        nebula._shutdown()  # the case before has saved for the last time
         engine = _engine(stage, is_bf16, seed)
         load_dir = f"{place}/names-{name[0]}-{dist.get_world_size()}"
         use_memory(

@@ -17,12 +17,16 @@ from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.integrations import nebula
 from dcp_mem.integrations.deepspeed.universal import UniversalLoads
 from dcp_mem.integrations.nebula.completion import ON_COMMIT
+from dcp_mem.integrations.nebula.run import current, has_run
 
 _LATEST = "latest"
 _PLACEHOLDER = (
     "This file's content lies in node memory, or on storage, under {tag}: "
     "load it by dcp_mem.integrations.deepspeed.\n"
 )
+
+_in_use: MemoryCheckpointEngine | None = None
+"""What `use_memory` has returned last."""
 
 
 def use_memory(
@@ -37,6 +41,7 @@ def use_memory(
 
     Call it on all ranks. From here on `engine.load_checkpoint` also loads what ZeRO saved with
     another number of data-parallel ranks. `engine.save_16bit_model` still writes a file.
+    A process can have one such engine at a time.
 
     Args:
         engine: What `deepspeed.initialize` returned.
@@ -50,9 +55,11 @@ def use_memory(
             persistent_time_interval says otherwise.
 
     Raises:
-        ConfigError: An argument can't work.
+        ConfigError: An argument can't work, or another engine of this process saves so.
     """
-    made = MemoryCheckpointEngine(path, **options)
+    global _in_use
+    _refuse_second(engine)
+    made = _in_use = MemoryCheckpointEngine(path, **options)
     made.serve(engine, shared_dir)
     if load_dir is not None:
         made.show_newest_in(load_dir)
@@ -73,6 +80,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         super().__init__()
         self.name = type(self).__name__
         nebula.init(path, **{"persistent_time_interval": 0, **options})
+        self._run = current()
         self._checkpoint: nebula.Checkpoint | None = None
         self._loaded: nebula.Checkpoint | None = None
 
@@ -182,6 +190,21 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if dist.is_available() and dist.is_initialized():
             dist.barrier()
         return tag
+
+
+def _refuse_second(engine: Any) -> None:
+    """Raise ConfigError if another engine saves through the run, which a second one would end."""
+    if (
+        _in_use is not None
+        and engine.checkpoint_engine is not _in_use
+        and has_run()
+        and current() is _in_use._run
+    ):
+        raise ConfigError(
+            f"another DeepSpeed engine of this process saves to {_in_use._run.settings.url}, and "
+            f"dcp_mem can serve one: leave this engine to DeepSpeed's own files. If the other one "
+            f"saves no more, call dcp_mem.integrations.nebula._shutdown() on all ranks first"
+        )
 
 
 def _saving_a_file(engine: Any) -> Callable[..., Any]:
