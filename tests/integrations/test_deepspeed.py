@@ -284,3 +284,63 @@ def test_a_second_engine_is_refused_until_the_first_ones_run_is_shut_down(
 ) -> None:
     env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
     run_ranks(_use_memory_for_two, 1, str(tmp_path), env=env)
+
+
+def _load_deepspeeds_own_files(place: str) -> None:
+    """Load what DeepSpeed has saved itself, before and after saving into memory."""
+    deepspeed = _deepspeed()
+    from dcp_mem.integrations.deepspeed import use_memory
+
+    own, ours = (_engine(deepspeed, 2, None) for _ in range(2))
+    for tag in ("global_step1", "global_step2"):
+        _step(own, 2, 0)
+        own.save_checkpoint(f"{place}/own", tag=tag, client_state={"whose": "own"})
+    use_memory(ours, f"{place}/storage")
+    assert _loaded(ours, f"{place}/own", None) == "own"
+    assert _same_weights(own, ours)
+    _step(ours, 2, 1)
+    ours.save_checkpoint(f"{place}/names", tag="global_step2", client_state={"whose": "ours"})
+    assert not _same_weights(own, ours)
+    assert _loaded(ours, f"{place}/names", None) == "ours"
+    assert not _same_weights(own, ours)
+    assert _loaded(ours, f"{place}/own", "global_step2") == "own"
+    assert _same_weights(own, ours)
+    for only_weights in (False, True):
+        assert _loaded(ours, f"{place}/own", "global_step1", load_module_only=only_weights) == "own"
+        assert not _same_weights(own, ours)  # they are those of a step later
+
+
+def _loaded(engine: Any, load_dir: str, tag: str | None, **options: Any) -> str:
+    whose: str = engine.load_checkpoint(load_dir, tag, **options)[1]["whose"]
+    return whose
+
+
+def _same_weights(one: Any, other: Any) -> bool:
+    pairs = zip(one.module.parameters(), other.module.parameters(), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.slow
+def test_files_that_deepspeed_saved_itself_are_loaded_and_no_checkpoint_in_their_place(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
+    run_ranks(_load_deepspeeds_own_files, 2, str(tmp_path), env=env)
+
+
+def test_a_file_has_content_unless_it_is_a_placeholder(tmp_path: Path) -> None:
+    placeholders = pytest.importorskip("dcp_mem.integrations.deepspeed.placeholders")
+    path = tmp_path / "global_step1" / "mp_rank_00_model_states.pt"
+    assert not placeholders.has_content(path)
+    placeholders.place(path)
+    assert not placeholders.has_content(path)
+    for length in (10, 0):  # its writer was killed
+        path.write_bytes(path.read_bytes()[:length])
+        assert not placeholders.has_content(path)
+    for is_zip in (False, True):
+        torch.save("", path, _use_new_zipfile_serialization=is_zip)  # as DeepSpeed for Nebula
+        assert not placeholders.has_content(path)
+        torch.save({"step": 1}, path, _use_new_zipfile_serialization=is_zip)
+        assert placeholders.has_content(path)
+    torch.save({"weight": torch.zeros(10_000)}, path)
+    assert placeholders.has_content(path)

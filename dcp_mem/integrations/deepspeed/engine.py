@@ -8,6 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -15,16 +16,12 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.integrations import nebula
+from dcp_mem.integrations.deepspeed.placeholders import has_content, place
 from dcp_mem.integrations.deepspeed.universal import UniversalLoads
 from dcp_mem.integrations.nebula.completion import ON_COMMIT
 from dcp_mem.integrations.nebula.run import current, has_run
 
 _LATEST = "latest"
-_PLACEHOLDER = (
-    "This file's content lies in node memory, or on storage, under {tag}: "
-    "load it by dcp_mem.integrations.deepspeed.\n"
-)
-
 _in_use: MemoryCheckpointEngine | None = None
 """What `use_memory` has returned last."""
 
@@ -131,7 +128,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 f"DeepSpeed saves {path} outside of a checkpoint: call save_checkpoint"
             )
         self._checkpoint.save(os.path.basename(path), state_dict)
-        _place(Path(path))
+        place(Path(path))
 
     def commit(self, info: Any) -> bool:
         """Complete the checkpoint on all ranks; return False, and log why, if a rank failed.
@@ -146,13 +143,16 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Load a file of a checkpoint.
 
         Args:
-            path: DeepSpeed's path of the file; its directory names the checkpoint. If that isn't
-                there, the newest one is taken.
+            path: DeepSpeed's path of the file. If DeepSpeed has saved it there itself, that is
+                loaded. Otherwise its directory names the checkpoint; if that isn't there, the
+                newest one is taken.
             map_location: As in `torch.load`.
 
         Raises:
             DcpMemError: No checkpoint is whole.
         """
+        if has_content(Path(path)):
+            return torch.load(path, map_location=map_location, weights_only=False)
         save_dir, tag = os.path.split(os.path.dirname(path))
         tag = self.tag_of(save_dir, tag)
         if self._loaded is None or self._loaded.tag != tag:
@@ -185,7 +185,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         tag, files = nebula.newest_files()
         if tag and int(os.environ.get("LOCAL_RANK") or 0) == 0:
             for name in files:
-                _place(Path(load_dir) / tag / name)
+                place(Path(load_dir) / tag / name)
             (Path(load_dir) / _LATEST).write_text(tag)
         if dist.is_available() and dist.is_initialized():
             dist.barrier()
@@ -224,8 +224,3 @@ def _saving_a_file(engine: Any) -> Callable[..., Any]:
             engine.checkpoint_engine = ours
 
     return save_16bit_model
-
-
-def _place(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_PLACEHOLDER.format(tag=path.parent.name))

@@ -2,7 +2,8 @@
 
 DeepSpeed loads such a checkpoint from files of its universal form, which it opens by path. So:
 
-    find      the checkpoint, and by its files' names the number of ranks that saved it
+    find      the checkpoint, and by its files' names the number of ranks that saved it; files that
+              DeepSpeed saved itself are left to DeepSpeed
     write     its files into a directory on each node, or into one that the nodes share
     convert   them there, by DeepSpeed's own `ds_to_universal`, in a process of its own
     complete  buffers and frozen parameters, which DeepSpeed doesn't load from the universal form
@@ -28,12 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcp_mem.comm.agreement import on_all_ranks
+from dcp_mem.comm.agreement import on_all_ranks, on_rank_0
 from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations import nebula
+from dcp_mem.integrations.deepspeed.placeholders import has_content
 from dcp_mem.integrations.nebula.run import current
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -103,7 +105,11 @@ class UniversalLoads:
             ConfigError: Another number of ranks saved it, and DeepSpeed can't convert it.
         """
         tag = _latest(load_dir) if tag is None else str(tag)
-        if tag is None or not self._may_convert(load_dir, tag, *args, **kwargs):
+        if (
+            tag is None
+            or not self._may_convert(load_dir, tag, *args, **kwargs)
+            or self._is_deepspeeds(Path(load_dir, tag))
+        ):
             return self._load(load_dir, tag, *args, **kwargs)
         found, files = nebula.newest_files(self._tag_of(str(load_dir), tag))
         saved, size = saved_ranks(files), dist.get_world_size(group=self._dp_group)
@@ -141,6 +147,15 @@ class UniversalLoads:
         with_optimizer = asked.arguments["load_optimizer_states"]
         only_module = asked.arguments["load_module_only"]
         return with_optimizer and (not only_module or engine.zero_optimization_partition_weights())
+
+    def _is_deepspeeds(self, directory: Path) -> bool:
+        """Return whether a directory, as rank 0 sees it, has states that DeepSpeed saved itself."""
+        ranks = direct_call(None, False, f"save {current().settings.job}").ranks
+        return on_rank_0(
+            ranks,
+            f"looking into {directory}",
+            lambda: any(map(has_content, directory.glob("*_states.pt"))),
+        )
 
     @contextmanager
     def _converted(self, found: str, files: Sequence[str], tag: str) -> Iterator[Path]:
