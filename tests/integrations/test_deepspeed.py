@@ -310,6 +310,25 @@ def _load_deepspeeds_own_files(place: str) -> None:
         assert not _same_weights(own, ours)  # they are those of a step later
 
 
+def _save_under_one_tag(place: str) -> None:
+    """Save and load as Accelerate does, which gives DeepSpeed the same tag each time."""
+    deepspeed = _deepspeed()
+    from dcp_mem.integrations.deepspeed import use_memory
+
+    engine, tag = _engine(deepspeed, 2, None), "pytorch_model"
+    ours = use_memory(engine, f"{place}/storage", num_of_version_in_retention=3)
+    for name in ("100", "200", "best"):
+        engine.save_checkpoint(f"{place}/out/{name}", tag, {"whose": name})
+    for name in ("100", "200", "best"):
+        assert _loaded(engine, f"{place}/out/{name}", tag) == name
+    for directory in ("100", "100~pytorch_model"):
+        assert ours.tag_of(f"{place}/out/{directory}", tag) == "100~pytorch_model"
+    assert ours.show_newest_in(f"{place}/new/best") == "best~pytorch_model"
+    assert _loaded(engine, f"{place}/new/best", tag) == "best"
+    assert ours.show_newest_in(f"{place}/names") == "best~pytorch_model"
+    assert _loaded(engine, f"{place}/names", None) == "best"
+
+
 def _loaded(engine: Any, load_dir: str, tag: str | None, **options: Any) -> str:
     whose: str = engine.load_checkpoint(load_dir, tag, **options)[1]["whose"]
     return whose
@@ -326,6 +345,14 @@ def test_files_that_deepspeed_saved_itself_are_loaded_and_no_checkpoint_in_their
 ) -> None:
     env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
     run_ranks(_load_deepspeeds_own_files, 2, str(tmp_path), env=env)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_one_tag_without_a_number_are_told_apart_by_their_directories(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
+    run_ranks(_save_under_one_tag, 1, str(tmp_path), env=env)
 
 
 def test_a_file_has_content_unless_it_is_a_placeholder(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine import checkpoint_engine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from dcp_mem.common.log import log
+from dcp_mem.config import is_checkpoint_name
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.integrations import nebula
 from dcp_mem.integrations.deepspeed.placeholders import has_content, place
@@ -22,6 +24,10 @@ from dcp_mem.integrations.nebula.completion import ON_COMMIT
 from dcp_mem.integrations.nebula.run import current, has_run
 
 _LATEST = "latest"
+_TELLS_DIRECTORY = hasattr(checkpoint_engine, "CheckpointCommitInfo")
+"""Whether DeepSpeed says where it saves, as since version 0.17."""
+_BEHIND_DIRECTORY = "~"
+"""Between the directory's name and DeepSpeed's tag, in a tag that has both."""
 _in_use: MemoryCheckpointEngine | None = None
 """What `use_memory` has returned last."""
 
@@ -97,11 +103,20 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def tag_of(self, save_dir: str, tag: str) -> str:
         """Return the tag under which dcp_mem keeps what DeepSpeed saves in a directory under a tag.
 
+        A tag without a number, such as Accelerate's "pytorch_model", is the same for each
+        checkpoint: the last part of the directory is put in front of it.
+
         Args:
             save_dir: DeepSpeed's directory; "" if it doesn't say.
             tag: DeepSpeed's tag.
         """
-        return tag
+        if not _TELLS_DIRECTORY or _BEHIND_DIRECTORY in tag or any(map(str.isdigit, tag)):
+            return tag
+        directory = os.path.basename(os.path.abspath(save_dir))
+        if directory.endswith(_BEHIND_DIRECTORY + tag):  # it is named as the checkpoint is
+            return directory
+        full = directory + _BEHIND_DIRECTORY + tag
+        return full if is_checkpoint_name(full) else tag
 
     def create(self, info: Any) -> None:
         """Begin the checkpoint of the tag that DeepSpeed is about to save.
@@ -174,7 +189,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def show_newest_in(self, load_dir: str | os.PathLike[str]) -> str:
         """Put placeholders for the newest whole checkpoint's files into a directory.
 
-        Call it on all ranks. The checkpoint's tag goes into DeepSpeed's file `latest`.
+        Call it on all ranks. DeepSpeed's tag of the checkpoint goes into its file `latest`.
 
         Args:
             load_dir: The directory that DeepSpeed is to load from.
@@ -184,9 +199,11 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         tag, files = nebula.newest_files()
         if tag and int(os.environ.get("LOCAL_RANK") or 0) == 0:
+            short = tag.rpartition(_BEHIND_DIRECTORY)[2]
+            shown = short if self.tag_of(os.fspath(load_dir), short) == tag else tag
             for name in files:
-                place(Path(load_dir) / tag / name)
-            (Path(load_dir) / _LATEST).write_text(tag)
+                place(Path(load_dir) / shown / name)
+            (Path(load_dir) / _LATEST).write_text(shown)
         if dist.is_available() and dist.is_initialized():
             dist.barrier()
         return tag
