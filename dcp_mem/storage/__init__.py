@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Protocol
 
-from dcp_mem.errors import DcpMemError
+from dcp_mem.errors import DcpMemError, StorageUnavailable
 
 LEAST_PART = 16 << 20
 _COMFORTABLE_PART = 64 << 20
@@ -26,6 +26,10 @@ _ENOUGH_PARTS, _MOST_PARTS = 8, 9000
 
 class NotThisRoute(DcpMemError):
     """This route can't take over what fsspec was given for a URL: fsspec itself has to serve it."""
+
+
+class UploadBroken(StorageUnavailable):
+    """Bytes of this upload may be lost: it takes no more and is never finished; begin another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class Upload(Protocol):
     """One object on its way to storage, in parts.
 
     Until `finish`, readers see nothing of it; or, where it has one part only, all of it.
+    An upload that has raised UploadBroken can only be closed.
 
     Attributes:
         part_nbytes: Length of the parts. Part n is bytes [n * part_nbytes, (n + 1) * part_nbytes),

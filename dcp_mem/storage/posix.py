@@ -29,7 +29,16 @@ from dcp_mem.errors import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.storage import Copies, Entry, Sending, Source, Unfinished, part_count, part_nbytes
+from dcp_mem.storage import (
+    Copies,
+    Entry,
+    Sending,
+    Source,
+    Unfinished,
+    UploadBroken,
+    part_count,
+    part_nbytes,
+)
 
 T = TypeVar("T")
 
@@ -45,6 +54,7 @@ _REFUSED = {
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_TEXT = "no space is left there. Free some, or raise the quota; the flush is tried again."
+_LOST_TEXT = "What was written before may be lost: the file is begun anew"
 _PART = re.compile(r"(.+)\.[0-9a-f]{8}\.part")
 _LOCK = ".dcp_mem/lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
@@ -328,17 +338,36 @@ class PosixUpload(Sending):
         )
         self._nbytes, self._source, self._etag = nbytes, source, ""
         self._is_named = self._is_link = False
+        self._loss: tuple[str, str] | None = None  # storage, and why
         if source is not None:
             self.copies = Copies.PARTS if self._clones(0) else Copies.WHOLE
 
     def put_part(self, number: int, data: memoryview, crc32c: int) -> bool:
         offset = number * self.part_nbytes
-        with self._translated():
+        with self._writing():
             while data:
                 count = os.pwrite(self._descriptor, data, offset)
                 data, offset = data[count:], offset + count
         self._missing.discard(number)
         return True
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Translate errors, and raise UploadBroken for good once there was one.
+
+        The error may be of bytes that were written before. The kernel drops those and says so once
+        for each descriptor: the next sync would succeed.
+        """
+        if self._loss is not None:
+            raise UploadBroken(*self._loss)
+        try:
+            with self._translated():
+                yield
+        except (StorageUnavailable, StorageRefused) as error:
+            self._loss = error.url, f"{error.reason.rstrip('.')}. {_LOST_TEXT}"
+            if isinstance(error, StorageRefused):
+                raise
+            raise UploadBroken(*self._loss) from None
 
     def copy_part(self, number: int, crc32c: int) -> bool:
         is_copied = self._clones(number)
@@ -395,11 +424,13 @@ class PosixUpload(Sending):
             self._etag = _identity(os.fstat(descriptor))
 
     def finish(self) -> None:
-        if self._missing:
-            raise ValueError(f"{len(self._missing)} parts of {self._path} were never put")
+        if not self._is_named:
+            with self._writing():
+                if self._missing:
+                    raise ValueError(f"{len(self._missing)} parts of {self._path} were never put")
+                os.fsync(self._descriptor)
         with self._translated():
             if not self._is_named:
-                os.fsync(self._descriptor)
                 self._note(self._descriptor)
                 os.rename(self._part, self._path)
                 self._is_named = True

@@ -15,7 +15,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_e
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import CredentialsExpired, StorageUnavailable
-from dcp_mem.storage import Entry, Source, Storage, Unfinished, Upload
+from dcp_mem.storage import Entry, Source, Storage, Unfinished, Upload, UploadBroken
 
 T = TypeVar("T")
 
@@ -186,11 +186,12 @@ class _Requests:
     def _with_facts(self, error: StorageUnavailable) -> StorageUnavailable:
         with self._lock:
             failures, seconds = self._failures, time.monotonic() - self._since
-        if failures < 2 or isinstance(error, CredentialsExpired):
+        if failures < 2 or not _may_pass(error):
             return error
         facts = f"{error.reason} ({failures} requests in a row have failed, for {seconds:.1f} s)"
         return StorageUnavailable(error.url, facts, error.retry_after)
 
 
 def _may_pass(error: BaseException) -> bool:
-    return isinstance(error, StorageUnavailable) and not isinstance(error, CredentialsExpired)
+    is_final = isinstance(error, (CredentialsExpired, UploadBroken))
+    return isinstance(error, StorageUnavailable) and not is_final

@@ -30,10 +30,11 @@ from dcp_mem.errors import (
     StorageRefused,
     StorageUnavailable,
 )
-from dcp_mem.storage import Copies, Source, Storage, part_count, part_nbytes
+from dcp_mem.storage import LEAST_PART, Copies, Source, Storage, part_count, part_nbytes
 from dcp_mem.storage.azure import AzureStorage
 from dcp_mem.storage.fsspec_route import FsspecStorage, server_copies_of
 from dcp_mem.storage.posix import PosixStorage
+from dcp_mem.storage.retry import RetryingStorage
 from dcp_mem.storage.routes import open_storage
 from dcp_mem.storage.s3 import S3Storage
 from tests.support.storage.conformance import StorageConformance, upload
@@ -520,6 +521,42 @@ def test_a_full_disk_is_unavailable_until_there_is_room(
     filler.unlink()
     operation(storage)
     assert storage.get("step-1/key") == b"12345"
+
+
+# -- what the kernel says once ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT], ids=["EIO", "EDQUOT"])
+@pytest.mark.parametrize("call", ["fsync", "pwrite"])
+def test_a_file_whose_bytes_may_be_lost_is_never_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    def fail_once(*given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return original(*given)
+
+    original, failures = getattr(os, call), list[OSError]()
+    monkeypatch.setattr(os, call, fail_once)
+    storage, data = RetryingStorage(PosixStorage(str(tmp_path))), bytes(LEAST_PART + 7)
+    with closing(storage.upload("step-1/segment", len(data))) as going:
+        failures.append(OSError(number, os.strerror(number)))
+        parts = [memoryview(data)[:LEAST_PART], memoryview(data)[LEAST_PART:]]
+        if call == "pwrite":
+            with pytest.raises(StorageUnavailable, match="is begun anew"):
+                going.put_part(0, parts[0], 0)
+            with pytest.raises(StorageUnavailable, match="is begun anew"):
+                going.put_part(0, parts[0], 0)
+        else:
+            for part_number, part in enumerate(parts):
+                going.put_part(part_number, part, 0)
+        for _ in range(2):
+            with pytest.raises(StorageUnavailable, match="is begun anew"):
+                going.finish()
+    assert storage.retries == 0
+    assert list((tmp_path / "step-1").iterdir()) == []
+    upload(storage, "step-1/segment", data)
+    assert storage.get("step-1/segment") == data
 
 
 # -- what an NFS client does to a directory (on a real mount: tests/storage/test_nfs.py) -----------
