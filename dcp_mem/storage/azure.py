@@ -47,7 +47,7 @@ class AzureStorage:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.url = url
-        self._translator = Translator(url, storage_options)
+        self._translator = Translator(url, storage_options, files_are_objects=False)
         with self._translator.errors():
             fs, path = file_system_of(url, storage_options)
             service = service_client(fs)

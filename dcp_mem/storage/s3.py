@@ -51,7 +51,7 @@ class S3Storage:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self.url = url
-        self._translator = Translator(url, storage_options)
+        self._translator = Translator(url, storage_options, files_are_objects=False)
         with self._translator.errors():
             fs, path = file_system_of(url, storage_options)
             bucket, root, _ = fs.split_path(path)

@@ -119,10 +119,14 @@ class Translator:
     Args:
         url: The storage's root.
         storage_options: Secrets in them are kept out of error texts.
+        files_are_objects: Whether FileNotFoundError stands for a missing object, as in fsspec. An
+            SDK that speaks HTTP raises it where a file with credentials is missing.
     """
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
-        self._url = url
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any], *, files_are_objects: bool = True
+    ) -> None:
+        self._url, self._files_are_objects = url, files_are_objects
         self._secrets = sorted(set(_secrets(storage_options)), key=len, reverse=True)
 
     @contextmanager
@@ -148,7 +152,7 @@ class Translator:
         """
         if says(error, *_NO_CONTAINER):
             return StorageRefused(self._url, _NO_CONTAINER_TEXT)
-        if key is not None and (isinstance(error, FileNotFoundError) or status_of(error) == 404):
+        if key is not None and self._is_missing(error):
             return StorageKeyMissing(self._url, key)
         text = self._redacted(f"{type(error).__name__}: {_first_line(error)}")[:600].rstrip(". ")
         if says(error, *_UNTRUSTED):
@@ -168,6 +172,12 @@ class Translator:
         advice = next((advice for code, advice in _ADVICE.items() if says(error, code)), "")
         advice = advice or "Check the URL, and that the credentials may read and write there."
         return StorageRefused(self._url, f"{text}. {advice}")
+
+    def _is_missing(self, error: Exception) -> bool:
+        """Return whether an object is missing, and not what the credentials come from."""
+        if isinstance(error, FileNotFoundError):
+            return self._files_are_objects
+        return status_of(error) == 404 and "ClientAuthenticationError" not in _names(error)
 
     def _redacted(self, text: str) -> str:
         for secret in self._secrets:
@@ -210,14 +220,18 @@ def status_of(error: BaseException | None) -> int:
 def _is_refusal(error: Exception) -> bool:
     if says(error, *_TRANSIENT):
         return False
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if names & _REFUSED_NAMES or isinstance(
+    if _names(error) & _REFUSED_NAMES or isinstance(
         error, (PermissionError, FileNotFoundError, NotImplementedError, ValueError, TypeError)
     ):
         return True
     if isinstance(error, OSError) and error.errno in _REFUSED_ERRNO:
         return True
     return status_of(error) in _REFUSED_STATUS or says(error, "NoSuchBucket", "InvalidAccessKeyId")
+
+
+def _names(error: Exception) -> set[str]:
+    """Return the names of its class and of those that it derives from."""
+    return {kind.__name__ for kind in type(error).__mro__}
 
 
 def _retry_after(error: BaseException | None) -> float:

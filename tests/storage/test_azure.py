@@ -3,9 +3,11 @@
 import asyncio
 import base64
 import datetime as dt
+import errno
 import gzip
 import io
 import logging
+import os
 import re
 import secrets
 import socket
@@ -23,6 +25,7 @@ import pytest
 import requests.adapters
 import urllib3
 from azure.core.credentials import AccessToken, AzureSasCredential
+from azure.core.exceptions import ClientAuthenticationError
 from azure.storage.blob import (
     BlobServiceClient,
     ContainerSasPermissions,
@@ -548,6 +551,45 @@ def test_a_credential_object_is_asked_again_when_its_token_is_over(
         _sent_by(sent, {"account_name": "account", "credential": credential})[1] == "Bearer token-2"
     )
     assert credential.given == 2
+
+
+class _NoFile(_Token):
+    """A credential whose token is read from a file that is missing."""
+
+    def get_token(self, *_: str, **__: Any) -> AccessToken:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/var/run/secrets/token")
+
+
+class _NoIdentity(_Token):
+    """A credential whose service knows no such identity, and says so by status 404."""
+
+    def get_token(self, *_: str, **__: Any) -> AccessToken:
+        error = ClientAuthenticationError("Identity not found")
+        error.status_code = 404
+        raise error
+
+
+_ASKING: dict[str, Callable[[Storage], object]] = {
+    "ls": lambda storage: storage.ls(""),
+    "ls below": lambda storage: storage.ls("step-1"),
+    "get": lambda storage: storage.get("step-1/key"),
+    "read_into": lambda storage: storage.read_into("step-1/key", 0, [memoryview(bytearray(4))]),
+    "delete": lambda storage: storage.delete("step-1/key"),
+    "upload": lambda storage: storage.upload("step-1/key", len(DATA)),
+}
+
+
+@pytest.mark.parametrize("operation", _ASKING.values(), ids=_ASKING)
+@pytest.mark.parametrize(
+    ("kind", "said"), [(_NoFile, "/var/run/secrets/token"), (_NoIdentity, "Identity not found")]
+)
+def test_credentials_that_are_missing_are_no_missing_objects(
+    kind: type[_Token], said: str, operation: Callable[[Storage], object]
+) -> None:
+    options = {"account_name": "account", "credential": kind()}
+    storage = AzureStorage("abfs://container/job", options)
+    with pytest.raises(StorageRefused, match=said):
+        operation(storage)
 
 
 def test_a_client_secret_makes_a_credential(

@@ -514,6 +514,20 @@ def test_a_profile_that_nobody_wrote_is_refused_by_its_name(
         S3Storage("s3://bucket/job", {"profile": "training"})
 
 
+def test_a_token_file_that_is_missing_is_no_missing_object(
+    fake: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(variable, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/training")
+    options = {"endpoint_url": fake.endpoint, "client_kwargs": {"region_name": "eu-west-1"}}
+    with pytest.raises(StorageRefused, match=str(tmp_path / "token")):
+        S3Storage("s3://bucket/job", options).get("step-1/key")
+
+
 def test_credentials_that_expire_are_asked_for_again(
     fake: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
