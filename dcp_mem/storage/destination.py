@@ -15,7 +15,8 @@ from typing import Any
 
 from dcp_mem.errors import ConfigError
 
-_READ_ONLY = {
+_CACHE = "a cache shows old files and loses the condition of a put: leave it out of the URL"
+_UNFIT = {
     "http": "a web server takes no files",
     "https": "a web server takes no files",
     "zip": "an archive can't take files from several processes, nor lose one",
@@ -25,6 +26,10 @@ _READ_ONLY = {
     "github": "fsspec reads repositories, and doesn't write to them",
     "data": "the URL itself is all that there is to read",
     "reference": "references are read only",
+    "simplecache": _CACHE,
+    "filecache": _CACHE,
+    "blockcache": _CACHE,
+    "cached": _CACHE,
 }
 _OF_ONE_PROCESS = {"memory"}
 
@@ -40,15 +45,15 @@ def refuse_unusable(
         is_flushed_elsewhere: Whether another process than this one flushes.
 
     Raises:
-        ConfigError: The root is read only, or can't be reached from the process that flushes.
+        ConfigError: The root takes no checkpoints, or the process that flushes can't reach it.
     """
     if url.startswith("/"):
         _refuse_read_only_file_system(url)
         return
     for protocol in _protocols(url, storage_options):
-        if protocol in _READ_ONLY:
+        if protocol in _UNFIT:
             raise ConfigError(
-                f"path={url!r}: {protocol}:// can't take checkpoints ({_READ_ONLY[protocol]}): "
+                f"path={url!r}: {protocol}:// can't take checkpoints ({_UNFIT[protocol]}): "
                 "give a directory or an object store; to load from there, use a "
                 "MemoryStorageReader, or persist=False"
             )
@@ -75,7 +80,7 @@ def lives_in_one_process(url: str) -> bool:
 
 
 def _protocols(url: str, storage_options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the protocols of a URL that may be a chain, such as simplecache::memory://run."""
+    """Yield the protocols of a URL that may be a chain, such as dir::memory://run."""
     for link in url.split("::"):
         yield link.partition("://")[0]
     target = storage_options.get("target_protocol")

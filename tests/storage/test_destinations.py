@@ -35,8 +35,8 @@ class ReadOnlyFileSystem(MemoryFileSystem):  # type: ignore[misc]
     ("url", "options"),
     [
         ("memory://bucket/run", {}),
-        ("simplecache::memory://bucket/run", {}),
-        ("simplecache://run", {"target_protocol": "memory"}),
+        ("dir::memory://bucket/run", {}),
+        ("dir://run", {"target_protocol": "memory"}),
     ],
 )
 def test_file_systems_of_one_process_are_refused_for_the_agent(
@@ -46,6 +46,26 @@ def test_file_systems_of_one_process_are_refused_for_the_agent(
         MemoryStorageWriter(url, storage_options=options)
     MemoryStorageWriter(url, storage_options=options, agent="thread")
     MemoryStorageWriter(url, storage_options=options, persist=False)
+    MemoryStorageReader(url, storage_options=options)
+
+
+@pytest.mark.parametrize("agent", ["process", "thread"])
+@pytest.mark.parametrize("cache", ["simplecache", "filecache", "blockcache", "cached"])
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("{}::s3://bucket/run", {}),
+        ("{}::memory://bucket/run", {}),
+        ("{}://run", {"target_protocol": "memory"}),
+    ],
+)
+def test_caches_are_refused_for_a_writer_and_admitted_for_a_reader(
+    url: str, options: dict[str, object], cache: str, agent: str
+) -> None:
+    url = url.format(cache)
+    with pytest.raises(ConfigError, match=rf"{cache}:// can't take.*a cache shows old files"):
+        MemoryStorageWriter(url, storage_options=options, agent=agent)
+    MemoryStorageWriter(url, storage_options=options, agent=agent, persist=False)
     MemoryStorageReader(url, storage_options=options)
 
 
