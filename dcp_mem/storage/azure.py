@@ -146,17 +146,21 @@ class AzureStorage:
         return found
 
     def delete(self, key: str) -> None:
-        with suppress(StorageKeyMissing), self._translator.errors(key):
-            # Because of `delete_snapshots`, an account with directories refuses to delete a
-            # directory here, even an empty one.
-            self._blob(key).delete_blob(delete_snapshots="include")
+        was_there = True
+        try:
+            with self._translator.errors(key):
+                # Because of `delete_snapshots`, an account with directories refuses to delete a
+                # directory here, even an empty one.
+                self._blob(key).delete_blob(delete_snapshots="include")
+        except StorageKeyMissing:
+            was_there = False
         if self._may_have_directories:
-            self._remove_empty_directories(key.rpartition("/")[0])
+            self._remove_empty_directories(key.rpartition("/")[0], was_there=was_there)
 
-    def _remove_empty_directories(self, directory: str) -> None:
+    def _remove_empty_directories(self, directory: str, *, was_there: bool) -> None:
         """Remove a directory that is empty now, and those above it: they would stay without files.
 
-        In an account without directories, only the first delete asks for one.
+        An account that has none for a blob that was there has no directories at all.
         """
         is_first = True
         while directory:
@@ -170,7 +174,7 @@ class AzureStorage:
                         etag=str(facts.etag), match_condition=MatchConditions.IfNotModified
                     )
             except StorageKeyMissing:
-                self._may_have_directories = not is_first
+                self._may_have_directories = not (is_first and was_there)
                 return
             except StorageRefused:  # it isn't empty, or may not be removed
                 return
@@ -212,7 +216,7 @@ class AzureStorage:
         except StorageKeyMissing:
             return False
         if self._may_have_directories:
-            self._remove_empty_directories(key.rpartition("/")[0])
+            self._remove_empty_directories(key.rpartition("/")[0], was_there=True)
         return True
 
     def _etag_of(self, key: str, data: bytes) -> str | None:

@@ -360,6 +360,16 @@ def test_directories_go_with_the_last_file_in_them(
     assert account.directories == {"job"}
 
 
+def test_deleting_where_no_directory_is_says_nothing_of_the_account(
+    hierarchical: Endpoint, account: HierarchicalAccount
+) -> None:
+    storage = AzureStorage(f"abfs://{CONTAINER}/job", hierarchical.storage_options)
+    storage.delete("step-9/never")
+    storage.put("step-1/a", b"1")
+    storage.delete("step-1/a")
+    assert account.directories == {"job"}
+
+
 def test_deleting_a_directory_removes_nothing(
     directories: AzureStorage, account: HierarchicalAccount
 ) -> None:
