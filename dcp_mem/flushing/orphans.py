@@ -135,8 +135,7 @@ def delete_attempt(storage: Storage, name: str, save_id: str) -> None:
         name: The checkpoint's.
         save_id: Of the attempt.
     """
-    # Inner directories first: each goes with its last file.
-    found = sorted(_files(storage, name), key=lambda one: one.key)
+    found = sorted(_files(storage, name), key=_inner_first)
     is_only = {one.save_id for one in found if not one.is_ticket} <= {save_id, ""}
     for one in found:
         if (one.save_id == save_id or is_only) and not _is_drop(storage, one):
@@ -155,7 +154,7 @@ def orphans(storage: Storage, older_than: float) -> list[Orphan]:
     cutoff = time.time() - older_than
     listed = {entry.name for entry in storage.ls("") if entry.is_directory}
     # Object stores list nothing else of a name under which there are only unfinished uploads.
-    listed |= {left.key.partition("/")[0] for left in storage.unfinished("")}
+    listed |= {left.key.partition("/")[0] for left in storage.unfinished("") if "/" in left.key}
     found = []
     for name in sorted(name for name in listed if not name.startswith(".")):
         under = list(_files(storage, name))
@@ -165,7 +164,7 @@ def orphans(storage: Storage, older_than: float) -> list[Orphan]:
             found += under
         elif is_committed:
             found += [one for one in under if one.is_unfinished and 0.0 < one.modified < cutoff]
-    return found
+    return sorted(found, key=_inner_first)
 
 
 def _files(storage: Storage, name: str) -> Iterator[Orphan]:
@@ -180,11 +179,26 @@ def _files(storage: Storage, name: str) -> Iterator[Orphan]:
             key, save_id = f"{name}/{names.OWN}/{entry.name}", "" if match is None else match[1]
             yield _orphan(key, entry, save_id)
     for left in storage.unfinished(name):
-        match = names.SEGMENT.fullmatch(left.key.rpartition("/")[2])
-        if match is not None and left.key.startswith(f"{name}/"):
+        attempt = _save_id_of(left.key.rpartition("/")[2])
+        if attempt is not None and left.key.startswith(f"{name}/"):
             yield Orphan(
-                key=left.key, nbytes=0, modified=left.begun, save_id=match[3], is_unfinished=True
+                key=left.key, nbytes=0, modified=left.begun, save_id=attempt, is_unfinished=True
             )
+
+
+def _save_id_of(file: str) -> str | None:
+    """Return the save id in a file's name: "" for what attempts share, None for others' files."""
+    segment, own = names.SEGMENT.fullmatch(file), _OWN.fullmatch(file)
+    if segment is not None:
+        return segment[3]
+    if own is not None:
+        return own[1]
+    return "" if _CATALOG.fullmatch(file) or _METADATA.fullmatch(file) else None
+
+
+def _inner_first(one: Orphan) -> str:
+    """Order what is removed: each directory goes with its last file, so inner ones come first."""
+    return one.key
 
 
 def _orphan(key: str, entry: Entry, save_id: str) -> Orphan:

@@ -55,7 +55,8 @@ _REFUSED = {
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_TEXT = "no space is left there. Free some, or raise the quota; the flush is tried again."
 _LOST_TEXT = "What was written before may be lost: the file is begun anew"
-_PART = re.compile(r"(.+)\.[0-9a-f]{8}\.part")
+_UNFINISHED = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.(?:part|new|tmp))+")
+"""Of an upload, of a put on condition, of a put; a put on condition begins with a put."""
 _LOCK = ".dcp_mem/lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
 _LOCK_SECONDS = 10.0
@@ -225,7 +226,7 @@ class PosixStorage:
         with self._translated():
             for directory, _, files in os.walk(self._path(prefix)):
                 for file in files:
-                    match = _PART.fullmatch(file)
+                    match = _UNFINISHED.fullmatch(file)
                     if match is not None:
                         path = os.path.join(directory, file)
                         key = os.path.relpath(os.path.join(directory, match[1]), self.url)
@@ -237,9 +238,10 @@ class PosixStorage:
         directory, name = os.path.split(self._path(key))
         with self._translated(), contextlib.suppress(FileNotFoundError):
             for file in os.listdir(directory):
-                match = _PART.fullmatch(file)
+                match = _UNFINISHED.fullmatch(file)
                 if match is not None and match[1] == name:
                     remove(os.path.join(directory, file))
+            remove_directory_if_empty(directory)
 
     def _path(self, key: str) -> str:
         return os.path.join(self.url, key) if key else self.url

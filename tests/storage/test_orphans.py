@@ -12,7 +12,12 @@ import pytest
 import dcp_mem
 from dcp_mem import CheckpointNotFound
 from dcp_mem.common.values import Segment
-from dcp_mem.flushing.orphans import collect_older_attempts, delete_checkpoint, orphans
+from dcp_mem.flushing.orphans import (
+    collect_older_attempts,
+    delete_attempt,
+    delete_checkpoint,
+    orphans,
+)
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.storage import LEAST_PART, Storage
@@ -154,6 +159,62 @@ def test_an_attempt_that_goes_on_is_no_leftover(root: Path, storage: Storage) ->
     _age(root, "", 100)
     upload(storage, f"step-1/{names.segment_file(2, OTHER)}", b"data")
     assert orphans(storage, 50) == []
+
+
+def _killed_puts(root: Path) -> None:
+    """Leave what puts that were killed leave: of an attempt, its metadata and a root's own file."""
+    own = root / "step-1" / names.OWN
+    own.mkdir(parents=True, exist_ok=True)
+    manifest = names.stored_manifest(OTHER)
+    for file in (
+        f"step-1/{manifest}.0123abcd.tmp",
+        f"step-1/{manifest}.0123abcd.new",
+        "step-1/.metadata.0123abcd.new.4567cdef.tmp",
+        "step-1/notes.txt.0123abcd.tmp",
+        "checkpointHistories.csv.0123abcd.tmp",
+    ):
+        (root / file).write_bytes(b"half")
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_puts_that_were_killed_are_orphans_once_they_are_old(
+    root: Path, storage: Storage, is_committed: bool
+) -> None:
+    if is_committed:
+        storage.put("step-1/.metadata", b"committed")
+    _killed_puts(root)
+    assert orphans(storage, 50) == []
+    _age(root, "", 100)
+    found = orphans(storage, 50)
+    assert {(one.key, one.is_unfinished) for one in found} == {
+        (f"step-1/{names.stored_manifest(OTHER)}", True),
+        ("step-1/.metadata", True),
+    }
+    for one in found:
+        one.remove(storage)
+    others = {"notes.txt.0123abcd.tmp", "checkpointHistories.csv.0123abcd.tmp"}
+    assert _left(root) == (others | {".metadata"} if is_committed else others)
+    assert not (root / "step-1" / names.OWN).exists()
+
+
+def test_orphans_take_their_directories_with_them(root: Path, storage: Storage) -> None:
+    _put_attempt(storage, OTHER, manifest=_manifest(OTHER, 4.0))
+    _killed_puts(root)
+    (root / "step-1" / "notes.txt.0123abcd.tmp").unlink()
+    _age(root, "", 100)
+    for one in orphans(storage, 50):
+        one.remove(storage)
+    assert not (root / "step-1").exists()
+
+
+def test_deleting_an_attempt_removes_what_its_killed_puts_left(
+    root: Path, storage: Storage
+) -> None:
+    _put_attempt(storage, OTHER, manifest=_manifest(OTHER, 4.0))
+    _killed_puts(root)
+    (root / "step-1" / "notes.txt.0123abcd.tmp").unlink()
+    delete_attempt(storage, "step-1", OTHER)
+    assert not (root / "step-1").exists()
 
 
 def _break_off(options: StorageRoot) -> None:
