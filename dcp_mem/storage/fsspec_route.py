@@ -19,6 +19,7 @@ from dcp_mem.errors import (
     CheckpointExists,
     DcpMemError,
     StorageKeyMissing,
+    StorageRefused,
     StorageUnavailable,
 )
 from dcp_mem.storage import (
@@ -205,11 +206,15 @@ class FsspecStorage:
 
     def _range(self, path: str, start: int, stop: int) -> bytes:
         try:
-            return bytes(self._fs.cat_file(path, start=start, end=stop))
+            piece = bytes(self._fs.cat_file(path, start=start, end=stop))
         except Exception as error:
             if status_of(error) == 416:  # the object ends before `start`
                 return b""
             raise
+        if len(piece) > stop - start:
+            why = "the server ignores ranges and sends whole files. Take one that knows `Range`"
+            raise StorageRefused(self.url, why)
+        return piece
 
     def ls(self, prefix: str) -> list[Entry]:
         path = self._path(prefix)
@@ -219,7 +224,25 @@ class FsspecStorage:
                 listed = self._fs.ls(path, detail=True)
         except StorageKeyMissing:
             return []
-        return [_entry(facts) for facts in listed if facts["name"].rstrip("/") != path.rstrip("/")]
+        below = [facts for facts in listed if facts["name"].rstrip("/") != path.rstrip("/")]
+        return [_entry(facts) for facts in map(self._with_size, below) if facts is not None]
+
+    def _with_size(self, facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Add the size where the listing has none, as on the web; None where the file is gone."""
+        if facts.get("size") is not None or facts.get("type") == "directory":
+            return facts
+        name = facts["name"]
+        try:
+            with self._translator.errors(name):
+                try:
+                    return {**facts, "size": self._fs.info(name)["size"]}
+                except FileNotFoundError as error:
+                    # fsspec's web client raises it after a failure of any kind.
+                    if isinstance(error.__cause__, Exception) and status_of(error) != 404:
+                        raise self._translator.translated(error.__cause__) from None
+                    raise
+        except StorageKeyMissing:
+            return None
 
     def tree(self, most: int) -> list[tuple[str, Entry]] | None:
         return None
