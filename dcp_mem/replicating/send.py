@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -217,13 +218,14 @@ class OutgoingFiles:
     def _opened(self, name: str, plan: FilePlan) -> OutgoingFile:
         nbytes = self._nbytes_of(name)
         is_parity = names.PARITY.fullmatch(name) is not None
+        path = os.path.join(self._directory, name)
         own_slot, is_own = self._task.own_slot, self._is_own(name)
         is_mapped = own_slot is not None and own_slot.mapping is not None
         if is_own and own_slot is not None and is_mapped and names.rank_of(name) < names.FROZEN:
-            return of_slot(own_slot, nbytes, self._tables[name])
+            return of_slot(own_slot, path, nbytes, self._tables[name], self._resources)
         is_sent_whole = not is_parity and (plan.is_copy or plan.stripe is not None)
         table = self._tables[name] if is_sent_whole else None
-        file = of_file(os.path.join(self._directory, name), nbytes, table, self._resources)
+        file = of_file(path, nbytes, table, self._resources)
         if is_sent_whole and not is_own:  # another process staged it: it may be damaged since
             file.verify(self._kept_checksums(name))
         return file
@@ -391,17 +393,27 @@ def _gaps(claimed: list[Extent], nbytes: int) -> list[Extent]:
     return [*gaps, (reached, nbytes)] if reached < nbytes else gaps
 
 
-def of_slot(slot: Slot, nbytes: int, table: ItemTable) -> OutgoingFile:
+def of_slot(
+    slot: Slot, path: str, nbytes: int, table: ItemTable, resources: ExitStack
+) -> OutgoingFile:
     """Return the segment in the slot that it was staged into.
 
     Args:
         slot: A mapped slot.
+        path: Where the segment lies, if its checkpoint hasn't left memory.
         nbytes: Bytes of the segment.
         table: The segment's items.
+        resources: Close them to end the segment's lease.
+
+    Raises:
+        OSError: The segment is gone.
     """
+    # Under a lease nobody claims the slot, also not once the checkpoint has left memory.
+    descriptor = _leased(path, resources)
+    if os.fstat(descriptor).st_ino != slot.inode:
+        raise FileNotFoundError(errno.ENOENT, "it isn't in the slot any more", path)
     assert slot.mapping is not None
     mapped, mapped_nbytes = memoryview(slot.mapping.buffer).cast("B"), slot.mapping.nbytes
-    descriptor = slot.descriptor
 
     def read(start: int, stop: int) -> memoryview:
         if stop <= mapped_nbytes:
@@ -426,8 +438,14 @@ def of_file(path: str, nbytes: int, table: ItemTable | None, resources: ExitStac
     Raises:
         OSError: The file is gone.
     """
+    descriptor = _leased(path, resources)
+    mapped = lent(descriptor, 0, nbytes) if nbytes else memoryview(b"")
+    return OutgoingFile(nbytes, lambda start, stop: mapped[start:stop], table, mapped)
+
+
+def _leased(path: str, resources: ExitStack) -> int:
+    """Return a descriptor of a file, with a lease that ends with `resources`."""
     descriptor = open_leased(path)
     resources.callback(os.close, descriptor)
     resources.callback(end_lease, descriptor)
-    mapped = lent(descriptor, 0, nbytes) if nbytes else memoryview(b"")
-    return OutgoingFile(nbytes, lambda start, stop: mapped[start:stop], table, mapped)
+    return descriptor

@@ -3,6 +3,7 @@
 Nodes are memory roots: each rank has the one of its node.
 """
 
+import os
 import signal
 import threading
 import time
@@ -452,6 +453,53 @@ def test_copies_that_are_given_up_halfway_keep_nobody_waiting_for_a_time_out(
         )
         < 90
     )
+
+
+def _evicts_while_it_sends(cluster: Cluster) -> bytes:
+    """Rank 0 has its segment sent, and loses it in the middle; what was in it?"""
+    sending, goes_on, content = threading.Event(), threading.Event(), b""
+
+    def hold_up(data: Any) -> Any:
+        sending.set()
+        assert goes_on.wait(30)
+        return data
+
+    with cluster.writer() as writer:
+        session = writer._saver.open_session()
+        if dist.get_rank() == 0:
+            _with_line_sends(hold_up)
+        _save(writer, 1, 3 * CHUNK)
+        if dist.get_rank() == 0:
+            assert sending.wait(30)
+            session.prefaulting.stop()
+            content = _evict_and_overwrite(session.memory, session.slots)
+            goes_on.set()
+        session.replicator.wait(60)
+        dist.barrier()
+    return content
+
+
+def _evict_and_overwrite(memory: JobMemory, slots: SlotPool) -> bytes:
+    """Return what the segment of rank 0 held."""
+    (found,) = memory.find("step-1")
+    memory.publish(found.manifest)  # as where a planner hands over metadata in `finish`
+    segment = found.manifest.segments.numbered(0)
+    content = Path(found.segment_path(segment.file)).read_bytes()[: segment.nbytes]
+    assert memory.evict(found)
+    claimed = [slots.take(segment.nbytes, "") for _ in range(len(slots.free()) + 1)]
+    for slot in claimed:
+        os.pwrite(slot.descriptor, b"\xff" * segment.nbytes, 0)
+        slots.abandon(slot)
+    return content
+
+
+def test_a_copy_is_whole_where_the_segment_leaves_memory_while_it_is_sent(
+    cluster: Cluster,
+) -> None:
+    content, _ = forked_ranks(_evicts_while_it_sends, 2, cluster)
+    (copied,) = cluster.held(1).find("step-1")
+    segment = copied.manifest.segments.numbered(0)
+    assert Path(copied.segment_path(segment.file)).read_bytes()[: segment.nbytes] == content
 
 
 def _saves_two_and_leaves(cluster: Cluster) -> None:
