@@ -363,20 +363,22 @@ def _window(
 ) -> Iterator[Window | None]:
     """Open the node's window; yield None where it needs none, or a rank has failed.
 
-    Its name is removed as soon as all ranks have opened it, so nothing is left after a kill.
+    Its name is removed as soon as all ranks have opened it. The next load on the node removes it
+    after a kill before that.
     """
     window: Window | None = None
+    lease: int | None = None
     try:
         with failure.kept():
             if share.makes_window:
-                make_window(root, token, 2 * share.window_nbytes)
+                lease = make_window(root, token, 2 * share.window_nbytes)
         if not failure.is_anywhere() and share.window_nbytes:
             with failure.kept():
                 window = Window(window_path(root, token), 2 * share.window_nbytes)
         failure.is_anywhere()  # all ranks have opened it when this returns
     finally:
-        if share.makes_window:
-            remove_window(root, token)
+        if lease is not None:
+            remove_window(root, token, lease)
     try:
         yield window
     finally:

@@ -8,15 +8,20 @@ import os
 
 import numpy as np
 
-from dcp_mem.common.files import free_bytes, remove
+from dcp_mem.common import faults
+from dcp_mem.common.files import create, free_bytes, remove
 from dcp_mem.errors import MemoryBudgetExceeded
+from dcp_mem.memory.locks import end_lease, share, try_lease
 from dcp_mem.memory.root import open_root
+
+_PREFIX = ".restoring-"
 
 
 class Window:
     """Shared memory of one node.
 
-    Its file's name is removed once every rank has opened it, so a kill leaves nothing behind.
+    Its file's name is removed once every rank has opened it. After a kill before that, the next
+    load on the node removes it.
 
     Args:
         path: As `window_path` returns it.
@@ -45,10 +50,10 @@ def window_path(root: str, token: str) -> str:
         root: The memory root.
         token: That the load's ranks share.
     """
-    return os.path.join(root, f".restoring-{token}")
+    return os.path.join(root, _PREFIX + token)
 
 
-def make_window(root: str, token: str, nbytes: int) -> None:
+def make_window(root: str, token: str, nbytes: int) -> int:
     """Make a window's file, with all its pages.
 
     Args:
@@ -56,36 +61,79 @@ def make_window(root: str, token: str, nbytes: int) -> None:
         token: That the load's ranks share.
         nbytes: Length of the window.
 
+    Returns:
+        A descriptor for `remove_window`. Its lease keeps other loads from removing the file.
+
     Raises:
         MemoryBudgetExceeded: The tmpfs has no room for it.
     """
-    path = window_path(root, token)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = _leased_file(window_path(root, token))
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError:
-        remove(path)
-        raise MemoryBudgetExceeded(
-            nbytes, free_bytes(root), "no room for a window to load through"
-        ) from None
-    finally:
-        os.close(descriptor)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError:
+            raise MemoryBudgetExceeded(
+                nbytes, free_bytes(root), "no room for a window to load through"
+            ) from None
+        faults.point("load.window")
+        return descriptor
+    except BaseException:
+        remove_window(root, token, descriptor)
+        raise
 
 
-def remove_window(root: str, token: str) -> None:
+def remove_window(root: str, token: str, descriptor: int) -> None:
     """Remove a window's name; ranks that have opened it keep it.
 
     Args:
         root: The memory root.
         token: That the load's ranks share.
+        descriptor: As `make_window` returned it; it is closed.
     """
     remove(window_path(root, token))
+    end_lease(descriptor)
+    os.close(descriptor)
+
+
+def _leased_file(path: str) -> int:
+    """Make a file; return its descriptor, with a shared lease."""
+    while True:
+        descriptor = create(path, flags=os.O_EXCL)
+        share(descriptor)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # another load has taken it for a dead one
+
+
+def _remove_dead_windows(root: str) -> None:
+    """Remove the windows of loads whose first rank was killed before all ranks had opened them."""
+    for name in os.listdir(root):
+        if name.startswith(_PREFIX):
+            _remove_if_dead(os.path.join(root, name))
+
+
+def _remove_if_dead(path: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if try_lease(descriptor, exclusive=True):
+            # Without a name, it is no longer the file at this path, and live ranks may use it.
+            if os.fstat(descriptor).st_nlink:
+                remove(path)
+            end_lease(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def room_for_window(root: str) -> int:
     """Return the bytes of tmpfs that a load may take for a while: a part of what is free.
 
+    Windows of loads that were killed are removed first.
+
     Args:
         root: The memory root.
     """
-    return free_bytes(open_root(root)) // 4
+    _remove_dead_windows(open_root(root))
+    return free_bytes(root) // 4

@@ -2,6 +2,7 @@
 
 import io
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp_mem
 from dcp_mem import NoRecoverableCheckpoint, SegmentCorrupt
+from dcp_mem.common import faults
 from dcp_mem.format.manifest import ItemTable
 from dcp_mem.loading import shared_fetch
 from dcp_mem.loading.fetch import Fetcher, fetch_all
@@ -35,9 +37,9 @@ from dcp_mem.policy.pieces import Extent, cut, merged, with_large_apart, without
 from dcp_mem.policy.shares import LoadShare, SharedPiece
 from dcp_mem.policy.sharing import NoRoom
 from dcp_mem.storage.posix import PosixStorage
-from tests.support.checkpoints.jobs import Job
+from tests.support.checkpoints.jobs import Job, wait_until
 from tests.support.checkpoints.plans import LOADS
-from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 from tests.support.sharing import shared_out
 
 EXTENTS = st.lists(
@@ -582,6 +584,22 @@ def test_a_window_that_cannot_be_made_fails_all_ranks_alike(
 ) -> None:
     errors = forked_ranks(_load_where_the_window_fails, 2, stored(0, 0))
     assert all("No space left" in str(error) for error in errors)
+
+
+def _load_and_be_killed(jobs: Sequence[Job]) -> None:
+    faults.arm("load.window:kill:1")  # which only the rank that makes the window passes
+    _load_counted(jobs, "dcp_mem.load", False)
+
+
+def test_a_kill_while_a_window_is_made_leaves_it_to_the_next_load_to_remove(
+    stored: Callable[..., list[Job]],
+) -> None:
+    jobs = stored(0, 0)
+    with forking(_load_and_be_killed, 2, jobs) as ranks:
+        wait_until(lambda: ranks._processes[0].exitcode is not None)
+        assert ranks._processes[0].exitcode == -signal.SIGKILL
+    assert list(Path(jobs[0].memory).glob(".restoring*"))
+    forked_ranks(_load_counted, 2, jobs, "dcp_mem.load", False)
 
 
 def _load_damaged(jobs: Sequence[Job], broadcast: bool) -> Exception | None:
