@@ -330,10 +330,12 @@ class SlotPool:
                 slot.map(nbytes, nbytes, wanted)
                 if slot.mapping is not None:
                     prepare(slot)
-            except MemoryBudgetExceeded:
+            except BaseException as error:
                 files.remove(slot.path)
                 self._forget(slot)
-                return
+                if isinstance(error, MemoryBudgetExceeded):
+                    return
+                raise
             self.share(slot)
             if self._leaves_free:
                 self._forget(slot)

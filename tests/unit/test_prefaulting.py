@@ -110,6 +110,18 @@ def test_prefaulting_stops_when_it_is_no_longer_wanted_and_loses_nothing(memory_
     pool.close()
 
 
+def test_a_slot_that_cannot_be_made_ready_is_given_back(memory_root: Path) -> None:
+    pool = SlotPool(str(memory_root))
+
+    def prepare(slot: Slot) -> None:
+        raise OSError("no frames")
+
+    with pytest.raises(OSError, match="no frames"):
+        pool.prefault(1, _MIB, prepare, lambda: True)
+    assert os.listdir(memory_root) == []
+    assert not pool._open
+
+
 @pytest.mark.parametrize("nbytes", [1000, 5 * _MIB + 1000, 64 * _MIB - 1, 64 * _MIB + 1])
 def test_a_slot_takes_hardly_more_than_its_bytes_and_no_store_into_it_faults(
     memory_root: Path, nbytes: int, kernel: str
