@@ -375,9 +375,10 @@ class JobMemory:
             checkpoint: The one that is flushed.
             record: Takes the place of the former one.
         """
+        path = os.path.join(checkpoint.directory, names.flush_file(checkpoint.manifest.scope))
         try:
-            path = os.path.join(checkpoint.directory, names.flush_file(checkpoint.manifest.scope))
-            files.write_atomically(path, record.to_json())
+            with in_turn(checkpoint.directory):  # who tidies removes temporary files
+                files.write_atomically(path, record.to_json())
         except FileNotFoundError:
             return
         # If it has left just now, the record would keep its directory.

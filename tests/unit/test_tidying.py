@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dcp_mem.memory import recycling
+from dcp_mem.common.values import Outcome
+from dcp_mem.format.manifest import FlushRecord
+from dcp_mem.memory import locks, recycling
 from dcp_mem.memory.locks import in_turn
 from tests.support.checkpoints.jobs import Job, load, save
 
@@ -49,6 +51,31 @@ def test_remains_of_a_save_that_never_completed_are_tidied_away(memory_job: Job)
         assert sorted(os.listdir(checkpoint.directory)) == kept
         assert sorted(os.listdir(os.path.join(checkpoint.directory, ".dcp_mem"))) == own
         assert len(os.listdir(memory.slots)) == slots + 1  # the segment's memory
+
+
+def test_the_record_of_a_flush_stays_where_its_directory_is_tidied_meanwhile(
+    memory_job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory_job.writer(keep_memory=1) as writer:
+        save(writer, 1)
+        memory = writer._saver.open_session().memory
+        (checkpoint,) = memory.checkpoints()
+        tidying = threading.Thread(target=memory.tidy, args=(checkpoint.directory,))
+        rename = os.rename
+
+        def rename_late(source: str, target: str) -> None:
+            if target.endswith("flush.json"):
+                tidying.start()
+                tidying.join(0.5)  # it waits for its turn
+            rename(source, target)
+
+        monkeypatch.setattr(locks, "_PROBE_SECONDS", 60)
+        monkeypatch.setattr(os, "rename", rename_late)
+        durable = FlushRecord(save_id=checkpoint.manifest.save_id, outcome=Outcome.DURABLE)
+        memory.record_flush(checkpoint, durable)
+        tidying.join()
+        (found,) = memory.checkpoints()
+        assert found.flush == durable
 
 
 def test_shared_turns_run_at_once_and_an_exclusive_one_waits(tmp_path: Path) -> None:
