@@ -207,19 +207,19 @@ def is_full(path: str) -> bool:
 def allocated_bytes(path: str) -> int:
     """Return the bytes that the files under `path` occupy, or have set aside by their size.
 
-    What has several names counts once. Hidden directories come last: what is renamed into one
-    meanwhile, as segments become free slots, is not overlooked.
+    What has several names counts once. Hidden directories come first and last: what is renamed from
+    one or into one meanwhile, as free slots become segments and these free slots, isn't overlooked.
 
     Args:
         path: A directory; nothing is counted where it is gone.
     """
-    total, seen = 0, set[int]()
+    found = dict[int, int]()
     for directory, below, names in os.walk(path):
-        below.sort(key=lambda name: name.startswith("."))
+        hidden = [name for name in below if name.startswith(".")]
+        below[:] = [*hidden, *(name for name in below if name not in hidden), *hidden]
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
                 facts = os.lstat(os.path.join(directory, name))
-                if facts.st_ino not in seen:
-                    seen.add(facts.st_ino)
-                    total += max(facts.st_blocks * 512, facts.st_size)
-    return total
+                nbytes = max(facts.st_blocks * 512, facts.st_size)
+                found[facts.st_ino] = max(nbytes, found.get(facts.st_ino, 0))
+    return sum(found.values())

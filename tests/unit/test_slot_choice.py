@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -164,6 +164,26 @@ def test_memory_that_is_set_aside_counts_before_it_is_there(memory_root: Path) -
     pool.keep_only([SlotNeed(MIB)])
     assert allocated_bytes(str(memory_root)) + growth([SlotNeed(MIB)], pool.free()) == HUGE
     pool.close()
+
+
+@pytest.mark.parametrize(("source", "target"), [(".slots", "step-1"), ("step-1", ".slots")])
+def test_memory_counts_where_it_is_sealed_or_retired_meanwhile(
+    memory_root: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str
+) -> None:
+    walk = os.walk
+    for name in (source, target):
+        (memory_root / name).mkdir(0o700)
+    os.close(files.create(str(memory_root / source / "file")))
+    os.truncate(memory_root / source / "file", MIB)
+
+    def walk_and_rename(path: str) -> Iterator[tuple[str, list[str], list[str]]]:
+        for found in walk(path):
+            yield found
+            if found[0] == str(memory_root / "step-1"):
+                os.rename(memory_root / source / "file", memory_root / target / "file")
+
+    monkeypatch.setattr(os, "walk", walk_and_rename)
+    assert allocated_bytes(str(memory_root)) == MIB
 
 
 def test_what_is_mapped_already_sets_nothing_aside(memory_root: Path) -> None:
