@@ -1,8 +1,10 @@
 """Advisory locks: they vanish with the process that holds them, however it ends.
 
 Leases (flock) belong to an open file: a checkpoint that is read or flushed, and a slot that is
-staged, are protected in whatever directory they lie. The job's lock (POSIX) belongs to a process: a
-forked data-loader worker that outlives its killed trainer doesn't hold the job.
+staged, are protected in whatever directory they lie. A forked child has a part in its parent's
+leases until it closes its copies of the descriptors; those of slots it closes at once. The job's
+lock (POSIX) belongs to a process: a forked data-loader worker that outlives its killed trainer
+doesn't hold the job.
 """
 
 from __future__ import annotations

@@ -44,7 +44,12 @@ class Mapping:
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.address = map_aligned(descriptor, nbytes, 0, mmap.PROT_READ | mmap.PROT_WRITE)
+        # Opened anew: a mapping of the descriptor itself, in a forked child, would keep the lease.
+        opened = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.address = map_aligned(opened, nbytes, 0, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(opened)
         self.buffer = kept_while_seen(self.address, nbytes)
         self._descriptor = descriptor
         self._makes_huge = True

@@ -211,10 +211,20 @@ class Slot:
     def close(self) -> None:
         """Drop mapping, lease and descriptor."""
         self.unmap()
-        if self.descriptor >= 0:
-            end_lease(self.descriptor)
-            os.close(self.descriptor)
-            self.descriptor = -1
+        # Forgotten first: another thread may fork, and the child closes what it finds here.
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            end_lease(descriptor)
+            os.close(descriptor)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its copy of the descriptor; lease and mapping stay as they are.
+
+        The lease is the parent's as well: it lasts until both have closed it, or one ends it.
+        """
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def nameless_slot(directory: str) -> Slot:

@@ -20,6 +20,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 from dcp_mem.common import files
 from dcp_mem.errors import MemoryBudgetExceeded
@@ -47,6 +48,7 @@ class SlotPool:
         self._open: dict[int, Slot] = {}
         self._leaves_free = False
         self._guard = threading.RLock()  # not held while pages are populated, which takes long
+        _all_pools.add(self)
 
     def claim(self, nbytes: int, frames: str, mapped: int | None = None) -> Slot:
         """Return a slot that is this caller's alone: a free one where there is one, else a new one.
@@ -390,6 +392,11 @@ class SlotPool:
                 else:
                     self._forget(slot)
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: give up its part in the leases, which would outlive the parent."""
+        for slot in list(self._open.values()):  # a thread of the parent's may have had the guard
+            slot.leave_to_parent()
+
     def _claim_free(self, nbytes: int, frames: str) -> Slot | None:
         for one in preferred(SlotNeed(nbytes, frames), self._free()):
             slot = self._open.get(one.inode) or self._adopt(one.name)
@@ -557,3 +564,14 @@ def _is_unleased(path: str) -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+_all_pools = WeakSet[SlotPool]()
+
+
+def _leave_to_parent() -> None:
+    for pool in list(_all_pools):
+        pool.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ import torch.distributed as dist
 
 import dcp_mem
 from dcp_mem import MemoryBudgetExceeded, MemoryStorageWriter
-from tests.support.checkpoints.jobs import Job, wait_for_spare_slots
-from tests.support.processes.forks import forked_ranks
+from dcp_mem.common.files import allocated_bytes
+from tests.support.checkpoints.jobs import Job, wait_for_spare_slots, wait_until
+from tests.support.processes.forks import forked, forked_ranks, forking
 from tests.support.storage.file_systems import mounted_tmpfs
 
 pytestmark = pytest.mark.timeout(180)
@@ -132,6 +134,45 @@ def test_ranks_that_start_again_do_not_count_the_same_slots_twice(memory_root: P
             for names in forked_ranks(_save_alike, 2, job, nbytes, limit, steps):
                 assert names[-1] == f"step-{steps[-1]}"
     assert watch.most <= limit + BESIDE_THE_JOB
+
+
+def _save_and_leave_a_child(job: Job, told: Path) -> None:
+    writer = job.writer(agent="thread", persist=False, keep_memory=1)
+    for step in (1, 2):
+        state = {"trained": torch.full((MIB,), float(step))}
+        dcp_mem.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
+        wait_for_spare_slots()
+    child = os.fork()
+    if not child:
+        while True:
+            signal.pause()
+    told.write_text(f"{child} ")
+    signal.pause()
+
+
+def _save_within(job: Job, limit: int) -> set[int]:
+    """Save once more, within the limit; return the inodes of the segments."""
+    writer = job.writer(agent="thread", persist=False, keep_memory=1, memory_limit=limit)
+    state = {"trained": torch.full((MIB,), 3.0)}
+    dcp_mem.save(state, checkpoint_id="step-3", storage_writer=writer)
+    return {path.stat().st_ino for path in job.directory.glob("step-3/*.distcp")}
+
+
+def test_a_child_that_outlives_its_killed_trainer_keeps_none_of_the_jobs_memory(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    job, told = Job(None, str(memory_root)), tmp_path / "child"
+    with forking(_save_and_leave_a_child, None, job, told) as ranks:
+        wait_until(lambda: told.exists() and told.read_text().endswith(" "))
+        child = int(told.read_text())
+        try:
+            ranks.kill()
+            slots = [*job.directory.glob(".slots/*"), *job.directory.glob("step-*/*.distcp")]
+            before = {path.stat().st_ino for path in slots}
+            limit = allocated_bytes(str(job.directory)) + 2 * MIB
+            assert forked(_save_within, job, limit) <= before, "a slot was made anew"
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 # -- slots that are made ready ---------------------------------------------------------------------
