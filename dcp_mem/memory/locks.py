@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import struct
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -175,13 +176,19 @@ class RunIdentity:
 
 _OWNER = ".owner.json"
 _held_here: set[str] = set()
+"""Directories of the jobs whose locks this process has."""
+_guard = threading.RLock()
+"""Held while a lock is taken, and while a lock's file is open only to look at it.
+
+Whoever closes the file drops the lock that this process has. Reentrant: a finalizer may close one.
+"""
 
 
 class JobLock:
     """This process's lock on a job's directory: shared within a run, closed to other runs.
 
-    One file carries the lock, and is opened for nothing else: closing any descriptor of it would
-    drop the lock.
+    One file carries the lock. A process that has the lock opens the file for nothing else: closing
+    any descriptor of it would drop the lock.
 
     Args:
         directory: The job's.
@@ -198,26 +205,35 @@ class JobLock:
         self._owner_path = os.path.join(directory, _OWNER)
         self._descriptor = create(os.path.join(directory, ".lock"))
         try:
-            self._take(job, identity)
+            while not self._has_taken(job, identity):
+                # A process that has the lock exclusively is only writing its identity.
+                time.sleep(_PAUSE)
         except BaseException:
-            os.close(self._descriptor)
+            self.close()
             raise
 
-    def _take(self, job: str, identity: RunIdentity) -> None:
-        if not self._is_first(identity):
-            # Another process has the lock. One that holds it exclusively is only writing its
-            # identity.
-            fcntl.lockf(self._descriptor, fcntl.LOCK_SH)
-            held_by, text = _read_owner(self._owner_path)
-            if not identity.admits(held_by) and not self._is_first(identity):
-                raise JobInUse(job, text)
-        _held_here.add(self._directory)
+    def _has_taken(self, job: str, identity: RunIdentity) -> bool:
+        """Take the lock, without waiting; False where another process has it exclusively."""
+        with _guard:
+            if not self._is_first(identity):
+                if not self._has_locked(fcntl.LOCK_SH):
+                    return False
+                held_by, text = _read_owner(self._owner_path)
+                if not identity.admits(held_by) and not self._is_first(identity):
+                    raise JobInUse(job, text)
+            _held_here.add(self._directory)
+            return True
+
+    def _has_locked(self, kind: int) -> bool:
+        try:
+            fcntl.lockf(self._descriptor, kind | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
     def _is_first(self, identity: RunIdentity) -> bool:
         """Take the job if no process has it, and let the others of this run in."""
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+        if not self._has_locked(fcntl.LOCK_EX):
             return False
         write_atomically(self._owner_path, _owner(identity))
         fcntl.lockf(self._descriptor, fcntl.LOCK_SH)
@@ -244,10 +260,11 @@ class JobLock:
 
     def close(self) -> None:
         """Give the lock back."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            _held_here.discard(self._directory)
+        with _guard:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+                _held_here.discard(self._directory)
 
 
 def job_is_live(directory: str) -> bool:
@@ -256,16 +273,27 @@ def job_is_live(directory: str) -> bool:
     Args:
         directory: The job's.
     """
-    if directory in _held_here:
-        return True  # and opening its lock file here would lose the lock
-    try:
-        descriptor = os.open(os.path.join(directory, ".lock"), os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return _holder(descriptor) is not None
-    finally:
-        os.close(descriptor)
+    with _guard:
+        if directory in _held_here:
+            return True  # and opening its lock file here would lose the lock
+        try:
+            descriptor = os.open(os.path.join(directory, ".lock"), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return _holder(descriptor) is not None
+        finally:
+            os.close(descriptor)
+
+
+def _forget_parent() -> None:
+    """After a fork: the child has none of the locks, and another thread may have had the guard."""
+    global _guard
+    _guard = threading.RLock()
+    _held_here.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from dcp_mem.memory.locks import is_leased
+from dcp_mem.errors import JobInUse
+from dcp_mem.memory.locks import JobLock, RunIdentity, is_leased, job_is_live
 from dcp_mem.memory.slots import SlotPool
+from tests.support.processes.forks import forkserver
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -80,3 +85,79 @@ def test_a_child_forked_while_a_thread_has_the_slots_leaves_them(memory_root: Pa
     assert Path(slot.path).read_bytes()[:12] == b"the parent's"
     pool.abandon(slot)
     pool.close()
+
+
+# -- the job's lock --------------------------------------------------------------------------------
+
+
+def _answer(directory: str, asked: Connection) -> None:
+    """Say each time that it is asked whether the job is in use by another run."""
+    while asked.recv():
+        asked.send(_is_in_use(directory))
+
+
+def _is_in_use(directory: str) -> bool:
+    try:
+        JobLock(directory, "job", RunIdentity("another run", "another")).close()
+    except JobInUse:
+        return True
+    return False
+
+
+def test_a_thread_that_looks_whether_a_job_is_live_does_not_drop_its_lock(
+    memory_root: Path,
+) -> None:
+    directory, has_ended = str(memory_root), threading.Event()
+
+    def look() -> None:
+        while not has_ended.is_set():
+            job_is_live(directory)
+
+    ask, asked = forkserver().Pipe()
+    other = forkserver().Process(target=_answer, args=(directory, asked), daemon=True)
+    other.start()
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for number in range(300):
+            lock = JobLock(directory, "job", RunIdentity("run", "token"))
+            ask.send(True)
+            assert ask.poll(_SECONDS)
+            assert ask.recv(), f"lock {number} is lost"
+            assert job_is_live(directory)
+            lock.close()
+    finally:
+        sys.setswitchinterval(interval)
+        has_ended.set()
+        looking.join(_SECONDS)
+        ask.send(False)
+        other.join(_SECONDS)
+        other.kill()
+    assert not job_is_live(directory)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_sees_its_parents_job_end(memory_root: Path) -> None:
+    directory = str(memory_root)
+    lock = JobLock(directory, "job", RunIdentity("run", "token"))
+    has_closed, may_look = os.pipe(), os.pipe()
+
+    def look() -> int:
+        was_live = job_is_live(directory)
+        os.write(may_look[1], b"x")
+        os.read(has_closed[0], 1)
+        return 7 if was_live and not job_is_live(directory) else 1
+
+    def close() -> None:
+        os.read(may_look[0], 1)
+        lock.close()
+        os.write(has_closed[1], b"x")
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    assert _status_of_child(look) == 7
+    closing.join(_SECONDS)
+    for descriptor in (*has_closed, *may_look):
+        os.close(descriptor)
