@@ -15,6 +15,7 @@ from dcp_mem.common import files
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, catalog_key, catalog_named
+from dcp_mem.memory.checkpoint import files_in
 from dcp_mem.memory.root import private_directory
 
 
@@ -107,7 +108,7 @@ class Catalogs:
 
     def clear(self) -> None:
         """Remove all catalogs from here; a checkpoint's own are linked beside it."""
-        for entry in os.listdir(self._directory):
+        for entry in files_in(self._directory):
             files.remove(os.path.join(self._directory, entry))
 
     def _path(self, key: str) -> str:

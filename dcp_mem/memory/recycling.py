@@ -71,9 +71,9 @@ def drop_free_slots(slots: str) -> None:
     """Give the memory of free slots back to the system, but for those that a process holds.
 
     Args:
-        slots: The job's directory of free slots.
+        slots: The job's directory of free slots; there is nothing to do where it is gone.
     """
-    with in_turn(slots):
+    with contextlib.suppress(FileNotFoundError), in_turn(slots):
         for entry in files_in(slots):
             _remove_unless_leased(os.path.join(slots, entry))
 

@@ -384,13 +384,17 @@ class SlotPool:
         Args:
             keep_free: Leave the free slots to a later process.
         """
-        with self._guard:
+        with self._guard, contextlib.ExitStack() as ends:  # of each one, whatever another raises
             for slot in list(self._open.values()):
-                name = self._name_of(slot.inode)
-                if name and not keep_free and try_lease(slot.descriptor, exclusive=True):
-                    self._delete(slot, name)
-                else:
-                    self._forget(slot)
+                ends.callback(self._end, slot, keep_free=keep_free)
+
+    def _end(self, slot: Slot, *, keep_free: bool) -> None:
+        try:
+            name = self._name_of(slot.inode)
+            if name and not keep_free and try_lease(slot.descriptor, exclusive=True):
+                self._delete(slot, name)
+        finally:
+            self._forget(slot)
 
     def leave_to_parent(self) -> None:
         """In a forked child: give up its part in the leases, which would outlive the parent."""
@@ -526,7 +530,12 @@ class SlotPool:
                 self._forget(slot)
 
     def _name_of(self, inode: int) -> str:
-        with os.scandir(self._directory) as entries:
+        """Return a slot's name among the free ones; "" for none or no directory."""
+        try:
+            listing = os.scandir(self._directory)
+        except FileNotFoundError:
+            return ""
+        with listing as entries:
             return next((entry.name for entry in entries if entry.inode() == inode), "")
 
     def _delete(self, slot: Slot, name: str) -> None:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
@@ -220,28 +221,43 @@ class Session:
             one.give_back()
             self.unsealed.discard(one)
 
-    def close(self, *, keep_slots: bool) -> None:
-        """Give back slots, mappings and the job's lock. Call it in a turn of its own.
+    def wait_for_threads(self) -> None:
+        """Return once no thread copies into a slot any more. Call it in the turn of `close`.
 
-        Args:
-            keep_slots: Leave slots and mappings to this process's next session of the job.
+        Where this is interrupted, the session can still be used.
         """
-        self.give_back_unsealed()  # no thread may still copy into a slot that is unmapped
+        self.give_back_unsealed()
         self.prefaulting.close()
         self.frozen.comparison.wait()
         self.replicator.wait()
         self.publisher.close()
-        self._agent.stop()
+
+    def close(self, *, keep_slots: bool) -> None:
+        """Give back slots, mappings and the job's lock. Call it in a turn of its own.
+
+        Before it, in this turn, `wait_for_threads` has returned.
+
+        Args:
+            keep_slots: Leave slots and mappings to this process's next session of the job.
+        """
+        steps: list[Callable[[], object]] = [self._agent.stop]
         if keep_slots:
-            self.slots.settle()
-            _kept_slots[os.getpid(), self.memory.slots] = self.slots
+            steps += [self._keep_slots]
         else:
-            self.slots.close()
-            self.memory.sweep()
-            self.memory.drop_free_slots()
-            self.catalogs.clear()
-            self.lock.note_end()
-        self.lock.close()
+            steps += [
+                self.slots.close,
+                self.memory.sweep,
+                self.memory.drop_free_slots,
+                self.catalogs.clear,
+                self.lock.note_end,
+            ]
+        with ExitStack() as stack:  # each step is taken, whatever an earlier one raises
+            for step in reversed([*steps, self.lock.close]):
+                stack.callback(step)
+
+    def _keep_slots(self) -> None:
+        self.slots.settle()
+        _kept_slots[os.getpid(), self.memory.slots] = self.slots
 
     def drain(self) -> None:
         """Let this process's threads finish what is pending: first the saves that are under way."""
@@ -366,12 +382,13 @@ def close_session(settings: Settings, *, keep_slots: bool = False) -> None:
 def _close(key: tuple[int, str, str], session: Session, turn: Turn, *, keep_slots: bool) -> None:
     """Close a session in this turn, and let those go on who wait for that.
 
-    Where the wait for the turn is interrupted, the session stays as it is.
+    Where the wait for the turn, or for the session's threads, is interrupted, it stays open.
     """
     end, is_closing = session._end, False
     assert end is not None
     try:
         with turn:
+            session.wait_for_threads()
             is_closing = True
             session.close(keep_slots=keep_slots)
     finally:

@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import resource
+import shutil
 import socket
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -22,6 +23,9 @@ import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter, State
 from dcp_mem.common import faults
 from dcp_mem.common.files import allocated_bytes
+from dcp_mem.memory.locks import is_leased, job_is_live
+from dcp_mem.memory.slot import Slot
+from dcp_mem.runtime import session
 from tests.support.checkpoints.jobs import Job, wait_for_spare_slots, wait_until
 from tests.support.processes.forks import forked, forked_ranks
 from tests.support.storage.servers import free_port
@@ -286,3 +290,111 @@ def _breaks_off_and_goes_on(job: Job) -> list[int]:
 def test_saves_that_break_off_leave_no_slots_behind(memory_job: Job) -> None:
     counts = forked(_breaks_off_and_goes_on, memory_job)
     assert max(counts) <= counts[0], counts
+
+
+# -- closes that are broken off --------------------------------------------------------------------
+
+
+def _saved(job: Job, *steps: int) -> MemoryStorageWriter:
+    writer = job.writer(keep_memory=1, agent="thread", persist=False)
+    for step in steps:
+        dcp_mem.save({"w": torch.ones(9000)}, checkpoint_id=f"{step}", storage_writer=writer)
+        wait_for_spare_slots()
+    return writer
+
+
+def _inodes(job: Job) -> set[int]:
+    files = (*job.directory.glob(".slots/*"), *job.directory.glob("*/*.distcp"))
+    return {path.stat().st_ino for path in files}
+
+
+def _is_given_back(job: Job) -> bool:
+    """Whether this process holds nothing of the job any more."""
+    files = [*job.directory.glob(".slots/*"), *job.directory.glob("*/*.distcp")]
+    is_held = any(is_leased(str(path)) for path in files) or job_is_live(str(job.directory))
+    return not is_held and not _mapped(job.directory) and not session._sessions
+
+
+def _is_interrupted_while_threads_work(job: Job, keep_slots: bool) -> None:
+    writer = _saved(job, 1, 2)
+    (held,) = session._sessions.values()
+    before = _inodes(job)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held.replicator, "wait", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            writer.close(flush=False, keep_slots=keep_slots)
+    assert list(session._sessions.values()) == [held]
+    again = _saved(job, 3, 4)
+    assert _inodes(job) == before, "slots were made anew"
+    again.close()
+    assert _is_given_back(job)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("keep_slots", [True, False])
+def test_a_close_that_is_interrupted_while_threads_work_can_be_made_again(
+    memory_job: Job, keep_slots: bool
+) -> None:
+    forked(_is_interrupted_while_threads_work, memory_job, keep_slots)
+
+
+def _is_interrupted_at(job: Job, part: str, step: str) -> None:
+    writer = _saved(job, 1, 2)
+    (held,) = session._sessions.values()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(getattr(held, part), step, _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            writer.close(flush=False)
+    assert _is_given_back(job)
+    _saved(job, 3).close()
+    assert _is_given_back(job)
+
+
+@pytest.mark.parametrize(
+    ("part", "step"),
+    [("_agent", "stop"), ("memory", "sweep"), ("memory", "drop_free_slots"), ("catalogs", "clear")],
+)
+def test_a_close_that_is_interrupted_later_gives_everything_back(
+    memory_job: Job, part: str, step: str
+) -> None:
+    forked(_is_interrupted_at, memory_job, part, step)
+
+
+def _is_interrupted_in_the_slots(job: Job) -> None:
+    writer = _saved(job, 1, 2)
+    interrupts = iter([KeyboardInterrupt()])
+    give_back = Slot.give_back
+
+    def interrupted(slot: Slot) -> None:
+        for error in interrupts:
+            raise error
+        give_back(slot)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Slot, "give_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.close(flush=False)
+    assert _is_given_back(job)
+
+
+def test_a_close_that_is_interrupted_at_one_slot_gives_all_of_them_back(memory_job: Job) -> None:
+    forked(_is_interrupted_in_the_slots, memory_job)
+
+
+def _closes_without_a_directory(job: Job, keep_slots: bool) -> None:
+    writer = _saved(job, 1, 2)
+    shutil.rmtree(job.directory)
+    writer.close(keep_slots=keep_slots)
+    assert not session._sessions
+    again = _saved(job, 3)
+    assert len(list(job.directory.glob("3/*.distcp"))) == 1
+    again.close()
+    assert _is_given_back(job)
+
+
+@pytest.mark.parametrize("keep_slots", [True, False])
+def test_a_writer_whose_directory_is_gone_can_be_closed(memory_job: Job, keep_slots: bool) -> None:
+    forked(_closes_without_a_directory, memory_job, keep_slots)
