@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -62,11 +62,12 @@ def load_opened(
     try:
         while True:
             result = _read_together(load, opened, plan, planner)
-            for trouble in result.troubles:
+            outcome = result.outcome
+            for trouble in outcome.troubles:
                 load.note(opened.choice, trouble)
-            if not result.failures:
+            if not outcome.failures:
                 break
-            load.note(opened.choice, result.failures[0][1])
+            load.note(opened.choice, outcome.failures[0][1])
             _raise_if_final(load, opened, planner, result)
             opened.close()
             unread = opened
@@ -78,8 +79,8 @@ def load_opened(
                 )
     finally:
         opened.close()
-    report = report_of(load, opened, result.used)
-    if load.request.leaves_record and load.ranks.rank == result.recorder:
+    report = report_of(load, opened, outcome.used)
+    if load.request.leaves_record and load.ranks.rank == outcome.recorder[1]:
         record_load(load, report)
     restore_redundancy(load, opened.choice)
     log.info("loaded %s from %s in %.2f s", report.checkpoint_id, report.source, report.seconds)
@@ -92,35 +93,16 @@ _DAMAGE = "damaged: "
 _MOST_FAILURES = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _ReadResult:
-    """The result of reading on all ranks, and the error of this one.
+    """The outcome of reading on all ranks, and the error of this one."""
 
-    Attributes:
-        used: Bytes that all ranks took, by the label of the source.
-        recorder: The rank that is to leave a record: one whose node has memory of the job, where
-            there is such a node.
-        error: What went wrong on this rank.
-        failures: (rank, text) of all ranks that failed.
-        damaged: Segments in memory that turned out to be damaged, on any node.
-        troubles: What was wrong with sources, on any rank, where others had the bytes whole.
-    """
-
-    used: Counter[str]
-    recorder: int
+    outcome: _Outcome
     error: Exception | None
-    failures: Failures
-    damaged: frozenset[DamagedSegment]
-    troubles: Sequence[str]
-
-    @property
-    def is_damage(self) -> bool:
-        """Whether damaged bytes are all that went wrong."""
-        return all(text.startswith(_DAMAGE) for _, text in self.failures)
 
     def exception(self, name: str) -> Exception:
         """Return what this rank raises: its own error, else one that names the other ranks."""
-        return known_to_all(self.error or RankFailed(f"loading {name}", self.failures))
+        return known_to_all(self.error or RankFailed(f"loading {name}", self.outcome.failures))
 
 
 def _read_together(
@@ -156,22 +138,14 @@ def _read_together(
         damaged=frozenset() if damaged is None else frozenset({damaged}),
         texts={text: (rank, number) for number, text in enumerate(troubles)},
         used=read.value if read.error is None else Counter(),
-        recorder=rank if load.memory is not None else load.ranks.size,
+        recorder=(load.memory is None, rank),
     )
-    joined = load.ranks.all_reduce(own, _Outcome.join)
-    return _ReadResult(
-        used=joined.used,
-        recorder=joined.recorder if joined.recorder < load.ranks.size else 0,
-        error=read.error,
-        failures=joined.failures,
-        damaged=joined.damaged,
-        troubles=sorted(joined.texts, key=joined.texts.__getitem__),
-    )
+    return _ReadResult(load.ranks.all_reduce(own, _Outcome.join), read.error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What some ranks have read, and what went wrong.
+    """Bytes that some ranks have read, and failures of these ranks.
 
     Attributes:
         failures: (rank, text); first of all those that aren't damage, of which one is final. The
@@ -180,15 +154,25 @@ class _Outcome:
         texts: What was wrong with sources; with the rank that says so, and the place among what
             that rank says.
         used: Bytes that these ranks took, by the label of the source.
-        recorder: The lowest of these ranks whose node has memory of the job; the number of all
-            ranks where there is none.
+        recorder: Whether the rank that is to leave a record has no memory of the job, and its
+            number: the lowest of those that have, else the lowest of all.
     """
 
     failures: Failures
     damaged: frozenset[DamagedSegment]
     texts: Mapping[str, tuple[int, int]]
     used: Counter[str]
-    recorder: int
+    recorder: tuple[bool, int]
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether damaged bytes are all that went wrong."""
+        return all(text.startswith(_DAMAGE) for _, text in self.failures)
+
+    @property
+    def troubles(self) -> list[str]:
+        """What was wrong with sources, where others had the bytes whole; in order."""
+        return sorted(self.texts, key=self.texts.__getitem__)
 
     def join(self, other: _Outcome) -> _Outcome:
         """Join the outcomes of two sets of ranks.
@@ -242,7 +226,8 @@ def _raise_if_final(
     load: LoadAttempt, opened: OpenCheckpoint, planner: LoadPlanner, result: _ReadResult
 ) -> None:
     """Raise on all ranks if neither another copy nor an older checkpoint can help."""
-    if not result.is_damage or not (result.damaged or _may_be_older(load, planner)):
+    outcome = result.outcome
+    if not outcome.is_damage or not (outcome.damaged or _may_be_older(load, planner)):
         raise result.exception(opened.choice.name)
 
 
@@ -250,10 +235,11 @@ def _open_another(
     load: LoadAttempt, unread: OpenCheckpoint, planner: LoadPlanner, result: _ReadResult
 ) -> OpenCheckpoint:
     """Open the same checkpoint without its damaged segments, else an older one."""
-    name, why = unread.choice.name, result.failures[0][1]
+    name, outcome = unread.choice.name, result.outcome
+    why = outcome.failures[0][1]
     may_be_older = _may_be_older(load, planner)
     try:
-        opened = open_without(load, result.damaged) if result.damaged else open_next(load)
+        opened = open_without(load, outcome.damaged) if outcome.damaged else open_next(load)
     except NoRecoverableCheckpoint:
         if may_be_older:
             raise

@@ -20,7 +20,7 @@ from types import TracebackType
 from dcp_mem.common import files
 from dcp_mem.format import names
 from dcp_mem.memory.checkpoint import LocalCheckpoint, files_in, own_files
-from dcp_mem.memory.locks import end_lease, share, try_lease
+from dcp_mem.memory.locks import end_lease, leased_alone, share
 from dcp_mem.memory.root import private_directory
 from dcp_mem.memory.stock_metadata import lend_stock_metadata
 
@@ -131,15 +131,10 @@ def drop_dead_links(links: str) -> bool:
     are_left = False
     for entry in files_in(links):
         path = os.path.join(links, entry)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
+        if not os.path.isdir(path):
             continue
-        try:
-            if try_lease(descriptor, exclusive=True):
+        with leased_alone(path) as descriptor:
+            if descriptor is not None:
                 shutil.rmtree(path, ignore_errors=True)
-                end_lease(descriptor)
-        finally:
-            os.close(descriptor)
         are_left = are_left or os.path.exists(path)  # another process may be removing it
     return are_left

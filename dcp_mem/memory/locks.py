@@ -94,6 +94,32 @@ def end_lease(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
+@contextmanager
+def leased_alone(path: str, flags: int = os.O_RDONLY) -> Iterator[int | None]:
+    """Open a file or directory under an exclusive lease, which ends with the block.
+
+    Args:
+        path: What to open.
+        flags: Of `os.open`.
+
+    Yields:
+        Its descriptor; None where it is gone, or another process has a lease on it.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    is_taken = False
+    try:
+        is_taken = try_lease(descriptor, exclusive=True)
+        yield descriptor if is_taken else None
+    finally:
+        if is_taken:
+            end_lease(descriptor)
+        os.close(descriptor)
+
+
 def is_leased(path: str) -> bool:
     """Return whether a process reads, flushes or stages this file right now.
 

@@ -11,7 +11,7 @@ from dcp_mem.common import files
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.checkpoint import files_in, own_files
-from dcp_mem.memory.locks import end_lease, in_turn, is_leased, try_lease
+from dcp_mem.memory.locks import in_turn, is_leased, leased_alone
 
 
 def retire(path: str, slots: str) -> None:
@@ -90,17 +90,10 @@ def _retire_unless_leased(path: str, slots: str) -> bool:
 
 
 def _remove_unless_leased(path: str) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        if try_lease(descriptor, exclusive=True):
+    with leased_alone(path, os.O_RDWR) as descriptor:
+        if descriptor is not None:
             files.remove(path)
             files.give_back_memory(descriptor)
-            end_lease(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_others(directory: str, entries: Sequence[str], keep: set[str]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from dcp_mem.common import faults
 from dcp_mem.common.files import create, free_bytes, remove
 from dcp_mem.errors import MemoryBudgetExceeded
-from dcp_mem.memory.locks import end_lease, share, try_lease
+from dcp_mem.memory.locks import end_lease, leased_alone, share
 from dcp_mem.memory.root import open_root
 
 _PREFIX = ".restoring-"
@@ -109,22 +109,11 @@ def _remove_dead_windows(root: str) -> None:
     """Remove the windows of loads whose first rank was killed before all ranks had opened them."""
     for name in os.listdir(root):
         if name.startswith(_PREFIX):
-            _remove_if_dead(os.path.join(root, name))
-
-
-def _remove_if_dead(path: str) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        if try_lease(descriptor, exclusive=True):
-            # Without a name, it is no longer the file at this path, and live ranks may use it.
-            if os.fstat(descriptor).st_nlink:
-                remove(path)
-            end_lease(descriptor)
-    finally:
-        os.close(descriptor)
+            path = os.path.join(root, name)
+            with leased_alone(path) as descriptor:
+                # Without a name, it is no longer the file at this path, and live ranks may use it.
+                if descriptor is not None and os.fstat(descriptor).st_nlink:
+                    remove(path)
 
 
 def room_for_window(root: str) -> int:

@@ -29,6 +29,12 @@ _NONE_IS_SMALL = {"stage3_param_persistence_threshold": 0}
 0.19.6 on CPUs then sometimes trains on memory that it hasn't written."""
 
 
+@pytest.fixture
+def env(memory_root: Path) -> dict[str, str]:
+    """The environment of the ranks."""
+    return {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
+
+
 def _deepspeed() -> Any:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
     dcp_mem.integrations.nebula.install()
@@ -191,11 +197,10 @@ def _die_in_the_middle_of_a_save(engine: Any, stage: int, save_dir: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_training_goes_on_where_it_was_killed_with_deepspeeds_engine_for_nebula_and_with_ours(
-    memory_root: Path, tmp_path: Path
+    memory_root: Path, tmp_path: Path, env: dict[str, str]
 ) -> None:
     """DeepSpeed 0.19.7 and later have no engine for Nebula any more."""
     with_nebula = (Path(str(__import__("deepspeed").__file__)).parent / "nebula").is_dir()
-    env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
     killed = run_ranks(
         _train_all,
         2,
@@ -251,9 +256,8 @@ def _resumed_step(place: str) -> int:
 
 @pytest.mark.slow
 def test_save_16bit_model_writes_its_file_and_leaves_the_checkpoint_of_that_step(
-    memory_root: Path, tmp_path: Path
+    env: dict[str, str], tmp_path: Path
 ) -> None:
-    env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
     run_ranks(_save_weights, 2, str(tmp_path), env=env)
     assert run_ranks(_resumed_step, 2, str(tmp_path), env=env) == [0, 0]
 
@@ -280,9 +284,8 @@ def _use_memory_for_two(place: str) -> None:
 
 @pytest.mark.slow
 def test_a_second_engine_is_refused_until_the_first_ones_run_is_shut_down(
-    memory_root: Path, tmp_path: Path
+    env: dict[str, str], tmp_path: Path
 ) -> None:
-    env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
     run_ranks(_use_memory_for_two, 1, str(tmp_path), env=env)
 
 
@@ -341,17 +344,15 @@ def _same_weights(one: Any, other: Any) -> bool:
 
 @pytest.mark.slow
 def test_files_that_deepspeed_saved_itself_are_loaded_and_no_checkpoint_in_their_place(
-    memory_root: Path, tmp_path: Path
+    env: dict[str, str], tmp_path: Path
 ) -> None:
-    env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
     run_ranks(_load_deepspeeds_own_files, 2, str(tmp_path), env=env)
 
 
 @pytest.mark.slow
 def test_checkpoints_of_one_tag_without_a_number_are_told_apart_by_their_directories(
-    memory_root: Path, tmp_path: Path
+    env: dict[str, str], tmp_path: Path
 ) -> None:
-    env = {"DCP_MEM_ROOT": str(memory_root), "DCP_MEM_TIMEOUT": "60"}
     run_ranks(_save_under_one_tag, 1, str(tmp_path), env=env)
 
 

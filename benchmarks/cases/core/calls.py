@@ -547,11 +547,12 @@ def _measure_loads(rank: Rank, spec: Spec) -> dict[str, Sample]:
         closing(Preads(path, state.local, rank.threads)) as preads,
     ):
         ours: dict[str, Callable[[], float]] = {
-            PREADV: prepared(wipe, partial(seconds, preads.read)),
-            UNVERIFIED: prepared(wipe, partial(_load, state, spec, dcp_mem.load, verify=False)),
-            OWN_LOAD: prepared(wipe, partial(_load, state, spec, dcp_mem.load)),
-            DCP_LOAD: prepared(wipe, partial(_load, state, spec, dcp.load)),
+            PREADV: partial(seconds, preads.read),
+            UNVERIFIED: partial(_load, state, spec, dcp_mem.load, verify=False),
+            OWN_LOAD: partial(_load, state, spec, dcp_mem.load),
+            DCP_LOAD: partial(_load, state, spec, dcp.load),
         }
+        ours = {name: prepared(wipe, measure) for name, measure in ours.items()}
         peer = {TORCH_LOAD: prepared(wipe, partial(_torch_load, state, spec))}
         rank.in_turn({**ours, **peer}, repeats=1)
         return _in_rounds(rank, ours, peer, spec)

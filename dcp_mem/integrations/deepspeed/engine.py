@@ -25,11 +25,11 @@ from dcp_mem.integrations.nebula.run import current, has_run
 
 _LATEST = "latest"
 _TELLS_DIRECTORY = hasattr(checkpoint_engine, "CheckpointCommitInfo")
-"""Whether DeepSpeed says where it saves, as since version 0.17."""
+"""Whether DeepSpeed tells its checkpoint engine the directory that it saves to: from 0.17 on."""
 _BEHIND_DIRECTORY = "~"
 """Between the directory's name and DeepSpeed's tag, in a tag that has both."""
 _in_use: MemoryCheckpointEngine | None = None
-"""What `use_memory` has returned last."""
+"""The checkpoint engine that `use_memory` made last; None before it was called."""
 
 
 def use_memory(

@@ -150,9 +150,8 @@ class UniversalLoads:
 
     def _is_deepspeeds(self, directory: Path) -> bool:
         """Return whether a directory, as rank 0 sees it, has states that DeepSpeed saved itself."""
-        ranks = direct_call(None, False, f"save {current().settings.job}").ranks
         return on_rank_0(
-            ranks,
+            current().ranks(),
             f"looking into {directory}",
             lambda: any(map(has_content, directory.glob("*_states.pt"))),
         )

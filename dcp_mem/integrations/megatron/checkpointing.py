@@ -7,8 +7,8 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from dcp_mem import functional
-from dcp_mem.comm.agreement import on_rank_0
+from dcp_mem.comm.agreement import attempt, on_rank_0
 from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.common.log import log
 from dcp_mem.config import root_url
@@ -48,7 +48,7 @@ T = TypeVar("T")
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 _all_writers: list[MemoryStorageWriter] = []
-"""Those of all instances: at exit, the script may have let go of its own."""
+"""Writers of all `MemoryCheckpointing` objects, which may be gone before the process exits."""
 
 
 class MemoryCheckpointing:
@@ -431,17 +431,9 @@ def _promote_newest_at_exit() -> None:
     if getattr(sys, "last_value", None) is not None:
         return
     for writer in _all_writers:
-        with _logged(writer):
-            writer._promote_newest()  # neither the flush nor another rank is waited for
-
-
-@contextmanager
-def _logged(writer: MemoryStorageWriter) -> Iterator[None]:
-    """Log what goes wrong: other writers come next."""
-    try:
-        yield
-    except Exception as error:
-        log.error("%s: the newest checkpoint stays in memory: %s", writer.settings.job, error)
+        error = attempt(writer._promote_newest).error  # no flush, and no other rank, is waited for
+        if error is not None:
+            log.error("%s: the newest checkpoint stays in memory: %s", writer.settings.job, error)
 
 
 # Before sessions let their flush threads finish: what is registered last is called first.

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from dcp_mem.comm.agreement import on_rank_0
-from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.common.log import log
 from dcp_mem.common.values import MEMORY, STORAGE, CheckpointStatus
 from dcp_mem.config import Settings, checkpoint_name
@@ -358,8 +357,7 @@ def newest_files(preferred_tag: str = "") -> tuple[str, list[str]]:
         found = found or _find(run, "", None)
         return ("", []) if found is None else (found.name, _files_of(run, found))
 
-    ranks = direct_call(None, False, f"save {run.settings.job}").ranks
-    return on_rank_0(ranks, "looking for the newest checkpoint", find)
+    return on_rank_0(run.ranks(), "looking for the newest checkpoint", find)
 
 
 def _files_of(run: Run, found: CheckpointStatus) -> list[str]:

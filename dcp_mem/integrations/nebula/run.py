@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dcp_mem.comm import Ranks
+from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.config import Settings, parse_bytes, root_url, settings
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.nebula.completion import Completion, JointCompletion, SoloCompletion
@@ -57,6 +59,10 @@ class Run:
             else:
                 self._completing = self.alone
         return self._completing
+
+    def ranks(self) -> Ranks:
+        """Return the ranks that save together. Call it on all of them."""
+        return direct_call(None, False, f"save {self.settings.job}").ranks
 
     def join(self) -> None:
         """Take part from here on in completing other ranks' checkpoints, if there are any."""
