@@ -12,12 +12,8 @@ log = logging.getLogger("dcp_mem")
 _said: set[str] = set()
 
 
-def log_once(text: str) -> None:
-    """Log a text at INFO, once in this process.
-
-    Args:
-        text: What people should know, but not at each step.
-    """
-    if text not in _said and log.isEnabledFor(logging.INFO):
+def log_once(text: str, level: int = logging.INFO) -> None:
+    """Log what people should know, but not at each step: a text once in this process."""
+    if text not in _said and log.isEnabledFor(level):
         _said.add(text)
-        log.info("%s", text)
+        log.log(level, "%s", text)

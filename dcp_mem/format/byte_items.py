@@ -15,7 +15,7 @@ import torch
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _DEPTH = 3
-"""Of lists and tuples within each other."""
+"""Of lists, tuples and dicts within each other."""
 _SMALL_BYTES, _MOST_BYTES = 1 << 10, 256 << 10
 """Of a pickled plain value: below the first, many are remembered; up to the other, a few."""
 
@@ -42,7 +42,9 @@ def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
     kind = type(value)
     if kind in _SCALARS:
         return True
-    if kind not in (tuple, list) or not depth:
+    if kind not in (tuple, list, dict) or not depth:
+        return False
+    if kind is dict and not all(_is_plain(one, depth - 1) for one in value.values()):
         return False
     return _SCALARS.issuperset(map(type, value)) or all(_is_plain(one, depth - 1) for one in value)
 

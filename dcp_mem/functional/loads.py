@@ -26,7 +26,13 @@ from dcp_mem.functional.calls import (
     raised_as_is,
     raised_together,
 )
-from dcp_mem.functional.stateful import NEVER_STATEFUL, States, optional_entries
+from dcp_mem.functional.stateful import (
+    NEVER_STATEFUL,
+    States,
+    objects_of,
+    optional_entries,
+    room_makers,
+)
 from dcp_mem.loading.dcp_takeover import why_not_own_plan
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.refusing_planners import RefusingLoadPlanner
@@ -143,7 +149,12 @@ def _load(
     keys = sorted(state_dict)
     ordered = {key: state_dict[key] for key in keys}
     usual = partial(
-        LocalLoadPlanner, weights_only=weights_only, optional=optional_entries(ordered), skip=skip
+        LocalLoadPlanner,
+        weights_only=weights_only,
+        optional=optional_entries(ordered),
+        room_for=room_makers(ordered),
+        objects=objects_of(ordered),
+        skip=skip,
     )
     if planner is None:
         planner = usual()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from dcp_mem.planning.entries import RoomFor, SavedEntry
 from dcp_mem.saving.values import NoCommonPlan
 
 NEVER_STATEFUL = frozenset(
@@ -40,6 +43,22 @@ class HasOptional(Protocol):
         Args:
             key: The keys of the dicts that lead to the entry, all of them texts, joined by dots
                 ("rng.rank-3"). An entry of a list is never optional.
+        """
+
+
+@runtime_checkable
+class MakesRoom(Protocol):
+    """A stateful object that takes entries which its state dict lacks, or has otherwise."""
+
+    def room_for(self, entry: SavedEntry) -> Any:
+        """Return what to load an entry of the checkpoint into; it takes its place in the state.
+
+        Args:
+            entry: With its path below the object.
+
+        Returns:
+            A tensor of the entry's size; for an entry that is no tensor, anything but what follows.
+            None for an entry that is another rank's, and NotImplemented for one that isn't loaded.
         """
 
 
@@ -107,3 +126,34 @@ def optional_entries(state: dict[str, Any]) -> Callable[[str], bool] | None:
         )
 
     return is_optional if objects else None
+
+
+def room_makers(state: dict[str, Any]) -> RoomFor | None:
+    """Return what makes room below stateful objects; None where there are none."""
+    objects = {key: state[key] for key in _stateful_keys(state)}
+
+    def room_for(entry: SavedEntry) -> Any:
+        key, *below = entry.path
+        value = objects.get(str(key))
+        if isinstance(value, MakesRoom):
+            return value.room_for(replace(entry, path=tuple(below)))
+        if isinstance(value, HasOptional) and value.is_optional(".".join(map(str, below))):
+            return None
+        return NotImplemented
+
+    return room_for if objects else None
+
+
+def objects_of(state: dict[str, Any]) -> dict[str, str]:
+    """Return the keys of stateful objects, with what to do where a checkpoint has more of one."""
+    return {
+        key: _FRESH if isinstance(value, Optimizer) and not value.state else ""
+        for key in _stateful_keys(state)
+        for value in (state[key],)
+    }
+
+
+_FRESH = (
+    "a fresh optimizer has no state to restore into: save and load "
+    "dcp_mem.TrainState(model, optimizer), which makes it"
+)

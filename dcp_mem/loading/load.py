@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_mem.comm import SingleRank
 from dcp_mem.comm.agreement import Failures, attempt, described, known_to_all
 from dcp_mem.common.gc_pause import collector_paused
-from dcp_mem.common.log import log
+from dcp_mem.common.log import log, log_once
 from dcp_mem.errors import NoRecoverableCheckpoint, RankFailed, SegmentCorrupt
 from dcp_mem.loading.candidates import open_next, open_without
 from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
@@ -24,6 +26,8 @@ from dcp_mem.loading.report import RecoveryReport, report_of
 from dcp_mem.loading.shared_fetch import LoadGroup
 from dcp_mem.loading.sources.base import SOURCE_ERRORS
 from dcp_mem.loading.sources.memory import MemorySource
+from dcp_mem.planning.entries import first_of
+from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.reads import Reads
 
 
@@ -79,12 +83,30 @@ def load_opened(
                 )
     finally:
         opened.close()
-    report = report_of(load, opened, outcome.used)
+    left_out: Sequence[str] = ()
+    if isinstance(planner, LocalLoadPlanner):
+        left_out = planner.names_of(outcome.left_out)
+        if load.request.leaves_record and (load.ranks.rank == 0 or not load.is_collective):
+            _name_left_out(left_out, planner.objects)
+    report = report_of(load, opened, outcome.used, left_out)
     if load.request.leaves_record and load.ranks.rank == outcome.recorder[1]:
         record_load(load, report)
     restore_redundancy(load, opened.choice)
     log.info("loaded %s from %s in %.2f s", report.checkpoint_id, report.source, report.seconds)
     return report
+
+
+def _name_left_out(names: Sequence[str], objects: Mapping[str, str]) -> None:
+    """Say what the checkpoint has below loaded entries that no rank has loaded."""
+    for key, advice in objects.items():
+        below = [name for name in names if name.startswith(f"{key}.")]
+        if below:
+            text = f"the checkpoint has more of {key} than is restored: {first_of(below)}"
+            log_once(f"{text} ({advice})" if advice else text, logging.WARNING)
+    prefixes = tuple(f"{key}." for key in objects)
+    others = [name for name in names if not name.startswith(prefixes)]
+    if others:
+        log_once(f"the checkpoint has entries that the state dict lacks: {first_of(others)}")
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -139,8 +161,12 @@ def _read_together(
         texts={text: (rank, number) for number, text in enumerate(troubles)},
         used=read.value if read.error is None else Counter(),
         recorder=(load.memory is None, rank),
+        left_out=planner.left_out() if isinstance(planner, LocalLoadPlanner) else b"",
     )
-    return _ReadResult(load.ranks.all_reduce(own, _Outcome.join), read.error)
+    joined = load.ranks.all_reduce(own, _Outcome.join)
+    if not load.is_collective:  # each rank has read a checkpoint of its own
+        joined = replace(joined, left_out=own.left_out)
+    return _ReadResult(joined, read.error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +182,7 @@ class _Outcome:
         used: Bytes that these ranks took, by the label of the source.
         recorder: Whether the rank that is to leave a record has no memory of the job, and its
             number: the lowest of those that have, else the lowest of all.
+        left_out: A bit for each entry below a loaded one that none of these ranks loads.
     """
 
     failures: Failures
@@ -163,6 +190,7 @@ class _Outcome:
     texts: Mapping[str, tuple[int, int]]
     used: Counter[str]
     recorder: tuple[bool, int]
+    left_out: bytes
 
     @property
     def is_damage(self) -> bool:
@@ -193,6 +221,7 @@ class _Outcome:
             texts=texts,
             used=self.used + other.used,
             recorder=min(self.recorder, other.recorder),
+            left_out=bytes(map(operator.and_, self.left_out, other.left_out)),
         )
 
 

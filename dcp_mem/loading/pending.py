@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcp_mem.errors import DcpMemError, SegmentCorrupt, SizeRefused, UntrustedObject
 from dcp_mem.format.checksums import BLOCK
-from dcp_mem.format.saved_streams import is_whole, why_refused
+from dcp_mem.format.saved_streams import is_whole, read_stream, why_refused
 from dcp_mem.format.sizes import refuse_packed_stream
 from dcp_mem.loading.payloads import TableIndex, hull, strides
 from dcp_mem.memory.copying import Move, copy
@@ -235,7 +235,7 @@ class PendingItem:
         """Return a tensor that was pickled whole: a subclass, or one without a plain layout."""
         restricted = self._weights_only
         try:
-            whole = torch.load(io.BytesIO(stream), map_location="cpu", weights_only=restricted)
+            whole = read_stream(io.BytesIO(stream), weights_only=restricted, map_location="cpu")
         except UnpicklingError as error:
             if not restricted or not is_whole(stream):
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcp_mem.loading.load_attempt import LoadAttempt
@@ -31,6 +31,7 @@ class RecoveryReport:
         sources: Bytes that ranks took, by "memory", "peers" and "storage". What several ranks need
             counts for each.
         metrics: The figures given with the save.
+        left_out: Names of the checkpoint's entries below a loaded one that no rank has loaded.
     """
 
     checkpoint_id: str
@@ -41,6 +42,7 @@ class RecoveryReport:
     step: int | None = None
     sources: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -48,13 +50,16 @@ class RecoveryReport:
         return sum(self.sources.values())
 
 
-def report_of(load: LoadAttempt, opened: OpenCheckpoint, used: Counter[str]) -> RecoveryReport:
+def report_of(
+    load: LoadAttempt, opened: OpenCheckpoint, used: Counter[str], left_out: Sequence[str]
+) -> RecoveryReport:
     """Return the report of a load that has just ended.
 
     Args:
         load: The load.
         opened: The checkpoint that was read; it may be closed by now.
         used: Bytes that all ranks took, by the label of the source.
+        left_out: As of the report.
     """
     sources = _by_kind(used)
     choice = opened.choice
@@ -67,6 +72,7 @@ def report_of(load: LoadAttempt, opened: OpenCheckpoint, used: Counter[str]) -> 
         step=opened.description.step,
         sources=sources,
         metrics=opened.description.metrics,
+        left_out=tuple(left_out),
     )
 
 

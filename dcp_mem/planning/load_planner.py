@@ -10,10 +10,10 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint._traverse import get_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -21,8 +21,17 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem.errors import UntrustedObject
 from dcp_mem.format.catalog import Catalog, Extent, Path
-from dcp_mem.format.saved_streams import why_refused
+from dcp_mem.format.saved_streams import read_stream, why_refused
+from dcp_mem.planning.entries import (
+    NO_ENTRIES,
+    RoomFor,
+    SavedEntries,
+    set_entry,
+    unlike_catalog,
+    unlike_metadata,
+)
 from dcp_mem.planning.find_reads import find_reads
+from dcp_mem.planning.flatten import is_container
 from dcp_mem.planning.plan_columns import NotDescribable
 from dcp_mem.planning.reads import Reads
 from dcp_mem.planning.state_structure import DescribedState
@@ -44,11 +53,15 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         allow_partial_load: As of torch's planner.
         optional: Tells which flattened names the checkpoint, or the state dict, may lack. Their
             paths must not lead through lists.
+        room_for: Makes room in the state dict for what it lacks or has otherwise; None makes none.
+        objects: Keys of the state dict whose values are the states of objects, each with what to
+            do where the checkpoint has more below it; "" for nothing in particular.
         skip: Tensors that stay as they are, whatever the checkpoint has; None: none. A wrong one is
             told by the first plan, where all ranks hear of it.
 
     Attributes:
         weights_only: As given.
+        objects: As given.
         lacking_names: Optional entries of the state dict that the checkpoint lacks.
     """
 
@@ -58,15 +71,21 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         weights_only: bool,
         allow_partial_load: bool = False,
         optional: Callable[[str], bool] | None = None,
+        room_for: RoomFor | None = None,
+        objects: Mapping[str, str] | None = None,
         skip: TensorChoice | None = None,
     ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
-        self.weights_only = weights_only
-        self._optional = optional
+        self.weights_only, self.objects = weights_only, objects or {}
+        self._optional, self._room_for = optional, room_for
         self._skip = repeatable(skip)
         self._lacking: list[Path] = []
         self.lacking_names: Collection[str] = ()
         self._is_by_catalog = False
+        self._saved = NO_ENTRIES
+        self._made: set[str] = set()  # room for entries of this checkpoint, or of one before it
+        self._others: set[str] = set()  # entries that are for other ranks
+        self._known: Collection[str] = ()  # names that this rank loads, skips or does without
 
     def plan(
         self,
@@ -97,6 +116,12 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         if described.has_sharded_tensors:
             return None
         skipped = chosen_names(self._rule(), described.plan.names, described.leaves)
+        saved, names = SavedEntries.of_catalog(catalog), set(described.plan.names)
+        if self._has_made_room(
+            state, saved, names, lambda: unlike_catalog(described.plan, catalog) - skipped
+        ):
+            described = DescribedState(state)
+            names.update(described.plan.names)
         if skipped:
             described.leave_out(skipped)
         wanted = described.plan
@@ -114,8 +139,9 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         )
         if found is None:
             return None
-        self._is_by_catalog, self.lacking_names = True, lacking
-        self._lacking = [wanted.paths[wanted.names.index(name)] for name in lacking]
+        self._is_by_catalog, self.lacking_names, self._known = True, lacking, names
+        paths = dict(zip(wanted.names, wanted.paths, strict=True)) if lacking else {}
+        self._lacking = [paths[name] for name in lacking]
         self.original_state_dict = state
         self.mappings = dict(zip(plan.names, plan.paths, strict=True))
         self.state_dict = dict(zip(plan.names, described.leaves, strict=True))
@@ -123,9 +149,15 @@ class LocalLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Plan by DCP's metadata, as torch does, without optional entries that it lacks."""
-        metadata = self.metadata
+        metadata, leaves = self.metadata, self.state_dict
         assert metadata is not None
-        skipped = chosen_names(self._rule(), self.state_dict, self.state_dict.values())
+        skipped = chosen_names(self._rule(), leaves, leaves.values())
+        saved, names = SavedEntries.of_metadata(metadata), set(leaves)
+        state, unlike = self.original_state_dict, partial(unlike_metadata, leaves, metadata)
+        if self._has_made_room(state, saved, names, lambda: unlike() - skipped):
+            self.set_up_planner(state, metadata, self.is_coordinator)
+            names.update(self.state_dict)
+        self._known = names
         if skipped:  # torch takes what the checkpoint has more for another torch's names
             known = metadata.state_dict_metadata
             left = {name: entry for name, entry in known.items() if name not in skipped}
@@ -141,6 +173,34 @@ class LocalLoadPlanner(DefaultLoadPlanner):
             if name not in lacking and name not in skipped
         }
         return super().create_local_plan()
+
+    def _has_made_room(
+        self,
+        state: dict[str, Any],
+        saved: SavedEntries,
+        names: Collection[str],
+        unlike: Callable[[], set[str]],
+    ) -> bool:
+        """Make room for entries that the state dict lacks or has otherwise; tell whether any."""
+        self._saved, self._others = saved, set()
+        if self._room_for is None:
+            return False
+        wanted = set(saved.names).difference(names) | unlike()
+        made, self._others = saved.make_room(state, wanted, self._room_for)
+        self._made |= made
+        return bool(made)
+
+    def left_out(self) -> bytes:
+        """Return a bit for each entry of the checkpoint below a loaded one that nothing loads."""
+        if set(self._saved.names).issubset(self._known):
+            return b""
+        state = self.original_state_dict
+        containers = [key for key, value in state.items() if is_container(value)]
+        return self._saved.left_out(containers, self._known, self._others)
+
+    def names_of(self, bits: bytes) -> list[str]:
+        """Return the entries whose bits are set."""
+        return self._saved.of_bits(bits) if any(bits) else []
 
     def _rule(self) -> TensorRule | None:
         return tensor_rule("skip", self._skip)
@@ -158,8 +218,10 @@ class LocalLoadPlanner(DefaultLoadPlanner):
 
         `known` is called only if any is optional.
         """
-        optional = list(filter(self._optional, wanted)) if self._optional is not None else []
-        return set(optional).difference(known()) if optional else ()
+        may_lack = self._made.intersection(wanted)
+        if self._optional is not None:
+            may_lack.update(filter(self._optional, wanted))
+        return may_lack.difference(known()) if may_lack else ()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the tensor to read into: the whole local one where that is what the item fills.
@@ -186,9 +248,9 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         """
         fqn = read_item.dest_index.fqn
         try:
-            loaded = torch.load(value, weights_only=self.weights_only)
+            loaded = read_stream(value, weights_only=self.weights_only)
         except Exception as error:
             if not self.weights_only:
                 raise
             raise UntrustedObject(fqn, why_refused(error)) from None
-        set_element(self.original_state_dict, self.mappings[fqn], loaded)
+        set_entry(self.original_state_dict, self.mappings[fqn], loaded)

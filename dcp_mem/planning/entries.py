@@ -1,0 +1,185 @@
+"""A checkpoint's entries beside those of a state dict: what either lacks, and who makes room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcp_mem.format.catalog import BYTES, Catalog, Path
+from dcp_mem.format.torch_names import dtype_named
+from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEntry:
+    """An entry of a checkpoint: a tensor's whole size and dtype; both None for any other value."""
+
+    path: Path
+    size: torch.Size | None = None
+    dtype: torch.dtype | None = None
+
+
+RoomFor = Callable[[SavedEntry], Any]
+"""Returns what to load an entry into that the state dict lacks or has otherwise: a tensor, or
+anything for a value that is no tensor; None for an entry that is another rank's to load, and
+NotImplemented for one that nobody wants."""
+
+
+class SavedEntries:
+    """The entries of a checkpoint by flattened name, in the checkpoint's order."""
+
+    def __init__(self, names: Sequence[str], entry: Callable[[int], SavedEntry]) -> None:
+        self.names, self._entry = names, entry
+
+    @staticmethod
+    def of_catalog(catalog: Catalog) -> SavedEntries:
+        numbers = np.flatnonzero(catalog.properties >= BYTES).tolist()
+
+        def entry(index: int) -> SavedEntry:
+            number = numbers[index]
+            named, properties = int(catalog.name[number]), int(catalog.properties[number])
+            path = catalog.paths[named] if catalog.paths is not None else None
+            path = path or (catalog.names[named],)
+            if properties < 0:
+                return SavedEntry(path)
+            size = catalog.size[number, : catalog.dimensions[number]].tolist()
+            return SavedEntry(path, torch.Size(size), dtype_named(catalog.table[properties].dtype))
+
+        return SavedEntries(catalog.entry_names(), entry)
+
+    @staticmethod
+    def of_metadata(metadata: Metadata) -> SavedEntries:
+        known = metadata.state_dict_metadata
+        names = list(known)
+        paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+
+        def entry(index: int) -> SavedEntry:
+            name = names[index]
+            path, found = paths.get(name, (name,)), known[name]
+            if isinstance(found, TensorStorageMetadata):
+                return SavedEntry(path, found.size, found.properties.dtype)
+            return SavedEntry(path)
+
+        return SavedEntries(names, entry)
+
+    def make_room(
+        self, state: dict[str, Any], names: Collection[str], room_for: RoomFor
+    ) -> tuple[set[str], set[str]]:
+        """Give a state dict room for these names; return those that have it, and other ranks'."""
+        made, others = set(), set()
+        for index, name in enumerate(self.names):
+            if name not in names:
+                continue
+            entry = self._entry(index)
+            room = room_for(entry)
+            if room is None:
+                others.add(name)
+            elif room is not NotImplemented:
+                set_entry(state, entry.path, room)
+                made.add(name)
+        return made, others
+
+    def left_out(
+        self, containers: Collection[str], loaded: Collection[str], others: Collection[str]
+    ) -> bytes:
+        """Return a bit for each entry below these keys that nothing loads."""
+        below = tuple(f"{key}." for key in containers)
+        return np.packbits(
+            [
+                name.startswith(below) and name not in loaded and name not in others
+                for name in self.names
+            ]
+        ).tobytes()
+
+    def of_bits(self, bits: bytes) -> list[str]:
+        """Return the names whose bits are set."""
+        flags = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(self.names))
+        return [self.names[index] for index in np.flatnonzero(flags).tolist()]
+
+
+NO_ENTRIES = SavedEntries((), lambda _: SavedEntry(()))
+
+
+def unlike_catalog(plan: LocalPlan, catalog: Catalog) -> set[str]:
+    """Return the plan's names that the catalog has in another kind, size or dtype."""
+    number_of = dict(
+        zip(
+            catalog.entry_names(), np.flatnonzero(catalog.properties >= BYTES).tolist(), strict=True
+        )
+    )
+    named, row = np.unique(plan.name, return_index=True)
+    entry = np.array([number_of.get(plan.names[number], -1) for number in named.tolist()], np.int64)
+    named, row, entry = named[entry >= 0], row[entry >= 0], entry[entry >= 0]
+    width = max(plan.size.shape[1], catalog.size.shape[1])
+    is_object = plan.kind[row] == ItemKind.OBJECT
+    is_other = (catalog.properties[entry] == BYTES) != is_object
+    is_other |= catalog.dimensions[entry] != plan.dimensions[row]
+    sizes = widened(catalog.size[entry], width, 1), widened(plan.size[row], width, 1)
+    is_other |= (sizes[0] != sizes[1]).any(axis=1)
+    numbers: dict[str, int] = {"": -1}
+    saved, wanted = (
+        np.array([*(numbers.setdefault(one.dtype, len(numbers)) for one in table), -1], np.int64)
+        for table in (catalog.table, plan.table)
+    )
+    saved_as = saved[np.maximum(catalog.properties[entry], -1)]
+    wanted_as = wanted[plan.properties[row]]
+    is_other |= ~is_object & (saved_as != wanted_as)
+    return set(map(plan.names.__getitem__, named[is_other].tolist()))
+
+
+def unlike_metadata(leaves: Mapping[str, Any], metadata: Metadata) -> set[str]:
+    """Return the names of leaves that the metadata has in another kind, size or dtype."""
+    found = set()
+    for name, leaf in leaves.items():
+        known: Any = metadata.state_dict_metadata.get(name)
+        if known is not None:
+            is_tensor = isinstance(known, TensorStorageMetadata)
+            look = (known.size, known.properties.dtype) if is_tensor else None
+            if look != ((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None):
+                found.add(name)
+    return found
+
+
+def set_entry(state: MutableMapping[str, Any], path: Path, value: Any) -> None:
+    """Set a value in nested dicts and lists; what isn't there, or is no container, is made."""
+    container: Any = state
+    for part, following in pairwise(path):
+        container = _child(container, part, dict if isinstance(following, str) else list)
+    if isinstance(container, list):
+        container.extend([None] * (int(path[-1]) + 1 - len(container)))
+        container[int(path[-1])] = value
+    else:
+        container[_own_key(container, path[-1])] = value
+
+
+def _child(container: Any, part: str | int, kind: type[dict[Any, Any]] | type[list[Any]]) -> Any:
+    key: Any = part
+    if isinstance(container, list):
+        container.extend([None] * (int(part) + 1 - len(container)))
+        found = container[part]  # type: ignore[index]
+    else:
+        key = _own_key(container, part)
+        found = container.get(key)
+    if not isinstance(found, Mapping if kind is dict else list):
+        found = container[key] = kind()
+    return found
+
+
+def _own_key(mapping: Mapping[Any, Any], part: str | int) -> Any:
+    """Return the mapping's key with this text: paths have texts for all keys, as 0 for an int."""
+    if part in mapping:
+        return part
+    return next((key for key in mapping if str(key) == part), part)
+
+
+def first_of(names: Iterable[str], most: int = 5) -> str:
+    """Return the first few names, for people."""
+    listed = list(names)
+    more = f", … ({len(listed)} in all)" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

@@ -1,0 +1,353 @@
+"""Optimizers' state by the names of parameters, and the state that fresh optimizers lack.
+
+What is saved of optimizers: "state", by name of the parameter, and "groups": a record for each
+parameter group, under a key made of its parameters' names, so that ranks with groups of their own
+have records of their own. A load takes all records, and finds each parameter's by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+
+from dcp_mem.common.log import log
+from dcp_mem.errors import DcpMemError
+from dcp_mem.planning.entries import SavedEntry, first_of
+from dcp_mem.planning.plain_tensors import PLAIN
+from dcp_mem.train_state.values import as_tuple, on_cpu, tensors_in
+
+
+class Optimizers:
+    """The optimizers of a model, whose parameters have names.
+
+    Args:
+        model: The model.
+        optimizers: In the order in which the user has given them.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._stateless: set[Optimizer] = set()
+        self._parameters: dict[str, torch.Tensor] = {}  # as of the last `saved`, like the names
+        self._names: list[list[str]] = []
+
+    @contextmanager
+    def having_state(self) -> Iterator[list[bool]]:
+        """Give fresh optimizers state in the block; yield of each parameter group whether it is."""
+        fresh = [not one.state for one in self._optimizers for _ in one.param_groups]
+        with ExitStack() as stack:
+            for optimizer in self._optimizers:
+                stack.enter_context(_with_state(optimizer, self._stateless))
+            yield fresh
+
+    def saved(self, found: Mapping[str, Any], is_fresh: Sequence[bool]) -> dict[str, Any]:
+        """Return what is saved, of torch's state dict of the optimizers; no tensor is copied."""
+        state, groups = found.get("state", {}), found.get("param_groups", [])
+        self._parameters = self._named_by(groups)
+        self._names = [list(group["params"]) for group in groups]
+        return {
+            "state": {name: dict(_saved_values(of)) for name, of in state.items()},
+            "groups": {
+                _key(index, group["params"]): as_tuple(_record(group, state, fresh))
+                for index, (group, fresh) in enumerate(zip(groups, is_fresh, strict=True))
+            },
+        }
+
+    def room_for(self, entry: SavedEntry) -> Any:
+        """Return room for an entry of what was saved, as `MakesRoom` has it."""
+        kind, name, *_ = entry.path
+        if kind == "groups":
+            return ()
+        parameter = self._parameters.get(str(name))
+        if parameter is None:
+            return None
+        if entry.size is None:
+            return ()
+        if entry.size == parameter.shape:
+            return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
+        return torch.empty(entry.size, dtype=entry.dtype)
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore state and options that were saved, each parameter's by its name."""
+        if not self._optimizers:
+            return
+        records = [record for (record,) in saved["groups"].values()]
+        if not records:
+            raise DcpMemError("the checkpoint has no optimizers")
+        record_of = {name: record for record in records for name in record["params"]}
+        state = {
+            name: {key: one[0] if type(one) is tuple else one for key, one in of.items()}
+            for name, of in saved["state"].items()
+            if of
+        }
+        names = self._names
+        _refuse_unloaded(state, record_of, names)
+        _name_new(record_of, names)
+        number = 0
+        for optimizer in self._optimizers:
+            own = names[number : number + len(optimizer.param_groups)]
+            number += len(own)
+            options = [
+                _options(group, of, record_of)
+                for group, of in zip(optimizer.param_groups, own, strict=True)
+            ]
+            self._restore_one(optimizer, own, options, state)
+            before = [record_of[name]["fresh"] for of in own for name in of if name in record_of]
+            if before and all(before):
+                optimizer.state.clear()
+
+    def _restore_one(
+        self,
+        optimizer: Optimizer,
+        names: Sequence[Sequence[str]],
+        options: Sequence[dict[str, Any]],
+        state: Mapping[str, Any],
+    ) -> None:
+        if _is_fsdp_1(self._model):  # whose flat parameters have several names
+            groups = [{**of, "params": list(one)} for of, one in zip(options, names, strict=True)]
+            own = {name: state[name] for one in names for name in one if name in state}
+            with _without_empty_step(optimizer):
+                set_optimizer_state_dict(
+                    self._model,
+                    optimizer,
+                    {"state": own, "param_groups": groups},
+                    options=StateDictOptions(strict=False),
+                )
+            return
+        numbers = {name: number for number, name in enumerate(n for one in names for n in one)}
+        optimizer.load_state_dict(
+            {
+                "state": {number: state[name] for name, number in numbers.items() if name in state},
+                "param_groups": [
+                    {**of, "params": [numbers[name] for name in one]}
+                    for of, one in zip(options, names, strict=True)
+                ],
+            }
+        )
+
+    def _named_by(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        if _is_fsdp_1(self._model):
+            return {}
+        of_optimizers = (group for one in self._optimizers for group in one.param_groups)
+        return {
+            name: parameter
+            for group, own in zip(groups, of_optimizers, strict=True)
+            for name, parameter in zip(group["params"], own["params"], strict=True)
+        }
+
+
+def _is_fsdp_1(model: nn.Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+# -- what is saved --------------------------------------------------------------------------------
+
+
+def _saved_values(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield a parameter's state as DCP is to see it: dicts with tensors and tensors as they are."""
+    for key, value in state.items():
+        tensors = tensors_in(value)
+        is_seen = isinstance(value, (torch.Tensor, dict)) and bool(tensors)
+        if is_seen or any(type(one) not in PLAIN for one in tensors):
+            yield key, value
+        else:
+            yield key, as_tuple(on_cpu(value))
+
+
+def _record(
+    group: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]], is_fresh: bool
+) -> dict[str, Any]:
+    names = list(group["params"])
+    with_state = [state[name] for name in names if state.get(name)]
+    return {
+        "params": names,
+        "options": {key: on_cpu(one) for key, one in group.items() if key != "params"},
+        "stateless": [name for name in names if not state.get(name)] if with_state else True,
+        "keys": sorted({str(key) for one in with_state for key in one}),
+        "fresh": is_fresh,
+    }
+
+
+def _key(index: int, names: Sequence[str]) -> str:
+    text = "\0".join(names) or f"no parameters, group {index}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+# -- what is restored -----------------------------------------------------------------------------
+
+
+def _refuse_unloaded(
+    state: Mapping[str, Mapping[str, Any]],
+    record_of: Mapping[str, Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+) -> None:
+    """Raise where a parameter had state that wasn't loaded, as torch's own `dcp.load` does it."""
+    for name in (name for group in names for name in group if name in record_of):
+        record = record_of[name]
+        if record["stateless"] is True or name in state or name in record["stateless"]:
+            continue
+        raise DcpMemError(
+            f"the optimizer's state of {name} is in the checkpoint and wasn't loaded, as a fresh "
+            "optimizer has none to load into: load with dcp_mem.load"
+        )
+    for record in {id(one): one for one in record_of.values()}.values():
+        own = [state[name] for name in record["params"] if name in state]
+        loaded = {str(key) for one in own for key in one}
+        if own and (lost := sorted(set(record["keys"]) - loaded)):
+            raise DcpMemError(
+                f"the optimizer's state {', '.join(lost)} of {first_of(record['params'])} is in "
+                "the checkpoint and wasn't loaded: load with dcp_mem.load"
+            )
+
+
+def _name_new(record_of: Mapping[str, Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:
+    new = [name for group in names for name in group if name not in record_of]
+    if new:
+        log.warning(
+            "parameters that the saved optimizers didn't have begin without state: %s",
+            first_of(new),
+        )
+
+
+def _options(
+    group: Mapping[str, Any], names: Sequence[str], record_of: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return a group's options: those saved for its parameters, else its own."""
+    own = {key: value for key, value in group.items() if key != "params"}
+    origins = list(
+        {id(record_of[one]): record_of[one] for one in names if one in record_of}.values()
+    )
+    if not origins:
+        return own
+    saved: dict[str, Any] = {}
+    differing = set()
+    for record in origins:
+        for key, value in record["options"].items():
+            if not _are_equal(saved.setdefault(key, value), value):
+                differing.add(key)
+    kept = sorted(key for key in own.keys() - saved.keys())
+    if kept:
+        log.warning(
+            "options of a parameter group that the checkpoint lacks keep their values: %s",
+            ", ".join(f"{key}={own[key]!r}" for key in kept),
+        )
+    if differing & own.keys():
+        log.warning(
+            "parameters of one group were in several with different options, which keep their "
+            "values: %s",
+            ", ".join(f"{key}={own[key]!r}" for key in sorted(differing & own.keys())),
+        )
+    taken = {
+        key: _as_kind_of(own.get(key), value)
+        for key, value in saved.items()
+        if not (key in differing and key in own)
+    }
+    return {**own, **taken}
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    return bool(one == other)
+
+
+def _as_kind_of(own: Any, saved: Any) -> Any:
+    """Return a saved option as a number or a tensor, whichever the optimizer has now."""
+    if isinstance(own, torch.Tensor) and isinstance(saved, (int, float, torch.Tensor)):
+        return torch.as_tensor(saved).to(own)
+    if isinstance(own, (int, float)) and isinstance(saved, torch.Tensor) and saved.numel() == 1:
+        return type(own)(saved.item())
+    return saved
+
+
+# -- fresh optimizers -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _with_state(optimizer: Optimizer, stateless: set[Optimizer]) -> Iterator[None]:
+    """Give a fresh optimizer the state that a step with gradients of 0 makes; then clear it again.
+
+    Parameters, gradients, options of the groups and schedulers stay as they are. Optimizers known
+    to make no state are in `stateless`; this one is added if it makes none.
+    """
+    if optimizer.state:
+        yield
+        return
+    if optimizer not in stateless:
+        try:
+            _take_zero_step(optimizer)
+        except Exception as error:  # LBFGS wants a closure, SparseAdam sparse gradients
+            optimizer.state.clear()
+            log.debug("no state can be made for a fresh %s: %s", type(optimizer).__name__, error)
+    if not optimizer.state:
+        stateless.add(optimizer)
+    try:
+        with _without_empty_step(optimizer):
+            yield
+    finally:
+        optimizer.state.clear()
+
+
+@torch.no_grad()
+def _take_zero_step(optimizer: Optimizer) -> None:
+    """Take a step with gradients and rate 0, which makes the state and changes nothing else.
+
+    The parameters are copied before the step and restored after it: some optimizers change their
+    bits all the same.
+    """
+    parameters = _trained(optimizer)
+    gradients = [parameter.grad for parameter in parameters]
+    values = [parameter.detach().clone() for parameter in parameters]
+    options = [dict(group) for group in optimizer.param_groups]
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                rate = group["lr"]
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        # The class's method: schedulers count calls of the object's.
+        type(optimizer).step(optimizer, closure=None)
+    finally:
+        for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
+            parameter.copy_(value)
+            parameter.grad = gradient
+        for group, known in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
+            group.update(known)
+
+
+@contextmanager
+def _without_empty_step(optimizer: Optimizer) -> Iterator[None]:
+    """Give an optimizer without state a gradient, so that torch takes no empty step for it."""
+    parameters = _trained(optimizer)
+    if (
+        optimizer.state
+        or not parameters
+        or any(parameter.grad is not None for parameter in parameters)
+    ):
+        yield
+        return
+    smallest = min(parameters, key=torch.Tensor.numel)
+    smallest.grad = torch.zeros_like(smallest)
+    try:
+        yield
+    finally:
+        smallest.grad = None
+
+
+def _trained(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
