@@ -29,7 +29,7 @@ def stream_of(value: Any) -> io.BytesIO:
     Raises:
         Exception: What pickling raises.
     """
-    if _is_plain(value):
+    if is_plain_value(value):
         pickled = pickle.dumps(value, 2)
         if len(pickled) <= _SMALL_BYTES:
             return io.BytesIO(_small_stream(pickled))
@@ -38,15 +38,18 @@ def stream_of(value: Any) -> io.BytesIO:
     return _stream_of(value)
 
 
-def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
+def is_plain_value(value: Any, depth: int = _DEPTH) -> bool:
+    """Tell whether a value is a number or text, or lists, tuples and dicts of such."""
     kind = type(value)
     if kind in _SCALARS:
         return True
     if kind not in (tuple, list, dict) or not depth:
         return False
-    if kind is dict and not all(_is_plain(one, depth - 1) for one in value.values()):
+    if kind is dict and not all(is_plain_value(one, depth - 1) for one in value.values()):
         return False
-    return _SCALARS.issuperset(map(type, value)) or all(_is_plain(one, depth - 1) for one in value)
+    return _SCALARS.issuperset(map(type, value)) or all(
+        is_plain_value(one, depth - 1) for one in value
+    )
 
 
 def _plain_stream(pickled: bytes) -> bytes:

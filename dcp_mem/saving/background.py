@@ -10,6 +10,7 @@ from dcp_mem.policy.admission import most_at_once
 from dcp_mem.policy.slots import capacity_for
 from dcp_mem.runtime.prefaulting import NodeNeeds, SlotSizes
 from dcp_mem.saving.complete import concerns_flusher
+from dcp_mem.saving.first_save import name_refused
 from dcp_mem.saving.frozen import compare_if_due
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.redundancy import incoming_sizes, replication_of, shared_nbytes
@@ -22,12 +23,13 @@ _LARGE = 32 << 20
 def start_background_work(context: SaveContext, completed: Completed) -> None:
     """Start what training needn't wait for; what fails is logged only, as the ranks have voted.
 
-    1. The node's leader has `.metadata` put beside the checkpoint, for stock readers, and wakes the
+    1. Byte items that no load would restore are named, at the first save of a structure.
+    2. The node's leader has `.metadata` put beside the checkpoint, for stock readers, and wakes the
        agent, which makes checksums and flushes.
-    2. Copies or parity on other nodes are set up.
-    3. Slots for the next saves are made ready.
-    4. Frozen tensors are held against their segment, now and then.
-    5. The copies begin: last, for they take the cores that all this runs on.
+    3. Copies or parity on other nodes are set up.
+    4. Slots for the next saves are made ready.
+    5. Frozen tensors are held against their segment, now and then.
+    6. The copies begin: last, for they take the cores that all this runs on.
 
     Args:
         context: Of the save.
@@ -35,6 +37,7 @@ def start_background_work(context: SaveContext, completed: Completed) -> None:
     """
     session, staged = context.session, completed.staged
     behind = partial(attempt_or_log, f"{context.name} is complete, but this has failed behind it")
+    behind(partial(name_refused, staged))  # while the slot is held
     behind(partial(_tell, context, completed))
     replication = behind(partial(replication_of, context, completed))
     takes_slots = replication is not None and replication.task.makes_slots

@@ -279,10 +279,13 @@ class RowItems:
         """Return what items that are tensors stand for."""
         return list(map(self._parts.__getitem__, items))
 
+    def is_object(self, item: int) -> bool:
+        return bool(self._local.kind[item] == ItemKind.OBJECT)
+
     def index(self, item: int) -> MetadataIndex:
         local = self._local
         fqn = local.names[local.name[item]]
-        if local.kind[item] == ItemKind.OBJECT:
+        if self.is_object(item):
             return MetadataIndex(fqn)
         return MetadataIndex(fqn, torch.Size(local.offset[item, : local.dimensions[item]].tolist()))
 

@@ -29,6 +29,7 @@ from dcp_mem.planning.plan_columns import LocalPlan, NotDescribable
 from dcp_mem.planning.state_structure import Structure
 from dcp_mem.runtime.last_saves import GroupKey, SavedPlan
 from dcp_mem.runtime.session import Session
+from dcp_mem.saving.first_save import name_differing
 from dcp_mem.saving.own_plan import (
     CatalogOfOwnPlan,
     OwnPlan,
@@ -109,6 +110,7 @@ class OwnPlanItems:
         if not self._wanted:
             assert self._structure is not None
             self._plans.plan_together(context, self._structure, to_lowest_rank=self._to_lowest_rank)
+            name_differing(context.ranks, self._structure, self._state.value)
             self._is_new = True
         return True
 

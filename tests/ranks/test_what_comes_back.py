@@ -3,6 +3,7 @@
 import datetime as dt
 import enum
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -205,13 +206,13 @@ def _resumes_to_the_bit(
 class SparseStep(torch.optim.SparseAdam):
     """SparseAdam on dense parameters: its gradients are made sparse before each step."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if closure is not None or not parameter.grad.abs().sum():
                     continue
                 parameter.grad = parameter.grad.to_sparse()
-        return super().step(closure)
+        return super().step(closure)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
@@ -327,10 +328,10 @@ def test_a_parameter_that_never_had_a_gradient_has_no_state_after_the_load(
 @pytest.mark.parametrize("then", [False, True], ids=["freezes", "thaws"])
 def test_a_parameters_state_follows_its_name_not_its_flag(memory_job: Job, then: bool) -> None:
     model, optimizer = _trained(torch.optim.AdamW)
-    model.bias.requires_grad_(not then)  # type: ignore[union-attr, operator]
+    model.bias.requires_grad_(not then)
     _save(memory_job, app=TrainState(model, optimizer))
     other, resumed = _trained(torch.optim.AdamW, 0, seed=1)
-    other.bias.requires_grad_(then)  # type: ignore[union-attr, operator]
+    other.bias.requires_grad_(then)
     _load(memory_job, app=TrainState(other, resumed))
     assert repr(resumed.state_dict()) == repr(optimizer.state_dict())
 
@@ -363,7 +364,8 @@ def test_groups_that_are_split_otherwise_take_each_parameters_options(memory_job
     model, optimizer = _trained(lambda parameters: torch.optim.SGD(parameters, 0.5, momentum=0.9))
     _save(memory_job, app=TrainState(model, optimizer))
     other = nn.Linear(3, 2)
-    resumed = torch.optim.SGD([{"params": [other.bias]}, {"params": [other.weight]}], 0.1)
+    groups: list[dict[str, Any]] = [{"params": [other.bias]}, {"params": [other.weight]}]
+    resumed = torch.optim.SGD(groups, 0.1)
     _load(memory_job, app=TrainState(other, resumed))
     assert [group["lr"] for group in resumed.param_groups] == [0.5, 0.5]
     assert torch.equal(
@@ -434,6 +436,23 @@ def test_ranks_that_change_roles_keep_what_is_a_ranks_own_and_say_so(memory_job:
         assert "keeps its own dataloader and random numbers" in line
 
 
+def _save_a_ranks_own(job: Job) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcp_mem").addHandler(handler)
+    rank = dist.get_rank()
+    _save(job, same={"step": 3, "names": ["a"]}, own={"groups": [{"lr": rank}], "rank": rank})
+    return lines
+
+
+def test_values_that_differ_from_rank_to_rank_are_named_at_the_first_save(memory_job: Job) -> None:
+    told, others = forked_ranks(_save_a_ranks_own, 2, memory_job)
+    [line] = told
+    assert "own.groups.0.lr, own.rank differ from rank to rank" in line
+    assert others == []
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 
@@ -453,18 +472,17 @@ class Quantised(nn.Linear):
 def test_a_model_whose_state_has_keys_that_it_doesnt_take_is_resumed(
     memory_job: Job, caplog: pytest.LogCaptureFixture, is_live: bool
 ) -> None:
-    model = nn.Sequential(Quantised(is_live))
-    model[0].absmax += 3
-    _save(memory_job, app=TrainState(model))
+    layer, other = Quantised(is_live), Quantised(is_live)
+    layer.absmax += 3
+    _save(memory_job, app=TrainState(nn.Sequential(layer)))
     told = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert [("0.absmax" in line, "a restore leaves" in line) for line in told] == (
         [] if is_live else [(True, True)]
     )
     caplog.clear()
-    other = nn.Sequential(Quantised(is_live))
-    _load(memory_job, app=TrainState(other))
-    assert torch.equal(other[0].weight, model[0].weight)
-    assert other[0].absmax.tolist() == ([3, 3] if is_live else [0, 0])
+    _load(memory_job, app=TrainState(nn.Sequential(other)))
+    assert torch.equal(other.weight, layer.weight)
+    assert other.absmax.tolist() == ([3, 3] if is_live else [0, 0])
     told = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert bool(told) == (not is_live)
 
@@ -516,6 +534,9 @@ def test_what_a_load_would_refuse_is_named_at_the_first_save(
         ) as manager:
             manager.save(1, state)
             manager.save(2, state)
+    for thread in threading.enumerate():
+        if thread.name == "dcp_mem-first-save":
+            thread.join()
     [line] = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert f"app.values.{by} " in line
     assert "Colour" in line
