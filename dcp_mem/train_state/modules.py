@@ -70,8 +70,9 @@ def _untaken(model: nn.Module) -> list[str]:
 def _untaken_here(module: nn.Module) -> list[str]:
     own: dict[str, Any] = {}
     module._save_to_state_dict(own, "", keep_vars=True)
-    for key in (*module._parameters, *module._buffers, "_extra_state"):
+    for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         own.pop(key, None)
+    own.pop("_extra_state", None)
     unexpected: list[str] = []
     if own:
         module._load_from_state_dict(own, "", {}, True, [], unexpected, [])
