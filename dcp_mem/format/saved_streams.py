@@ -52,13 +52,19 @@ def _read_harmless(stream: io.BytesIO, map_location: Any) -> Any:
     kinds = ((a_deque, "collections.deque"), (a_defaultdict, "collections.defaultdict"))
     with (
         _safe_globals_guard,
-        torch.serialization.safe_globals([*_harmless(), *kinds]),
+        torch.serialization.safe_globals(_not_known_yet([*_harmless(), *kinds])),
     ):
         value = torch.load(stream, map_location, weights_only=True)
     return _without_stand_ins(value, stand_ins, {}) if stand_ins else value
 
 
 _safe_globals_guard = threading.Lock()  # torch has one set of safe globals for all threads
+
+
+def _not_known_yet(kinds: list[Any]) -> list[Any]:
+    """Return those that the user hasn't admitted: torch forgets what it was given for a while."""
+    known = torch.serialization.get_safe_globals()
+    return [kind for kind in kinds if kind not in known]
 
 
 @cache

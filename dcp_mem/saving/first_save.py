@@ -37,6 +37,8 @@ def name_refused(staged: Staged) -> None:
     items = staged.items
     if not isinstance(items, RowItems) or items.structure in _looked_at:
         return
+    if staged.slot.descriptor < 0:  # another process has it
+        return
     _looked_at.add(items.structure)
     streams, left = [], _MOST_NBYTES
     for item, offset, nbytes in zip(staged.order, staged.offsets, staged.lengths, strict=True):

@@ -39,6 +39,11 @@ class Optimizers:
         self._parameters: dict[str, torch.Tensor] = {}  # as of the last `saved`, like the names
         self._names: list[list[str]] = []
 
+    @property
+    def are_unnamed(self) -> bool:
+        """Whether nobody has asked yet for what is saved, and so for the parameters' names."""
+        return bool(self._optimizers) and not self._names
+
     @contextmanager
     def having_state(self) -> Iterator[list[bool]]:
         """Give fresh optimizers state in the block; yield of each parameter group whether it is."""
@@ -79,28 +84,31 @@ class Optimizers:
         """Restore state and options that were saved, each parameter's by its name."""
         if not self._optimizers:
             return
-        records = [record for (record,) in saved["groups"].values()]
-        if not records:
+        if not saved["groups"]:
             raise DcpMemError("the checkpoint has no optimizers")
-        record_of = {name: record for record in records for name in record["params"]}
+        names = self._names
+        keys = [_key(index, of) for index, of in enumerate(names)]
+        own = [record for key, (record,) in saved["groups"].items() if key in keys]
+        records = [record for (record,) in saved["groups"].values()]
+        record_of = {name: record for record in [*records, *own] for name in record["params"]}
         state = {
             name: {key: one[0] if type(one) is tuple else one for key, one in of.items()}
             for name, of in saved["state"].items()
             if of
         }
-        names = self._names
         _refuse_unloaded(state, record_of, names)
+        _refuse_partial(state, own)
         _name_new(record_of, names)
         number = 0
         for optimizer in self._optimizers:
-            own = names[number : number + len(optimizer.param_groups)]
-            number += len(own)
+            groups = names[number : number + len(optimizer.param_groups)]
+            number += len(groups)
             options = [
                 _options(group, of, record_of)
-                for group, of in zip(optimizer.param_groups, own, strict=True)
+                for group, of in zip(optimizer.param_groups, groups, strict=True)
             ]
-            self._restore_one(optimizer, own, options, state)
-            before = [record_of[name]["fresh"] for of in own for name in of if name in record_of]
+            self._restore_one(optimizer, groups, options, state)
+            before = [record_of[one]["fresh"] for of in groups for one in of if one in record_of]
             if before and all(before):
                 optimizer.state.clear()
 
@@ -155,6 +163,10 @@ def _saved_values(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield a parameter's state as DCP is to see it: dicts with tensors and tensors as they are."""
     for key, value in state.items():
         tensors = tensors_in(value)
+        if isinstance(value, tuple) and any(type(one) not in PLAIN for one in tensors):
+            raise DcpMemError(
+                f"an optimizer's state {key} is a tuple of sharded tensors: use a list"
+            )
         is_seen = isinstance(value, (torch.Tensor, dict)) and bool(tensors)
         if is_seen or any(type(one) not in PLAIN for one in tensors):
             yield key, value
@@ -198,10 +210,15 @@ def _refuse_unloaded(
             f"the optimizer's state of {name} is in the checkpoint and wasn't loaded, as a fresh "
             "optimizer has none to load into: load with dcp_mem.load"
         )
-    for record in {id(one): one for one in record_of.values()}.values():
-        own = [state[name] for name in record["params"] if name in state]
-        loaded = {str(key) for one in own for key in one}
-        if own and (lost := sorted(set(record["keys"]) - loaded)):
+
+
+def _refuse_partial(
+    state: Mapping[str, Mapping[str, Any]], records: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise where all parameters of a group are here, and not all that their state had."""
+    for record in records:
+        loaded = {str(key) for name in record["params"] for key in state.get(name, ())}
+        if loaded and (lost := sorted(set(record["keys"]) - loaded)):
             raise DcpMemError(
                 f"the optimizer's state {', '.join(lost)} of {first_of(record['params'])} is in "
                 "the checkpoint and wasn't loaded: load with dcp_mem.load"

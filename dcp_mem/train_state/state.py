@@ -119,6 +119,8 @@ class TrainState:
             KeyError: An entry is missing.
             DcpMemError: The checkpoint has something that wasn't loaded, or can't be restored.
         """
+        if self._optimizers.are_unnamed:
+            self.state_dict()
         model = state_dict["model"]
         self._untaken.load(model)
         self._optimizers.restore(state_dict["optimizer"])
