@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import dcp_mem
 from tests.support.checkpoints.jobs import load_anew, save, wait_until
-from tests.support.nodes.cluster import ON_DEMAND, Cluster, Node, job_on_nodes
+from tests.support.nodes.cluster import Cluster, Node, job_on_nodes
+from tests.support.variants import VARIANT
 
 pytestmark = [pytest.mark.slow]
 
@@ -66,17 +67,17 @@ def _lose(nodes: Collection[Node]) -> None:
         pytest.param([1], COPIES, 1, 1, id="one of three"),
         pytest.param([0], COPIES, 1, 1, id="the coordinator's"),
         pytest.param(
-            [1, 2], {"replicas": 2}, 2, 1, id="two of three with two replicas", marks=ON_DEMAND
+            [1, 2], {"replicas": 2}, 2, 1, id="two of three with two replicas", marks=VARIANT
         ),
-        pytest.param([2], COPIES, 0, 1, id="one of three and none in its place", marks=ON_DEMAND),
-        pytest.param([1], PARITY, 1, 1, id="one of three with parity", marks=ON_DEMAND),
+        pytest.param([2], COPIES, 0, 1, id="one of three and none in its place", marks=VARIANT),
+        pytest.param([1], PARITY, 1, 1, id="one of three with parity", marks=VARIANT),
         pytest.param(
             [0],
             PARITY,
             1,
             2,
             id="the coordinator's with parity and two ranks on a node",
-            marks=ON_DEMAND,
+            marks=VARIANT,
         ),
         pytest.param([2], PARITY, 0, 1, id="one of three with parity and none in its place"),
     ],
