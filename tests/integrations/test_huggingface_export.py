@@ -274,7 +274,7 @@ def peak_of_export(job: Job, export: HuggingFaceExport, count: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0])
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.variant), "bfloat16"])
 def test_an_export_takes_the_memory_of_a_shard(
     memory_root: Path, tmp_path: Path, dtype: str | None
 ) -> None:
@@ -417,7 +417,14 @@ def is_stopped(memory: str) -> bool:
     return [one.status() for one in exporters(memory)] == [psutil.STATUS_STOPPED]
 
 
-@pytest.mark.parametrize("point", ["export.shard", "export.shards", "export.shown"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param("export.shard", marks=pytest.mark.variant),
+        "export.shards",
+        pytest.param("export.shown", marks=pytest.mark.variant),
+    ],
+)
 def test_an_export_whose_agent_is_killed_is_finished_by_the_next_one(
     job: Job, tmp_path: Path, point: str
 ) -> None:
