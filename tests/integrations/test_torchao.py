@@ -185,9 +185,7 @@ def _run(job: Job, kind: str, options: dict[str, Any], steps: int) -> list[float
 
 
 @needs_fsdp_on_cpu
-@pytest.mark.parametrize(
-    "kind", ["AdamW8bit", pytest.param("AdamWFp8", marks=pytest.mark.variant)]
-)
+@pytest.mark.parametrize("kind", ["AdamW8bit", pytest.param("AdamWFp8", marks=pytest.mark.variant)])
 def test_a_sharded_quantised_optimizer_goes_on_where_it_was(memory_job: Job, kind: str) -> None:
     _goes_on(memory_job, 2, kind, {"sharded": True, "is_async": False})
 

@@ -89,7 +89,9 @@ def _lose(cluster: Cluster, lost: Sequence[Node]) -> None:
 @pytest.mark.parametrize(
     ("lost", "redundancy", "point"),
     [
-        pytest.param([1], {"replicas": 1}, "flush.started:stop:1", id="one of three"),
+        pytest.param(
+            [1], {"replicas": 1}, "flush.started:stop:1", id="one of three", marks=VARIANT
+        ),
         pytest.param(
             [2],
             {"replicas": 1},

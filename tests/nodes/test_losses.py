@@ -113,10 +113,12 @@ SHORT = [
     Case("replicas=1", "replicate.chunk", how="throttled", back="moved"),
     Case("parity(2)", "replicate.received", how="unplugged", back="tp"),
     Case("replicas=2", "replicate.recorded", lost=0, more=1, back="other ranks"),
-    Case("parity(4)", "complete.manifest", nodes=2, ranks=2, back="fewer", keep=1),
-    Case("replicas=1", "load load.batch", nodes=2, how="unplugged", back="hsdp"),
     Case("parity(2)", "load mend.done", back="more"),
     Case("replicas=1", "flush.commit", nodes=2, lost=0),
+]
+LONGER = [
+    Case("parity(4)", "complete.manifest", nodes=2, ranks=2, back="fewer", keep=1),
+    Case("replicas=1", "load load.batch", nodes=2, how="unplugged", back="hsdp"),
 ]
 
 
@@ -156,6 +158,8 @@ def _matrix() -> Iterator[Case]:
 def _cases() -> Iterator[Any]:
     for case in SHORT:
         yield pytest.param(case, id=str(case), marks=pytest.mark.nodes(case.nodes))
+    for case in LONGER:
+        yield pytest.param(case, id=str(case), marks=[pytest.mark.nodes(case.nodes), VARIANT])
     for case in _matrix():
         yield pytest.param(
             case, id=f"matrix-{case}", marks=[pytest.mark.nodes(case.nodes), VARIANT]

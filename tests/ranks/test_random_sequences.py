@@ -52,7 +52,7 @@ COMPLETE_FROM = SAVE_POINTS.index("complete.manifest")
 RETIRED_FROM = SAVE_POINTS.index("complete.evicted")
 COMMITTED_FROM = FLUSH_POINTS.index("flush.committed")
 MOST_KEPT = 3
-SEQUENCES = int(os.environ.get("DCP_MEM_MACHINE", "50"))
+SEQUENCES = int(os.environ.get("DCP_MEM_MACHINE", "20"))
 
 
 @dataclass(slots=True)
