@@ -242,7 +242,7 @@ def scored(*scores: float, **arguments: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize("limit", [pytest.param(None, marks=pytest.mark.variant), 1])
 def test_the_best_model_is_loaded_at_the_end_and_its_checkpoint_stays(
     runs: Runs, limit: int | None
 ) -> None:

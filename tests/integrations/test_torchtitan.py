@@ -96,6 +96,7 @@ def test_torchtitans_own_manager_goes_on_by_serve_to_the_bit(
 @pytest.mark.slow
 @pytest.mark.usefixtures("_in_private_memory")
 @pytest.mark.timeout(500)
+@pytest.mark.variant
 def test_what_torchtitans_own_manager_saved_is_gone_on_from(
     undisturbed: tuple[Path, set[str]], tmp_path: Path
 ) -> None:

@@ -67,7 +67,13 @@ def _outcome(act: Callable[[], Loaded]) -> Outcome:
     return raised_by(lambda: loaded.append(act())) or loaded[0]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="1 rank", marks=pytest.mark.variant),
+        pytest.param(2, id="2 ranks"),
+    ],
+)
 def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     directory = tmp_path_factory.mktemp("original")
     (directory / "memory").mkdir(mode=0o700)
