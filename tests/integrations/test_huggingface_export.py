@@ -417,14 +417,7 @@ def is_stopped(memory: str) -> bool:
     return [one.status() for one in exporters(memory)] == [psutil.STATUS_STOPPED]
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        pytest.param("export.shard", marks=pytest.mark.variant),
-        "export.shards",
-        pytest.param("export.shown", marks=pytest.mark.variant),
-    ],
-)
+@pytest.mark.parametrize("point", ["export.shard", "export.shards", "export.shown"])
 def test_an_export_whose_agent_is_killed_is_finished_by_the_next_one(
     job: Job, tmp_path: Path, point: str
 ) -> None:
