@@ -118,7 +118,7 @@ def row(report: str, told: str) -> None:
         importlib.metadata.version("torch"),
         platform.python_version(),
         _versions(),
-        f"`{told}`" if told else "all",
+        f"`{told}`" if told else "the gate's",
         str(counts["tests"] - bad - counts["skipped"]),
         f"{bad}: {', '.join(failed[:MOST_NAMED])}{', …' if len(failed) > MOST_NAMED else ''}"
         if bad

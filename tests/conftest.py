@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support import variants
 from tests.support.checkpoints.jobs import Job
 from tests.support.checkpoints.roundtrip import Places
 from tests.support.environment import hermetic_environment
@@ -40,6 +41,11 @@ settings.register_profile(
 settings.load_profile("dcp_mem")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Have pytest know the option that runs everything."""
+    variants.add_option(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker that `.ci/explore` looks for, besides Hypothesis's own."""
     config.addinivalue_line(
@@ -47,19 +53,24 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def pytest_report_header() -> str:
-    """Say which seed random tests have."""
-    return (
-        f"seed of random tests: {SEED}"
-        f" ({VARIABLE}{'' if IS_EXPLORING else ' is not set: always the same'})"
-    )
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say which seed random tests have, and whether variants are run."""
+    origin = "" if IS_EXPLORING else " is not set: always the same"
+    return [
+        f"seed of random tests: {SEED} ({VARIABLE}{origin})",
+        f"variants: {'run' if config.getoption('--all') else 'left out (--all runs them)'}",
+    ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs a server, by its fixtures; storage_root's parameters mark themselves."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what needs a server, by its fixtures; storage_root's parameters mark themselves.
+
+    What the gate has no time for is left out.
+    """
     for item in items:
         if _SERVER_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.servers)
+    variants.leave_out(config, items)
 
 
 _BEFORE = pytest.StashKey[frozenset[str]]()

@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes.forks import preload
+
+preload("tests.support.frameworks.preloaded")
+
 
 @pytest.fixture(autouse=True)
 def _own_directory(

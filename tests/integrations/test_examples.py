@@ -10,8 +10,12 @@ import pytest
 
 from tests.support.processes.launch import TETHER
 from tests.support.storage.servers import free_port
+from tests.support.variants import with_variants
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
+_NAMES = sorted(path.stem for path in _EXAMPLES.glob("*.py"))
+_TRAINED_ELSEWHERE = {"deepspeed_zero", "huggingface_trainer", "lightning_trainer", "megatron_core"}
+"""`.ci/package` has these train, and the frameworks' own tests resume."""
 _NEEDS = {
     "accelerate_loop": "accelerate",
     "deepspeed_zero": "deepspeed",
@@ -38,7 +42,9 @@ for steps in ("12", "20"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.stem for path in _EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize(
+    "name", with_variants(_NAMES, gate=[one for one in _NAMES if one not in _TRAINED_ELSEWHERE])
+)
 def test_an_example_resumes_where_its_last_run_ended(
     name: str, memory_root: Path, tmp_path: Path
 ) -> None:

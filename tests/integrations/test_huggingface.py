@@ -58,6 +58,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp2", marks=needs_fsdp_on_cpu)])
 @pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+@pytest.mark.corners
 def test_a_training_that_is_killed_goes_on_as_if_nothing_had_been(
     loop: str, sharding: str, launch: Launch, memory_root: Path, tmp_path: Path
 ) -> None:
@@ -241,7 +242,7 @@ def scored(*scores: float, **arguments: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize("limit", [pytest.param(None, marks=pytest.mark.variant), 1])
 def test_the_best_model_is_loaded_at_the_end_and_its_checkpoint_stays(
     runs: Runs, limit: int | None
 ) -> None:

@@ -274,7 +274,7 @@ def peak_of_export(job: Job, export: HuggingFaceExport, count: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0])
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.variant), "bfloat16"])
 def test_an_export_takes_the_memory_of_a_shard(
     memory_root: Path, tmp_path: Path, dtype: str | None
 ) -> None:

@@ -397,7 +397,7 @@ def _from_a_file(root: str, memory: str, shards: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("shards", [pytest.param(False, marks=pytest.mark.variant), True])
 def test_training_goes_on_from_a_file_that_lightning_wrote(
     memory_root: Path, tmp_path: Path, shards: bool
 ) -> None:

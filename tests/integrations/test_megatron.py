@@ -90,6 +90,7 @@ def test_the_last_save_of_a_training_that_ends_reaches_storage_without_close(
     wait_until((root / "iter_0000002" / ".metadata").exists, ended.stdout[-8000:])
 
 
+@pytest.mark.variant
 def test_the_last_save_of_a_training_that_fails_stays_in_memory(
     memory_root: Path, tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ def _load() -> tuple[int, int, bool, set[str]]:
     return megatron_nodes.load()
 
 
+@pytest.mark.variant
 @pytest.mark.nodes(2)
 def test_the_node_that_had_the_common_state_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     killed = cluster.launch(_save_and_idle, tmp_path / "saved", patience=_SECONDS)

@@ -715,7 +715,9 @@ def test_a_restart_reads_files_of_other_nodes_from_their_memory(
 
 
 @pytest.mark.nodes(2)
-@pytest.mark.parametrize(("replicas", "newest"), [(0, "step-1"), (1, "step-2")])
+@pytest.mark.parametrize(
+    ("replicas", "newest"), [pytest.param(0, "step-1", marks=pytest.mark.variant), (1, "step-2")]
+)
 def test_with_a_node_lost_all_ranks_load_the_newest_that_is_whole(
     cluster: Cluster, tmp_path: Path, replicas: int, newest: str
 ) -> None:

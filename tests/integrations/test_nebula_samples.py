@@ -91,7 +91,9 @@ def _strategies(package: str, place: str) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize(
+    "package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.variant)]
+)
 def test_lightnings_strategy_takes_the_section_of_deepspeeds_config(
     tmp_path: Path, package: str
 ) -> None:
@@ -230,6 +232,7 @@ def _steps_taken(pl: Any, nm: Any, path: str) -> int:
 @pytest.mark.parametrize(
     "scripts", [[_with_callback], [_by_hand, _elsewhere]], ids=["callback", "by hand"]
 )
+@pytest.mark.corners
 def test_a_script_for_lightning(
     memory_root: Path, tmp_path: Path, package: str, scripts: list[Any]
 ) -> None:

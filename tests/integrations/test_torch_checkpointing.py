@@ -98,7 +98,7 @@ def _train(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("how", [pytest.param("sync", marks=pytest.mark.variant), "async"])
 def test_a_killed_training_goes_on_from_memory_and_from_storage_to_the_bit(
     how: str, memory_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def _roundtrips(job: Job, config: str, road: str) -> None:
 
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("config", WEIGHTS)
+@pytest.mark.corners
 def test_quantised_weights_come_back_to_the_bit(job: Job, config: str, road: str) -> None:
     forked_ranks(_roundtrips, 1, job, config, road, timeout=150)
 
@@ -160,6 +161,7 @@ def _train(job: Job, kind: str, *, sharded: bool, steps: int, is_async: bool) ->
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.corners
 def test_a_training_with_a_quantised_optimizer_goes_on_where_it_was(
     memory_job: Job, kind: str, is_async: bool
 ) -> None:
@@ -183,7 +185,7 @@ def _run(job: Job, kind: str, options: dict[str, Any], steps: int) -> list[float
 
 
 @needs_fsdp_on_cpu
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamWFp8"])
+@pytest.mark.parametrize("kind", ["AdamW8bit", pytest.param("AdamWFp8", marks=pytest.mark.variant)])
 def test_a_sharded_quantised_optimizer_goes_on_where_it_was(memory_job: Job, kind: str) -> None:
     _goes_on(memory_job, 2, kind, {"sharded": True, "is_async": False})
 
@@ -232,7 +234,9 @@ def _adapt(job: Job, config: str, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("config", WEIGHTS[:2])
+@pytest.mark.parametrize(
+    "config", [WEIGHTS[0], pytest.param(WEIGHTS[1], marks=pytest.mark.variant)]
+)
 def test_adapters_on_a_quantised_base_go_on_where_they_were(memory_job: Job, config: str) -> None:
     straight = Job(None, memory_job.memory, name="straight")
     (expected,) = forked_ranks(_adapt, 1, straight, config, 7, timeout=150)

@@ -55,7 +55,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str
 @pytest.mark.slow
 @pytest.mark.usefixtures("_in_private_memory")
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("disabled", marks=pytest.mark.variant), "async_with_pinned_mem"]
+)
 def test_a_killed_training_goes_on_from_memory_to_the_bit(
     mode: str, undisturbed: tuple[Path, set[str]], tmp_path: Path
 ) -> None:
@@ -94,6 +96,7 @@ def test_torchtitans_own_manager_goes_on_by_serve_to_the_bit(
 @pytest.mark.slow
 @pytest.mark.usefixtures("_in_private_memory")
 @pytest.mark.timeout(500)
+@pytest.mark.variant
 def test_what_torchtitans_own_manager_saved_is_gone_on_from(
     undisturbed: tuple[Path, set[str]], tmp_path: Path
 ) -> None:

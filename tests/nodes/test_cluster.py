@@ -150,6 +150,7 @@ def _look(name: str) -> tuple[int, bool]:
 
 @pytest.mark.nodes(2)
 @pytest.mark.slow
+@pytest.mark.variant
 def test_a_job_starts_again_with_an_empty_node_in_the_place_of_a_lost_one(cluster: Cluster) -> None:
     survivor, lost = cluster.nodes
     assert cluster.launch(_look, "kept").results() == [(2, False), (2, False)]
@@ -173,6 +174,7 @@ def _sum_until_resumed(started: Path) -> tuple[int, bool]:
 
 @pytest.mark.nodes(2)
 @pytest.mark.slow
+@pytest.mark.variant
 def test_a_running_job_goes_on_when_an_empty_node_joins_in_the_place_of_a_lost_one(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -199,6 +201,7 @@ def _sum_until_alone(both: Path) -> int:
 @pytest.mark.nodes(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1], ids=["coordinator", "other"])
+@pytest.mark.variant
 def test_an_elastic_job_goes_on_with_fewer_nodes(
     cluster: Cluster, tmp_path: Path, lost: int
 ) -> None:
@@ -452,7 +455,13 @@ def _save_and_idle(job: Job, saved: Path) -> None:
 
 @pytest.mark.nodes(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("places", [(0, 1), (1, 0)], ids=["as before", "the other way round"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param((0, 1), id="as before", marks=pytest.mark.variant),
+        pytest.param((1, 0), id="the other way round"),
+    ],
+)
 def test_a_job_that_was_killed_on_two_nodes_puts_together_what_lies_in_their_memory(
     cluster: Cluster, tmp_path: Path, places: tuple[int, int]
 ) -> None:

@@ -16,7 +16,8 @@ import dcp_mem
 from dcp_mem import NoRecoverableCheckpoint
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.roundtrip import State, assert_same_tensor
-from tests.support.nodes.cluster import ON_DEMAND, Cluster, job_on_nodes
+from tests.support.nodes.cluster import Cluster, job_on_nodes
+from tests.support.variants import VARIANT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -117,7 +118,7 @@ def _train(run: Path, redundancy: Mapping[str, Any]) -> Trained:
 @pytest.mark.parametrize(
     ("lost", "redundancy", "joins"),
     [
-        pytest.param(2, COPIES, False, id="one node less with copies", marks=ON_DEMAND),
+        pytest.param(2, COPIES, False, id="one node less with copies", marks=VARIANT),
         pytest.param(0, PARITY, False, id="the first node less with parity"),
         pytest.param(1, COPIES, True, id="an empty node joins with copies"),
         pytest.param(
@@ -125,7 +126,7 @@ def _train(run: Path, redundancy: Mapping[str, Any]) -> Trained:
             PARITY,
             True,
             id="an empty node joins in the place of the first with parity",
-            marks=ON_DEMAND,
+            marks=VARIANT,
         ),
     ],
 )

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from dcp_mem import CheckpointStatus, State, parity
 from tests.support.checkpoints.jobs import load_anew, load_as_torch, save, wait_until
-from tests.support.nodes.cluster import ON_DEMAND, Cluster, Node, job_on_nodes
+from tests.support.nodes.cluster import Cluster, Node, job_on_nodes
 from tests.support.nodes.inside import is_rank, is_torchrun
 from tests.support.processes.forks import forked
+from tests.support.variants import VARIANT
 
 pytestmark = [pytest.mark.slow, pytest.mark.nodes(3)]
 
@@ -88,13 +89,15 @@ def _lose(cluster: Cluster, lost: Sequence[Node]) -> None:
 @pytest.mark.parametrize(
     ("lost", "redundancy", "point"),
     [
-        pytest.param([1], {"replicas": 1}, "flush.started:stop:1", id="one of three"),
+        pytest.param(
+            [1], {"replicas": 1}, "flush.started:stop:1", id="one of three", marks=VARIANT
+        ),
         pytest.param(
             [2],
             {"replicas": 1},
             "flush.segments:stop:1",
             id="one of three whose segments are up",
-            marks=ON_DEMAND,
+            marks=VARIANT,
         ),
         pytest.param([0], {"replicas": 1}, "flush.started:stop:1", id="the one that commits"),
         pytest.param(
@@ -102,7 +105,7 @@ def _lose(cluster: Cluster, lost: Sequence[Node]) -> None:
             {"replicas": 2},
             "flush.started:stop:1",
             id="two of three with two replicas",
-            marks=ON_DEMAND,
+            marks=VARIANT,
         ),
         pytest.param(
             [1], {"redundancy": parity(2)}, "flush.started:stop:1", id="one of three with parity"
@@ -125,7 +128,7 @@ def test_a_job_that_goes_on_elsewhere_has_what_its_lost_nodes_left_made_durable(
     assert forked(load_as_torch, tmp_path / "ckpts" / "step-1") == 1
 
 
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=ON_DEMAND)])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=VARIANT)])
 def test_agents_without_trainers_finish_by_themselves(
     cluster: Cluster, tmp_path: Path, lost: int
 ) -> None:

@@ -4,8 +4,8 @@ What DESIGN promises to be recoverable is then loaded.
 
 Each case is a life of its own: a job saves step-1 and has it REPLICATED, then one node stops in the
 middle of what happens to step-2, or of a load, and is lost. Those that live must end by themselves;
-then the job starts again, in another shape, loads and goes on. A few cases always run, all of them
-with DCP_MEM_MATRIX=1.
+then the job starts again, in another shape, loads and goes on. A few cases are the gate's, all of
+them run with `bash .ci/test --all`.
 """
 
 import contextlib
@@ -26,8 +26,9 @@ import dcp_mem
 from dcp_mem.common import faults
 from tests.support.checkpoints.jobs import Job, wait_until
 from tests.support.checkpoints.training import load_newest, save
-from tests.support.nodes.cluster import ON_DEMAND, Cluster, Node, job_on_nodes
+from tests.support.nodes.cluster import Cluster, Node, job_on_nodes
 from tests.support.nodes.inside import is_rank
+from tests.support.variants import VARIANT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -112,10 +113,12 @@ SHORT = [
     Case("replicas=1", "replicate.chunk", how="throttled", back="moved"),
     Case("parity(2)", "replicate.received", how="unplugged", back="tp"),
     Case("replicas=2", "replicate.recorded", lost=0, more=1, back="other ranks"),
-    Case("parity(4)", "complete.manifest", nodes=2, ranks=2, back="fewer", keep=1),
-    Case("replicas=1", "load load.batch", nodes=2, how="unplugged", back="hsdp"),
     Case("parity(2)", "load mend.done", back="more"),
     Case("replicas=1", "flush.commit", nodes=2, lost=0),
+]
+LONGER = [
+    Case("parity(4)", "complete.manifest", nodes=2, ranks=2, back="fewer", keep=1),
+    Case("replicas=1", "load load.batch", nodes=2, how="unplugged", back="hsdp"),
 ]
 
 
@@ -155,9 +158,11 @@ def _matrix() -> Iterator[Case]:
 def _cases() -> Iterator[Any]:
     for case in SHORT:
         yield pytest.param(case, id=str(case), marks=pytest.mark.nodes(case.nodes))
+    for case in LONGER:
+        yield pytest.param(case, id=str(case), marks=[pytest.mark.nodes(case.nodes), VARIANT])
     for case in _matrix():
         yield pytest.param(
-            case, id=f"matrix-{case}", marks=[pytest.mark.nodes(case.nodes), ON_DEMAND]
+            case, id=f"matrix-{case}", marks=[pytest.mark.nodes(case.nodes), VARIANT]
         )
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import dcp_mem
 from tests.support.checkpoints.jobs import load_anew, save, wait_until
-from tests.support.nodes.cluster import ON_DEMAND, Cluster, Node, job_on_nodes
+from tests.support.nodes.cluster import Cluster, Node, job_on_nodes
+from tests.support.variants import VARIANT
 
 pytestmark = [pytest.mark.slow]
 
@@ -63,20 +64,20 @@ def _lose(nodes: Collection[Node]) -> None:
 @pytest.mark.parametrize(
     ("lost", "redundancy", "new", "ranks_per_node"),
     [
-        pytest.param([1], COPIES, 1, 1, id="one of three"),
+        pytest.param([1], COPIES, 1, 1, id="one of three", marks=VARIANT),
         pytest.param([0], COPIES, 1, 1, id="the coordinator's"),
         pytest.param(
-            [1, 2], {"replicas": 2}, 2, 1, id="two of three with two replicas", marks=ON_DEMAND
+            [1, 2], {"replicas": 2}, 2, 1, id="two of three with two replicas", marks=VARIANT
         ),
-        pytest.param([2], COPIES, 0, 1, id="one of three and none in its place", marks=ON_DEMAND),
-        pytest.param([1], PARITY, 1, 1, id="one of three with parity", marks=ON_DEMAND),
+        pytest.param([2], COPIES, 0, 1, id="one of three and none in its place", marks=VARIANT),
+        pytest.param([1], PARITY, 1, 1, id="one of three with parity", marks=VARIANT),
         pytest.param(
             [0],
             PARITY,
             1,
             2,
             id="the coordinator's with parity and two ranks on a node",
-            marks=ON_DEMAND,
+            marks=VARIANT,
         ),
         pytest.param([2], PARITY, 0, 1, id="one of three with parity and none in its place"),
     ],
@@ -103,7 +104,10 @@ def test_a_job_loads_the_newest_checkpoint_from_the_nodes_that_are_left(
     assert {source for _, source in loaded} == {"memory and peers"}
 
 
-@pytest.mark.parametrize("redundancy", [COPIES, PARITY], ids=["copies", "parity"])
+@pytest.mark.parametrize(
+    "redundancy",
+    [pytest.param(COPIES, id="copies"), pytest.param(PARITY, id="parity", marks=VARIANT)],
+)
 @pytest.mark.nodes(3)
 def test_a_load_makes_redundant_again_what_it_has_found(
     cluster: Cluster, tmp_path: Path, redundancy: Redundancy
@@ -120,7 +124,10 @@ def test_a_load_makes_redundant_again_what_it_has_found(
         assert {source for _, source in loaded} == {"memory and peers"}
 
 
-@pytest.mark.parametrize("redundancy", [COPIES, PARITY], ids=["copies", "parity"])
+@pytest.mark.parametrize(
+    "redundancy",
+    [pytest.param(COPIES, id="copies", marks=VARIANT), pytest.param(PARITY, id="parity")],
+)
 @pytest.mark.nodes(3)
 def test_what_is_left_of_three_nodes_is_loaded_by_fewer_ranks(
     cluster: Cluster, tmp_path: Path, redundancy: Redundancy
@@ -152,10 +159,10 @@ def test_a_node_that_takes_a_lost_ones_place_has_copies_again_with_the_next_save
 @pytest.mark.parametrize(
     ("point", "loadable"),
     [
-        pytest.param("stage.copied:stop:2", {1}, id="staging"),
+        pytest.param("stage.copied:stop:2", {1}, id="staging", marks=VARIANT),
         # The node that is left may have received all of it by then, though nobody has promised
         # that.
-        pytest.param("replicate.chunk:stop:2", {1, 2}, id="sending"),
+        pytest.param("replicate.chunk:stop:2", {1, 2}, id="sending", marks=VARIANT),
         pytest.param("replicate.received:stop:2", {1, 2}, id="receiving"),
     ],
 )

@@ -11,6 +11,7 @@ import dcp_mem
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.checkpoints.training import load_newest, save
 from tests.support.nodes.cluster import Cluster, Node, job_on_nodes
+from tests.support.variants import VARIANT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -65,7 +66,7 @@ def _have_saved(
         pytest.param(
             [0, 1], (3, "memory and peers and storage"), id="two nodes lost where one may be"
         ),
-        pytest.param([0, 1, 2], (3, "storage"), id="all nodes lost"),
+        pytest.param([0, 1, 2], (3, "storage"), id="all nodes lost", marks=VARIANT),
     ],
 )
 @pytest.mark.nodes(3)

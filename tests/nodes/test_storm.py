@@ -10,6 +10,7 @@ from tests.support.nodes.cluster import Cluster
 
 
 @pytest.mark.nodes(1)
+@pytest.mark.variant
 def test_a_storm_of_lost_nodes_runs(cluster: Cluster) -> None:
     assert cluster.nodes  # there can be some here
     failures = run(Nodes(Counter()), "nodes", seed=1, start=0, rounds=1)

@@ -32,6 +32,7 @@ from dcp_mem.comm.agreement import (
 from dcp_mem.errors import RankFailed
 from tests.support.processes.forks import forked_ranks, raised_by
 from tests.support.processes.kill_targets import forked
+from tests.support.variants import with_variants
 
 _ENV = {"DCP_MEM_TIMEOUT": "30"}
 _QUICK_SECONDS = 15.0
@@ -169,6 +170,7 @@ _ACTS: dict[str, Callable[[Ranks, Callable[[], int]], object]] = {
 
 @pytest.mark.parametrize("name", _ACTS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt("stop"), SystemExit(3)])
+@pytest.mark.corners
 def test_an_interrupted_rank_leaves_the_others(name: str, error: BaseException) -> None:
     ranks = _Noting()
     with pytest.raises(type(error)) as caught:
@@ -399,7 +401,10 @@ def _is_killed(name: str, victim: int) -> tuple[Outcome, float]:
 
 @pytest.mark.parametrize(
     ("name", "victim"),
-    [("on_all_ranks", 1), ("on_rank_0", 0), ("from_all_ranks", 0), ("from_all_ranks", 2)],
+    with_variants(
+        [("on_all_ranks", 1), ("on_rank_0", 0), ("from_all_ranks", 0), ("from_all_ranks", 2)],
+        gate=[("on_rank_0", 0), ("from_all_ranks", 2)],
+    ),
 )
 def test_a_rank_that_is_killed_ends_the_others_attempt(name: str, victim: int) -> None:
     killed = forked(_is_killed, 3, name, victim, env=_ENV).join(timeout=60, killed={victim})

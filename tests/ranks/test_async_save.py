@@ -31,6 +31,7 @@ from tests.support.checkpoints.roundtrip import (
     comes_back,
 )
 from tests.support.processes.launch import run_fresh, run_ranks
+from tests.support.variants import with_variants
 
 _TYPES: Any = getattr(dcp.state_dict_saver, "AsyncCheckpointerType", None)
 EXECUTORS = {each.value: each for each in _TYPES} if _TYPES is not None else {"thread": None}
@@ -106,7 +107,7 @@ def _is_there(places: Places, writer: MemoryStorageWriter, name: str, state: Sta
         dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
 def test_saves_in_threads_and_plain_ones_follow_each_other(places: Places, ranks: int) -> None:
     run_ranks(_saves_asynchronously, ranks, places, ["thread"] * 4, timeout=100)
 
@@ -119,7 +120,7 @@ def test_saves_by_dcp_mem_and_by_dcp_follow_each_other(places: Places, ranks: in
 
 
 @needs_processes
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
 def test_saves_in_processes_in_threads_and_plain_ones_share_a_job(
     places: Places, ranks: int
 ) -> None:
@@ -147,7 +148,7 @@ def _saves_in_another_process_several_at_once(places: Places) -> None:
 
 
 @needs_processes
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.variant), 2])
 def test_saves_in_another_process_may_be_under_way_several_at_once(
     places: Places, ranks: int
 ) -> None:
@@ -172,7 +173,10 @@ def _is_killed_where_it_saves(places: Places, point: str) -> None:
 
 
 @needs_processes
-@pytest.mark.parametrize("point", ["stage.copied", "stage.sealed", "complete.receipts"])
+@pytest.mark.parametrize(
+    "point",
+    with_variants(["stage.copied", "stage.sealed", "complete.receipts"], gate=["stage.sealed"]),
+)
 def test_a_kill_of_the_process_that_saves_leaves_the_checkpoint_before(
     places: Places, point: str
 ) -> None:

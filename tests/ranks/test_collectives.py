@@ -26,6 +26,7 @@ from tests.support.checkpoints.jobs import Job, wait_for_spare_slots
 from tests.support.checkpoints.plans import SAVES
 from tests.support.processes.forks import forked_ranks, raised_by
 from tests.support.processes.kill_targets import forked
+from tests.support.variants import with_variants
 
 T = TypeVar("T")
 Nodes = list[str]
@@ -383,7 +384,7 @@ def _talk(ranks: Ranks, rank: int, world: int, of_ranks: list[bytes], nodes: Nod
     assert (None if told is None else bytes(told)) == (of_ranks[0] if leads else None)
 
 
-@pytest.mark.parametrize("world", [2, 4, 6])
+@pytest.mark.parametrize("world", with_variants([2, 4, 6], gate=[4]))
 def test_messages_of_any_length_arrive_in_any_layout(world: int) -> None:
     forked_ranks(_talks, world)
 
@@ -539,6 +540,7 @@ def _fails(act: Callable[[Ranks], object], ranks: Ranks) -> bool:
         if (operation, victim) != ("tell_leaders", 1)  # which has no part in it
     ],
 )
+@pytest.mark.corners
 def test_a_rank_that_is_killed_fails_the_others_soon_and_they_talk_on_without_it(
     operation: str, victim: int, within: bool, tmp_path: Path
 ) -> None:
@@ -598,7 +600,7 @@ def _count_steady_saves(job: Job, tensors: int) -> list[int]:
     return [*counts[3:], counts[0]]
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", with_variants([2, 4, 8], gate=[4]))
 def test_a_steady_save_sends_less_than_a_kilobyte_a_rank_however_many_tensors_there_are(
     memory_job: Job, world: int
 ) -> None:

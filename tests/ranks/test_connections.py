@@ -31,6 +31,7 @@ from dcp_mem.replicating.plan import copies_of, stripes_of
 from tests.support.checkpoints.jobs import Job
 from tests.support.processes.forks import forked_ranks
 from tests.support.processes.kill_targets import forked, wait_for
+from tests.support.variants import with_variants
 
 MANY = 48
 SOON = 30.0
@@ -111,6 +112,7 @@ def _sockets_in_tree(nodes: Sequence[str], rank: int) -> int:
     ids=str,
 )
 @pytest.mark.parametrize("world", [80, 1024, 4096])
+@pytest.mark.corners
 def test_no_rank_of_a_large_job_has_more_sockets(redundancy: Redundancy, world: int) -> None:
     """By the same rules that ranks connect by: saves, loads, copies, channels, and the store."""
     nodes = tuple(str(rank // _RANKS_PER_NODE) for rank in range(world))
@@ -160,7 +162,7 @@ def _loses(victim: int, how: int) -> _Lost:
     raise AssertionError("the ranks have agreed without one of them")
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 5])
+@pytest.mark.parametrize("victim", with_variants([0, 1, 2, 5], gate=[0, 5]))
 def test_all_ranks_name_the_rank_that_was_killed(victim: int) -> None:
     killed = forked(_loses, 6, victim, signal.SIGKILL)
     for rank, lost in enumerate(killed.join(timeout=90, killed={victim})):

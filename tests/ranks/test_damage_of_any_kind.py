@@ -21,7 +21,7 @@ from tests.support.seeds import SEED
 
 pytestmark = pytest.mark.timeout(600)
 
-ROUNDS = int(os.environ.get("DAMAGE_ROUNDS", "40"))
+ROUNDS = int(os.environ.get("DAMAGE_ROUNDS", "20"))
 """How many damages are tried; more of them outside the gate."""
 
 

@@ -34,7 +34,9 @@ _SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("call", ["dcp.async_save", "dcp_mem.async_save"])
+@pytest.mark.parametrize(
+    "call", ["dcp.async_save", pytest.param("dcp_mem.async_save", marks=pytest.mark.variant)]
+)
 def test_the_last_save_of_a_script_that_just_ends_is_complete(
     memory_root: Path, tmp_path: Path, call: str
 ) -> None:

@@ -978,7 +978,13 @@ def _run(job: Job, *arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize("is_same_node", [True, False], ids=["same node", "another node"])
+@pytest.mark.parametrize(
+    "is_same_node",
+    [
+        pytest.param(True, id="same node"),
+        pytest.param(False, id="another node", marks=pytest.mark.variant),
+    ],
+)
 def test_exec_runs_a_program_on_each_new_checkpoint_that_torch_s_readers_load(
     job: Job, memory_root: Path, notes: Path, is_same_node: bool
 ) -> None:
@@ -1034,7 +1040,9 @@ def test_a_metric_that_is_no_number_is_null_in_json(memory_job: Job) -> None:
     assert json.loads(result.stdout)["metrics"] == {"loss": None, "accuracy": 0.5}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.variant), signal.SIGTERM]
+)
 def test_a_signal_ends_the_command_and_the_follower_and_leaves_nothing(
     memory_job: Job, notes: Path, number: signal.Signals
 ) -> None:
@@ -1097,9 +1105,11 @@ def test_links_outlive_a_killed_follower_for_as_long_as_its_command_runs(
     ("arguments", "code", "said"),
     [
         (["--exec", "no-such-program {path}"], 2, "there is no such command"),
-        (["--exec", "'"], 2, "--exec"),
+        pytest.param(["--exec", "'"], 2, "--exec", marks=pytest.mark.variant),
         (["--timeout", "0.1"], 1, "no checkpoint that can be taken"),
-        (["--durable", "--timeout", "0.1"], 1, "no durable checkpoint"),
+        pytest.param(
+            ["--durable", "--timeout", "0.1"], 1, "no durable checkpoint", marks=pytest.mark.variant
+        ),
     ],
 )
 def test_wrong_input_is_one_line(job: Job, arguments: Sequence[str], code: int, said: str) -> None:

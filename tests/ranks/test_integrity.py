@@ -67,7 +67,13 @@ def _outcome(act: Callable[[], Loaded]) -> Outcome:
     return raised_by(lambda: loaded.append(act())) or loaded[0]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="1 rank", marks=pytest.mark.variant),
+        pytest.param(2, id="2 ranks"),
+    ],
+)
 def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     directory = tmp_path_factory.mktemp("original")
     (directory / "memory").mkdir(mode=0o700)
@@ -182,6 +188,7 @@ def test_every_item_is_verified_from_end_to_end(saved: Saved) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, empty, remove])
+@pytest.mark.corners
 def test_a_segment_that_is_short_or_missing_on_storage_is_got_round(
     saved: Saved, damage: Callable[[Path], None]
 ) -> None:
@@ -200,6 +207,7 @@ def test_a_segment_that_is_short_or_missing_on_storage_is_got_round(
 @pytest.mark.parametrize(
     "pattern", [".dcp_mem/manifest-*.json", ".dcp_mem/catalog-*", ".dcp_mem/node-*.json"]
 )
+@pytest.mark.corners
 def test_what_describes_a_stored_checkpoint_may_be_damaged(saved: Saved, pattern: str) -> None:
     path = _only(saved.without_memory().stored / "step-2", pattern)
     whole = path.read_bytes()
@@ -220,6 +228,7 @@ def test_metadata_that_belongs_to_another_save_is_not_loaded(saved: Saved) -> No
 
 
 @pytest.mark.parametrize("damage", [empty, remove])
+@pytest.mark.corners
 def test_without_metadata_nothing_is_committed(
     saved: Saved, damage: Callable[[Path], None]
 ) -> None:
@@ -249,6 +258,7 @@ def _flip_throughout(job: Job, path: Path, step: int) -> int:
 
 
 @pytest.mark.parametrize("pattern", ["manifest-*.json", "catalog-*"])
+@pytest.mark.corners
 def test_no_flipped_bit_of_what_describes_a_stored_checkpoint_goes_unnoticed(
     saved: Saved, pattern: str
 ) -> None:
@@ -257,6 +267,7 @@ def test_no_flipped_bit_of_what_describes_a_stored_checkpoint_goes_unnoticed(
 
 
 @pytest.mark.parametrize("pattern", ["manifest.json", "catalog-*"])
+@pytest.mark.corners
 def test_no_flipped_bit_of_what_describes_a_checkpoint_in_memory_goes_unnoticed(
     saved: Saved, pattern: str
 ) -> None:
@@ -283,6 +294,7 @@ def test_all_that_is_damaged_is_listed_when_nothing_is_left(saved: Saved) -> Non
 @pytest.mark.parametrize(
     "pattern", ["__0_0-*.distcp", ".dcp_mem/manifest.json", ".dcp_mem/catalog-*"]
 )
+@pytest.mark.corners
 def test_damage_in_memory_makes_the_load_turn_to_storage_or_to_an_older_checkpoint(
     saved: Saved, pattern: str
 ) -> None:

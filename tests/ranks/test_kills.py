@@ -53,6 +53,7 @@ from tests.support.processes.kill_targets import (
     wait_for,
     wait_until_durable,
 )
+from tests.support.variants import with_variants
 
 SAVE_POINTS = [
     point for point in faults.POINTS if point.startswith(("save.", "stage.", "complete."))
@@ -69,6 +70,11 @@ OVERLAP_POINTS = [point for point in faults.POINTS if point.startswith("overlap.
 EAGER_POINTS = [point for point in faults.POINTS if point.startswith("eager.")]
 OF_BOTH = [point for point in SAVE_POINTS if point not in LEADER_POINTS]
 COMPLETE_FROM = SAVE_POINTS.index("complete.manifest")
+MOMENTS = ["stage.copying", "stage.sealed", "complete.manifest"]
+"""While the new checkpoint is a part, is whole in one process, and is complete.
+
+The gate has all points where a kill leaves another rank.
+"""
 OF_DCP = ("dcp.save", "torch's planner")
 OF_DCP_MEM = {ROAD: "dcp_mem.save"}
 
@@ -131,7 +137,7 @@ def check_restart(place: Place, world_size: int | None, newest: set[int]) -> Non
     assert slots_in(place) == place.keep * size
 
 
-@pytest.mark.parametrize("point", SAVE_POINTS)
+@pytest.mark.parametrize("point", with_variants(SAVE_POINTS, gate=MOMENTS))
 def test_kill_of_a_lone_rank_leaves_the_staged_checkpoint_or_the_previous_one(
     point: str, memory_root: Path
 ) -> None:
@@ -168,7 +174,7 @@ def test_kill_of_one_of_two_ranks_leaves_the_staged_checkpoint_or_the_previous_o
     check_restart(place, 2, newest)
 
 
-@pytest.mark.parametrize("point", SAVE_POINTS)
+@pytest.mark.parametrize("point", with_variants(SAVE_POINTS, gate=MOMENTS))
 def test_kill_of_a_lone_rank_in_dcp_mem_save(point: str, memory_root: Path) -> None:
     place = Place(str(memory_root))
     forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}, env=OF_DCP_MEM).join(
@@ -181,6 +187,7 @@ def test_kill_of_a_lone_rank_in_dcp_mem_save(point: str, memory_root: Path) -> N
 @pytest.mark.parametrize(
     ("point", "rank"), [*((point, 0) for point in SAVE_POINTS), *((point, 1) for point in OF_BOTH)]
 )
+@pytest.mark.corners
 def test_kill_of_one_of_two_ranks_in_dcp_mem_save(point: str, rank: int, memory_root: Path) -> None:
     """No collective of DCP follows ours here; a rank whose save returned knows it is complete."""
     place = Place(str(memory_root))
@@ -196,7 +203,10 @@ def test_kill_of_one_of_two_ranks_in_dcp_mem_save(point: str, rank: int, memory_
     check_restart(place, 2, newest)
 
 
-@pytest.mark.parametrize("point", [*SAVE_POINTS, *OVERLAP_POINTS])
+@pytest.mark.parametrize(
+    "point",
+    with_variants([*SAVE_POINTS, *OVERLAP_POINTS], gate=[*OVERLAP_POINTS, "complete.manifest"]),
+)
 def test_kill_of_a_lone_rank_in_an_asynchronous_save(point: str, memory_root: Path) -> None:
     place = Place(str(memory_root))
     forked(save_armed, None, place, [1, 2], 3, {0: f"{point}:kill:1"}, env={OVERLAPPED: "1"}).join(
@@ -213,6 +223,7 @@ def test_kill_of_a_lone_rank_in_an_asynchronous_save(point: str, memory_root: Pa
         *((point, 1) for point in [*OF_BOTH, *OVERLAP_POINTS]),
     ],
 )
+@pytest.mark.corners
 def test_kill_of_one_of_two_ranks_in_an_asynchronous_save(
     point: str, rank: int, memory_root: Path
 ) -> None:
@@ -236,6 +247,7 @@ def test_kill_of_one_of_two_ranks_in_an_asynchronous_save(
         *((point, 1, 2) for point in [*OF_BOTH, *EAGER_POINTS]),
     ],
 )
+@pytest.mark.corners
 def test_kill_in_a_save_that_copies_while_its_ranks_agree(
     point: str, rank: int, world_size: int | None, road: str, memory_root: Path
 ) -> None:
@@ -256,7 +268,7 @@ def test_kill_in_a_save_that_copies_while_its_ranks_agree(
     check_restart(place, world_size, newest)
 
 
-@pytest.mark.parametrize("point", SAVE_POINTS)
+@pytest.mark.parametrize("point", with_variants(SAVE_POINTS, gate=SAVE_POINTS[::2]))
 def test_kill_of_all_ranks_leaves_the_staged_checkpoint_or_the_previous_one(
     point: str, memory_root: Path
 ) -> None:
@@ -282,6 +294,7 @@ def test_kill_of_all_ranks_leaves_the_staged_checkpoint_or_the_previous_one(
         *((point, 1, 2) for point in OF_BOTH[1:]),
     ],
 )
+@pytest.mark.corners
 def test_error_at_any_point_of_a_save_reaches_all_ranks_and_training_goes_on(
     point: str, rank: int, world_size: int | None, memory_root: Path
 ) -> None:
@@ -304,6 +317,7 @@ def test_error_at_any_point_of_a_save_reaches_all_ranks_and_training_goes_on(
 
 @pytest.mark.parametrize("point", SAVE_POINTS)
 @pytest.mark.parametrize("world_size", [None, 2])
+@pytest.mark.corners
 def test_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one(
     world_size: int | None, point: str, memory_root: Path
 ) -> None:
@@ -331,6 +345,7 @@ def test_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one(
 @pytest.mark.parametrize(
     ("point", "rank"), [(point, rank) for point in SAVE_POINTS for rank in (0, 1)][:-1]
 )
+@pytest.mark.corners
 def test_kill_on_one_of_two_nodes_leaves_both_with_the_same_whole_checkpoint(
     point: str, rank: int, memory_root: Path
 ) -> None:
@@ -350,6 +365,7 @@ def test_kill_on_one_of_two_nodes_leaves_both_with_the_same_whole_checkpoint(
         ("complete.manifest", 0),
     ],
 )
+@pytest.mark.corners
 def test_kill_on_one_of_two_nodes_in_an_asynchronous_save(
     point: str, rank: int, memory_root: Path
 ) -> None:
@@ -464,7 +480,7 @@ def test_agent_killed_in_a_flush_leaves_it_to_the_agent_that_the_restarted_job_s
     check_from_storage_alone(place, 2, 2)
 
 
-@pytest.mark.parametrize("point", FLUSH_POINTS)
+@pytest.mark.parametrize("point", with_variants(FLUSH_POINTS, gate=FLUSH_POINTS[::3]))
 def test_agent_killed_in_a_flush_is_started_again_by_a_trainer_that_waits(
     point: str, memory_root: Path, tmp_path: Path
 ) -> None:
@@ -473,7 +489,7 @@ def test_agent_killed_in_a_flush_is_started_again_by_a_trainer_that_waits(
     check_storage(place, {name_of(1): 1})
 
 
-@pytest.mark.parametrize("point", FLUSH_POINTS)
+@pytest.mark.parametrize("point", with_variants(FLUSH_POINTS, gate=FLUSH_POINTS[1::3]))
 def test_trainer_killed_in_its_own_flush_thread_leaves_the_flush_to_its_restart(
     point: str, memory_root: Path, tmp_path: Path
 ) -> None:
@@ -488,7 +504,7 @@ def test_trainer_killed_in_its_own_flush_thread_leaves_the_flush_to_its_restart(
     assert agents_of(memory_root) == []
 
 
-@pytest.mark.parametrize("point", FLUSH_POINTS)
+@pytest.mark.parametrize("point", with_variants(FLUSH_POINTS, gate=FLUSH_POINTS[::2]))
 def test_kill_while_a_durable_checkpoint_is_replaced_leaves_the_old_or_the_new_one(
     point: str, memory_root: Path, tmp_path: Path
 ) -> None:
@@ -507,13 +523,20 @@ def test_kill_while_a_durable_checkpoint_is_replaced_leaves_the_old_or_the_new_o
     check_storage(place, {"best": 2, name_of(3): 3})
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("point", FLUSH_POINTS)
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        (point, rank)
+        for point in FLUSH_POINTS
+        for rank in (0, 1)
+        # Only the committing node passes these.
+        if rank == 0 or point not in ("flush.manifest", "flush.commit", "flush.committed")
+    ],
+)
+@pytest.mark.corners
 def test_agent_killed_on_one_of_two_nodes_leaves_its_part_to_the_next_agent(
     point: str, rank: int, memory_root: Path, tmp_path: Path
 ) -> None:
-    if rank == 1 and point in ("flush.manifest", "flush.commit", "flush.committed"):
-        pytest.skip("only the committing node passes this point")
     place = two_nodes(memory_root, tmp_path / "storage")
     forked(save_for_mortal_agent, 2, place, 1, f"{point}:kill:1", "", rank).join()
     wait_for(lambda: not agents_of(place.roots[rank]), "the armed agent to be killed")
@@ -693,7 +716,11 @@ def test_two_flushers_never_work_on_one_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "point", ["stage.claimed", "stage.copying", "stage.sealed", "complete.catalog"]
+    "point",
+    with_variants(
+        ["stage.claimed", "stage.copying", "stage.sealed", "complete.catalog"],
+        gate=["stage.copying", "complete.catalog"],
+    ),
 )
 def test_stopped_trainer_and_its_restart_never_share_a_slot(point: str, memory_root: Path) -> None:
     place = Place(str(memory_root), keep=1)

@@ -66,7 +66,7 @@ def _end(process: "subprocess.Popen[str]", number: int) -> str:
     return process.communicate(timeout=60)[0]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.variant)])
 def test_the_newest_checkpoint_is_durable_when_the_process_has_ended(
     memory_root: Path, tmp_path: Path, name: str
 ) -> None:

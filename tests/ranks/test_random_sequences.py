@@ -52,7 +52,7 @@ COMPLETE_FROM = SAVE_POINTS.index("complete.manifest")
 RETIRED_FROM = SAVE_POINTS.index("complete.evicted")
 COMMITTED_FROM = FLUSH_POINTS.index("flush.committed")
 MOST_KEPT = 3
-SEQUENCES = int(os.environ.get("DCP_MEM_MACHINE", "50"))
+SEQUENCES = int(os.environ.get("DCP_MEM_MACHINE", "20"))
 
 
 @dataclass(slots=True)
@@ -362,7 +362,7 @@ def machine(memory_root: Path, tmp_path: Path) -> type[Checkpoints]:
 
 
 @pytest.mark.random
-@pytest.mark.timeout(60 + 5 * SEQUENCES)
+@pytest.mark.timeout(max(310, 60 + 5 * SEQUENCES))
 def test_any_sequence_of_events_leaves_what_the_model_says(machine: type[Checkpoints]) -> None:
     run_state_machine_as_test(
         machine,

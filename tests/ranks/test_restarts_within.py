@@ -133,8 +133,11 @@ def _trains(places: _Places, number: int, is_closed: bool, agent: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_closed", "agent"),
-    [(True, "thread"), (True, "process"), (False, "thread")],
-    ids=["closed", "closed, agents", "left as they are"],
+    [
+        pytest.param(True, "thread", id="closed", marks=pytest.mark.variant),
+        pytest.param(True, "process", id="closed, agents"),
+        pytest.param(False, "thread", id="left as they are", marks=pytest.mark.variant),
+    ],
 )
 def test_a_hundred_restarts_within_the_process_leave_nothing_behind(
     memory_root: Path, tmp_path: Path, is_closed: bool, agent: str

@@ -446,7 +446,7 @@ def _run(*command: str, **environment: str) -> "subprocess.CompletedProcess[str]
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("begin", ["sync", "async"])
+@pytest.mark.parametrize("begin", [pytest.param("sync", marks=pytest.mark.variant), "async"])
 def test_an_unmodified_program_is_killed_and_goes_on(
     tmp_path: Path, memory_root: Path, begin: str
 ) -> None:

@@ -547,6 +547,7 @@ def _stored_nbytes(job: Job) -> int:
         pytest.param((0, 1, 1, 2, 2, 2), True, 1, id="uneven nodes that pass on"),
     ],
 )
+@pytest.mark.corners
 def test_storage_gives_each_byte_once_for_each_node_or_in_all(
     stored: Callable[..., list[Job]], road: str, nodes: tuple[int, ...], broadcast: bool, times: int
 ) -> None:

@@ -32,7 +32,7 @@ from tests.support.seeds import seeded
 _RANKS = 2
 _KEEP = 2
 _SAVES_OF_A_LIFE = 40
-_LIVES = int(os.environ.get("DCP_MEM_SOAK", "12"))
+_LIVES = int(os.environ.get("DCP_MEM_SOAK", "6"))
 _TRAINER_POINTS = [
     name for name in faults.POINTS if name.startswith(("save.", "stage.", "complete."))
 ]

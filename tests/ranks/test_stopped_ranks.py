@@ -21,6 +21,7 @@ import dcp_mem
 from dcp_mem import CheckpointManager, MemoryStorageReader, MemoryStorageWriter
 from dcp_mem.comm.job_ranks import JobRanks
 from tests.support.processes.forks import forked_ranks, raised_by
+from tests.support.variants import with_variants
 
 _SECONDS = 6.0
 _ONCE = 1.9
@@ -212,7 +213,7 @@ def _named(end: _End) -> str:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", list(_CALLS))
+@pytest.mark.parametrize("name", with_variants(list(_CALLS), gate=["dcp.save", "load"]))
 def test_a_rank_that_is_stopped_at_any_exchange_is_named_in_time(
     memory_root: Path, name: str
 ) -> None:

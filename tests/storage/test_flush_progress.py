@@ -375,7 +375,7 @@ def _read(descriptor: int) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize("method", ["wait", "close"])
+@pytest.mark.parametrize("method", ["wait", pytest.param("close", marks=pytest.mark.variant)])
 def test_a_bar_shows_name_bytes_and_the_end_on_a_terminal(job: Job, method: str) -> None:
     shown = _on_a_terminal(
         [sys.executable, "-W", "ignore", "-c", _SCRIPT, str(job.url), job.memory, method]
@@ -385,7 +385,7 @@ def test_a_bar_shows_name_bytes_and_the_end_on_a_terminal(job: Job, method: str)
     assert "durable" in shown
 
 
-@pytest.mark.parametrize("method", ["wait", "close"])
+@pytest.mark.parametrize("method", [pytest.param("wait", marks=pytest.mark.variant), "close"])
 def test_a_bar_says_nothing_where_there_is_no_terminal(job: Job, method: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, str(job.url), job.memory, method]
     result = subprocess.run(command, check=True, capture_output=True)

@@ -74,6 +74,7 @@ def _assert_whole(root: StorageRoot, memory_root: Path) -> set[str]:
 
 @pytest.mark.parametrize("point", FLUSHER_POINTS)
 @pytest.mark.slow
+@pytest.mark.corners
 def test_a_run_that_is_stopped_anywhere_does_a_newer_one_no_harm(
     memory_root: Path, storage_root: StorageRoot, point: str
 ) -> None:
@@ -102,6 +103,7 @@ def _is_stopped(pid: int) -> bool:
 
 @pytest.mark.parametrize("point", FLUSHER_POINTS)
 @pytest.mark.slow
+@pytest.mark.corners
 def test_a_run_that_is_killed_anywhere_leaves_a_newer_one_alone(
     memory_root: Path, storage_root: StorageRoot, point: str
 ) -> None:
@@ -239,6 +241,7 @@ def _is_overtaken(job: Job, agent: str, saved: Path, taken: Path) -> _Said:
 
 
 @pytest.mark.parametrize("agent", ["thread", "process"])
+@pytest.mark.corners
 def test_the_loser_says_so_wherever_it_is_asked(
     memory_root: Path, tmp_path: Path, storage_root: StorageRoot, agent: str
 ) -> None:

@@ -23,17 +23,22 @@ def _run(storm: Storm, kind: str, rounds: int) -> None:
     assert not failures, "\n".join(failure.reason for failure in failures)
 
 
-@pytest.mark.parametrize(("kind", "storm"), [("damages", Damages), ("kills", Kills)])
+@pytest.mark.parametrize(
+    ("kind", "storm"),
+    [("damages", Damages), pytest.param("kills", Kills, marks=pytest.mark.variant)],
+)
 def test_a_storm_runs(kind: str, storm: type[Storm]) -> None:
     _run(storm(Counter()), kind, 1)
 
 
+@pytest.mark.variant
 def test_a_storm_of_writers_runs() -> None:
     storm = Writers(Counter())
     storm.wanted = {}
     _run(storm, "writers", 1)
 
 
+@pytest.mark.variant
 def test_a_storm_of_flushes_runs(moto: S3Server) -> None:
     def running() -> AbstractContextManager[S3Server]:
         return nullcontext(moto)

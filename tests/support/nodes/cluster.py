@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
-import pytest
 from typing_extensions import TypeVarTuple, Unpack
 
 from tests.support import REPOSITORY
@@ -49,12 +48,6 @@ TOOLS = ("bash", "hostname", "ip", "mount", "nsenter", "setpriv", "tc", "unshare
 
 MEMORY = Path("/dev/shm")
 """Where every node has its tmpfs."""
-
-ON_DEMAND = pytest.mark.skipif(
-    not os.environ.get("DCP_MEM_MATRIX"),
-    reason="the full matrix of losses runs on demand: DCP_MEM_MATRIX=1",
-)
-"""For tests that a gate has no time for."""
 
 IS_ONE_MACHINE = os.environ.get("DCP_MEM_TEST_ONE_MACHINE", "") == "1"
 """Whether nodes can read each other's memory."""
