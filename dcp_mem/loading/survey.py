@@ -88,6 +88,7 @@ def _finding(
         rejected=checkpoint.rejected,
         count=count,
         second=second,
+        was_stored=checkpoint.flush.outcome == Outcome.DURABLE,
     )
     try:
         source = MemorySource(checkpoint, memory.node, damaged_ranks)

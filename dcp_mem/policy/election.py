@@ -8,6 +8,8 @@ Decided from what each rank's node has in memory and what storage has. The rules
 3. Newest first, by the job's order. Where one can't be opened after all, the next is tried.
 4. What was rejected is passed over, wherever it lies, unless it is asked for by its name.
 5. What can't be loaded is named, with the reason.
+6. Memory stands for a checkpoint that got to storage only while storage has no other one under its
+   name. Where storage has none at all, as after an `rm`, memory stands for it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ _RANKS = 1 << 24
 """As `names.FROZEN`: a segment's number modulo this is its rank."""
 _MOST_NAMED = 8
 """Missing segments that a reason lists by number."""
+_REPLACED = "it was on storage, and storage has another checkpoint of that name in its place now"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +45,14 @@ class FoundCheckpoint:
         sizes: Bytes of the segments that this parity is of, and of empty segments, by rank.
         redundancy: What copies or parity had been made of the checkpoint.
         rejected: Why it is not to be resumed from; "" if nobody has rejected it.
+        was_stored: In memory: whether it is known to have got to storage.
     """
 
     name: str
     save_id: str
     place: Place
     rejected: str = ""
+    was_stored: bool = False
     problem: str = ""
     count: int = 0
     second: tuple[int, ...] = ()
@@ -119,6 +124,7 @@ def elect(
     """
     in_memory = [{(one.name, one.save_id): one for one in inventory} for inventory in inventories]
     on_storage = {(one.name, one.save_id): one for one in stored}
+    sound = {one.name for one in stored if not one.problem}
     choices, reasons = [], list[tuple[Place, str]]()
     for key in set(on_storage).union(*in_memory):
         found = {
@@ -130,8 +136,11 @@ def elect(
         is_stored = of_storage is not None and not of_storage.problem
         choice = _choice(key, place, found, len(in_memory), storage=is_stored)
         rejected = "" if is_named else next((one.rejected for one in known if one.rejected), "")
+        was_stored = any(one.was_stored for one in found.values())
         save = f" (save {key[1]})" if key[1] else ""
-        if rejected:
+        if was_stored and of_storage is None and key[0] in sound:
+            reasons.append((place, f"{key[0]}{save}: {_REPLACED}"))
+        elif rejected:
             reasons.append((place, f"{key[0]}{save}: rejected: {rejected}"))
         elif choice.memory or choice.storage:
             choices.append(choice)

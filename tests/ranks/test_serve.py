@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import dcp_mem
-from dcp_mem import ConfigError, MemoryStorageWriter, serving
+from dcp_mem import ConfigError, MemoryStorageReader, MemoryStorageWriter, serving
 from dcp_mem.run import main
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import (
     Job,
     committed_in,
+    load,
     load_as_torch,
     make_state,
     number_of,
@@ -435,6 +437,30 @@ def _saves_in_a_fork(job: Job) -> None:
 
 def test_a_child_that_ends_leaves_its_parents_root_alone(job: Job) -> None:
     forked(_saves_in_a_fork, job)
+
+
+# -- what others put in a checkpoint's place -------------------------------------------------------
+
+
+def _is_overwritten(job: Job) -> tuple[str, ...]:
+    root = Path(str(job.url))
+    with _serving(job) as served:
+        _save(root / "step-1", 1)
+        served.writer.wait("step-1", timeout=60)
+        dist.barrier()
+        writer = dcp.FileSystemWriter(root / "step-1")
+        dcp.save(make_state(7), checkpoint_id=root / "step-1", storage_writer=writer)
+        assert _load(root / "step-1") == 7
+        reader = MemoryStorageReader(job.url, memory_root=job.memory)
+        assert [load(reader), load(reader, "step-1")] == [7, 7]
+        return reader.report().passed_over
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_another_writer_has_put_in_a_checkpoints_place_is_loaded(job: Job, ranks: int) -> None:
+    for passed_over in run_ranks(_is_overwritten, ranks, job):
+        assert any("another checkpoint of that name in its place" in why for why in passed_over)
+    assert load_as_torch(Path(str(job.url), "step-1")) == 7
 
 
 # -- unmodified programs ---------------------------------------------------------------------------
