@@ -123,9 +123,9 @@ class CheckpointExists(DcpMemError, FileExistsError):
 
     def __str__(self) -> str:
         return (
-            f"checkpoint {self.checkpoint!r} exists already in {self.where} and overwrite=False: "
-            "choose another "
-            f"checkpoint_id, delete the old one, or pass overwrite=True."
+            f"Checkpoint already exists: {self.checkpoint!r} exists already in {self.where} and "
+            "overwrite=False: choose another checkpoint_id, delete the old one, or pass "
+            "overwrite=True."
         )
 
 

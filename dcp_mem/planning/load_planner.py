@@ -34,6 +34,9 @@ from dcp_mem.planning.tensor_choice import (
     tensor_rule,
 )
 
+_HARMLESS = [bytes, io.BytesIO]
+"""Classes of byte items that torch's restrictions don't admit, and that can run no code."""
+
 
 class LocalLoadPlanner(DefaultLoadPlanner):
     """Torch's default planner, which can also plan by a catalog and unpickles byte items safely.
@@ -186,7 +189,8 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         """
         fqn = read_item.dest_index.fqn
         try:
-            loaded = torch.load(value, weights_only=self.weights_only)
+            with torch.serialization.safe_globals(_HARMLESS):
+                loaded = torch.load(value, weights_only=self.weights_only)
         except Exception as error:
             if not self.weights_only:
                 raise

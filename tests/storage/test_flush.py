@@ -161,6 +161,7 @@ def test_without_overwrite_a_name_in_memory_is_refused_on_every_rank(
     for error in forked_ranks(_save_a_name_twice, ranks, job):
         assert isinstance(error, CheckpointExists)
         assert isinstance(error, FileExistsError)
+        assert "Checkpoint already exists" in str(error), "torch's own words"
         assert (
             "'step-1' exists already in memory and overwrite=False: choose another checkpoint_id"
             in str(error)
