@@ -421,10 +421,7 @@ def test_the_policy_chooses_what_is_flushed(
         f"step-{n}" for n in reversed(expected)
     ]
     assert [one.name for one in status if one.persist] == [f"step-{n}" for n in reversed(expected)]
-    stored = {name.split("/")[1] for name in local_root.names()} - {
-        "checkpointHistories.csv",
-        ".dcp_mem",
-    }
+    stored = {name.split("/")[1] for name in local_root.names()} - {".dcp_mem"}
     assert sorted(stored) == [f"step-{n}" for n in expected]
 
 
