@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from dcp_mem.comm.dcp_choice import Choice, install
@@ -22,6 +22,12 @@ from dcp_mem.writer import MemoryStorageWriter
 
 _WRITERS = frozenset(inspect.signature(MemoryStorageWriter).parameters) - {"path"}
 _READERS = frozenset(inspect.signature(MemoryStorageReader).parameters) - {"path"}
+
+
+class ServedWriter(MemoryStorageWriter):
+    """A writer whose saves make the checkpoint's directory at once, as torch's do."""
+
+    _of_kind = MappingProxyType({"makes_directories": True})
 
 
 class Served:
@@ -47,7 +53,7 @@ class Served:
         self.root = root
         self._options = dict(options)
         self._for_readers = {name: options[name] for name in options if name in _READERS}
-        self.writer = MemoryStorageWriter(
+        self.writer: MemoryStorageWriter = ServedWriter(
             root, **{name: options[name] for name in options if name in _WRITERS}
         )
         MemoryStorageReader(root, **self._for_readers)  # Bad options raise now.

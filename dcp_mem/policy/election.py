@@ -9,12 +9,14 @@ Decided from what each rank's node has in memory and what storage has. The rules
 4. What was rejected is passed over, wherever it lies, unless it is asked for by its name.
 5. What can't be loaded is named, with the reason.
 6. Memory stands for a checkpoint that got to storage only while storage has no other one under its
-   name. Where storage has none at all, as after an `rm`, memory stands for it.
+   name. Where storage has none at all, as after an `rm`, memory stands for it. One that hasn't got
+   there stands unless another writer has saved under its name since, or the directory that its
+   save has made is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber, joined_place, newest_first
@@ -25,7 +27,6 @@ _RANKS = 1 << 24
 """As `names.FROZEN`: a segment's number modulo this is its rank."""
 _MOST_NAMED = 8
 """Missing segments that a reason lists by number."""
-_REPLACED = "it was on storage, and storage has another checkpoint of that name in its place now"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,9 @@ class FoundCheckpoint:
         redundancy: What copies or parity had been made of the checkpoint.
         rejected: Why it is not to be resumed from; "" if nobody has rejected it.
         was_stored: In memory: whether it is known to have got to storage.
+        replaces: In memory: identity of the `.metadata` that lay on storage when it was saved, ""
+            for none; None where nobody looked.
+        metadata: On storage: identity of its `.metadata`.
     """
 
     name: str
@@ -53,6 +57,8 @@ class FoundCheckpoint:
     place: Place
     rejected: str = ""
     was_stored: bool = False
+    replaces: str | None = None
+    metadata: str = ""
     problem: str = ""
     count: int = 0
     second: tuple[int, ...] = ()
@@ -114,6 +120,7 @@ def elect(
     stored: Sequence[FoundCheckpoint],
     *,
     is_named: bool = False,
+    removed: Collection[str] = (),
 ) -> RecoveryPlan:
     """Rank the checkpoints for whose every segment there is a source, newest first.
 
@@ -121,10 +128,10 @@ def elect(
         inventories: For each rank, what its node has in memory.
         stored: What storage has.
         is_named: Whether these are the checkpoints of a name that was asked for.
+        removed: Names whose directories on storage were made by their saves, and are gone.
     """
     in_memory = [{(one.name, one.save_id): one for one in inventory} for inventory in inventories]
     on_storage = {(one.name, one.save_id): one for one in stored}
-    sound = {one.name for one in stored if not one.problem}
     choices, reasons = [], list[tuple[Place, str]]()
     for key in set(on_storage).union(*in_memory):
         found = {
@@ -136,10 +143,10 @@ def elect(
         is_stored = of_storage is not None and not of_storage.problem
         choice = _choice(key, place, found, len(in_memory), storage=is_stored)
         rejected = "" if is_named else next((one.rejected for one in known if one.rejected), "")
-        was_stored = any(one.was_stored for one in found.values())
+        stale = _stale(key, found.values(), stored, removed) if of_storage is None else ""
         save = f" (save {key[1]})" if key[1] else ""
-        if was_stored and of_storage is None and key[0] in sound:
-            reasons.append((place, f"{key[0]}{save}: {_REPLACED}"))
+        if stale:
+            reasons.append((place, f"{key[0]}{save}: {stale}"))
         elif rejected:
             reasons.append((place, f"{key[0]}{save}: rejected: {rejected}"))
         elif choice.memory or choice.storage:
@@ -157,6 +164,29 @@ def elect(
         tuple(text for _, text in reasons),
         max((place.number for place in places), default=UNNUMBERED),
     )
+
+
+def _stale(
+    key: tuple[str, str],
+    found: Iterable[FoundCheckpoint],
+    stored: Iterable[FoundCheckpoint],
+    removed: Collection[str],
+) -> str:
+    """Return why memory doesn't stand for a checkpoint any more that storage lacks; "" if it does.
+
+    A checkpoint without a save id is another writer's. It is newer than one in memory if it came
+    after that was saved: then its `.metadata` is another one than lay there before.
+    """
+    others = [one for one in stored if one.name == key[0] and not one.problem]
+    for one in found:
+        if one.was_stored and others:
+            return "it was on storage, where another checkpoint of that name is in its place now"
+        foreign = {other.metadata for other in others if not other.save_id}
+        if one.replaces is not None and foreign - {one.replaces}:
+            return "another writer has saved a checkpoint of that name on storage since"
+        if one.replaces is not None and not one.was_stored and key[0] in removed:
+            return "its directory was removed before it got to storage"
+    return ""
 
 
 def _itself(place: Place) -> Place:

@@ -35,6 +35,7 @@ class StoredCheckpoint:
         nbytes: Of its segments, as storage lists them.
         problem: Why it can't be loaded from there; "" if it can.
         rejected: Why it is not to be resumed from; "" if nobody has rejected it.
+        metadata: Identity of its `.metadata`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class StoredCheckpoint:
     manifest: Manifest | None
     modified: float
     nbytes: int
+    metadata: str
     problem: str = ""
     rejected: str = ""
 
@@ -326,6 +328,7 @@ def _described(
         manifest=manifest,
         modified=metadata.modified,
         nbytes=nbytes,
+        metadata=metadata.identity,
         problem=problem,
     )
 
@@ -362,12 +365,14 @@ def _lost(named: Collection[str], entries: Mapping[str, Entry]) -> str:
 def _undescribed(
     name: str, scope: str, entries: Mapping[str, Entry], problem: str
 ) -> StoredCheckpoint:
+    metadata = entries[names.metadata_file(scope)]
     return StoredCheckpoint(
         name=name,
         scope=scope,
         manifest=None,
-        modified=entries[names.metadata_file(scope)].modified,
+        modified=metadata.modified,
         nbytes=_nbytes(entries),
+        metadata=metadata.identity,
         problem=problem,
     )
 

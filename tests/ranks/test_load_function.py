@@ -510,7 +510,9 @@ def _save_and_load_streams(job: Job) -> None:
     streams = {"position": position, "empty": io.BytesIO(), "list": [io.BytesIO(b"\0\xff")]}
     plain = {"bytes": b"", "mutable": bytearray(b"abc")}
     with job.writer() as writer:
-        dcp_mem.save({"w": torch.ones(2), **streams, **plain}, checkpoint_id="1", storage_writer=writer)
+        dcp_mem.save(
+            {"w": torch.ones(2), **streams, **plain}, checkpoint_id="1", storage_writer=writer
+        )
     for load in (dcp.load, dcp_mem.load):
         state: dict[str, Any] = {"w": torch.zeros(2), "position": io.BytesIO()}
         state.update(empty=io.BytesIO(b"full"), list=[io.BytesIO()], bytes=b"", mutable=None)
