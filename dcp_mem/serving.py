@@ -7,7 +7,9 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -147,6 +149,42 @@ class Served:
             )
 
 
+class _ServedRank:
+    """What a rank runs that a served program has started: the program's function, served.
+
+    Args:
+        function: Of the program; called with the number of the process, and its arguments.
+        roots: Each root that is served, and its options.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], roots: Sequence[tuple[str, Mapping[str, Any]]]
+    ) -> None:
+        self._function, self._roots = function, roots
+
+    def __call__(self, *arguments: Any) -> Any:
+        with ExitStack() as served:
+            for root, options in self._roots:
+                # What an earlier run has left is the starting process's to flush.
+                served.enter_context(serve(root, flush_seconds=0, **options))
+            return self._function(*arguments)
+
+
+def _serve_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs another one in a served process, if options can go there."""
+    served = _ServedRank(function, [(one.root, one._options) for one in _all_served])
+    try:
+        ForkingPickler.dumps(served)
+    except Exception as error:
+        log.warning(
+            "dcp_mem.serve: the ranks that this process starts aren't served, for its options "
+            "can't be sent there (%s): call serve in each of them",
+            error,
+        )
+        return function
+    return served
+
+
 _all_served: tuple[Served, ...] = ()
 _put_back: Callable[[], bool] | None = None  # None: torch has its own functions
 _guard = threading.Lock()
@@ -157,8 +195,9 @@ def serve(root: str | os.PathLike[str], *, flush_seconds: float = 60.0, **option
 
     That is `dcp.save`, `dcp.async_save` and `dcp.load` with `checkpoint_id=` and without a writer
     or reader, in this process, from now on. All that doesn't lie directly below the root, one name
-    deep, is left to torch. Call it on all ranks, and before `from … import async_save`. Several
-    roots may be served.
+    deep, is left to torch. Call it on all ranks, and before `from … import async_save`. Ranks that
+    this process starts by `torch.multiprocessing.spawn` are served as well. Several roots may be
+    served.
 
     At the end of the process the root is closed, as by `Served.stop`. After an error that nobody
     caught, it doesn't wait for storage; the agent goes on.
@@ -195,7 +234,7 @@ def serve(root: str | os.PathLike[str], *, flush_seconds: float = 60.0, **option
             raise ConfigError(f"{url} is served with other options: stop() that first")
         served = Served(url, options)
         if _put_back is None:
-            _put_back = install(_choose)
+            _put_back = install(_choose, _serve_ranks)
         _all_served = (*_all_served, served)
     log.info(
         "dcp_mem.serve: saves and loads directly below %s that name only a path go through node "

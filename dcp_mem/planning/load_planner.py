@@ -34,7 +34,7 @@ from dcp_mem.planning.tensor_choice import (
     tensor_rule,
 )
 
-_HARMLESS = [bytes, io.BytesIO]
+_HARMLESS: list[Any] = [bytes, io.BytesIO]
 """Classes of byte items that torch's restrictions don't admit, and that can run no code."""
 
 

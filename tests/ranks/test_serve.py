@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -36,6 +37,7 @@ from tests.support.checkpoints.jobs import (
 )
 from tests.support.processes.forks import forked, forked_ranks
 from tests.support.processes.launch import TORCHRUN, run_python, run_ranks
+from tests.support.storage.servers import free_port
 
 _SECONDS = 120
 _TORCHS = {"__0_0.distcp", "__1_0.distcp"}
@@ -542,6 +544,27 @@ def _is_overwritten_before_its_flush(job: Job) -> None:
 def test_of_two_writers_the_last_one_stays_also_before_the_flush(job: Job, ranks: int) -> None:
     run_ranks(_is_overwritten_before_its_flush, ranks, job)
     assert load_as_torch(Path(str(job.url), "step-2")) == 7
+
+
+# -- ranks that a served program starts -----------------------------------------------------------
+
+
+def _be_started(rank: int, root: str, port: int) -> None:
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    _save(f"{root}/step-1", 1)
+    assert _load(f"{root}/step-1") == 1
+    dist.destroy_process_group()
+
+
+def _starts_ranks(job: Job) -> None:
+    with _serving(job):
+        torch.multiprocessing.spawn(_be_started, (str(job.url), free_port()), nprocs=2)
+
+
+def test_ranks_that_a_served_program_starts_are_served(job: Job) -> None:
+    forked(_starts_ranks, job, timeout=180)
+    assert committed_in(Path(str(job.url))) == {"step-1"}
+    assert not _files_of_torch(Path(str(job.url), "step-1")) & _TORCHS
 
 
 # -- unmodified programs ---------------------------------------------------------------------------
