@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from tests.support.checkpoints.jobs import (
     save_two_with_torch,
     wait_until,
 )
-from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.processes.launch import TORCHRUN, run_python, run_ranks
 from tests.support.storage.servers import free_port
 
@@ -544,6 +544,39 @@ def _is_overwritten_before_its_flush(job: Job) -> None:
 def test_of_two_writers_the_last_one_stays_also_before_the_flush(job: Job, ranks: int) -> None:
     run_ranks(_is_overwritten_before_its_flush, ranks, job)
     assert load_as_torch(Path(str(job.url), "step-2")) == 7
+
+
+# -- programs that don't know of each other ------------------------------------------------------
+
+
+def _saves_beside(job: Job, root: Path, own: str, other: str) -> str:
+    """Save twice; the roots are served side by side until both programs have saved."""
+    signs = Path(str(job.url)).parent
+    with dcp_mem.serve(root, agent="thread", memory_root=job.memory):
+        if own == "b":
+            wait_until((signs / other).exists)
+        error = raised_by(lambda: [_save(root / f"{own}-{step}", step) for step in (1, 2)])
+        (signs / own).touch()
+        wait_until((signs / other).exists)
+    return str(error)
+
+
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_programs_beside_each_other_need_directories_of_their_own_and_are_told_so(
+    job: Job, are_apart: bool
+) -> None:
+    base = Path(str(job.url))
+    roots = {own: base / own if are_apart else base for own in "ab"}
+    with ThreadPoolExecutor() as programs:
+        first = programs.submit(forked, _saves_beside, job, roots["a"], "a", "b")
+        second = programs.submit(forked, _saves_beside, job, roots["b"], "b", "a")
+        said = [first.result(), second.result()]
+    assert said[0] == "None"
+    if are_apart:
+        assert said[1] == "None"
+        assert [committed_in(base / own) for own in "ab"] == [{"a-1", "a-2"}, {"b-1", "b-2"}]
+    else:
+        assert "have each program serve a directory of its own" in said[1]
 
 
 # -- ranks that a served program starts -----------------------------------------------------------
