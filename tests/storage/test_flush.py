@@ -113,6 +113,24 @@ def test_what_several_ranks_saved_outlives_the_memory(
     assert forked_ranks(_load_with_torch, 2, f"{job.url}/step-2", job.storage_options) == [2, 2]
 
 
+def test_memory_does_not_stand_for_what_torch_has_overwritten_on_storage(
+    storage_root: StorageRoot, memory_root: Path
+) -> None:
+    job = storage_root.job(memory_root)
+    path = f"{job.url}/step-1"
+    forked(_save_and_wait, job, 1)
+    forked(_save_with_torch, path, job.storage_options, 7)
+    loaded = forked(load_anew, job)
+    assert (loaded.number, loaded.report.source) == (7, "storage")
+    assert "another checkpoint of that name is in its place now" in loaded.report.passed_over[0]
+    assert [loaded.number for loaded in forked_ranks(load_anew, 2, job, "step-1")] == [7, 7]
+    elsewhere = replace(job, memory=str(memory_root / "elsewhere"))
+    assert forked(load_anew, elsewhere, "step-1").number == 7
+    forked(_save_and_wait, job, 1)
+    assert forked(load_anew, job, "step-1").report.source == "memory"
+    assert forked(_load_with_torch, path, job.storage_options) == 1
+
+
 def test_what_torch_wrote_is_loaded_by_name_and_as_the_newest(
     storage_root: StorageRoot, memory_root: Path
 ) -> None:
