@@ -104,6 +104,9 @@ class Settings:
         reuse_stored: Whether what storage has already isn't sent again.
         transport: What moves bytes between nodes.
         export: What is made of checkpoints for other programs, behind training.
+        shows_history: Whether the history of checkpoints lies in the root as well, where Nebula
+            has it.
+        makes_directories: Whether a save makes the checkpoint's directory at once, as torch does.
     """
 
     url: str | None
@@ -127,6 +130,8 @@ class Settings:
     reuse_stored: bool = True
     transport: TransportChoice = "gloo"
     export: ExportOrder | None = None
+    shows_history: bool = False
+    makes_directories: bool = False
 
     @property
     def keep(self) -> int:

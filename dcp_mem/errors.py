@@ -103,7 +103,7 @@ class JobInUse(DcpMemError, BlockingIOError):
     def __str__(self) -> str:
         return (
             f"job {self.job!r} is in use by {self.holder}. End that run, or give this one another "
-            "job= (or path)."
+            "job= (or path). With dcp_mem.serve, have each program serve a directory of its own."
         )
 
 
@@ -123,9 +123,9 @@ class CheckpointExists(DcpMemError, FileExistsError):
 
     def __str__(self) -> str:
         return (
-            f"checkpoint {self.checkpoint!r} exists already in {self.where} and overwrite=False: "
-            "choose another "
-            f"checkpoint_id, delete the old one, or pass overwrite=True."
+            f"Checkpoint already exists: {self.checkpoint!r} exists already in {self.where} and "
+            "overwrite=False: choose another checkpoint_id, delete the old one, or pass "
+            "overwrite=True."
         )
 
 
@@ -253,7 +253,8 @@ class StorageTaken(StorageRefused):
     def __init__(self, url: str, generation: int, holder: str) -> None:
         reason = (
             f"a newer run has taken it (generation {generation}: {holder}). This run stays in "
-            "memory. Give each run a root of its own, or end one of them"
+            "memory. Give each run a root of its own, or end one of them. With dcp_mem.serve, have "
+            "each program serve a directory of its own"
         )
         super().__init__(url, reason)
         self.args = (url, generation, holder)

@@ -7,8 +7,10 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.reduction import ForkingPickler
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from dcp_mem.comm.dcp_choice import Choice, install
@@ -22,6 +24,12 @@ from dcp_mem.writer import MemoryStorageWriter
 
 _WRITERS = frozenset(inspect.signature(MemoryStorageWriter).parameters) - {"path"}
 _READERS = frozenset(inspect.signature(MemoryStorageReader).parameters) - {"path"}
+
+
+class ServedWriter(MemoryStorageWriter):
+    """A writer whose saves make the checkpoint's directory at once, as torch's do."""
+
+    _of_kind = MappingProxyType({"makes_directories": True})
 
 
 class Served:
@@ -47,7 +55,7 @@ class Served:
         self.root = root
         self._options = dict(options)
         self._for_readers = {name: options[name] for name in options if name in _READERS}
-        self.writer = MemoryStorageWriter(
+        self.writer: MemoryStorageWriter = ServedWriter(
             root, **{name: options[name] for name in options if name in _WRITERS}
         )
         MemoryStorageReader(root, **self._for_readers)  # Bad options raise now.
@@ -141,6 +149,42 @@ class Served:
             )
 
 
+class _ServedRank:
+    """What a rank runs that a served program has started: the program's function, served.
+
+    Args:
+        function: Of the program; called with the number of the process, and its arguments.
+        roots: Each root that is served, and its options.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], roots: Sequence[tuple[str, Mapping[str, Any]]]
+    ) -> None:
+        self._function, self._roots = function, roots
+
+    def __call__(self, *arguments: Any) -> Any:
+        with ExitStack() as served:
+            for root, options in self._roots:
+                # What an earlier run has left is the starting process's to flush.
+                served.enter_context(serve(root, flush_seconds=0, **options))
+            return self._function(*arguments)
+
+
+def _serve_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs another one in a served process, if options can go there."""
+    served = _ServedRank(function, [(one.root, one._options) for one in _all_served])
+    try:
+        ForkingPickler.dumps(served)
+    except Exception as error:
+        log.warning(
+            "dcp_mem.serve: the ranks that this process starts aren't served, for its options "
+            "can't be sent there (%s): call serve in each of them",
+            error,
+        )
+        return function
+    return served
+
+
 _all_served: tuple[Served, ...] = ()
 _put_back: Callable[[], bool] | None = None  # None: torch has its own functions
 _guard = threading.Lock()
@@ -151,8 +195,9 @@ def serve(root: str | os.PathLike[str], *, flush_seconds: float = 60.0, **option
 
     That is `dcp.save`, `dcp.async_save` and `dcp.load` with `checkpoint_id=` and without a writer
     or reader, in this process, from now on. All that doesn't lie directly below the root, one name
-    deep, is left to torch. Call it on all ranks, and before `from … import async_save`. Several
-    roots may be served.
+    deep, is left to torch. Call it on all ranks, and before `from … import async_save`. Ranks that
+    this process starts by `torch.multiprocessing.spawn` are served as well. Several roots may be
+    served.
 
     At the end of the process the root is closed, as by `Served.stop`. After an error that nobody
     caught, it doesn't wait for storage; the agent goes on.
@@ -189,7 +234,7 @@ def serve(root: str | os.PathLike[str], *, flush_seconds: float = 60.0, **option
             raise ConfigError(f"{url} is served with other options: stop() that first")
         served = Served(url, options)
         if _put_back is None:
-            _put_back = install(_choose)
+            _put_back = install(_choose, _serve_ranks)
         _all_served = (*_all_served, served)
     log.info(
         "dcp_mem.serve: saves and loads directly below %s that name only a path go through node "

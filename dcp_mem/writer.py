@@ -6,8 +6,9 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -127,6 +128,9 @@ class MemoryStorageWriter(StorageWriter):
         ConfigError: The arguments can't work; raised before anything is saved.
     """
 
+    _of_kind: ClassVar[Mapping[str, Any]] = {}
+    """Settings that all writers of a class have, and that no argument sets."""
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -155,7 +159,7 @@ class MemoryStorageWriter(StorageWriter):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.settings = settings(
+        checked = settings(
             path,
             memory_root=memory_root,
             job=job,
@@ -178,6 +182,7 @@ class MemoryStorageWriter(StorageWriter):
             reuse_stored=reuse_stored,
             export=_order(export),
         )
+        self.settings = replace(checked, **self._of_kind)
         _check_that_it_can_be_flushed(self.settings)
         self._saver = Saver(self.settings, process_group, tensor_rule("frozen", frozen))
         self._dcp_plans = DcpPlanTracker()

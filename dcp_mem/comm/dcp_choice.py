@@ -2,12 +2,15 @@
 
 `dcp.save`, `dcp.async_save` and `dcp.load` ask torch's `_storage_setup`. `install` puts a function
 in its place that asks a `Choose` first. `dcp.async_save` of newer torches decides who stages before
-it asks, so a function in its place hands it the writer. Nothing else of torch is replaced.
+it asks, so a function in its place hands it the writer. `torch.multiprocessing.start_processes`,
+which is public, gets a function that runs what it is given in a served process. Nothing else of
+torch is replaced.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
@@ -38,6 +42,10 @@ Choose = Callable[[Any, bool], Choice | None]
 """Takes a checkpoint id, and whether it is to be loaded; None leaves the call to torch."""
 
 
+ServeRanks = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Takes what processes are to run; returns what serves them first."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Replaced:
     module: ModuleType
@@ -46,11 +54,12 @@ class _Replaced:
     ours: Callable[..., Any]
 
 
-def install(choose: Choose) -> Callable[[], bool]:
+def install(choose: Choose, serve_ranks: ServeRanks) -> Callable[[], bool]:
     """Have DCP ask a function what calls without a writer or reader go through.
 
     Args:
         choose: Asked in the caller's thread, or in that of an asynchronous save.
+        serve_ranks: Asked where the program starts ranks by `torch.multiprocessing`.
 
     Returns:
         Puts torch's functions back. It returns False where somebody else has replaced one of ours
@@ -77,6 +86,13 @@ def install(choose: Choose) -> Callable[[], bool]:
     ]
     if dcp.async_save is begin:
         replaced.append(_Replaced(dcp, "async_save", begin, staging))
+    starting = importlib.import_module("torch.multiprocessing.spawn")  # `spawn` is a function, too
+    start = _starting_served(starting.start_processes, serve_ranks)
+    replaced += [
+        _Replaced(module, "start_processes", module.start_processes, start)
+        for module in (starting, torch.multiprocessing)
+        if module.start_processes is starting.start_processes
+    ]
     for one in replaced:
         setattr(one.module, one.name, one.ours)
     return functools.partial(_put_back, replaced)
@@ -119,3 +135,11 @@ def _handing_over(original: Callable[..., Any], choose: Choose) -> Callable[...,
         return original(*positional, **arguments)
 
     return begin_with_writer
+
+
+def _starting_served(original: Callable[..., Any], serve_ranks: ServeRanks) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def start_served(fn: Callable[..., Any], *positional: Any, **arguments: Any) -> Any:
+        return original(serve_ranks(fn), *positional, **arguments)
+
+    return start_served

@@ -96,11 +96,11 @@ class SaveInfo:
 
 
 HISTORIES = "checkpointHistories.csv"
-"""File name of a job's history of checkpoints, in its memory directory and in its root."""
+"""File name of a job's history of checkpoints, in its memory directory and on storage."""
 
 RECOVERIES = "recoveries.jsonl"
 RESUMES = "resumes.json"
-"""File name of a job's history of loads, in the same two directories."""
+"""File name of a job's history of loads, in the same two places."""
 
 MEMORY, STORAGE = "memory", "storage"
 """The places of a checkpoint: this node's memory, and storage."""

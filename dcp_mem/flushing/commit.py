@@ -52,6 +52,7 @@ from dcp_mem.memory.checkpoint import LocalCheckpoint, rejection_in
 from dcp_mem.memory.locks import end_lease, share, try_lease
 from dcp_mem.policy.order import is_newer
 from dcp_mem.storage import Storage
+from dcp_mem.storage.listing import committed_under
 
 T = TypeVar("T")
 _MOST_RANKS = 8
@@ -110,7 +111,8 @@ def _flush(job: FlushJob) -> bool:
     """Run the commit protocol, as far as this node can.
 
     1. Return if this checkpoint is committed already.
-    2. Refuse what must not be committed: see `refuse_to_overwrite` and `refuse_to_come_late`.
+    2. Refuse what must not be committed: see `refuse_to_overwrite`, `refuse_to_bring_back` and
+       `refuse_to_come_late`.
     3. Put this node's part, unless storage has it.
     4. Take over the parts of lost nodes, as far as their copies lie here.
     5. Raise NotYet unless all parts are stored, and the commit is this node's to make.
@@ -127,6 +129,7 @@ def _flush(job: FlushJob) -> bool:
         job.meter.find_stored(own_nbytes)
         return manifest.committer == job.node
     refuse_to_overwrite(job)
+    refuse_to_bring_back(job)
     parts = parts_of(job)
     refuse_to_come_late(job, parts)
     # A node that is new in the job may hold nothing but other nodes' segments.
@@ -144,6 +147,7 @@ def _flush(job: FlushJob) -> bool:
         parts = parts_of(job)
     _check_that_all_parts_are_stored(job, parts)
     # Looked at again: taking parts over may have taken minutes.
+    refuse_to_bring_back(job)
     refuse_to_come_late(job, parts)
     if not job.takes_rejected:
         _refuse_rejected(job)
@@ -263,6 +267,27 @@ def refuse_to_overwrite(job: FlushJob) -> None:
     listed = {entry.name for entry in job.storage.ls(manifest.name)}
     if names.metadata_file(manifest.scope) in listed:
         raise CheckpointExists(manifest.name, job.storage.url)
+
+
+def refuse_to_bring_back(job: FlushJob) -> None:
+    """Make sure that what the save found and made on storage is still there.
+
+    Raises:
+        Superseded: Somebody has removed the directory that the save made, or another writer has
+            saved there since.
+    """
+    manifest = job.checkpoint.manifest
+    if manifest.replaces is None:
+        return
+    entries = {entry.name: entry for entry in job.storage.ls(manifest.name)}
+    if not entries:
+        raise Superseded("its directory was removed before it got there")
+    metadata = entries.get(names.metadata_file(manifest.scope))
+    if metadata is None or metadata.identity == manifest.replaces:
+        return
+    for one in committed_under(job.storage, manifest.name):
+        if one.scope == manifest.scope and one.manifest is None and not one.problem:
+            raise Superseded("another writer has saved under that name since")
 
 
 def refuse_to_come_late(job: FlushJob, parts: Parts) -> None:

@@ -356,7 +356,8 @@ class JobFlusher:
         )
         if has_committed:
             row = row_of(checkpoint.manifest, record)
-            add_to_stored_history(storage, row, memory.history())
+            is_shown = registration.shows_history
+            add_to_stored_history(storage, row, memory.history(), is_shown=is_shown)
         return record, has_committed
 
     def _lost(self, turn: _Turn) -> tuple[frozenset[str], set[str]]:

@@ -13,7 +13,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.values import HISTORIES, Outcome, Transfer
 from dcp_mem.errors import DcpMemError, ManifestInvalid, StorageKeyMissing
 from dcp_mem.flushing.metering import Meter
-from dcp_mem.format import history
+from dcp_mem.format import history, names
 from dcp_mem.format.history import HistoryRow
 from dcp_mem.format.manifest import FlushRecord
 from dcp_mem.memory.checkpoint import LocalCheckpoint
@@ -90,13 +90,16 @@ class FlushAttempt:
         return replace(flush, seconds=seconds, stage=stage, again=0.0, transfer=transfer)
 
 
-def add_to_stored_history(storage: Storage, row: HistoryRow, known: Sequence[HistoryRow]) -> None:
-    """Add a checkpoint's row to the history in the job's root; a failure is logged.
+def add_to_stored_history(
+    storage: Storage, row: HistoryRow, known: Sequence[HistoryRow], *, is_shown: bool = False
+) -> None:
+    """Add a checkpoint's row to the history on storage; a failure is logged.
 
     Args:
         storage: The job's root.
         row: Takes the place of an earlier one of the same save.
         known: Rows that replace a file that can't be read.
+        is_shown: Whether people look for the history in the root itself: a copy is put there.
     """
     try:
         before = _stored_history(storage)
@@ -115,6 +118,8 @@ def add_to_stored_history(storage: Storage, row: HistoryRow, known: Sequence[His
             ]
             after = history.to_csv([*durable, row])
         if after != before:
+            storage.put(names.job_file(HISTORIES), after)
+        if after != before and is_shown:
             storage.put(HISTORIES, after)
     except Exception as error:  # the checkpoint is committed, whatever this may be
         log.warning(
@@ -124,6 +129,6 @@ def add_to_stored_history(storage: Storage, row: HistoryRow, known: Sequence[His
 
 def _stored_history(storage: Storage) -> bytes | None:
     try:
-        return storage.get(HISTORIES)
+        return storage.get(names.job_file(HISTORIES))
     except StorageKeyMissing:
         return None

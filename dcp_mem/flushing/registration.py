@@ -54,6 +54,7 @@ class Registration:
         reuse_stored: As in `Settings`.
         run: Token of the run that registers; "": the registration holds for all runs' checkpoints.
         export: As in `Settings`. A registration without a run leaves it as it was.
+        shows_history: As in `Settings`.
     """
 
     job: str
@@ -70,6 +71,7 @@ class Registration:
     reuse_stored: bool = True
     run: str = ""
     export: ExportOrder | None = None
+    shows_history: bool = False
 
     def reached_by(self, other: Registration) -> Registration:
         """Return this registration with another one's way to storage: its URL and credentials.
@@ -107,6 +109,7 @@ class Registration:
             reuse_stored=True,
             run="",
             export=None,
+            shows_history=False,
         )
 
 
@@ -141,6 +144,7 @@ def registration_of(
         reuse_stored=settings.reuse_stored,
         run=run,
         export=settings.export,
+        shows_history=settings.shows_history,
     )
 
 

@@ -174,7 +174,7 @@ def _is_usable(storage: Storage, manifest: Manifest, one: _Put) -> bool:
 def _of_history(storage: Storage, manifest: Manifest, segments: Sequence[Segment]) -> list[_Put]:
     """Return the newest durable checkpoint with hashes of its parts, put by any process."""
     try:
-        rows = from_csv(storage.get(HISTORIES))
+        rows = from_csv(storage.get(names.job_file(HISTORIES)))
     except (StorageKeyMissing, ManifestInvalid):
         return []
     durable = [row for row in rows if row.outcome == Outcome.DURABLE and row.save_id]

@@ -57,6 +57,9 @@ class Manifest:
         run: Token of the run that saved it.
         metadata_md5: On storage: of the `.metadata` that commits it, in hexadecimal digits. A
             listing that shows it proves the commit without a read.
+        replaces: Where the save made the checkpoint's directory on storage: the identity
+            (`Entry.identity`) of the `.metadata` that lay there then, "" for none. None where it
+            made none.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Manifest:
     count: int = 0
     run: str = ""
     metadata_md5: str = ""
+    replaces: str | None = None
 
     @property
     def number(self) -> SaveNumber:
@@ -153,6 +157,8 @@ def _refuse_odd_fields(manifest: Manifest) -> None:
     texts = (manifest.name, manifest.save_id, manifest.scope, manifest.job, manifest.committer)
     if {type(one) for one in (*texts, manifest.catalog, manifest.metadata_md5)} != {str}:
         raise ValueError("a name that is no text")
+    if type(manifest.replaces) not in (str, type(None)):
+        raise ValueError("an identity that is no text")
     if any("/" in one for one in (*texts, *manifest.segments.node)):
         raise ValueError("a name with a slash")
     figures = (manifest.created, manifest.stage_seconds, *manifest.metrics.values())

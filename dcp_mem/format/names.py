@@ -26,6 +26,14 @@ def new_save_id() -> str:
     return uuid.uuid4().hex[:SAVE_ID_NBYTES]
 
 
+def job_file(file: str) -> str:
+    """Return the key, in a job's root, of a file that belongs to no checkpoint.
+
+    Hidden, for programs that take all names in the root for checkpoints.
+    """
+    return f"{OWN}/{file}"
+
+
 def segment_file(rank: int, save_id: str) -> str:
     """Return the name of a rank's segment.
 

@@ -87,7 +87,7 @@ def _harmless() -> list[Any]:
         dt.timedelta,
         dt.timezone,
         uuid.UUID,
-        *(range, slice, frozenset),
+        *(range, slice, frozenset, bytes, io.BytesIO),
         *(bool, int, float, str, list, dict, set, tuple),  # a defaultdict's factory
     ]
 

@@ -105,6 +105,13 @@ def _elect(
 ) -> RecoveryPlan:
     """Survey storage, and elect from what memory and storage have."""
     has_any = any(not (one.problem or one.rejected) for found in inventories for one in found)
-    stored = load.storage_survey.findings(search, is_needed=not has_any)
-    plan = elect(inventories, stored, is_named=search.wanted is not None)
+    directories = {
+        one.name
+        for found in inventories
+        for one in found
+        if one.replaces is not None and not one.was_stored
+    }
+    survey = load.storage_survey
+    stored = survey.findings(search, is_needed=not has_any, directories=directories)
+    plan = elect(inventories, stored, is_named=search.wanted is not None, removed=survey.removed)
     return replace(plan, reasons=(*plan.reasons, *load.storage_survey.silence))

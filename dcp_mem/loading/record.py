@@ -1,4 +1,4 @@
-"""Last stage of a load: a line in `recoveries.jsonl`, in memory and in the job's root on storage.
+"""Last stage of a load: a line in `recoveries.jsonl`, in memory and on storage.
 
 Nothing of this can fail a load.
 """
@@ -16,6 +16,7 @@ from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
 from dcp_mem.common.values import RECOVERIES
 from dcp_mem.errors import DcpMemError, StorageKeyMissing, StorageRefused
+from dcp_mem.format import names
 from dcp_mem.format.recoveries import RecoveryRecord, from_lines, merge_recoveries, to_lines
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.report import RecoveryReport
@@ -71,7 +72,7 @@ def leave_record(record: RecoveryRecord, memory: JobMemory | None, storage: Stor
 
 
 def recoveries_on(storage: Storage) -> list[RecoveryRecord]:
-    """Return the records in the job's root, oldest first.
+    """Return the records on storage, oldest first.
 
     Args:
         storage: The job's.
@@ -81,7 +82,8 @@ def recoveries_on(storage: Storage) -> list[RecoveryRecord]:
         StorageRefused: Storage doesn't let us read them.
     """
     try:
-        return merge_recoveries(from_lines(storage.get(RECOVERIES)), most=_MOST_LINES)
+        found = from_lines(storage.get(names.job_file(RECOVERIES)))
+        return merge_recoveries(found, most=_MOST_LINES)
     except StorageKeyMissing:
         return []
 
@@ -94,7 +96,7 @@ def _put(storage: Storage, record: RecoveryRecord, memory: JobMemory | None) -> 
             earlier = recoveries_in(memory)
     try:
         known = merge_recoveries(recoveries_on(storage), earlier, [record], most=_MOST_LINES)
-        storage.put(RECOVERIES, to_lines(known))
+        storage.put(names.job_file(RECOVERIES), to_lines(known))
     except StorageRefused as error:  # a job that only reads may not be allowed to
         log.info("that %s was loaded isn't written down in %s: %s", name, storage.url, error)
     except Exception as error:  # the checkpoint is loaded, whatever this may be

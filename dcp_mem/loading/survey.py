@@ -88,6 +88,8 @@ def _finding(
         rejected=checkpoint.rejected,
         count=count,
         second=second,
+        was_stored=checkpoint.flush.outcome == Outcome.DURABLE,
+        replaces=manifest.replaces,
     )
     try:
         source = MemorySource(checkpoint, memory.node, damaged_ranks)
@@ -130,25 +132,30 @@ class StorageSurvey:
 
     Attributes:
         silence: Why storage didn't answer; empty where it did. It isn't asked again then.
+        removed: Of the names whose directories saves had made, those that have none any more.
     """
 
     def __init__(self, storage: Storage | None) -> None:
         self.silence: list[str] = []
+        self.removed: Collection[str] = ()
         self._storage = storage
         self._has_answered = threading.Event()
 
-    def findings(self, search: Search, *, is_needed: bool) -> list[FoundCheckpoint]:
+    def findings(
+        self, search: Search, *, is_needed: bool, directories: Collection[str] = ()
+    ) -> list[FoundCheckpoint]:
         """Return what storage has; nothing, and a line in `silence`, where it doesn't answer.
 
         Args:
             search: What to look for.
             is_needed: Wait for as long as it takes: memory has nothing.
+            directories: Names whose directories saves have made.
         """
         storage = self._storage
         if storage is None or self.silence:
             return []
         answer: list[list[FoundCheckpoint]] = []
-        listing = daemon(lambda: answer.append(self._list(storage, search)))
+        listing = daemon(lambda: answer.append(self._list(storage, search, directories)))
         if is_needed:
             listing.join()
         elif self._has_answered.wait(_FIRST_ANSWER_TIMEOUT):
@@ -158,12 +165,18 @@ class StorageSurvey:
             self.silence.append(f"storage {storage.url} did not answer within {waited:.0f} s")
         return answer[0] if answer else []
 
-    def _list(self, storage: Storage, search: Search) -> list[FoundCheckpoint]:
+    def _list(
+        self, storage: Storage, search: Search, directories: Collection[str]
+    ) -> list[FoundCheckpoint]:
         try:
             wanted = [search.wanted] if search.wanted is not None else checkpoint_names(storage)
             if search.wanted is None:
                 self._has_answered.set()
             found = in_daemons(lambda name: stored_findings(storage, name, search.scope), wanted)
+            known = dict(zip(wanted, found, strict=True))
+            unseen = sorted(name for name in directories if not known.get(name))
+            listed = in_daemons(storage.ls, unseen)
+            self.removed = {name for name, files in zip(unseen, listed, strict=True) if not files}
             return [finding for findings in found for finding in findings]
         except Exception as error:  # a checkpoint in memory may do without storage
             self.silence.append(str(error) if isinstance(error, DcpMemError) else described(error))
@@ -188,6 +201,7 @@ def stored_findings(storage: Storage, name: str, scope: str) -> list[FoundCheckp
             place=one.place,
             rejected=one.rejected,
             problem=one.problem,
+            metadata=one.metadata,
         )
         for one in found
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from dcp_mem.comm.agreement import described
 from dcp_mem.common.parallel import daemon, in_daemons
@@ -56,12 +56,15 @@ class StorageWatch(StorageSurvey):
         self._looking.join(_ANSWER_TIMEOUT)
         return self._known != self._told
 
-    def findings(self, search: Search, *, is_needed: bool) -> list[FoundCheckpoint]:
+    def findings(
+        self, search: Search, *, is_needed: bool, directories: Collection[str] = ()
+    ) -> list[FoundCheckpoint]:
         """Return what storage had at the last look.
 
         Args:
             search: Ignored, as only checkpoints of all ranks are watched.
             is_needed: Ignored.
+            directories: Ignored: a checkpoint in memory is followed for as long as it lies there.
         """
         self._told = self._known
         return [one for found in self._told.values() for one in found]

@@ -10,6 +10,7 @@ from dcp_mem.common.parallel import daemon
 from dcp_mem.common.values import RESUMES
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError, DcpMemError, ManifestInvalid, StorageKeyMissing
+from dcp_mem.format import names
 from dcp_mem.format.manifest import Resumes
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.reader import RecoveryReport
@@ -102,7 +103,7 @@ class CrashLoop:
 
     def _on_storage(self) -> Resumes:
         try:
-            return Resumes.from_json(self._open_storage().get(RESUMES))
+            return Resumes.from_json(self._open_storage().get(names.job_file(RESUMES)))
         except (StorageKeyMissing, ManifestInvalid):
             return Resumes()
         except DcpMemError as error:
@@ -120,7 +121,7 @@ class CrashLoop:
 
     def _put_on_storage(self, resumes: Resumes) -> None:
         try:
-            self._open_storage().put(RESUMES, resumes.to_json())
+            self._open_storage().put(names.job_file(RESUMES), resumes.to_json())
         except Exception as error:  # training goes on, whatever this may be
             log.warning("that the job has resumed can't be written down on storage: %s", error)
 

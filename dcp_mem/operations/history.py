@@ -11,6 +11,7 @@ from statistics import median
 from dcp_mem.common.values import HISTORIES, Outcome
 from dcp_mem.config import Settings
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
+from dcp_mem.format import names
 from dcp_mem.format.history import HistoryRow, from_csv, row_of
 from dcp_mem.format.recoveries import RecoveryRecord, merge_recoveries
 from dcp_mem.loading.record import recoveries_on
@@ -231,7 +232,7 @@ def _median(values: Iterable[float]) -> float:
 
 def _stored_rows(storage: Storage) -> list[HistoryRow]:
     try:
-        return from_csv(storage.get(HISTORIES))
+        return from_csv(storage.get(names.job_file(HISTORIES)))
     except StorageKeyMissing:
         return []
 

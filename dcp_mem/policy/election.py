@@ -8,11 +8,15 @@ Decided from what each rank's node has in memory and what storage has. The rules
 3. Newest first, by the job's order. Where one can't be opened after all, the next is tried.
 4. What was rejected is passed over, wherever it lies, unless it is asked for by its name.
 5. What can't be loaded is named, with the reason.
+6. Memory stands for a checkpoint that got to storage only while storage has no other one under its
+   name. Where storage has none at all, as after an `rm`, memory stands for it. One that hasn't got
+   there stands unless another writer has saved under its name since, or the directory that its
+   save has made is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber, joined_place, newest_first
@@ -42,12 +46,19 @@ class FoundCheckpoint:
         sizes: Bytes of the segments that this parity is of, and of empty segments, by rank.
         redundancy: What copies or parity had been made of the checkpoint.
         rejected: Why it is not to be resumed from; "" if nobody has rejected it.
+        was_stored: In memory: whether it is known to have got to storage.
+        replaces: In memory: identity of the `.metadata` that lay on storage when it was saved, ""
+            for none; None where nobody looked.
+        metadata: On storage: identity of its `.metadata`.
     """
 
     name: str
     save_id: str
     place: Place
     rejected: str = ""
+    was_stored: bool = False
+    replaces: str | None = None
+    metadata: str = ""
     problem: str = ""
     count: int = 0
     second: tuple[int, ...] = ()
@@ -109,6 +120,7 @@ def elect(
     stored: Sequence[FoundCheckpoint],
     *,
     is_named: bool = False,
+    removed: Collection[str] = (),
 ) -> RecoveryPlan:
     """Rank the checkpoints for whose every segment there is a source, newest first.
 
@@ -116,6 +128,7 @@ def elect(
         inventories: For each rank, what its node has in memory.
         stored: What storage has.
         is_named: Whether these are the checkpoints of a name that was asked for.
+        removed: Names whose directories on storage were made by their saves, and are gone.
     """
     in_memory = [{(one.name, one.save_id): one for one in inventory} for inventory in inventories]
     on_storage = {(one.name, one.save_id): one for one in stored}
@@ -130,8 +143,11 @@ def elect(
         is_stored = of_storage is not None and not of_storage.problem
         choice = _choice(key, place, found, len(in_memory), storage=is_stored)
         rejected = "" if is_named else next((one.rejected for one in known if one.rejected), "")
+        stale = _stale(key, found.values(), stored, removed) if of_storage is None else ""
         save = f" (save {key[1]})" if key[1] else ""
-        if rejected:
+        if stale:
+            reasons.append((place, f"{key[0]}{save}: {stale}"))
+        elif rejected:
             reasons.append((place, f"{key[0]}{save}: rejected: {rejected}"))
         elif choice.memory or choice.storage:
             choices.append(choice)
@@ -148,6 +164,29 @@ def elect(
         tuple(text for _, text in reasons),
         max((place.number for place in places), default=UNNUMBERED),
     )
+
+
+def _stale(
+    key: tuple[str, str],
+    found: Iterable[FoundCheckpoint],
+    stored: Iterable[FoundCheckpoint],
+    removed: Collection[str],
+) -> str:
+    """Return why memory doesn't stand for a checkpoint any more that storage lacks; "" if it does.
+
+    A checkpoint without a save id is another writer's. It is newer than one in memory if it came
+    after that was saved: then its `.metadata` is another one than lay there before.
+    """
+    others = [one for one in stored if one.name == key[0] and not one.problem]
+    for one in found:
+        if one.was_stored and others:
+            return "it was on storage, where another checkpoint of that name is in its place now"
+        foreign = {other.metadata for other in others if not other.save_id}
+        if one.replaces is not None and foreign - {one.replaces}:
+            return "another writer has saved a checkpoint of that name on storage since"
+        if one.replaces is not None and not one.was_stored and key[0] in removed:
+            return "its directory was removed before it got to storage"
+    return ""
 
 
 def _itself(place: Place) -> Place:

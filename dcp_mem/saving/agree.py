@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all, raise_together
 from dcp_mem.common import faults
@@ -25,6 +26,7 @@ from dcp_mem.saving.ballot import (
     packed_run,
     unpacked_run,
 )
+from dcp_mem.saving.directories import make_directory
 from dcp_mem.saving.plan import TAIL_ROOM
 from dcp_mem.saving.retention import evict
 from dcp_mem.saving.room import give_back, node_memories, node_memory, own_claims, with_used
@@ -79,6 +81,7 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
     faults.point("save.agreed")
     assert proposal is not None
     save_id, persist, now, packed, *said = proposal
+    *said, replaces = said or (None,)
     generation, run = unpacked_run(packed)
     number, run = context.session.numbers.begin(newest, generation, run)
     return Agreed(
@@ -91,6 +94,7 @@ def agree(context: SaveContext, planned: Attempted[Planned | Unplanned]) -> Agre
         started=started,
         may_replicate=may_replicate,
         info=SaveInfo(*said),
+        replaces=replaces,
     )
 
 
@@ -163,7 +167,10 @@ def _proposal(context: SaveContext, checkpoints: Sequence[LocalCheckpoint]) -> P
     info = context.info
     since = context.session.last_saves.persisted.since(info.step)
     persist = info.persist or context.settings.persist.wants(since, info.step)
-    said = () if info == SaveInfo() else (info.step, dict(info.metrics), info.persist, info.pause)
+    replaces = make_directory(context)
+    said: tuple[Any, ...] = (info.step, dict(info.metrics), info.persist, info.pause, replaces)
+    if info == SaveInfo() and replaces is None:
+        said = ()
     run = packed_run(*context.session.numbers.run(one.manifest for one in checkpoints))
     return names.new_save_id(), persist, time.time(), run, *said
 

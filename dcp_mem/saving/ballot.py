@@ -14,8 +14,9 @@ Proposal = tuple[Any, ...]
 """The coordinator's proposal for a save.
 
 Save id, whether to persist the checkpoint, its time, the generation that the run goes on with (0 to
-begin one) and the run's token in one number. The fields of SaveInfo follow; an empty one is left
-out of the plain tuple, so that a ballot fits into one letter (128 bytes).
+begin one) and the run's token in one number. The fields of SaveInfo follow, and what the manifest
+has as `replaces`; where both are empty they are left out of the plain tuple, so that a ballot fits
+into one letter (128 bytes).
 """
 
 _RUNS = 1 << 32

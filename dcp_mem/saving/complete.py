@@ -239,6 +239,7 @@ def _manifest(context: SaveContext, agreed: Agreed, saved: SavedPlan) -> Manifes
         stage_seconds=time.monotonic() - agreed.started,
         step=agreed.info.step,
         metrics=agreed.info.metrics,
+        replaces=agreed.replaces,
     )
 
 

@@ -193,6 +193,7 @@ class Agreed:
         started: This rank's monotonic clock when the save began.
         may_replicate: Whether no older checkpoint's replication is in the way.
         info: What the coordinator's training loop says of the checkpoint.
+        replaces: As in `Manifest`.
     """
 
     save_id: str
@@ -204,6 +205,7 @@ class Agreed:
     started: float
     may_replicate: bool = True
     info: SaveInfo = field(default_factory=SaveInfo)
+    replaces: str | None = None
 
 
 class NoCommonPlan(Exception):

@@ -50,6 +50,11 @@ class Entry:
     modified: float = 0.0
     md5: str = ""
 
+    @property
+    def identity(self) -> str:
+        """What changes where another file is put in this one's place."""
+        return f"{self.nbytes}-{self.modified!r}"
+
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:

@@ -35,6 +35,7 @@ class StoredCheckpoint:
         nbytes: Of its segments, as storage lists them.
         problem: Why it can't be loaded from there; "" if it can.
         rejected: Why it is not to be resumed from; "" if nobody has rejected it.
+        metadata: Identity of its `.metadata`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class StoredCheckpoint:
     manifest: Manifest | None
     modified: float
     nbytes: int
+    metadata: str
     problem: str = ""
     rejected: str = ""
 
@@ -85,7 +87,8 @@ def checkpoint_names(storage: Storage) -> list[str]:
 def stored_under(storage: Storage, name: str, scope: str) -> list[StoredCheckpoint]:
     """Return what may be committed under a name; nothing where there is no `.metadata`.
 
-    There is one for each manifest that attempts have left: `is_committed` tells them apart.
+    There is one for each manifest that attempts have left: `is_committed` tells them apart. Where
+    others have put files there as well, the `.metadata` may be theirs: then it is looked at.
 
     Args:
         storage: The job's root.
@@ -93,10 +96,22 @@ def stored_under(storage: Storage, name: str, scope: str) -> list[StoredCheckpoi
         scope: Of all ranks, or of one that saved alone.
     """
     entries = {entry.name: entry for entry in storage.ls(name)}
-    return (
-        _of_scope(storage, name, scope, entries, *_manifests(storage, name))
-        if _has(entries, scope)
-        else []
+    if not _has(entries, scope):
+        return []
+    manifests, rejections = _manifests(storage, name)
+    if _are_ours(entries):
+        return _of_scope(storage, name, scope, entries, manifests, rejections)
+    try:
+        return _committed(storage, name, scope, entries, manifests, rejections)
+    except StorageKeyMissing:  # it has gone meanwhile
+        return []
+
+
+def _are_ours(files: Iterable[str]) -> bool:
+    """Return whether all files of a checkpoint's directory have names that only dcp_mem gives."""
+    return all(
+        file == names.OWN or names.SEGMENT.fullmatch(file) or _METADATA.fullmatch(file)
+        for file in files
     )
 
 
@@ -116,21 +131,34 @@ def committed_under(storage: Storage, name: str) -> list[StoredCheckpoint]:
         for match in _metadata_of(entries)
     ]
     manifests, rejections = _manifests(storage, name) if scopes else ([], {})
-    found = []
-    for scope in scopes:
-        candidates = _of_scope(storage, name, scope, entries, manifests, rejections)
-        file = names.metadata_file(scope)
-        ours = [
-            one
-            for one in candidates
-            if one.manifest is not None
-            and (
-                _shows_commit(entries[file], one.manifest)
-                or is_committed(storage, f"{name}/{file}", entries[file].nbytes, one.save_id)
-            )
-        ]
-        found += ours or [_without_manifest(storage, name, scope, entries, candidates)]
-    return found
+    return [
+        one
+        for scope in scopes
+        for one in _committed(storage, name, scope, entries, manifests, rejections)
+    ]
+
+
+def _committed(
+    storage: Storage,
+    name: str,
+    scope: str,
+    entries: Mapping[str, Entry],
+    manifests: Sequence[Manifest | str],
+    rejections: Mapping[str, str],
+) -> list[StoredCheckpoint]:
+    """Return the checkpoint whose `.metadata` this is: one of ours, or another writer's."""
+    candidates = _of_scope(storage, name, scope, entries, manifests, rejections)
+    file = names.metadata_file(scope)
+    ours = [
+        one
+        for one in candidates
+        if one.manifest is not None
+        and (
+            _shows_commit(entries[file], one.manifest)
+            or is_committed(storage, f"{name}/{file}", entries[file].nbytes, one.save_id)
+        )
+    ]
+    return ours or [_without_manifest(storage, name, scope, entries, candidates)]
 
 
 def is_committed(storage: Storage, key: str, nbytes: int, save_id: str) -> bool:
@@ -300,6 +328,7 @@ def _described(
         manifest=manifest,
         modified=metadata.modified,
         nbytes=nbytes,
+        metadata=metadata.identity,
         problem=problem,
     )
 
@@ -336,12 +365,14 @@ def _lost(named: Collection[str], entries: Mapping[str, Entry]) -> str:
 def _undescribed(
     name: str, scope: str, entries: Mapping[str, Entry], problem: str
 ) -> StoredCheckpoint:
+    metadata = entries[names.metadata_file(scope)]
     return StoredCheckpoint(
         name=name,
         scope=scope,
         manifest=None,
-        modified=entries[names.metadata_file(scope)].modified,
+        modified=metadata.modified,
         nbytes=_nbytes(entries),
+        metadata=metadata.identity,
         problem=problem,
     )
 

@@ -361,7 +361,7 @@ def _stock(root: str, memory: str) -> None:
         "epoch=1.ckpt",
         "last.ckpt",
     }
-    assert sorted(os.listdir(root)) == sorted([*there, ".dcp_mem", "checkpointHistories.csv"])
+    assert sorted(os.listdir(root)) == sorted([*there, ".dcp_mem"])
 
     last = plugin.load_checkpoint(os.path.join(root, "last.ckpt"))
     callback = checkpoints()

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import copy
+import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -504,6 +505,28 @@ def _save_and_load_usual_objects(job: Job) -> dict[str, Any]:
 
 def test_the_objects_that_training_states_are_made_of_load_by_default(memory_job: Job) -> None:
     forked(_save_and_load_usual_objects, memory_job)
+
+
+def _save_and_load_streams(job: Job) -> None:
+    position = io.BytesIO(b"a stream of bytes")
+    position.seek(3)
+    streams = {"position": position, "empty": io.BytesIO(), "list": [io.BytesIO(b"\0\xff")]}
+    plain = {"bytes": b"", "mutable": bytearray(b"abc")}
+    with job.writer() as writer:
+        dcp_mem.save(
+            {"w": torch.ones(2), **streams, **plain}, checkpoint_id="1", storage_writer=writer
+        )
+    for load in (dcp.load, dcp_mem.load):
+        state: dict[str, Any] = {"w": torch.zeros(2), "position": io.BytesIO()}
+        state.update(empty=io.BytesIO(b"full"), list=[io.BytesIO()], bytes=b"", mutable=None)
+        load(state, storage_reader=job.reader())
+        assert (state["position"].getvalue(), state["position"].tell()) == (b"a stream of bytes", 3)
+        assert (state["empty"].getvalue(), state["list"][0].getvalue()) == (b"", b"\0\xff")
+        assert {name: state[name] for name in plain} == plain
+
+
+def test_streams_of_bytes_load_as_by_dcp(memory_job: Job) -> None:
+    forked(_save_and_load_streams, memory_job)
 
 
 # -- what else dcp.load does -----------------------------------------------------------------------

@@ -239,7 +239,9 @@ def test_a_line_that_cannot_be_written_fails_no_load_and_storage_gets_it_later(
     job: Job, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_in_two_places(job)
-    in_the_way = (job.directory if place == "memory" else Path(job.url or "")) / RECOVERIES
+    in_the_way = (
+        job.directory if place == "memory" else Path(job.url or "", ".dcp_mem")
+    ) / RECOVERIES
     in_the_way.mkdir()
     with caplog.at_level(logging.INFO):
         assert load_anew(job).number == 3

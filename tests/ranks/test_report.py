@@ -179,7 +179,7 @@ def test_what_was_passed_over_and_what_failed_is_on_the_page(job: Job, tmp_path:
         error="no route to <storage>",
         attempts=3,
     )
-    with Path(job.url or "", HISTORIES).open("ab") as stream:
+    with Path(job.url or "", ".dcp_mem", HISTORIES).open("ab") as stream:
         stream.write(to_csv([line]).split(b"\r\n", 1)[1])
     assert _report(job, tmp_path / "x.html").exit_code == 0
     root = _parsed((tmp_path / "x.html").read_text())
@@ -376,8 +376,8 @@ def test_figures_that_no_checkpoint_has_are_left_out(job: Job) -> None:
         HistoryRow(name="d", save_id="00000004", created=2e11, outcome="durable"),
         HistoryRow(name="e", save_id="00000005", created=1e9, nbytes=-1, outcome="durable"),
     ]
-    root = Path(job.url or "")
-    root.mkdir()
+    root = Path(job.url or "", ".dcp_mem")
+    root.mkdir(parents=True)
     (root / HISTORIES).write_bytes(to_csv(lines))
     (root / RECOVERIES).write_bytes(
         to_lines(
@@ -391,7 +391,7 @@ def test_figures_that_no_checkpoint_has_are_left_out(job: Job) -> None:
 
 def test_a_history_that_is_none_is_said_and_the_rest_told(job: Job, tmp_path: Path) -> None:
     save_in_two_places(job)
-    Path(job.url or "", HISTORIES).write_text("gibberish")
+    Path(job.url or "", ".dcp_mem", HISTORIES).write_text("gibberish")
     result = _report(job, tmp_path / "x.html")
     assert result.exit_code == 0
     assert f"{HISTORIES} in {job.url} can't be read" in result.stderr

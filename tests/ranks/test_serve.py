@@ -6,33 +6,38 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import dcp_mem
-from dcp_mem import ConfigError, MemoryStorageWriter, serving
+from dcp_mem import ConfigError, MemoryStorageReader, MemoryStorageWriter, serving
 from dcp_mem.run import main
 from tests.support import REPOSITORY
 from tests.support.checkpoints.jobs import (
     Job,
     committed_in,
+    load,
     load_as_torch,
     make_state,
     number_of,
     save_two_with_torch,
     wait_until,
 )
-from tests.support.processes.forks import forked, forked_ranks
+from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.processes.launch import TORCHRUN, run_python, run_ranks
+from tests.support.storage.servers import free_port
 
 _SECONDS = 120
 _TORCHS = {"__0_0.distcp", "__1_0.distcp"}
@@ -253,13 +258,13 @@ def test_what_torch_wrote_is_loaded_and_what_is_missing_raises_as_in_torch(
 def _serves_twice(job: Job) -> int:
     made = 0
 
-    class Counting(MemoryStorageWriter):
+    class Counting(serving.ServedWriter):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             nonlocal made
             made += 1
             super().__init__(*arguments, **options)
 
-    serving.MemoryStorageWriter = Counting  # type: ignore[attr-defined]
+    serving.ServedWriter = Counting  # type: ignore[misc]
     with _serving(job) as served:
         options = served._options
         assert dcp_mem.serve(str(job.url), **options) is served
@@ -435,6 +440,164 @@ def _saves_in_a_fork(job: Job) -> None:
 
 def test_a_child_that_ends_leaves_its_parents_root_alone(job: Job) -> None:
     forked(_saves_in_a_fork, job)
+
+
+def _names_by_steps(job: Job) -> list[str]:
+    root = str(job.url)
+    with _serving(job):
+        for step in ("0009", "0010"):
+            _save(f"{root}/{step}", 1)
+            assert _load(f"{root}/{max(os.listdir(root))}") == 1
+    return sorted(os.listdir(root))
+
+
+def test_the_last_name_in_the_root_is_the_newest_checkpoint(job: Job) -> None:
+    assert forked(_names_by_steps, job) == [".dcp_mem", "0009", "0010"]
+
+
+# -- the checkpoint's directory -------------------------------------------------------------------
+
+
+def _puts_files_of_its_own(job: Job) -> None:
+    root = Path(str(job.url))
+    with _serving(job, keep_storage=1) as served:
+        for step in (1, 1, 2):
+            _save(root / f"step-{step}", step)
+            assert (root / f"step-{step}").is_dir(), "on every rank"
+            (root / f"step-{step}" / f"of-rank-{dist.get_rank()}.json").write_text("{}")
+            served.writer.wait(f"step-{step}", timeout=60)
+            dist.barrier()
+            assert _load(root / f"step-{step}") == step
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_program_puts_beside_survives_flush_overwriting_and_retention(
+    job: Job, ranks: int
+) -> None:
+    run_ranks(_puts_files_of_its_own, ranks, job)
+    root, theirs = Path(str(job.url)), {f"of-rank-{rank}.json" for rank in range(ranks)}
+    dcp_mem.collect_orphans(str(root), older_than=0)
+    wait_until(lambda: committed_in(root) == {"step-2"}, "retention")
+    assert {path.name for path in (root / "step-1").iterdir()} - {".dcp_mem"} == theirs
+    assert {path.name for path in (root / "step-2").iterdir()} > theirs
+    assert load_as_torch(root / "step-2") == 2
+
+
+def _removes_before_the_flush(job: Job) -> None:
+    root = Path(str(job.url))
+    with _serving(job, persist=dcp_mem.every_n_saves(10)) as served:
+        for step in (1, 2):
+            _save(root / f"step-{step}", step)
+        served.writer.wait("step-1", timeout=60)
+        if dist.get_rank() == 0:
+            shutil.rmtree(root / "step-2")
+        dist.barrier()
+        with pytest.raises(dcp.CheckpointException, match="removed before it got to storage"):
+            _load(root / "step-2")
+        assert load(MemoryStorageReader(job.url, memory_root=job.memory)) == 1
+        dist.barrier()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_directory_that_is_removed_before_its_flush_stays_removed(job: Job, ranks: int) -> None:
+    run_ranks(_removes_before_the_flush, ranks, job)
+    assert sorted(os.listdir(str(job.url))) == [".dcp_mem", "step-1"]
+
+
+# -- what others put in a checkpoint's place -------------------------------------------------------
+
+
+def _is_overwritten(job: Job) -> tuple[str, ...]:
+    root = Path(str(job.url))
+    with _serving(job) as served:
+        _save(root / "step-1", 1)
+        served.writer.wait("step-1", timeout=60)
+        dist.barrier()
+        writer = dcp.FileSystemWriter(root / "step-1")
+        dcp.save(make_state(7), checkpoint_id=root / "step-1", storage_writer=writer)
+        assert _load(root / "step-1") == 7
+        reader = MemoryStorageReader(job.url, memory_root=job.memory)
+        assert [load(reader), load(reader, "step-1")] == [7, 7]
+        return reader.report().passed_over
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_another_writer_has_put_in_a_checkpoints_place_is_loaded(job: Job, ranks: int) -> None:
+    for passed_over in run_ranks(_is_overwritten, ranks, job):
+        assert any("another checkpoint of that name in its place" in why for why in passed_over)
+    assert load_as_torch(Path(str(job.url), "step-1")) == 7
+
+
+def _is_overwritten_before_its_flush(job: Job) -> None:
+    root = Path(str(job.url))
+    save_two_with_torch(root)
+    with _serving(job, persist=dcp_mem.every_n_saves(10)):
+        for step in (1, 2):
+            _save(root / f"step-{step}", 10 + step)
+        assert _load(root / "step-2") == 12, "saved after torch's"
+        writer = dcp.FileSystemWriter(root / "step-2")
+        dcp.save(make_state(7), checkpoint_id=root / "step-2", storage_writer=writer)
+        assert _load(root / "step-2") == 7
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_two_writers_the_last_one_stays_also_before_the_flush(job: Job, ranks: int) -> None:
+    run_ranks(_is_overwritten_before_its_flush, ranks, job)
+    assert load_as_torch(Path(str(job.url), "step-2")) == 7
+
+
+# -- programs that don't know of each other ------------------------------------------------------
+
+
+def _saves_beside(job: Job, root: Path, own: str, other: str) -> str:
+    """Save twice; the roots are served side by side until both programs have saved."""
+    signs = Path(str(job.url)).parent
+    with dcp_mem.serve(root, agent="thread", memory_root=job.memory):
+        if own == "b":
+            wait_until((signs / other).exists)
+        error = raised_by(lambda: [_save(root / f"{own}-{step}", step) for step in (1, 2)])
+        (signs / own).touch()
+        wait_until((signs / other).exists)
+    return str(error)
+
+
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_programs_beside_each_other_need_directories_of_their_own_and_are_told_so(
+    job: Job, are_apart: bool
+) -> None:
+    base = Path(str(job.url))
+    roots = {own: base / own if are_apart else base for own in "ab"}
+    with ThreadPoolExecutor() as programs:
+        first = programs.submit(forked, _saves_beside, job, roots["a"], "a", "b")
+        second = programs.submit(forked, _saves_beside, job, roots["b"], "b", "a")
+        said = [first.result(), second.result()]
+    assert said[0] == "None"
+    if are_apart:
+        assert said[1] == "None"
+        assert [committed_in(base / own) for own in "ab"] == [{"a-1", "a-2"}, {"b-1", "b-2"}]
+    else:
+        assert "have each program serve a directory of its own" in said[1]
+
+
+# -- ranks that a served program starts -----------------------------------------------------------
+
+
+def _be_started(rank: int, root: str, port: int) -> None:
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    _save(f"{root}/step-1", 1)
+    assert _load(f"{root}/step-1") == 1
+    dist.destroy_process_group()
+
+
+def _starts_ranks(job: Job) -> None:
+    with _serving(job):
+        torch.multiprocessing.spawn(_be_started, (str(job.url), free_port()), nprocs=2)
+
+
+def test_ranks_that_a_served_program_starts_are_served(job: Job) -> None:
+    forked(_starts_ranks, job, timeout=180)
+    assert committed_in(Path(str(job.url))) == {"step-1"}
+    assert not _files_of_torch(Path(str(job.url), "step-1")) & _TORCHS
 
 
 # -- unmodified programs ---------------------------------------------------------------------------

@@ -113,6 +113,24 @@ def test_what_several_ranks_saved_outlives_the_memory(
     assert forked_ranks(_load_with_torch, 2, f"{job.url}/step-2", job.storage_options) == [2, 2]
 
 
+def test_memory_does_not_stand_for_what_torch_has_overwritten_on_storage(
+    storage_root: StorageRoot, memory_root: Path
+) -> None:
+    job = storage_root.job(memory_root)
+    path = f"{job.url}/step-1"
+    forked(_save_and_wait, job, 1)
+    forked(_save_with_torch, path, job.storage_options, 7)
+    loaded = forked(load_anew, job)
+    assert (loaded.number, loaded.report.source) == (7, "storage")
+    assert "another checkpoint of that name is in its place now" in loaded.report.passed_over[0]
+    assert [loaded.number for loaded in forked_ranks(load_anew, 2, job, "step-1")] == [7, 7]
+    elsewhere = replace(job, memory=str(memory_root / "elsewhere"))
+    assert forked(load_anew, elsewhere, "step-1").number == 7
+    forked(_save_and_wait, job, 1)
+    assert forked(load_anew, job, "step-1").report.source == "memory"
+    assert forked(_load_with_torch, path, job.storage_options) == 1
+
+
 def test_what_torch_wrote_is_loaded_by_name_and_as_the_newest(
     storage_root: StorageRoot, memory_root: Path
 ) -> None:
@@ -161,6 +179,7 @@ def test_without_overwrite_a_name_in_memory_is_refused_on_every_rank(
     for error in forked_ranks(_save_a_name_twice, ranks, job):
         assert isinstance(error, CheckpointExists)
         assert isinstance(error, FileExistsError)
+        assert "Checkpoint already exists" in str(error), "torch's own words"
         assert (
             "'step-1' exists already in memory and overwrite=False: choose another checkpoint_id"
             in str(error)
@@ -420,10 +439,7 @@ def test_the_policy_chooses_what_is_flushed(
         f"step-{n}" for n in reversed(expected)
     ]
     assert [one.name for one in status if one.persist] == [f"step-{n}" for n in reversed(expected)]
-    stored = {name.split("/")[1] for name in local_root.names()} - {
-        "checkpointHistories.csv",
-        ".dcp_mem",
-    }
+    stored = {name.split("/")[1] for name in local_root.names()} - {".dcp_mem"}
     assert sorted(stored) == [f"step-{n}" for n in expected]
 
 

@@ -48,7 +48,7 @@ def _save_mib(writer: MemoryStorageWriter, mib: int, name: str) -> None:
 
 
 def _stored(job: Job) -> list[HistoryRow]:
-    return from_csv(Path(str(job.url), _HISTORY).read_bytes())
+    return from_csv(Path(str(job.url), ".dcp_mem", _HISTORY).read_bytes())
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_memory_and_storage_have_a_line_of_each_checkpoint(
 ) -> None:
     job = storage_root.job(memory_root)
     status = forked(_save_and_wait, job, 1, 2, 3, 4)
-    lines = from_csv(storage_root.read(f"run/{_HISTORY}"))
+    lines = from_csv(storage_root.read(f"run/.dcp_mem/{_HISTORY}"))
     assert [line.name for line in lines] == ["step-1", "step-2", "step-3", "step-4"]
     assert from_csv((job.directory / _HISTORY).read_bytes()) == lines
     for line, one in zip(lines, reversed(status), strict=True):
@@ -228,7 +228,7 @@ def test_what_was_never_meant_for_storage_has_a_line_once_it_leaves_memory(job: 
 def test_a_history_on_storage_outlives_memory_and_one_that_is_damaged_is_made_anew(
     job: Job, memory_root: Path
 ) -> None:
-    path = Path(str(job.url), _HISTORY)
+    path = Path(str(job.url), ".dcp_mem", _HISTORY)
     forked(_save_and_wait, job, 1, 2)
     path.write_bytes(
         to_csv([HistoryRow(name="older", save_id="00000000", created=1.0, outcome="durable")])
@@ -254,7 +254,7 @@ def _save_with_a_log(job: Job) -> tuple[State, list[str]]:
 
 
 def test_a_history_that_cant_be_put_fails_no_flush(job: Job) -> None:
-    Path(str(job.url), _HISTORY).mkdir(parents=True)
+    Path(str(job.url), ".dcp_mem", _HISTORY).mkdir(parents=True)
     state, texts = forked(_save_with_a_log, job)
     assert state is State.DURABLE
     (text,) = texts

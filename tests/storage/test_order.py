@@ -106,7 +106,7 @@ def test_the_history_follows_the_order_of_saves_where_a_clock_was_wrong(
     forked(act, _node(memory_root, url, 0), Run(fast, (1, 2, 3), loads=False))
     forked(act, _node(memory_root, url, 1), Run(0.0, (4, 5, 6), kept=(7,)))
     wait_until(lambda: committed_in(url) == {"step-5", "step-6"}, "retention")
-    rows = from_csv((url / HISTORIES).read_bytes())
+    rows = from_csv((url / ".dcp_mem" / HISTORIES).read_bytes())
     assert [row.name for row in rows] == names[:6]
     numbers = [(generation, count) for generation in (1, 2) for count in (1, 2, 3)]
     assert [(row.generation, row.count) for row in rows] == numbers

@@ -304,7 +304,7 @@ def test_histories_say_what_was_sent_and_what_was_reused(
     directory_job: Job, tmp_path: Path
 ) -> None:
     status = forked(_save, directory_job, *[(0,) * _ITEMS] * 2)
-    rows = from_csv(Path(str(directory_job.url), HISTORIES).read_bytes())
+    rows = from_csv(Path(str(directory_job.url), ".dcp_mem", HISTORIES).read_bytes())
     sent = [(row.sent_nbytes, row.reused_nbytes) for row in rows]
     assert sent == [(status[0].nbytes, 0), (0, status[0].nbytes)]
     (path,) = Path(str(directory_job.url), "step-2", ".dcp_mem").glob("node-*.json")

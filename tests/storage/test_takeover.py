@@ -146,7 +146,7 @@ def _assert_durable(nodes: Nodes, numbers: Sequence[int]) -> None:
     assert forked(_load_as_ours, elsewhere) == 1
     assert len(nodes.files(".distcp")) == 3
     assert not nodes.files(".part")
-    history = (nodes.url / "checkpointHistories.csv").read_bytes()
+    history = (nodes.url / ".dcp_mem" / "checkpointHistories.csv").read_bytes()
     assert [line.name for line in from_csv(history)] == ["step-1"]
 
 

@@ -558,6 +558,37 @@ def test_a_newer_save_of_the_same_name_comes_first_and_the_stored_one_after_it()
     ]
 
 
+def _stored(metadata: str, **options: Any) -> FoundCheckpoint:
+    return FoundCheckpoint(name="step-1", save_id="", place=aged(1), metadata=metadata, **options)
+
+
+@pytest.mark.parametrize(
+    ("known", "stored", "removed", "choices", "reason"),
+    [
+        ({"was_stored": True}, [_stored("new")], (), [""], "is in its place now"),
+        ({"was_stored": True}, [_stored("new", problem="damaged")], (), ["aa"], "damaged"),
+        ({"was_stored": True}, [], (), ["aa"], ""),
+        ({"was_stored": True, "replaces": ""}, [], {"step-1"}, ["aa"], ""),
+        ({}, [_stored("old")], (), ["aa", ""], ""),
+        ({"replaces": "old"}, [_stored("old")], (), ["aa", ""], ""),
+        ({"replaces": "old"}, [_stored("new")], (), [""], "has saved a checkpoint of that name"),
+        ({"replaces": ""}, [_stored("new")], (), [""], "has saved a checkpoint of that name"),
+        ({"replaces": ""}, [], {"step-1"}, [], "its directory was removed"),
+    ],
+)
+def test_memory_stands_for_what_nobody_has_replaced_or_removed(
+    known: dict[str, Any],
+    stored: list[FoundCheckpoint],
+    removed: set[str],
+    choices: list[str],
+    reason: str,
+) -> None:
+    finding = FoundCheckpoint(name="step-1", save_id="aa", place=aged(2), **known)
+    plan = elect([[finding], [finding]], stored, removed=removed)
+    assert [one.save_id for one in plan.choices] == choices
+    assert reason in "".join(plan.reasons)
+
+
 def test_reasons_say_what_is_missing_where() -> None:
     plan = elect(
         [

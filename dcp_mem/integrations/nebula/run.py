@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +22,12 @@ _INTERVAL = 100.0
 _RETAINED = 2
 
 
+class _Writer(MemoryStorageWriter):
+    """A writer whose history of checkpoints lies where Nebula has it, too."""
+
+    _of_kind = MappingProxyType({"shows_history": True})
+
+
 class Run:
     """A job as `init` has described it. It takes hold of the job's memory with the first save.
 
@@ -30,7 +37,7 @@ class Run:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
-        self.writer = MemoryStorageWriter(**options)
+        self.writer = _Writer(**options)
         self._completing: Completion | None = None
         self.alone = SoloCompletion(self.writer)
         self.elsewhere: dict[str, Run] = {}

@@ -128,7 +128,7 @@ def what_was_saved_comes_back_from_memory() -> None:
     assert checkpointing.report().source == "memory"
     assert checkpointing.report().step == 3
     # Storage has the record of the load, and nothing of the checkpoint.
-    assert [path.name for path in root.iterdir()] == ["recoveries.jsonl"]
+    assert [path.name for path in root.iterdir()] == [".dcp_mem"]
 
 
 def common_state_and_metadata_come_alone() -> None:

@@ -1,0 +1,61 @@
+"""The directory of a checkpoint on storage, made with the save and not with its flush.
+
+Programs that name only a path put files of their own there once the save has returned, list it, or
+remove it. What it has inside from then on tells the flush that nobody has removed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from dcp_mem.common.log import log
+from dcp_mem.common.parallel import daemon
+from dcp_mem.format import names
+from dcp_mem.saving.values import SaveContext
+from dcp_mem.storage import Entry
+
+_MOST_SECONDS = 10.0
+"""For which a save waits for a file system that doesn't answer."""
+
+
+def make_directory(context: SaveContext) -> str | None:
+    """Make the checkpoint's directory, where its writer does; return what a manifest has of it.
+
+    What goes wrong is logged: the checkpoint in memory is worth more than its directory.
+    """
+    url = context.settings.url
+    if not context.settings.makes_directories or url is None or "://" in url:
+        return None
+    made: list[str] = []
+    errors: list[OSError] = []
+
+    def make() -> None:
+        try:
+            made.append(_made(os.path.join(url, context.name), context.scope))
+        except OSError as error:
+            errors.append(error)
+
+    daemon(make, "dcp_mem-directory").join(_MOST_SECONDS)
+    if not made:
+        why = errors[0] if errors else f"no answer within {_MOST_SECONDS:.0f} s"
+        log.warning("%s/%s appears with its flush alone: %s", url, context.name, why)
+        return None
+    return made[0]
+
+
+def _made(directory: str, scope: str) -> str:
+    """Make a directory; return the identity of the `.metadata` that lay there, "" for none."""
+    replaced = ""
+    file = names.metadata_file(scope)
+    with contextlib.suppress(FileNotFoundError):
+        facts = os.stat(os.path.join(directory, file))
+        replaced = Entry(file, facts.st_size, False, modified=facts.st_mtime).identity
+    missing, path = [], os.path.join(directory, names.OWN)
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    return replaced
