@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from dcp_mem.errors import UntrustedObject
 from dcp_mem.format.catalog import Catalog, Extent, Path
 from dcp_mem.format.saved_streams import why_refused
+from dcp_mem.planning import torch_rules
 from dcp_mem.planning.find_reads import find_reads
 from dcp_mem.planning.plan_columns import NotDescribable
 from dcp_mem.planning.reads import Reads
@@ -92,6 +93,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         self._is_by_catalog = False
         try:
             described = DescribedState(state)
+            torch_rules.refuse_other_load(described.plan, described.leaves)
         except (NotDescribable, ValueError):
             return None
         if described.has_sharded_tensors:
