@@ -50,7 +50,7 @@ from dcp_mem.saving.ahead import raise_if_refused, staged_in, stands_for_staged
 from dcp_mem.saving.dcp_plan import DcpPlanItems, DcpPlanTracker, fill_in, republish
 from dcp_mem.saving.dcp_takeover import DcpTakeover, planner_of
 from dcp_mem.saving.prepare import Preparation, prepare
-from dcp_mem.saving.private_copies import copied
+from dcp_mem.saving.private_copies import copied, refuse_fields
 from dcp_mem.saving.retention import apply_retention
 from dcp_mem.saving.saver import Saver
 from dcp_mem.saving.stage import Results
@@ -343,6 +343,8 @@ class MemoryStorageWriter(StorageWriter):
         if call is None or not call.uses_collectives or self._saver.is_driven_otherwise:
             raise_if_refused(state_dict)
             self._saver.stages_alone = True
+            if call is not None and call.is_in_process:
+                refuse_fields(state_dict)
             return copied(state_dict)
         return self._saver.stage(call, state_dict)
 

@@ -24,7 +24,7 @@ from dcp_mem.format.sizes import refuse_packed_stream
 from dcp_mem.loading.payloads import TableIndex, hull, strides
 from dcp_mem.memory.copying import Move, copy
 from dcp_mem.memory.views import view_of
-from dcp_mem.planning.plain_tensors import PLAIN, is_plain
+from dcp_mem.planning.plain_tensors import NO_MEMORY, PLAIN, is_plain, lacks_memory
 from dcp_mem.planning.reads import ItemRead
 from dcp_mem.planning.wrapper_tensors import class_name, copy_values, detached, naming
 
@@ -97,6 +97,8 @@ class PendingItem:
     def _target_of(self, request: ReadItem) -> torch.Tensor:
         with torch.no_grad():  # Of a DTensor, its local tensor itself, not a view of it.
             target = self._planner.resolve_tensor(request)
+        if type(target) in PLAIN and target.layout is torch.strided and lacks_memory(target):
+            raise DcpMemError(f"{request.dest_index.fqn}: {NO_MEMORY}: load while it has")
         if target.layout is not torch.strided:
             return target  # Values copied into a detached sparse tensor would not reach the tensor.
         with naming(request.dest_index.fqn):

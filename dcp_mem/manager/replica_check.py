@@ -18,6 +18,7 @@ from dcp_mem.format.checksums import checksum
 from dcp_mem.planning.dtensors import local_chunk
 from dcp_mem.planning.flatten import flatten
 from dcp_mem.planning.plain_tensors import is_plain
+from dcp_mem.planning.shard_marks import mark_of
 
 TURNS = 8
 """Comparisons after which every tensor has had its turn: each copies a part of the state only."""
@@ -136,7 +137,7 @@ def _replicated(state: Mapping[str, Any]) -> Iterator[tuple[Chunk, torch.Tensor]
             local = value._local_tensor.detach()
             if is_shared and mesh.get_coordinate() is not None and is_plain(local):
                 yield (name, local_chunk(value.shape, mesh, placements)[1]), local
-        elif isinstance(value, torch.Tensor) and is_plain(value.detach()):
+        elif isinstance(value, torch.Tensor) and is_plain(value.detach()) and not mark_of(value):
             yield (name, ()), value.detach()
 
 

@@ -69,6 +69,13 @@ def flatten(state: Mapping[str, Any]) -> tuple[Container, Leaves]:
     return root, leaves
 
 
+def leaves_of(state: Mapping[str, Any]) -> Leaves:
+    """Return the leaves of a state dict, where two of them may have the same flattened name."""
+    leaves = Leaves([], [], [])
+    _flatten(state, (), "", leaves)
+    return leaves
+
+
 def _flatten(value: Any, path: Path, prefix: str, leaves: Leaves) -> Container:
     """Append the leaves of a container, whose names begin with `prefix`; return its structure."""
     keys = list(value) if isinstance(value, Mapping) else None

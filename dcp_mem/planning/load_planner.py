@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from dcp_mem.errors import UntrustedObject
 from dcp_mem.format.catalog import Catalog, Extent, Path
 from dcp_mem.format.saved_streams import read_stream, why_refused
+from dcp_mem.planning import torch_rules
 from dcp_mem.planning.entries import (
     NO_ENTRIES,
     RoomFor,
@@ -111,6 +112,7 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         self._is_by_catalog = False
         try:
             described = DescribedState(state)
+            torch_rules.refuse_other_load(described.plan, described.leaves)
         except (NotDescribable, ValueError):
             return None
         if described.has_sharded_tensors:

@@ -79,7 +79,23 @@ def is_plain(tensor: torch.Tensor) -> bool:
     Args:
         tensor: Of any class, on any device.
     """
-    return where((tensor,)) is Where.HOST
+    return where((tensor,)) is Where.HOST and not lacks_memory(tensor)
+
+
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a type in `PLAIN` has elements, and no memory that holds them.
+
+    So it is with tensors whose storage was resized to nothing, as FSDP does with what it has
+    gathered, and within some transformations of torch.
+    """
+    return tensor.data_ptr() == 0 and tensor.numel() > 0 and not tensor.is_meta
+
+
+NO_MEMORY = (
+    "the tensor has no memory (its storage was freed, as FSDP does with what it has gathered, or "
+    "a transformation such as functionalization stands in for it)"
+)
+"""What to say of one that lacks it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +174,11 @@ class SourcesByBlock:
         lie = known or _where(wanted, may_be_conj=self._may_be_conj)
         if lie is not Where.HOST:
             self._found = lie
+        addresses = list(map(torch.Tensor.data_ptr, wanted)) if lie is not None else []
+        if 0 in addresses and any(map(lacks_memory, wanted)):
+            self._found = None
         self._tensors += wanted
-        self._addresses += map(torch.Tensor.data_ptr, wanted) if lie is not None else ()
+        self._addresses += addresses
 
     @property
     def found(self) -> Sources | None:

@@ -13,6 +13,7 @@ from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.format.torch_names import properties
 from dcp_mem.planning.plain_tensors import PLAIN
 from dcp_mem.planning.plan_columns import ItemKind, ItemRow, NotDescribable
+from dcp_mem.planning.shard_marks import are_marked
 
 
 def rows_of(name: int, tensor: ShardedTensor) -> Iterator[ItemRow]:
@@ -36,7 +37,7 @@ def rows_of(name: int, tensor: ShardedTensor) -> Iterator[ItemRow]:
             shard.metadata.shard_offsets,
             shard.metadata.shard_sizes,
         )
-        if type(local) not in PLAIN:
+        if type(local) not in PLAIN or are_marked((local,)):
             # Torch flattens a ShardedTensor of ShardedTensors.
             raise NotDescribable(f"a ShardedTensor of {type(local).__name__}")
         if (local.dtype, local.layout, tuple(local.shape)) != (

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.format.catalog import Ints
-from dcp_mem.planning import dtensors, sharded_tensors
+from dcp_mem.planning import dtensors, sharded_tensors, torch_rules
 from dcp_mem.planning.flatten import Leaves, collect_leaves, flatten, is_container, may_be_container
 from dcp_mem.planning.plain_tensors import BLOCK, PLAIN, Where, properties_of
 from dcp_mem.planning.plan_columns import (
@@ -29,6 +29,7 @@ from dcp_mem.planning.plan_columns import (
     TensorGroup,
     local_plan,
 )
+from dcp_mem.planning.shard_marks import SAVE_MARKS, are_marked, have_own_marks, mark_of
 from dcp_mem.planning.tensor_guards import Guards
 
 _DTYPE, _SHAPE, _LAYOUT = map(operator.attrgetter, ("dtype", "shape", "layout"))
@@ -109,6 +110,7 @@ class Structure:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         described = DescribedState(state)
+        torch_rules.refuse_other_save(described.plan, described.leaves)
         self.plan, self.item_values, self._root, leaves = (
             described.plan,
             described.item_values,
@@ -146,14 +148,15 @@ class Structure:
             return None
         if list(map(type, leaves)) != self._types or torch.is_grad_enabled() != self._grad_enabled:
             return None
-        if any(is_container(leaves[number]) for number in self._doubtful):
+        doubtful = list(map(leaves.__getitem__, self._doubtful))
+        if any(map(is_container, doubtful)) or any(map(_plans_itself, doubtful)):
             return None
         # Leaves that are sharded alike have as many items: only then can those be compared.
         if not self._sharding.is_that_of(*self._sharded(leaves)):
             return None
         for looks, (start, block) in zip(self._looks, self._blocks(leaves), strict=True):
             is_guarded = looks.guards.hold(block)
-            if not (is_guarded or looks.are_those_of(block)):
+            if not (is_guarded or looks.are_those_of(block)) or are_marked(block, SAVE_MARKS):
                 return None
             if visit is not None:
                 visit(start, block, looks.guards.where if is_guarded else None)
@@ -214,6 +217,7 @@ class _Sharding:
             (all(map(operator.is_, specs, self._specs)) or all(map(_lie_alike, specs, self._specs)))
             and (self._guards.hold(dtensors) or _wholes(dtensors) == self._wholes)
             and list(map(sharded_tensors.sharding_of, others)) == self._others
+            and not are_marked(others, SAVE_MARKS)
         )
 
 
@@ -239,6 +243,7 @@ def _lie_alike(one: Any, other: Any) -> bool:
 
 def _plan_of(leaves: Leaves) -> LocalPlan:
     kinds = list(map(type, leaves.values))
+    _refuse_marks(leaves, kinds)
     if PLAIN.issuperset(kinds):
         rows, groups = [], []
         plain = leaves.values
@@ -264,22 +269,40 @@ def _plan_of(leaves: Leaves) -> LocalPlan:
             list(compress(everything, is_plain)),
         )
     known = properties_of(plain, map(_REQUIRES_GRAD, plain))
-    groups.append(
-        TensorGroup(
-            name=numbers, kind=ItemKind.TENSOR, properties=known, sizes=list(map(_SHAPE, plain))
-        )
-    )
+    try:
+        sizes = list(map(_SHAPE, plain))
+    except RuntimeError as error:  # of tensors nested in a tensor of torch's own class
+        raise NotDescribable(f"a tensor without a shape ({error})") from None
+    groups.append(TensorGroup(name=numbers, kind=ItemKind.TENSOR, properties=known, sizes=sizes))
     return local_plan(leaves.names, leaves.paths, rows, *groups)
+
+
+def _refuse_marks(leaves: Leaves, kinds: Sequence[type]) -> None:
+    """Raise NotDescribable for a tensor of torch's own classes that isn't what its class says."""
+    plain = list(compress(leaves.values, map(PLAIN.__contains__, kinds)))
+    sharded = list(compress(leaves.values, map((DTensor, ShardedTensor).__contains__, kinds)))
+    parts = [leaf._local_tensor for leaf in sharded if type(leaf) is DTensor]
+    if not (are_marked(plain) or have_own_marks(sharded) or have_own_marks(parts)):
+        return
+    for name, leaf in zip(leaves.names, leaves.values, strict=True):
+        for part in (leaf, getattr(leaf, "_local_tensor", leaf)):
+            mark = mark_of(part) if type(part) in {*PLAIN, DTensor, ShardedTensor} else ""
+            if mark:
+                raise NotDescribable(f"{name} is a tensor with {mark}")
 
 
 def _rows(name: int, leaf: Any) -> Iterator[ItemRow]:
     """Yield the rows of a leaf that is neither a plain tensor nor a DTensor."""
     if type(leaf) is ShardedTensor:
         yield from sharded_tensors.rows_of(name, leaf)
-    elif isinstance(leaf, torch.Tensor) or hasattr(leaf, "__create_write_items__"):
+    elif isinstance(leaf, torch.Tensor) or _plans_itself(leaf):
         raise NotDescribable(f"a {type(leaf).__module__}.{type(leaf).__name__}")
     else:
         yield ItemRow(name, ItemKind.OBJECT)
+
+
+def _plans_itself(leaf: Any) -> bool:
+    return hasattr(leaf, "__create_write_items__")
 
 
 def _occur(numbers: Ints, count: int) -> list[bool]:

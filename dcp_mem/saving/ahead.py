@@ -45,6 +45,7 @@ from dcp_mem.saving.own_plan import CatalogOfOwnPlan, catalog_source_of
 from dcp_mem.saving.own_plans import OwnPlans, own_plans_of
 from dcp_mem.saving.plan import claims_of
 from dcp_mem.saving.plan_requests import PlanRequest
+from dcp_mem.saving.private_copies import fields_in, set_fields_in
 from dcp_mem.saving.sends import wait_to_send
 from dcp_mem.saving.stage import Filled, Later, fill, seal_filled
 from dcp_mem.saving.values import Agreed, Planned, SaveContext, Staged
@@ -101,6 +102,9 @@ class StagedState:
         wait_to_send(self._send, partial(_give_up, None if copy is None else weakref.ref(copy)))
         if copy is not None and content.error is None:
             content = attempt(copy.sent)
+        fields: Sequence[Mapping[str, Any]] = ()
+        if content.error is None and isinstance(content.value, dict):
+            fields = fields_in(content.value)
         is_sent = content.error is None and isinstance(content.value, SentCopy)
         return {
             "info": self.info,
@@ -108,8 +112,15 @@ class StagedState:
             "is_copied_elsewhere": is_sent or self.request is not None,
             "_content": Attempted(error=plain_error(content.error)) if content.error else content,
             "_send": None,
+            "_fields": fields,
             "request": self.request,  # last: what lies behind it might fail, and leave its memory
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fields = state.pop("_fields")
+        self.__dict__.update(state)
+        if self._content.error is None and isinstance(self._content.value, dict):
+            set_fields_in(self._content.value, fields)
 
     def take(self) -> Attempted[AheadCopy | SentCopy | dict[str, Any]]:
         """Return the copy, and keep no hold on it.

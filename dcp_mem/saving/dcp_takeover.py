@@ -14,9 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_mem.comm import Ranks, SingleRank
 from dcp_mem.comm.agreement import Attempted, attempt, leaving_on_error
@@ -24,6 +27,7 @@ from dcp_mem.comm.dcp_call import PlanningCall
 from dcp_mem.common.log import log
 from dcp_mem.errors import picklable
 from dcp_mem.planning.contradictions import PlanInvalid
+from dcp_mem.planning.wrapper_tensors import class_name
 from dcp_mem.runtime.session import Session
 from dcp_mem.saving.ahead import AheadCopy, SentCopy, StagedState, staged_in
 from dcp_mem.saving.eager import EagerItems
@@ -240,7 +244,11 @@ class _StandIn(SavePlanner):
             raise self.refusal
         if set_up is not None:
             _set_up(self.planner, set_up)
-        return self.planner.create_local_plan()
+        try:
+            return self.planner.create_local_plan()
+        except Exception:
+            _name_unplannable(self.planner)
+            raise
 
     @picklable
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -261,12 +269,21 @@ class _StandIn(SavePlanner):
         return self.planner.resolve_data(write_item)
 
 
+def _name_unplannable(planner: SavePlanner) -> None:
+    """Log which entries torch's planner fails with: its errors don't tell."""
+    state = planner.state_dict if type(planner) is DefaultSavePlanner else {}
+    for name, leaf in state.items():
+        plan = attempt(partial(create_default_local_save_plan, {name: leaf}, is_coordinator=False))
+        if plan.error is not None:
+            log.error("torch can't plan %s, which is %s: %s", name, class_name(leaf), plan.error)
+
+
 def _refuse_contradictions(plans: Sequence[SavePlan]) -> None:
     """Raise PlanInvalid for tensors that ranks have in different sizes; torch would save one."""
     sizes: dict[str, torch.Size] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            if item.type is WriteItemType.TENSOR and item.tensor_data is not None:
+            if item.tensor_data is not None:
                 size = item.tensor_data.size
                 if sizes.setdefault(item.index.fqn, size) != size:
                     raise PlanInvalid(

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from dcp_mem.format.frames import Specs
 from dcp_mem.format.layout import align
 from dcp_mem.planning.plain_tensors import Sources, sources_of
+from dcp_mem.planning.shard_marks import have_own_marks
 from dcp_mem.policy.slots import SlotNeed
 from dcp_mem.runtime.frozen import ItemKey
 from dcp_mem.saving.values import DCP_PLAN, Planned, SaveContext
@@ -172,12 +173,16 @@ def _sources(
     if not resolves_as_is(planner):
         return None
     found = list(map(planner.state_dict.get, map(_FQN, items)))  # type: ignore[attr-defined]
+    if have_own_marks([one for one in found if isinstance(one, torch.Tensor)]):
+        return None  # torch is asked where the values of each item lie
     if any(is_shard):
         if [type(one) is DTensor for one in found] != is_shard:
             return None
         found = [
             one._local_tensor if shard else one for one, shard in zip(found, is_shard, strict=True)
         ]
+        if have_own_marks(found):
+            return None
     return sources_of(found)
 
 

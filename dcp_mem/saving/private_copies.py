@@ -7,13 +7,17 @@ find no slot.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.common.sharded_tensor import Shard, ShardedTensor
+from dcp_mem.errors import DcpMemError
+from dcp_mem.planning.flatten import leaves_of
+from dcp_mem.planning.plain_tensors import NO_MEMORY, PLAIN, lacks_memory
+from dcp_mem.planning.shard_marks import FIELDS, METHODS, fields_of, set_fields
 from dcp_mem.planning.wrapper_tensors import is_wrapper, rebuilt, refuse_other_class
 
 try:
@@ -28,13 +32,32 @@ def copied(state: Mapping[str, Any], *, is_shared: bool = False) -> dict[str, An
     Args:
         state: The state dict.
         is_shared: Have tensors lie in memory that other processes can map.
+
+    Raises:
+        DcpMemError: A tensor has no memory, or methods of its own, which are about the original.
     """
+    _refuse_what_copies_lose(state)
     plain = dict(state)
     if StateDictStager is not None:
         stager = _Stager(pin_memory=False, share_memory=is_shared)
         result: dict[str, Any] = stager.stage(plain)
         return result
     return {key: _copied_value(value, is_shared) for key, value in plain.items()}
+
+
+def _refuse_what_copies_lose(state: Mapping[str, Any]) -> None:
+    leaves = leaves_of(state)
+    for name, leaf in zip(leaves.names, leaves.values, strict=True):
+        for part in (leaf, leaf._local_tensor) if type(leaf) is DTensor else (leaf,):
+            if type(part) in PLAIN and part.layout is torch.strided and lacks_memory(part):
+                raise DcpMemError(f"{name}: {NO_MEMORY}: save it while it has")
+            attributes = getattr(part, "__dict__", {})
+            method = next((method for method in METHODS if method in attributes), "")
+            if method:
+                raise DcpMemError(
+                    f"{name} has a {method} of its own, which an asynchronous save can't copy: "
+                    f"define it in a class, or save in the call"
+                )
 
 
 def _copied_value(value: Any, is_shared: bool) -> Any:
@@ -55,13 +78,40 @@ def _copied_value(value: Any, is_shared: bool) -> Any:
         local = _copied_value(value._local_tensor, is_shared)
         return DTensor(local, value._spec, requires_grad=value.requires_grad)
     if isinstance(value, torch.Tensor) and is_wrapper(value):
-        return rebuilt(value, lambda part: _copied_value(part, is_shared))
+        copied = rebuilt(value, lambda part: _copied_value(part, is_shared))
+        return set_fields(copied, fields_of(value))
     if isinstance(value, torch.Tensor):
         tensor = value.detach().to("cpu", copy=True)
         if not isinstance(value, torch.nn.Parameter):
             refuse_other_class(tensor, value, "is copied for an asynchronous save")
         return _of_its_kind(tensor.share_memory_() if is_shared else tensor, value)
     return copy.deepcopy(value)
+
+
+def fields_in(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return, of each leaf, what makes a shard of it; nothing if no leaf is such a shard.
+
+    Processes send each other tensors without attributes, so these go beside them.
+    """
+    fields = list(map(fields_of, leaves_of(state).values)) if FIELDS else []
+    return fields if any(fields) else ()
+
+
+def refuse_fields(state: Mapping[str, Any]) -> None:
+    """Raise for shards that torch would send to another process, where they would be none."""
+    for name, fields in zip(leaves_of(state).names, fields_in(state), strict=False):
+        if fields:
+            raise DcpMemError(
+                f"{name} is a CheckpointableTensor, which torch sends to another process without "
+                f"what makes it one: save in a thread, or with collectives"
+            )
+
+
+def set_fields_in(state: Mapping[str, Any], fields: Sequence[Mapping[str, Any]]) -> None:
+    """Give the leaves of a state dict these fields again, as `fields_in` has found them."""
+    if fields:
+        for leaf, own in zip(leaves_of(state).values, fields, strict=True):
+            set_fields(leaf, own)
 
 
 def _with_shards(
@@ -119,6 +169,7 @@ class _Stager(StateDictStager or object):  # type: ignore[misc]
         elif is_wrapper(x):
             # torch would ask the class for an empty tensor, which may be of another class.
             copied = rebuilt(x, lambda part: self.deepcopy_with_tensor_offload(part, memo))
+            set_fields(copied, fields_of(x))
         elif x.layout is not torch.strided or x.is_quantized or x.is_conj() or x.is_neg():
             # torch would fail, or lose what isn't in the storage.
             copied = _of_its_kind(x.detach().clone().cpu(), x)
@@ -131,10 +182,12 @@ class _Stager(StateDictStager or object):  # type: ignore[misc]
 
 
 def _of_its_kind(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy as a parameter, or requiring gradients, where the tensor does.
+    """Return a copy as a parameter, as a shard, or requiring gradients, as the tensor is or does.
 
     The ranks plan by the copy, and recognise the next state by its tensors' kinds.
     """
     if type(tensor) is torch.nn.Parameter:
-        return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
-    return copied.requires_grad_(tensor.requires_grad)
+        made: torch.Tensor = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    else:
+        made = copied.requires_grad_(tensor.requires_grad)
+    return set_fields(made, fields_of(tensor))

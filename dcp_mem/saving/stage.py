@@ -24,8 +24,9 @@ from dcp_mem.format.metadata import StorageInfo
 from dcp_mem.memory.copying import Chosen, Columns, Move, copy, copy_many, moves_of
 from dcp_mem.memory.device_copies import DeviceCopies, copy_stream
 from dcp_mem.memory.slot import Slot
-from dcp_mem.planning.plain_tensors import HOST, PLAIN
+from dcp_mem.planning.plain_tensors import HOST, NO_MEMORY, PLAIN, lacks_memory
 from dcp_mem.planning.wrapper_tensors import (
+    class_name,
     detached,
     is_wrapper,
     naming,
@@ -191,7 +192,7 @@ def _fill_all(session: Session, planned: Planned, later: Later | None) -> Filled
     try:
         return _fill(session, planned, later)
     except _OtherThanPlanned:
-        dense = [_spec(_resolve(planned.items, item)) for item in planned.tensors]
+        dense = [_resolved(planned.items, item)[1] for item in planned.tensors]
         learnt = session.layouts.learn(planned.layout.expected, dense)
         return _fill(session, replace(planned, layout=learnt, sources=None), later)
 
@@ -273,7 +274,18 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
     if plain and tensor.device.type == "meta":
         raise DcpMemError(_NO_DATA)
+    if plain and lacks_memory(tensor):
+        raise DcpMemError(f"{NO_MEMORY}: save it while it has")
     return plain
+
+
+def _resolved(items: Items, item: Any) -> tuple[torch.Tensor, Spec | None]:
+    """Return a tensor, and dtype and shape if it has a plain dense payload."""
+    tensor = _resolve(items, item)
+    try:
+        return tensor, _spec(tensor)
+    except DcpMemError as error:
+        raise DcpMemError(f"{items.index(item).fqn}: {error}") from None
 
 
 def _resolve(items: Items, item: Any) -> torch.Tensor:
@@ -349,8 +361,8 @@ def _copy_one_by_one(
     alive: list[torch.Tensor] = []
     waiting = 0
     for item, spec in zip(planned.tensors, planned.layout.dense, strict=True):
-        tensor = _resolve(planned.items, item)
-        if _spec(tensor) != spec:
+        tensor, found = _resolved(planned.items, item)
+        if found != spec:
             raise _OtherThanPlanned
         if spec is None:
             slow.append(item)
@@ -442,8 +454,13 @@ class OtherCopies:
 def _streams(items: Items, slow: Sequence[Any], objects: Sequence[Any]) -> Iterator[memoryview]:
     """Yield the bytes of each item that goes to the tail."""
     for item in slow:
-        stream = io.BytesIO()
-        torch.save(_to_pickle(_resolve(items, item), items.index(item).fqn), stream)
+        stream, name = io.BytesIO(), items.index(item).fqn
+        tensor = _to_pickle(_resolve(items, item), name)
+        try:
+            torch.save(tensor, stream)
+        except Exception as error:
+            what = f"{class_name(tensor)} that can't be pickled"
+            raise DcpMemError(f"{name} is {what} ({error}): save its values") from error
         yield stream.getbuffer()
     for item in objects:
         data = items.resolve(item)

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError
 from dcp_mem.planning.entries import SavedEntry, first_of
-from dcp_mem.planning.plain_tensors import PLAIN
-from dcp_mem.train_state.values import as_tuple, on_cpu, tensors_in
+from dcp_mem.train_state.values import as_tuple, is_fixed, on_cpu, tensors_in
 
 
 class Optimizers:
@@ -163,12 +162,12 @@ def _saved_values(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield a parameter's state as DCP is to see it: dicts with tensors and tensors as they are."""
     for key, value in state.items():
         tensors = tensors_in(value)
-        if isinstance(value, tuple) and any(type(one) not in PLAIN for one in tensors):
+        if isinstance(value, tuple) and any(map(is_fixed, tensors)):
             raise DcpMemError(
                 f"an optimizer's state {key} is a tuple of sharded tensors: use a list"
             )
         is_seen = isinstance(value, (torch.Tensor, dict)) and bool(tensors)
-        if is_seen or any(type(one) not in PLAIN for one in tensors):
+        if is_seen or any(map(is_fixed, tensors)):
             yield key, value
         else:
             yield key, as_tuple(on_cpu(value))

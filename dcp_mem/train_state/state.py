@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError
 from dcp_mem.planning.entries import SavedEntry
-from dcp_mem.planning.plain_tensors import PLAIN
 from dcp_mem.planning.wrapper_tensors import has_memory
 from dcp_mem.train_state.generators import rng_state, set_rng_state
 from dcp_mem.train_state.modules import UntakenKeys
 from dcp_mem.train_state.optimizers import Optimizers
-from dcp_mem.train_state.values import Tensors, as_tuple, put_together, taken_apart
+from dcp_mem.train_state.values import Tensors, as_tuple, is_fixed, put_together, taken_apart
 
 
 class TrainState:
@@ -172,7 +171,7 @@ class TrainState:
             return ()
         held = self._held.get(below[0])
         known = held.get(".".join(map(str, below[1:]))) if isinstance(held, dict) else held
-        if known is not None and type(known) not in PLAIN:
+        if known is not None and is_fixed(known):
             return NotImplemented  # a sharded tensor takes what fits
         device = "cpu" if known is None else known.device
         return torch.empty(entry.size, dtype=entry.dtype, device=device)

@@ -14,6 +14,7 @@ import torch
 
 from dcp_mem.errors import DcpMemError
 from dcp_mem.planning.plain_tensors import PLAIN
+from dcp_mem.planning.shard_marks import mark_of
 
 Tensors = dict[str, torch.Tensor] | torch.Tensor | None
 """The tensors of a value by name, the value itself where it is a tensor; None where it has none."""
@@ -34,6 +35,11 @@ def has_tensors(value: Any) -> bool:
     return any(map(has_tensors, value))
 
 
+def is_fixed(tensor: torch.Tensor) -> bool:
+    """Tell whether only whoever has a tensor can make one like it: of a class, or a shard."""
+    return type(tensor) not in PLAIN or bool(mark_of(tensor))
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     _mapped(value, lambda _, tensor: found.append(tensor), "", set())
@@ -48,7 +54,7 @@ def on_cpu(value: Any) -> Any:
 def taken_apart(value: Any) -> tuple[dict[str, Any], Tensors]:
     """Return what is saved of a value as a whole, and its tensors."""
     if isinstance(value, torch.Tensor):
-        return {"form": _mark(value), "fixed": [""] * (type(value) not in PLAIN)}, value
+        return {"form": _mark(value), "fixed": [""] * is_fixed(value)}, value
     tensors: dict[str, torch.Tensor] = {}
 
     def take(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +62,7 @@ def taken_apart(value: Any) -> tuple[dict[str, Any], Tensors]:
         return _mark(tensor)
 
     form = _mapped(value, take, "", set())
-    fixed = [name for name, tensor in tensors.items() if type(tensor) not in PLAIN]
+    fixed = [name for name, tensor in tensors.items() if is_fixed(tensor)]
     return {"form": form, "fixed": fixed}, tensors or None
 
 

@@ -371,3 +371,57 @@ def test_a_wrapper_that_is_sharded_comes_back_with_the_same_sharding_or_is_refus
     assert forked_ranks(_sharded, 2, memory_job, "save") == [[""], [""]]
     for (error,) in forked_ranks(_sharded, 4, memory_job, "load", env={"DCP_MEM_TIMEOUT": "30"}):
         assert "scaled: a torch.Tensor was saved" in error or error.startswith("RankFailed")
+
+
+# -- tensors without memory ------------------------------------------------------------------------
+
+
+def _without_memory(kind: str) -> torch.Tensor:
+    tensor = torch.arange(4.0)
+    if kind == "functional":
+        functional: torch.Tensor = torch._to_functional_tensor(tensor)
+        return functional
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _refused_for_memory(job: Job, kind: str) -> list[str]:
+    rank, errors = dist.get_rank(), []
+
+    def attempted(act: Any) -> None:
+        error = raised_by(act)
+        errors.append(f"{type(error).__name__}: {error}")
+
+    with job.writer(keep_memory=3) as writer:
+        for step in range(2):  # the second is recognised
+            state = {"deep": {f"of {rank}": torch.arange(4.0)}, "w": torch.ones(5)}
+            dcp_mem.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
+        odd = _without_memory(kind) if rank == 0 else torch.arange(4.0)
+        refused = {"deep": {f"of {rank}": odd}, "w": torch.ones(5)}
+        fresh = {"deep": {f"of {rank}": odd}, "v": torch.ones(5)}
+        for state in (refused, fresh):
+            for save in (dcp.save, dcp_mem.save):
+                options: Any = {"checkpoint_id": "step-5", "storage_writer": writer}
+                attempted(lambda state=state, save=save, options=options: save(state, **options))
+            attempted(
+                lambda state=state, options=options: dcp_mem.async_save(state, **options).result()
+            )
+        for load in (dcp.load, dcp_mem.load):
+            options = {"checkpoint_id": "step-1", "storage_reader": job.reader()}
+            attempted(lambda load=load, options=options: load(refused, **options))
+    with job.reader() as reader:
+        assert reader.recoverable() == ["step-1", "step-0"]
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["freed", "functional"])
+def test_a_tensor_without_memory_is_refused_by_name_on_all_ranks(
+    memory_job: Job, kind: str
+) -> None:
+    first, second = forked_ranks(
+        _refused_for_memory, 2, memory_job, kind, env={"DCP_MEM_TIMEOUT": "30"}
+    )
+    for error in first:
+        assert "deep.of 0: the tensor has no memory" in error
+    for error in second:
+        assert error.startswith("RankFailed") or "deep.of 0: the tensor has no memory" in error
