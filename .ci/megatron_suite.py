@@ -172,7 +172,8 @@ def use_local_layers() -> None:
     # The experts are made and saved here, never multiplied.
     from megatron.core.transformer.moe import experts
 
-    experts.gg.assert_grouped_gemm_is_available = lambda: None
+    if hasattr(experts, "gg"):  # up to 0.16
+        experts.gg.assert_grouped_gemm_is_available = lambda: None
     te: Any = {name: types.ModuleType(name) for name in TRANSFORMER_ENGINE}
     te["transformer_engine.pytorch.fp8"].check_fp8_support = lambda: (False, "no GPU")
     te["transformer_engine.pytorch.fp8"].fp8_autocast = None
@@ -227,11 +228,12 @@ def replace_strategies(saves: bool, loads: bool, memory_root: str) -> None:
         loads: Whether MemoryLoadStrategy loads.
         memory_root: For both.
     """
-    from megatron.core.dist_checkpointing.strategies import base
+    from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import torch as megatrons
 
     from dcp_mem import MemoryStorageReader, MemoryStorageWriter
     from dcp_mem.integrations.megatron import MemoryLoadStrategy, MemorySaveStrategy
+    from dcp_mem.integrations.megatron.releases import RELEASE, done_request
 
     writers: dict[str, MemoryStorageWriter] = {}
 
@@ -247,14 +249,16 @@ def replace_strategies(saves: bool, loads: bool, memory_root: str) -> None:
             strategy.save(sharded_state_dict, checkpoint_dir)
             writers[root].wait(name, timeout=FLUSH_SECONDS)
 
-        def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        def async_save(
+            self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore"
+        ) -> Any:
             self.save(sharded_state_dict, checkpoint_dir)
-            return megatrons.AsyncRequest(None, (), [])
+            return done_request(async_strategy)
 
     class Load(megatrons.TorchDistLoadShardedStrategy):  # type: ignore[misc]
         """Loads by a reader of the directory's parent."""
 
-        def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        def load(self, sharded_state_dict: Any, checkpoint_dir: Any, *_: Any) -> Any:
             strategy = self._strategy(checkpoint_dir)
             loaded = strategy.load(sharded_state_dict, checkpoint_dir)
             self.cached_global_metadata = strategy.cached_global_metadata
@@ -270,14 +274,22 @@ def replace_strategies(saves: bool, loads: bool, memory_root: str) -> None:
             root, _ = _place(checkpoint_dir)
             return MemoryLoadStrategy(MemoryStorageReader(root, memory_root=memory_root))
 
+    replaced: dict[str, tuple[str, Any]] = {}
     if saves:
-        megatrons.TorchDistSaveShardedStrategy = Save
-        base.register_default_strategy(
-            base.StrategyAction.SAVE_SHARDED, "torch_dist", 1, Save("torch_dist", 1)
-        )
+        replaced["SAVE_SHARDED"] = ("TorchDistSaveShardedStrategy", Save)
     if loads:
-        megatrons.TorchDistLoadShardedStrategy = Load
-        base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, "torch_dist", 1, Load())
+        replaced["LOAD_SHARDED"] = ("TorchDistLoadShardedStrategy", Load)
+    for action, (name, ours) in replaced.items():
+        setattr(megatrons, name, ours)
+        if RELEASE >= (0, 17):
+            setattr(serialization, name, ours)
+        else:
+            from megatron.core.dist_checkpointing.strategies import base
+
+            made = ours("torch_dist", 1) if action == "SAVE_SHARDED" else ours()
+            base.register_default_strategy(
+                getattr(base.StrategyAction, action), "torch_dist", 1, made
+            )
 
 
 def replace_functions(memory_root: str) -> None:

@@ -25,13 +25,20 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
 )
 
-from dcp_mem import functional
 from dcp_mem.comm.agreement import attempt, on_rank_0
 from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.common.log import log
 from dcp_mem.config import root_url
 from dcp_mem.errors import CheckpointNotFound, ConfigError, DcpMemError
-from dcp_mem.integrations.megatron.common import Common, make_directory, put_beside, stand_in
+from dcp_mem.integrations.megatron.common import (
+    Common,
+    files_beside,
+    load_common,
+    make_directory,
+    put_beside,
+    stand_in,
+)
+from dcp_mem.integrations.megatron.releases import load_arguments
 from dcp_mem.integrations.megatron.strategies import (
     Directory,
     MemoryLoadStrategy,
@@ -139,7 +146,7 @@ class MemoryCheckpointing:
 
         def finish() -> None:
             if dist.get_rank() == 0 and not was_skipped:
-                put_beside(directory, os.fspath(checkpoint_dir))
+                put_beside(os.fspath(checkpoint_dir), files_beside(directory))
             parent.cleanup()
 
         if request is None:
@@ -171,12 +178,13 @@ class MemoryCheckpointing:
             DcpMemError: The checkpoint was saved again while it was loaded.
         """
         root, name = self._place(checkpoint_dir)
-        reader = self._reader(root)
+        directory = os.fspath(checkpoint_dir)
+        given = load_arguments(sharded_state_dict, directory, sharded_strategy, *rest, **options)
+        reader = self._reader(root, given.get("process_group"))
         common = self._load_common(reader, root, checkpoint_dir)
         if common is None:
-            return dist_checkpointing.load(
-                sharded_state_dict, os.fspath(checkpoint_dir), sharded_strategy, *rest, **options
-            )
+            return dist_checkpointing.load(**given)
+        given.pop("verify_integrity", None)  # by SHA-256 of Megatron's files; ours have checksums
         strategy = _through_memory(
             sharded_strategy,
             MemoryLoadStrategy(reader),
@@ -185,9 +193,8 @@ class MemoryCheckpointing:
         )
         save_id = reader.report().save_id
         with stand_in(name, common) as directory:
-            loaded = dist_checkpointing.load(
-                sharded_state_dict, directory, strategy, *rest, **options
-            )
+            given |= {"checkpoint_dir": directory, "sharded_strategy": strategy}
+            loaded = dist_checkpointing.load(**given)
         self._report = reader.report()
         if self._report.save_id != save_id:
             raise DcpMemError(f"{name} was saved again while it was loaded: load it once more")
@@ -209,7 +216,8 @@ class MemoryCheckpointing:
         with stand_in(name, common) as directory:
             # A save that was killed as soon as it was complete has left no files there, and
             # Megatron-LM looks for them next.
-            put = partial(put_beside, directory, os.fspath(checkpoint_dir), missing_only=True)
+            files = files_beside(directory, common)
+            put = partial(put_beside, os.fspath(checkpoint_dir), files, missing_only=True)
             self._by_rank_0(root, put, None)
             return dist_checkpointing.load_common_state_dict(directory)
 
@@ -351,7 +359,9 @@ class MemoryCheckpointing:
         text = text if "://" in text else os.path.abspath(text)
         return self._root(os.path.dirname(text)), name_of(text)
 
-    def _reader(self, root: str) -> MemoryStorageReader:
+    def _reader(
+        self, root: str, process_group: dist.ProcessGroup | None = None
+    ) -> MemoryStorageReader:
         chosen = self.writer(root).settings
         return MemoryStorageReader(
             chosen.url,
@@ -359,25 +369,32 @@ class MemoryCheckpointing:
             job=chosen.job,
             storage_options=chosen.storage_options,
             transport=chosen.transport,
+            process_group=process_group,
         )
 
     def _load_common(
         self, reader: MemoryStorageReader, root: str, checkpoint_dir: Directory
-    ) -> bytes | None:
-        """Load the common state of a checkpoint of ours; None for Megatron's own."""
-        common = Common()
+    ) -> Common | None:
+        """Load the common state of a checkpoint of ours; None for one that Megatron is to load."""
         try:
-            functional.load_or_raise_cause(
-                common.state, checkpoint_id=name_of(checkpoint_dir), storage_reader=reader
-            )
+            common = load_common(reader, name_of(checkpoint_dir))
         except CheckpointNotFound as error:
-            if not self._is_megatrons(root, checkpoint_dir):
+            if not self._is_megatrons(root, checkpoint_dir, reader._process_group):
                 raise not_found(error, checkpoint_dir) from None
-        return common.data
+            return None
+        is_ours = reader.report().save_id != ""
+        if is_ours or not self._is_megatrons(root, checkpoint_dir, reader._process_group):
+            return common
+        return None
 
     # -- directories that Megatron has written -----------------------------------------------------
 
-    def _is_megatrons(self, root: str, checkpoint_dir: Directory) -> bool:
+    def _is_megatrons(
+        self,
+        root: str,
+        checkpoint_dir: Directory,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> bool:
         """Tell whether that is a directory which Megatron's own functions can load."""
         directory = os.fspath(checkpoint_dir)
 
@@ -385,7 +402,7 @@ class MemoryCheckpointing:
             is_named = dist_checkpointing.check_is_distributed_checkpoint(directory)
             return bool(is_named) and os.path.exists(os.path.join(directory, ".metadata"))
 
-        return self._by_rank_0(root, look, False)
+        return self._by_rank_0(root, look, False, process_group)
 
     def _tracked(self, root: str, save_dir: Directory) -> int:
         """Return the iteration of Megatron-LM's tracker file if Megatron can load it; else -1."""
@@ -400,9 +417,15 @@ class MemoryCheckpointing:
         )
         return iteration if is_there else -1
 
-    def _by_rank_0(self, root: str, look: Callable[[], T], otherwise: T) -> T:
+    def _by_rank_0(
+        self,
+        root: str,
+        look: Callable[[], T],
+        otherwise: T,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> T:
         """Return what rank 0 finds, on all ranks, which may see other files."""
-        ranks = direct_call(None, False, f"load {self.writer(root).settings.job}").ranks
+        ranks = direct_call(process_group, False, f"load {self.writer(root).settings.job}").ranks
 
         def attempted() -> T:
             try:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import megatron.core
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
@@ -16,7 +15,6 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingExc
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
     MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
@@ -26,7 +24,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
-from packaging.version import Version
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -35,8 +32,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_mem.comm.dcp_errors import cause_of
-from dcp_mem.errors import CheckpointNotFound, ConfigError
-from dcp_mem.integrations.megatron.common import BACKEND, COMMON, VERSION, common_object
+from dcp_mem.errors import CheckpointNotFound
+from dcp_mem.integrations.megatron import releases
+from dcp_mem.integrations.megatron.common import (
+    BACKEND,
+    COMMON,
+    UNKNOWN_OBJECTS,
+    VERSION,
+    common_object,
+    put_common_file,
+)
 from dcp_mem.reader import MemoryStorageReader
 from dcp_mem.writer import MemoryStorageWriter
 
@@ -110,7 +115,7 @@ class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         metrics: Mapping[str, Any] | None = None,
         persist: bool = False,
     ) -> None:
-        _check_version()
+        releases.check_release()
         super().__init__(BACKEND, VERSION)
         self.writer = writer
         self.metrics = metrics
@@ -127,7 +132,9 @@ class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        if dist.get_rank() == 0 and (common := common_object(checkpoint_dir)) is not None:
+        if releases.MEGATRONS_COMMON in sharded:  # on rank 0
+            put_common_file(sharded[releases.MEGATRONS_COMMON][0].data, checkpoint_dir)
+        elif dist.get_rank() == 0 and (common := common_object(checkpoint_dir)) is not None:
             sharded[COMMON] = [common]
         self.writer.annotate_next_save(
             step=iteration_of(name), metrics=self.metrics, persist=self.persist
@@ -144,16 +151,21 @@ class MemorySaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         )
 
     def async_save(
-        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Directory
+        self,
+        sharded_state_dict: dict[str, Any],
+        checkpoint_dir: Directory,
+        async_strategy: str = "mcore",
     ) -> AsyncRequest:
         """Save, and return a request that is done already.
 
         Args:
             sharded_state_dict: Megatron's state dict of this rank.
             checkpoint_dir: Its last part is the checkpoint's name.
+            async_strategy: Whose queue the request is for, as Megatron passes it.
         """
+        request = releases.done_request(async_strategy)
         self.save(sharded_state_dict, checkpoint_dir)
-        return AsyncRequest(None, (), [])
+        return request
 
 
 class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
@@ -169,16 +181,22 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     """
 
     def __init__(self, reader: MemoryStorageReader) -> None:
-        _check_version()
+        releases.check_release()
         super().__init__()
         self.reader = reader
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Directory) -> dict[str, Any]:
+    def load(
+        self,
+        sharded_state_dict: dict[str, Any],
+        checkpoint_dir: Directory,
+        async_strategy: str = "mcore",
+    ) -> dict[str, Any]:
         """Load into the tensors, and return them. Call it on all ranks.
 
         Args:
             sharded_state_dict: As Megatron passes it.
             checkpoint_dir: Directory that names the checkpoint.
+            async_strategy: As Megatron passes it; it makes no difference.
 
         Raises:
             MegatronCheckpointNotFound: There is no such checkpoint.
@@ -188,7 +206,8 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         ]
         sharded, paths, keys = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(sharded, True)
-        planner = MCoreLoadPlanner(
+        planner = releases.load_planner(
+            self,
             shapes_validation_sharded_tensors=[
                 one for one in tensors if not one.allow_shape_mismatch
             ],
@@ -202,6 +221,7 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
                 checkpoint_id=name_of(checkpoint_dir),
                 storage_reader=self.reader,
                 planner=planner,
+                process_group=self.reader._process_group,
             )
         # Megatron-LM hands it to its save strategy.
         self.cached_global_metadata = planner.metadata
@@ -240,7 +260,7 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         objects = [
             ShardedObject.empty_from_unique_key(key)
             for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, BytesStorageMetadata) and key != COMMON
+            if isinstance(value, BytesStorageMetadata) and key not in UNKNOWN_OBJECTS
         ]
         return {one.unique_key: one for one in objects} | self.load_tensors_metadata(
             checkpoint_dir, metadata
@@ -258,15 +278,6 @@ class MemoryLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         self.reader.reset(name_of(checkpoint_dir))
         with self.reader, not_found_as_megatrons(checkpoint_dir):
             return self.reader.read_metadata()
-
-
-def _check_version() -> None:
-    # Earlier versions cut the optimizer's tensors into flat pieces, which loads in other shapes
-    # would have to know of.
-    if Version(megatron.core.__version__) < Version("0.16"):
-        raise ConfigError(
-            f"megatron-core {megatron.core.__version__} is too old: install 0.16 or newer"
-        )
 
 
 def name_of(checkpoint_dir: Directory) -> str:

@@ -8,6 +8,7 @@ ANSWER: a file for what rank 0 finds: by the name of each function, where it fai
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import re
 import sys
@@ -25,7 +26,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -42,17 +48,20 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from dcp_mem import (
     CheckpointNotFound,
     ConfigError,
+    DcpMemError,
     MemoryStorageReader,
     MemoryStorageWriter,
     every_n_saves,
 )
+from dcp_mem.common.log import log
 from dcp_mem.integrations.megatron import (
     MegatronCheckpointNotFound,
     MemoryCheckpointing,
     MemoryLoadStrategy,
     MemorySaveStrategy,
-    strategies,
+    releases,
 )
+from dcp_mem.integrations.megatron.releases import COMMON_IS_SHARDED, RELEASE
 from dcp_mem.integrations.megatron.strategies import name_of
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.frameworks.megatron_cpu import do_without_gpu
@@ -155,6 +164,20 @@ def common_state_and_metadata_come_alone() -> None:
     assert plain.keys() == {"weight", "bias"}
 
 
+def names_of_tensors_and_objects_are_those_that_megatron_would_have_saved() -> None:
+    root = _root("names")
+    megatrons, ours = _directory(root, 1, make=True), _directory(root, 2, make=True)
+    dist_checkpointing.save(_state(1), megatrons)
+    dist.barrier()
+    with MemoryStorageWriter(root, memory_root=MEMORY, persist=False) as writer:
+        dist_checkpointing.save(_state(2), ours, MemorySaveStrategy(writer))
+        loading = MemoryLoadStrategy(MemoryStorageReader(root, memory_root=MEMORY))
+        expected = load_sharded_metadata(megatrons)
+        for directory in (megatrons, ours):
+            found = load_sharded_metadata(directory, loading)
+            assert found.keys() == expected.keys() >= {"weight", "rng/shard_0_2", "rng/shard_1_2"}
+
+
 def what_a_checkpoint_lacks_or_has_beyond_is_told() -> None:
     checkpointing = _here(persist=False)
     directory = _directory(DIRECTORY / "strict", 1)
@@ -210,16 +233,123 @@ def pieces_of_a_tensor_and_padded_shapes_come_back() -> None:
 def an_async_save_is_done_when_it_returns() -> None:
     root = _root("async")
     checkpointing, queue = _here(), AsyncCallsQueue()
-    directory = _directory(root, 5, make=True)
-    request = checkpointing.save(_state(5), directory, async_sharded_save=True)
-    assert request is not None
-    _assert_same(checkpointing.load(_state(0), directory), 5)
-    assert not Path(directory, "metadata.json").exists()
-    assert queue.schedule_async_request(request) == 0
-    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-    dist.barrier()
-    assert Path(directory, "metadata.json").exists()
+    # From 0.17 on the default is "nvrx", whose package may be missing.
+    ways: list[State] = [{}, *([{"async_strategy": "mcore"}] if RELEASE >= (0, 17) else [])]
+    for number, way in enumerate(ways):
+        directory = _directory(root, 5 + number, make=True)
+        request = checkpointing.save(_state(5), directory, async_sharded_save=True, **way)
+        assert request is not None
+        _assert_same(checkpointing.load(_state(0), directory), 5)
+        assert not Path(directory, "metadata.json").exists()
+        assert queue.schedule_async_request(request) == number
+        assert queue.maybe_finalize_async_calls(blocking=True) == [number]
+        dist.barrier()
+        assert Path(directory, "metadata.json").exists()
     queue.close()
+
+
+class _Unknown:
+    """A class that `torch.load` refuses."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unknown)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _save_beside(root: Path, iteration: int, common: State) -> str:
+    """As a Megatron before 0.19 calls the strategy: common state in `common.pt`."""
+    directory = _directory(root, iteration, make=True)
+    if dist.get_rank() == 0:
+        torch.save(common, Path(directory, "common.pt"))
+    return _save_by(root, directory, {})
+
+
+def _save_inside(root: Path, iteration: int, common: State) -> str:
+    """As a Megatron from 0.19 on calls the strategy: common state among the shards."""
+    directory, rank = _directory(root, iteration, make=True), dist.get_rank()
+    inside = ShardedObject("common_state", common, (1,), (0,), replica_id=rank)
+    return _save_by(root, directory, {"common_state": inside})
+
+
+def _save_by(root: Path, directory: str, more: State) -> str:
+    with MemoryStorageWriter(root, memory_root=MEMORY, persist=False) as writer:
+        model = _state(1)["model"]
+        MemorySaveStrategy(writer).save({**model, "rng": _state(1)["rng"], **more}, directory)
+        if dist.get_rank() == 0:
+            save_config(CheckpointingConfig("torch_dist", 1), directory)
+    dist.barrier()
+    return directory
+
+
+def _wipe(directory: str) -> None:
+    """Leave nothing there, as where only memory has the checkpoint."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in Path(directory).iterdir():
+            path.unlink()
+    dist.barrier()
+
+
+def common_state_is_found_beside_the_shards_and_among_them_whatever_release_saved_it() -> None:
+    root, checkpointing = _root("common"), _here(persist=False)
+    common = {"args": Namespace(lr=0.1), "iteration": 1, "content_metadata": {"kind": "test"}}
+    for iteration, save in enumerate((_save_beside, _save_inside), 1):
+        directory = save(root, iteration, common)
+        loading = MemoryLoadStrategy(MemoryStorageReader(root, memory_root=MEMORY))
+        _assert_same(dist_checkpointing.load(_state(0), directory, loading), 1)
+        _wipe(directory)
+        assert checkpointing.load_content_metadata(directory) == {"kind": "test"}
+        assert checkpointing.load_common_state_dict(directory) == common
+        dist.barrier()
+        # What is needed to load it without the shards is there again.
+        assert dist_checkpointing.load_common_state_dict(directory) == common
+        loaded, missing, _ = checkpointing.load(_state(0), directory, strict="return_all")
+        _assert_same(loaded, 1)
+        assert not missing
+
+
+def common_state_of_any_class_comes_back_where_megatron_reads_such() -> None:
+    root, checkpointing = _root("any class"), _here()
+    directory = _save_inside(root, 1, {"iteration": 1, "args": _Unknown()})
+    assert not Path(directory, "common.pt").exists()
+    if COMMON_IS_SHARDED:
+        assert checkpointing.load_common_state_dict(directory)["args"] == _Unknown()
+        state = {**_state(0)["model"], "rng": _state(0)["rng"]}
+        assert checkpointing.load(state, directory)["args"] == _Unknown()
+        return
+    for look in (checkpointing.load_common_state_dict, partial(checkpointing.load, _state(0))):
+        with pytest.raises(DcpMemError, match=r"only megatron-core 0\.19 or newer"):
+            look(directory)
+        dist.barrier()
+
+
+def integrity_may_be_asked_for() -> None:
+    checkpointing = _here(persist=False)
+    directory = _directory(_root("integrity"), 1, make=True)
+    if RELEASE < (0, 17):
+        with pytest.raises(TypeError, match="verify_integrity"):
+            checkpointing.load(_state(0), directory, verify_integrity=True)
+        return
+    checkpointing.save(_state(1), directory, verify_integrity=True)
+    _assert_same(checkpointing.load(_state(0), directory, verify_integrity=True), 1)
+
+
+def some_ranks_may_load_by_themselves() -> None:
+    checkpointing = _here(persist=False)
+    directory = _directory(DIRECTORY / "some", 1)
+    checkpointing.save({"whole": torch.ones(2), **_whole("weight", 1.0)}, directory)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    if RELEASE >= (0, 19) and dist.get_rank() == 1:
+        loaded = checkpointing.load(_whole("weight", 0.0), directory, process_group=alone[1])
+        assert torch.equal(loaded["weight"], torch.ones(3))
+        assert checkpointing.report().source == "memory"
+    dist.barrier()
+
+
+def _whole(name: str, number: float) -> State:
+    value = torch.full((3,), number)
+    return {name: ShardedTensor.from_rank_offsets(name, value, replica_id=dist.get_rank())}
 
 
 def what_was_flushed_loads_without_memory_and_without_dcp_mem() -> None:
@@ -238,7 +368,7 @@ def what_was_flushed_loads_without_memory_and_without_dcp_mem() -> None:
         return
     _assert_same(dist_checkpointing.load(_state(0), directory), 6)
     _, missing, _ = dist_checkpointing.load(_state(0), directory, strict="return_all")
-    assert missing == {"dcp_mem.common"}
+    assert missing == (set() if COMMON_IS_SHARDED else {"dcp_mem.common"})
 
 
 def what_went_with_memory_is_not_the_latest() -> None:
@@ -318,7 +448,7 @@ def planners_find_where_items_lie_whoever_saved_them() -> None:
     dist.barrier()
     with (
         MemoryStorageWriter(root, memory_root=MEMORY, persist=False) as writer,
-        mock.patch.object(strategies, "MCoreLoadPlanner", _LooksUp),
+        mock.patch.object(releases, "MCoreLoadPlanner", _LooksUp),
     ):
         dist_checkpointing.save(_state(2), ours, MemorySaveStrategy(writer))
         for number, directory in enumerate((megatrons, ours), 1):
@@ -454,6 +584,34 @@ def what_cannot_work_says_so() -> None:
         MemoryCheckpointing(memory_root=MEMORY, on_full="panic").latest(DIRECTORY)
 
 
+def a_release_that_has_not_been_tried_is_named_once() -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        releases.check_release()
+        assert not told
+        with mock.patch.object(releases, "RELEASE", (0, 20)):
+            for _ in range(2):
+                MemoryLoadStrategy(MemoryStorageReader(DIRECTORY, memory_root=MEMORY))
+        assert len(told) == 1
+        assert re.search(r"megatron-core .* 0\.16 to 0\.19", told[0])
+    finally:
+        log.removeHandler(handler)
+    with (
+        mock.patch.object(releases, "RELEASE", (0, 15)),
+        pytest.raises(ConfigError, match=r"too old.* 0\.16 to 0\.19"),
+    ):
+        MemoryLoadStrategy(MemoryStorageReader(DIRECTORY, memory_root=MEMORY))
+    with (
+        mock.patch.object(releases, "RELEASE", (0, 20)),
+        pytest.raises(ImportError, match=r'lacks .*_gone.*"megatron-core>=0\.16,<0\.20"'),
+        releases.telling_the_release(),
+    ):
+        from megatron.core.dist_checkpointing.core import _gone  # noqa: F401
+
+
 def without_a_process_group() -> None:
     """As `--use-checkpoint-args` asks, on each rank, before there is a process group."""
     checkpointing = _here(persist=False)
@@ -466,10 +624,15 @@ def without_a_process_group() -> None:
 CLAIMS: list[Callable[[], None]] = [
     what_was_saved_comes_back_from_memory,
     common_state_and_metadata_come_alone,
+    names_of_tensors_and_objects_are_those_that_megatron_would_have_saved,
     what_a_checkpoint_lacks_or_has_beyond_is_told,
     a_checkpoint_is_loaded_by_half_as_many_ranks,
     pieces_of_a_tensor_and_padded_shapes_come_back,
     an_async_save_is_done_when_it_returns,
+    common_state_is_found_beside_the_shards_and_among_them_whatever_release_saved_it,
+    common_state_of_any_class_comes_back_where_megatron_reads_such,
+    integrity_may_be_asked_for,
+    some_ranks_may_load_by_themselves,
     what_was_flushed_loads_without_memory_and_without_dcp_mem,
     what_went_with_memory_is_not_the_latest,
     storage_is_told_what_it_is_to_have,
@@ -483,6 +646,7 @@ CLAIMS: list[Callable[[], None]] = [
     retention_on_storage_leaves_megatrons_files,
     storage_may_lie_elsewhere,
     what_cannot_work_says_so,
+    a_release_that_has_not_been_tried_is_named_once,
 ]
 
 

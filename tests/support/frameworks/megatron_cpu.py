@@ -40,6 +40,7 @@ class _OnCpu(TorchFunctionMode):
 def do_without_gpu() -> None:
     """From here on this process needs no GPU for Megatron."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda device=None: None
     _OnCpu().__enter__()  # type: ignore[no-untyped-call]
 

@@ -1,0 +1,128 @@
+"""What differs between releases of megatron-core, and what we use of it that isn't public.
+
+0.16    `common.pt` beside the shards holds the common state; strategies derive from base
+        classes.
+0.17    No base classes. Megatron hands a third argument, async_strategy, to a strategy's `load`
+        and `async_save`: it names whose queue, Megatron's or nvidia-resiliency-ext's, an async
+        save goes through. `save` and `load` take `verify_integrity`.
+0.18    Megatron's own loads go without collectives.
+0.19    The common state is an object among the shards, `common_state`, which is unpickled
+        freely; a `common.pt` is still read, and then it counts. `load` takes `process_group`
+        and has lost `common_strategy`; load strategies have `stream_ckpt_dequant`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import megatron.core
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject
+from packaging.version import Version
+
+from dcp_mem.common.log import log
+from dcp_mem.errors import ConfigError
+
+OLDEST, NEWEST = (0, 16), (0, 19)
+"""The releases that the tests were run with; in pyproject.toml as `>=0.16,<0.20`."""
+
+RELEASE = Version(megatron.core.__version__).release[:2]
+RANGE = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+_SAID = f"megatron-core {megatron.core.__version__} isn't one of the releases {RANGE}"
+
+
+@contextmanager
+def telling_the_release() -> Iterator[None]:
+    """Name the release in an ImportError of the block, where it isn't one that the tests ran with.
+
+    Raises:
+        ImportError: Megatron lacks a name.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if OLDEST <= RELEASE <= NEWEST:
+            raise
+        raise ImportError(
+            f"{_SAID} that dcp_mem works with, and lacks what it needs ({error}): install "
+            '"megatron-core>=0.16,<0.20"'
+        ) from error
+
+
+with telling_the_release():
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreLoadPlanner,
+        TorchDistLoadShardedStrategy,
+    )
+
+COMMON_IS_SHARDED = RELEASE >= (0, 19)
+"""Whether this release keeps the common state among the shards."""
+
+MEGATRONS_COMMON: str = ShardedObject("common_state", None, (1,), (0,)).unique_key
+"""Name of the common state among the shards, as a list with one dict."""
+
+_has_warned = False
+
+
+def check_release() -> None:
+    """Refuse a megatron-core that can't work; warn once of one that hasn't been tried.
+
+    Raises:
+        ConfigError: It is older than 0.16, which cut the optimizer's tensors into flat pieces;
+            loads in other shapes would have to know of them.
+    """
+    global _has_warned
+    if RELEASE < OLDEST:
+        raise ConfigError(
+            f"megatron-core {megatron.core.__version__} is too old: dcp_mem works with {RANGE}"
+        )
+    if RELEASE > NEWEST and not _has_warned:
+        _has_warned = True
+        log.warning("%s with which dcp_mem has been tested", _SAID)
+
+
+def load_arguments(*args: Any, **options: Any) -> dict[str, Any]:
+    """Return the arguments of `dist_checkpointing.load` by name.
+
+    Args:
+        *args: As given to it.
+        **options: As given to it.
+
+    Raises:
+        TypeError: This release has no such argument.
+    """
+    return inspect.signature(dist_checkpointing.load).bind(*args, **options).arguments
+
+
+def done_request(async_strategy: str) -> AsyncRequest:
+    """Return a request of an async save in which nothing is left to write.
+
+    Args:
+        async_strategy: Whose queue it goes through: "mcore", or "nvrx" for nvidia-resiliency-ext.
+            Without that package it is Megatron's, though `save` asks for "nvrx" by default.
+    """
+    kind = AsyncRequest
+    try:
+        from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
+
+        _, modules = get_async_strategy(async_strategy)
+        kind = modules["AsyncRequest"]
+    except ImportError:  # 0.16 has no such function
+        pass
+    return kind(None, (), [])
+
+
+def load_planner(strategy: TorchDistLoadShardedStrategy, **options: Any) -> MCoreLoadPlanner:
+    """Return a planner for a load strategy.
+
+    Args:
+        strategy: Which may say that FP8 tensors become others one by one.
+        **options: Arguments of the planner that all releases know.
+    """
+    if hasattr(strategy, "stream_ckpt_dequant"):
+        options["stream_ckpt_dequant"] = strategy.stream_ckpt_dequant
+    return MCoreLoadPlanner(**options)
