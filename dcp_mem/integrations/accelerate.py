@@ -12,12 +12,18 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
+from dcp_mem.common.log import log
+from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.errors import ConfigError
 from dcp_mem.manager import CheckpointManager, Saved
+from dcp_mem.planning.own_keys import own_keys_given, own_keys_taken
 from dcp_mem.planning.tensor_choice import TensorChoice
-from dcp_mem.train_state import TrainState, has_tensors, rng_state, set_rng_state
+from dcp_mem.train_state import TrainState, rng_state, set_rng_state
 
+_SHARDED = (DTensor, ShardedTensor)
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
@@ -54,6 +60,7 @@ class AcceleratorCheckpoints:
         self.manager = CheckpointManager(path, frozen=frozen, **options)
         self._accelerator = accelerator
         self._random_numbers: dict[str, Any] | None = None
+        self._has_told_of_hooks = False
 
     def save(
         self, step: int, *, metrics: Mapping[str, Any] | None = None, force_persist: bool = False
@@ -66,7 +73,7 @@ class AcceleratorCheckpoints:
             force_persist: Whether the checkpoint goes to storage whatever the policy says.
         """
         self._random_numbers = None  # Training has gone on since the restore.
-        state = {"app": self._untrained.noted(_app(self._accelerator))}
+        state = {"app": self._untrained.noted(self._app())}
         return self.manager.save(step, state, metrics=metrics, force_persist=force_persist)
 
     def restore(self, step: int | None = None, *, weights_only: bool = True) -> int | None:
@@ -80,7 +87,7 @@ class AcceleratorCheckpoints:
         Returns:
             The step that was loaded; None if there is no checkpoint at all.
         """
-        app = _app(self._accelerator)
+        app = self._app()
         found = self.manager.restore({"app": app}, step, weights_only=weights_only)
         if found is not None:
             self._accelerator.step = app.extra["step"]
@@ -105,6 +112,18 @@ class AcceleratorCheckpoints:
             # Accelerate before 1.14 begins with the first epoch's order.
             rest.set_epoch(dataloader.iteration)
         return self._rest(rest)
+
+    def _app(self) -> AppState:
+        accelerator = self._accelerator
+        # Accelerate has no public names for these either.
+        hooks = accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook
+        if hooks and not self._has_told_of_hooks:
+            self._has_told_of_hooks = True
+            log.warning(
+                "hooks of register_save_state_pre_hook and register_load_state_pre_hook aren't "
+                "called: give what they save to register_for_checkpointing"
+            )
+        return _app(accelerator)
 
     def _rest(self, dataloader: Any) -> Iterator[Any]:
         for number, batch in enumerate(dataloader):
@@ -165,6 +184,25 @@ class Untrained:
         return self._state is not None and self._state.is_frozen(name, tensor)
 
 
+class AppState(TrainState):
+    """A TrainState of a model whose layers may have keys that torch doesn't load, as bitsandbytes'.
+
+    Its state and its loads are else those of a TrainState.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        with own_keys_given(self._model) as apart:
+            state = super().state_dict()
+        state["model"].update(apart)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state."""
+        with own_keys_taken(self._model, dict(state_dict["model"])):
+            super().load_state_dict(state_dict)
+
+
 def refuse_engines(accelerator: Accelerator) -> None:
     """Raise ConfigError if models or optimizers aren't torch's own, or if FSDP1 is used.
 
@@ -209,7 +247,7 @@ def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _app(accelerator: Accelerator) -> TrainState:
+def _app(accelerator: Accelerator) -> AppState:
     """Collect all that the Accelerator was given; anew each time, since it may be given more."""
     # Accelerate has no public names for these; they have been the same since its 0.3.
     models: Sequence[torch.nn.Module] = accelerator._models
@@ -225,7 +263,7 @@ def _app(accelerator: Accelerator) -> TrainState:
     }
     if accelerator.scaler is not None:
         extra["scaler"] = accelerator.scaler
-    return TrainState(
+    return AppState(
         bare[0] if len(bare) == 1 else torch.nn.ModuleList(bare),
         [bare_optimizer(optimizer) for optimizer in accelerator._optimizers],
         _All(accelerator._schedulers) if accelerator._schedulers else None,
@@ -254,14 +292,15 @@ class _All:
 
 
 class _Registered:
-    """An object of register_for_checkpointing, saved as one item unless it has tensors."""
+    """An object of register_for_checkpointing, saved as one item unless it has sharded tensors."""
 
     def __init__(self, registered: Stateful) -> None:
         self._registered = registered
 
     def state_dict(self) -> dict[str, Any]:
         state = self._registered.state_dict()
-        return state if has_tensors(state) else {"whole": (state,)}
+        is_sharded = any(isinstance(leaf, _SHARDED) for leaf in tree_leaves(state))
+        return state if is_sharded else {"whole": (state,)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._registered.load_state_dict(

@@ -74,6 +74,9 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
         upload_limit: str | None = None
         """Bytes per second that a node sends to storage ("200MiB"); None for no limit."""
 
+        weights_only: bool = True
+        """False to load states that are more than numbers, texts, containers and tensors."""
+
         def __post_init__(self) -> None:
             """Check torchtitan's options, and these."""
             CheckpointManager.Config.__post_init__(self)
@@ -86,6 +89,7 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
         super().__init__(config, **parts)
         if not self.enable:
             return
+        self._weights_only = config.weights_only
         self._overlap: Sequence[torch.optim.Optimizer] | None = None
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
             # The writer stages into pinned memory itself; torchtitan would make a stager.
@@ -156,6 +160,7 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
             states,
             checkpoint_id=None if is_newest_wanted else name,
             storage_reader=self.reader,
+            weights_only=self._weights_only,
         )
         self.states[MODEL].load_state_dict(states)
         report = self.reader.report()

@@ -8,6 +8,7 @@ Read it in this order. Of a save:
 - `plan_columns`: one rank's plan: names once, everything else as numbers.
 - `flatten`: a rank's state dict taken apart into leaves.
 - `plain_tensors`, `dtensors`, `sharded_tensors`: how tensors of each kind become items of the plan.
+- `own_keys`: what a model's `state_dict` gives and its `load_state_dict` doesn't take.
 - `state_structure`: a state dict, described once and recognised from then on.
 - `joint_plan`: the plans of some ranks joined, with what they have in common held once.
 - `contradictions`: what is refused of the ranks' plans.

@@ -117,16 +117,18 @@ def test_copies_and_parity_together_are_refused() -> None:
     assert "give one of them" in error
 
 
-def _manager(folder: Path, memory: Path) -> Any:
+def _manager(
+    folder: Path, memory: Path, states: dict[str, Any] | None = None, **options: Any
+) -> Any:
     from dcp_mem.integrations.torchtitan import MemoryCheckpointManager
 
     return MemoryCheckpointManager(
-        MemoryCheckpointManager.Config(enable=True, interval=1, memory_root=str(memory)),
+        MemoryCheckpointManager.Config(enable=True, interval=1, memory_root=str(memory), **options),
         dataloader=None,
         model_parts=[torch.nn.Linear(3, 2)],
         optimizers=None,
         lr_schedulers=None,
-        states={},
+        states=states or {},
         sd_adapter=None,
         base_folder=str(folder),
     )
@@ -175,6 +177,41 @@ def test_a_rejected_checkpoint_is_loaded_by_its_step_alone(
     tmp_path: Path, memory_root: Path
 ) -> None:
     forked(_loads_a_rejected_one_by_its_step_alone, tmp_path, memory_root)
+
+
+class _Note:
+    """Of a class that torch doesn't unpickle by itself."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class _Noted:
+    def __init__(self, text: str) -> None:
+        self.note = _Note(text)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"note": self.note}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.note = state["note"]
+
+
+def _loads_any_class_where_that_is_said(folder: Path, memory: Path) -> None:
+    manager = _manager(folder, memory, {"train_state": _Noted("saved")})
+    assert manager.save(2)
+    manager.close()
+    fresh = _Noted("fresh")
+    error = raised_by(_manager(folder, memory, {"train_state": fresh}).load)
+    assert "train_state.note" in str(error)
+    assert _manager(folder, memory, {"train_state": fresh}, weights_only=False).load()
+    assert fresh.note.text == "saved"
+
+
+def test_a_state_of_any_class_is_loaded_where_that_is_said(
+    tmp_path: Path, memory_root: Path
+) -> None:
+    forked(_loads_any_class_where_that_is_said, tmp_path, memory_root)
 
 
 def _lose_the_manifest(folder: Path, memory: Path) -> str:
