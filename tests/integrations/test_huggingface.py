@@ -708,6 +708,28 @@ def test_registered_objects_of_any_kind_are_loaded_where_that_is_said(
         assert registered.value == Path("data")
 
 
+def _without_bias(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    del state[f"{prefix}bias"]
+
+
+def test_what_a_models_state_dict_leaves_out_stays_as_it_is_and_is_named(
+    accelerator: Accelerator, memory_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    model.register_state_dict_post_hook(_without_bias)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with AcceleratorCheckpoints(accelerator, memory_root=memory_root, job="job") as checkpoints:
+        checkpoints.save(1)
+        weight, bias = model.weight.detach().clone(), torch.tensor([7.0, 8.0])
+        with torch.no_grad():
+            model.weight.zero_()
+            model.bias.copy_(bias)
+        assert checkpoints.restore() == 1
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(model.bias, bias)
+    assert "leaves out bias" in caplog.text
+
+
 def test_hooks_of_an_accelerators_own_checkpoints_are_named_once_as_not_called(
     accelerator: Accelerator, memory_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
