@@ -13,7 +13,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from dcp_mem.common.log import log
 from dcp_mem.common.sharded_tensor import ShardedTensor
@@ -299,10 +298,17 @@ class _Registered:
 
     def state_dict(self) -> dict[str, Any]:
         state = self._registered.state_dict()
-        is_sharded = any(isinstance(leaf, _SHARDED) for leaf in tree_leaves(state))
-        return state if is_sharded else {"whole": (state,)}
+        return state if _has_sharded(state) else {"whole": (state,)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._registered.load_state_dict(
             state_dict["whole"][0] if "whole" in state_dict else state_dict
         )
+
+
+def _has_sharded(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_sharded, value))
+    return isinstance(value, _SHARDED)

@@ -139,10 +139,11 @@ def _owners(key: str) -> Iterator[str]:
 
 def _loads_by_itself(module: nn.Module) -> bool:
     kind = type(module)
+    own = getattr(kind, "_load_from_state_dict", None)
     return (
-        kind._load_from_state_dict is not nn.Module._load_from_state_dict
+        own is not getattr(nn.Module, "_load_from_state_dict", None)
         or kind.load_state_dict is not nn.Module.load_state_dict
-        or bool(module._load_state_dict_pre_hooks)
+        or bool(getattr(module, "_load_state_dict_pre_hooks", None))
     )
 
 
