@@ -13,10 +13,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.stateful import Stateful
 
+from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError
 from dcp_mem.manager import CheckpointManager, Saved
 from dcp_mem.planning.tensor_choice import TensorChoice
-from dcp_mem.train_state import TrainState, has_tensors, rng_state, set_rng_state
+from dcp_mem.train_state import TrainState, rng_state, set_rng_state
 
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -54,6 +55,7 @@ class AcceleratorCheckpoints:
         self.manager = CheckpointManager(path, frozen=frozen, **options)
         self._accelerator = accelerator
         self._random_numbers: dict[str, Any] | None = None
+        self._has_told_of_hooks = False
 
     def save(
         self, step: int, *, metrics: Mapping[str, Any] | None = None, force_persist: bool = False
@@ -66,7 +68,7 @@ class AcceleratorCheckpoints:
             force_persist: Whether the checkpoint goes to storage whatever the policy says.
         """
         self._random_numbers = None  # Training has gone on since the restore.
-        state = {"app": self._untrained.noted(_app(self._accelerator))}
+        state = {"app": self._untrained.noted(self._app())}
         return self.manager.save(step, state, metrics=metrics, force_persist=force_persist)
 
     def restore(self, step: int | None = None, *, weights_only: bool = True) -> int | None:
@@ -80,7 +82,7 @@ class AcceleratorCheckpoints:
         Returns:
             The step that was loaded; None if there is no checkpoint at all.
         """
-        app = _app(self._accelerator)
+        app = self._app()
         found = self.manager.restore({"app": app}, step, weights_only=weights_only)
         if found is not None:
             self._accelerator.step = app.extra["step"]
@@ -105,6 +107,18 @@ class AcceleratorCheckpoints:
             # Accelerate before 1.14 begins with the first epoch's order.
             rest.set_epoch(dataloader.iteration)
         return self._rest(rest)
+
+    def _app(self) -> TrainState:
+        accelerator = self._accelerator
+        # Accelerate has no public names for these either.
+        hooks = accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook
+        if hooks and not self._has_told_of_hooks:
+            self._has_told_of_hooks = True
+            log.warning(
+                "hooks of register_save_state_pre_hook and register_load_state_pre_hook aren't "
+                "called: give what they save to register_for_checkpointing"
+            )
+        return _app(accelerator)
 
     def _rest(self, dataloader: Any) -> Iterator[Any]:
         for number, batch in enumerate(dataloader):
@@ -220,8 +234,7 @@ def _app(accelerator: Accelerator) -> TrainState:
     bare = [bare_model(accelerator, model) for model in models]
     loaders = [loader for loader in accelerator._dataloaders if loader.use_stateful_dataloader]
     extra: dict[str, Any] = {
-        f"object-{number}": _Registered(one)
-        for number, one in enumerate(accelerator._custom_objects)
+        f"object-{number}": one for number, one in enumerate(accelerator._custom_objects)
     }
     if accelerator.scaler is not None:
         extra["scaler"] = accelerator.scaler
@@ -251,19 +264,3 @@ class _All:
             )
         for number, part in enumerate(self._parts):
             part.load_state_dict(state_dict[str(number)])
-
-
-class _Registered:
-    """An object of register_for_checkpointing, saved as one item unless it has tensors."""
-
-    def __init__(self, registered: Stateful) -> None:
-        self._registered = registered
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self._registered.state_dict()
-        return state if has_tensors(state) else {"whole": (state,)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._registered.load_state_dict(
-            state_dict["whole"][0] if "whole" in state_dict else state_dict
-        )

@@ -26,6 +26,7 @@ from dcp_mem.integrations.accelerate import (
     refuse_engines,
 )
 from dcp_mem.manager import CheckpointManager, Saved
+from dcp_mem.planning.own_keys import own_keys_given, own_keys_taken
 from dcp_mem.planning.tensor_choice import TensorChoice
 from dcp_mem.policy.retention import Retention, any_of, keep_best, keep_last
 from dcp_mem.train_state import TrainState, rng_state, set_rng_state
@@ -61,6 +62,8 @@ class TrainerCheckpoints:
         path: As in `CheckpointManager`.
         frozen: As in `CheckpointManager`; True for all parameters that don't train, as the base
             below adapters of peft.
+        weights_only: False to load a state that is more than numbers, texts, containers and
+            tensors, as of a scheduler of your own. Unpickling it may run code.
         **options: Further arguments of `CheckpointManager`, which is the attribute `manager`. By
             default storage keeps save_total_limit checkpoints, and with load_best_model_at_end or
             metric_for_best_model both memory and storage keep the best one.
@@ -77,6 +80,7 @@ class TrainerCheckpoints:
         /,
         *,
         frozen: TensorChoice | bool | None = None,
+        weights_only: bool = True,
         **options: Any,
     ) -> None:
         _check(trainer)
@@ -85,6 +89,7 @@ class TrainerCheckpoints:
         chosen = {**_retention(trainer.args), **options}
         self.manager = CheckpointManager(path, frozen=frozen, **chosen)
         self.last_saved: Saved | None = None
+        self._weights_only = weights_only
         self._trainer: Any = trainer
         self._stock = {name: getattr(trainer, name) for name in _TAKEN_OVER}
         self._directory = Path()
@@ -144,7 +149,9 @@ class TrainerCheckpoints:
             self._stock["_load_optimizer_and_scheduler"](checkpoint)
             return
         found = self.manager.restore(
-            {"app": self._app()}, resumption.step if resumption.is_asked_for else None
+            {"app": self._app()},
+            resumption.step if resumption.is_asked_for else None,
+            weights_only=self._weights_only,
         )
         if found != resumption.step:
             raise _LoadedAnother(found)
@@ -191,7 +198,7 @@ class TrainerCheckpoints:
             state.global_step,
             {
                 "app": self._untrained.noted(self._app()),
-                "trainer": json.dumps(dataclasses.asdict(state)),
+                "trainer": _as_json(state),
             },
             metrics={**_figures(state), **({_IS_BEST: 1.0} if is_best else {})},
             force_persist=is_best and _keeps_best(self._trainer.args),
@@ -204,7 +211,8 @@ class TrainerCheckpoints:
             self._stock["_load_best_model"]()
             return
         model = bare_model(self._trainer.accelerator, self._trainer.model)
-        weights = get_model_state_dict(model)
+        with own_keys_given(model) as apart:
+            weights = {**get_model_state_dict(model), **apart}
         try:
             self.manager.restore({"app": {"model": weights}}, step)
         except CheckpointNotFound as error:
@@ -213,7 +221,8 @@ class TrainerCheckpoints:
                 error,
             )
             return
-        set_model_state_dict(model, weights)
+        with own_keys_taken(model, dict(weights)):
+            set_model_state_dict(model, weights)
 
     # -- what is saved, and what is there ----------------------------------------------------------
 
@@ -334,6 +343,32 @@ def _retention(args: Any) -> dict[str, Retention]:
     if args.save_total_limit is not None and args.save_total_limit > 0:
         kept["keep_storage"] = any_of(keep_last(args.save_total_limit), *best)
     return kept
+
+
+def _as_json(state: Any) -> str:
+    """Return a Trainer's state as the Trainer writes it.
+
+    Raises:
+        ConfigError: It has values that JSON doesn't know.
+    """
+    fields = dataclasses.asdict(state)
+    try:
+        return json.dumps(fields)
+    except (TypeError, ValueError) as error:
+        callbacks = fields.pop("stateful_callbacks")
+        parts = {**fields, **callbacks}
+        raise ConfigError(
+            f"the Trainer's state can't be saved, nor by the Trainer itself: {error}, in "
+            f"{', '.join(name for name, part in parts.items() if not _is_json(part))}"
+        ) from error
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _callback_states(trainer: Any) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
+from torchtitan.components.checkpointer.base import OPTIMIZER
 
 from dcp_mem.common.log import log
 from dcp_mem.config import parity
@@ -74,6 +76,9 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
         upload_limit: str | None = None
         """Bytes per second that a node sends to storage ("200MiB"); None for no limit."""
 
+        weights_only: bool = True
+        """False to load states that are more than numbers, texts, containers and tensors."""
+
         def __post_init__(self) -> None:
             """Check torchtitan's options, and these."""
             CheckpointManager.Config.__post_init__(self)
@@ -86,6 +91,7 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
         super().__init__(config, **parts)
         if not self.enable:
             return
+        self._weights_only = config.weights_only
         self._overlap: Sequence[torch.optim.Optimizer] | None = None
         if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
             # The writer stages into pinned memory itself; torchtitan would make a stager.
@@ -150,12 +156,15 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if name is None:
             return bool(super()._load(step))  # initial_load_path, Hugging Face, nothing, an error
         states = self._states_to_load(model_only=name == _SEED)
+        if isinstance(states.get(OPTIMIZER), Stateful):
+            states[OPTIMIZER] = _Optimizers(states[OPTIMIZER])
         # Without a name, an older checkpoint is loaded if this one turns out to be damaged.
         is_newest_wanted = step == -1 and name != _SEED
         load(
             states,
             checkpoint_id=None if is_newest_wanted else name,
             storage_reader=self.reader,
+            weights_only=self._weights_only,
         )
         self.states[MODEL].load_state_dict(states)
         report = self.reader.report()
@@ -196,6 +205,73 @@ class MemoryCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def __del__(self) -> None:
         """Leave what wasn't closed to the agent: nothing here may wait for storage."""
+
+
+class _Optimizers:
+    """torchtitan's optimizers, where a checkpoint lacks what some parameters hadn't got yet.
+
+    The entries are called "state.<parameter>.<entry>" and "param_groups.<parameter>.<option>".
+    """
+
+    def __init__(self, optimizers: Any) -> None:
+        self._optimizers = optimizers
+        self._wanted: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        self._wanted = self._optimizers.state_dict()
+        return dict(self._wanted)
+
+    def is_optional(self, key: str) -> bool:
+        return True
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        lacking = self._wanted.keys() - state_dict.keys()
+        if lacking:
+            self._bear(lacking, state_dict)
+        self._optimizers.load_state_dict(state_dict)
+
+    def _bear(self, lacking: Set[str], loaded: dict[str, Any]) -> None:
+        """Keep options that the checkpoint hasn't, and leave parameters without state so.
+
+        Raises:
+            ConfigError: The checkpoint is of no such optimizer.
+        """
+        names = {
+            name
+            for optimizer in self._optimizers.optimizers
+            for group in optimizer.param_groups
+            for name in group["param_names"]
+        }
+        saved = {_parameter(key, names) for key in loaded}
+        kept, stateless = set(), set()
+        for key in sorted(lacking):
+            kind, parameter = _parameter(key, names)
+            is_partial = kind == "state" and (kind, parameter) in saved
+            if is_partial or ("param_groups", parameter) not in saved:
+                raise ConfigError(
+                    f"the checkpoint has no {key} of the optimizer: it was saved without optimizer "
+                    f"(last_save_model_only=True), or with another one"
+                )
+            if kind == "state":
+                stateless.add(parameter)
+            else:
+                kept.add(key.rpartition(".")[2])
+                loaded[key] = self._wanted[key]
+        if stateless:
+            log.info(
+                "%s had no optimizer state yet when the checkpoint was saved: they begin without",
+                ", ".join(sorted(stateless)),
+            )
+        if kept:
+            log.info("the checkpoint lacks the optimizer's %s: kept", ", ".join(sorted(kept)))
+
+
+def _parameter(key: str, names: Set[str]) -> tuple[str, str]:
+    """Return what kind of entry a key names, and of which parameter."""
+    kind, _, rest = key.partition(".")
+    while rest and rest not in names:
+        rest = rest.rpartition(".")[0]
+    return kind, rest
 
 
 def _step(name: str) -> int | None:

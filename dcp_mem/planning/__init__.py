@@ -10,6 +10,7 @@ Read it in this order. Of a save:
 - `plain_tensors`, `dtensors`, `sharded_tensors`: how tensors of each kind become items of the plan.
 - `shard_marks`: attributes by which a tensor is of another kind than its class.
 - `torch_rules`: specimens of a new state dict, held against torch's own planner.
+- `own_keys`: what a model's `state_dict` gives and its `load_state_dict` doesn't take.
 - `state_structure`: a state dict, described once and recognised from then on.
 - `joint_plan`: the plans of some ranks joined, with what they have in common held once.
 - `contradictions`: what is refused of the ranks' plans.

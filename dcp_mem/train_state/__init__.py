@@ -3,7 +3,6 @@
 - `state`: `TrainState`.
 - `optimizers`: optimizers' state by the names of parameters, and that of fresh ones.
 - `values`: values of any shape, with their tensors apart.
-- `modules`: what a model's `state_dict` has and its `load_state_dict` doesn't take.
 - `generators`: random number generators.
 """
 

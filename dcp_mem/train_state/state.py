@@ -10,16 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError
 from dcp_mem.planning.entries import SavedEntry
+from dcp_mem.planning.own_keys import own_keys_given, own_keys_taken
 from dcp_mem.planning.wrapper_tensors import has_memory
 from dcp_mem.train_state.generators import rng_state, set_rng_state
-from dcp_mem.train_state.modules import UntakenKeys
 from dcp_mem.train_state.optimizers import Optimizers
 from dcp_mem.train_state.values import Tensors, as_tuple, is_fixed, put_together, taken_apart
 
@@ -75,7 +75,6 @@ class TrainState:
         self._scheduler = scheduler
         self._dataloader = dataloader
         self._rng = rng
-        self._untaken = UntakenKeys(model)
         self._held: dict[str, Tensors] = {}  # tensors of `extra`, as of the last `state_dict`
         self._frozen: set[int] = set()  # addresses of storages, as of the last `state_dict`
 
@@ -86,9 +85,9 @@ class TrainState:
         its state for this, and is fresh again afterwards.
         """
         rank, world_size = _rank_and_world_size()
-        with self._optimizers.having_state() as is_fresh:
+        with own_keys_given(self._model) as apart, self._optimizers.having_state() as is_fresh:
             model, found = get_state_dict(self._model, self._optimizer_list)
-        self._untaken.name_lost(model)
+        model.update(apart)
         self._frozen = _frozen_storages(self._model)
         values = {name: taken_apart(_state_of(value)) for name, value in self.extra.items()}
         self._held = {name: tensors for name, (_, tensors) in values.items()}
@@ -121,7 +120,8 @@ class TrainState:
         if self._optimizers.are_unnamed:
             self.state_dict()
         model = state_dict["model"]
-        self._untaken.load(model)
+        with own_keys_taken(self._model, model):
+            set_model_state_dict(self._model, dict(model))  # torch takes keys out
         self._optimizers.restore(state_dict["optimizer"])
         for name, (value,) in state_dict["values"].items():
             self._load_extra(name, value, state_dict["extra"].get(name))

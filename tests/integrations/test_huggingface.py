@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 import dcp_mem
 from dcp_mem import (
@@ -391,6 +392,18 @@ def test_the_trainers_state_is_saved_as_the_trainer_does(runs: Runs) -> None:
     assert ours == theirs
 
 
+class _WithPath(TrainerCallback, ExportableState):  # type: ignore[misc, unused-ignore]
+    """A callback whose state is no JSON."""
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"path": Path("data")}}
+
+
+def test_a_callbacks_state_that_the_trainer_could_not_save_is_refused_by_name(runs: Runs) -> None:
+    with pytest.raises(ConfigError, match=r"PosixPath is not JSON serializable, in _WithPath"):
+        runs.run(False, callbacks=[_WithPath()])
+
+
 def test_gradients_that_accumulate_and_saves_at_epochs_ends(runs: Runs) -> None:
     chosen: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
@@ -414,6 +427,114 @@ def test_the_scale_of_gradients_comes_back(runs: Runs) -> None:
         trainer.train(resume_from_checkpoint=True)
         scales.append(trainer.accelerator.scaler.get_scale())
     assert scales == [2.0**5, 2.0**7]
+
+
+class Quantised(torch.nn.Module):
+    """A frozen layer that saves as bitsandbytes' do.
+
+    What belongs to the weight stands beside it: the first key is in use and torch's loading doesn't
+    take it, the second is made for each save; the layer below takes its own, which is no attribute.
+    """
+
+    def __init__(self, scale: float, blocks: int = 64) -> None:
+        super().__init__()
+        weight: Any = torch.nn.Parameter(torch.full((2, 3), int(scale), dtype=torch.int8), False)
+        weight.absmax, weight.packed = torch.full((4,), scale), torch.tensor([blocks])
+        self.weight, self.rows = weight, _Rows(scale)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.weight.absmax.detach()
+        destination[f"{prefix}weight.packed"] = self.weight.packed.clone()
+
+
+class _Rows(torch.nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.kept = [torch.full((4,), scale)]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}SCB"] = self.kept[0] * 1
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.kept = [state[f"{prefix}SCB"].clone()]
+        super()._load_from_state_dict(state, prefix, *rest)
+        unexpected = rest[-2]
+        unexpected.remove(f"{prefix}SCB")
+
+
+def _train_quantised(runs: Runs, scale: float, steps: int, **arguments: Any) -> Any:
+    trainer = make_trainer(str(runs.output), Account(), max_steps=steps, **arguments)
+    layer = trainer.model.quantised = Quantised(scale)
+    TrainerCheckpoints(trainer, runs.url, memory_root=runs.memory.parent, job="job")
+    trainer.train(resume_from_checkpoint=True)
+    return trainer, layer
+
+
+def test_a_model_with_quantised_layers_resumes_with_what_belongs_to_their_weights(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    _train_quantised(runs, 3.0, 4)
+    assert "quantised.weight.packed" in caplog.text
+    assert "absmax" not in caplog.text
+    caplog.clear()
+    trainer, layer = _train_quantised(runs, 5.0, 6)
+    assert trainer.state.global_step == 6
+    assert layer.weight.tolist() == [[3] * 3] * 2
+    assert layer.weight.absmax.tolist() == layer.rows.kept[0].tolist() == [3.0] * 4
+    assert "has other values" not in caplog.text
+
+
+def test_what_a_quantised_layer_does_not_take_is_named_where_it_differs(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    _train_quantised(runs, 3.0, 2)
+    trainer = make_trainer(str(runs.output), Account(), max_steps=4)
+    trainer.model.quantised = Quantised(3.0, blocks=128)
+    TrainerCheckpoints(trainer, runs.url, memory_root=runs.memory.parent, job="job")
+    trainer.train(resume_from_checkpoint=True)
+    [told] = [one.getMessage() for one in caplog.records if "has other values" in one.getMessage()]
+    assert "quantised.weight.packed" in told
+
+
+class _Odd(torch.optim.lr_scheduler.LambdaLR):
+    """A scheduler with a value that can't be unpickled without running code."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, lambda step: 1.0)
+        self.odd = _Note("first")
+
+
+class _Note:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def test_a_trainer_that_is_told_so_loads_values_of_any_class(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(steps: int, text: str, **options: Any) -> Any:
+        trainer = make_trainer(str(runs.output), Account(), max_steps=steps, learning_rate=0.0)
+        trainer.create_optimizer()
+        trainer.lr_scheduler = _Odd(trainer.optimizer)
+        trainer.lr_scheduler.odd = _Note(text)
+        TrainerCheckpoints(trainer, runs.url, memory_root=runs.memory.parent, job="job", **options)
+        trainer.train(resume_from_checkpoint=True)
+        return trainer
+
+    run(2, "first")
+    with pytest.raises(UntrustedObject, match="scheduler"):
+        run(4, "second")
+    again = run(4, "second", weights_only=False)
+    assert again.state.global_step == 4
+    assert again.lr_scheduler.odd.text == "first"
+
+
+def test_the_best_model_of_quantised_layers_is_loaded_at_the_end(runs: Runs) -> None:
+    chosen = scored(0.9, 0.1, load_best_model_at_end=True)
+    trainer, layer = _train_quantised(runs, 3.0, 4, **chosen)
+    assert trainer.state.best_global_step == 2
+    assert layer.weight.absmax.tolist() == layer.rows.kept[0].tolist() == [3.0] * 4
 
 
 def test_a_trainer_that_cannot_be_taken_over_is_refused(runs: Runs) -> None:
@@ -465,9 +586,20 @@ class _Registered:
         self.value = state_dict["value"]
 
 
-def _prepared(
-    accelerator: Accelerator, factor: float, *registered: _Registered
-) -> list[torch.nn.Module]:
+class _Whole:
+    """An object whose state is a dict of any keys."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+def _prepared(accelerator: Accelerator, factor: float, *registered: Any) -> list[torch.nn.Module]:
     """Make two models, each with an optimizer and a scheduler, as for a GAN.
 
     What the models have learned follows from the factor.
@@ -535,6 +667,34 @@ def test_batches_that_are_skipped_later_leave_random_numbers_alone(
         assert not torch.equal(torch.rand(3), numbers)
 
 
+@pytest.mark.parametrize(
+    ("saved", "fresh"),
+    [
+        ({"seen": 3}, {}),
+        ({"seen": 3, "mean": torch.arange(3.0)}, {}),
+        ({"mean": torch.arange(3.0)}, {"seen": 0}),
+        ({"mean": torch.arange(3.0)}, {"mean": torch.zeros(3), "more": torch.zeros(2)}),
+        ({"mean": torch.arange(3.0), "more": torch.ones(2)}, {"mean": torch.zeros(5)}),
+        ({}, {"seen": 0, "mean": torch.zeros(3)}),
+    ],
+    ids=["values", "tensors", "tensors for values", "fewer", "more", "none"],
+)
+def test_a_registered_object_comes_back_whatever_a_fresh_one_has(
+    accelerator: Accelerator, memory_root: Path, saved: dict[str, Any], fresh: dict[str, Any]
+) -> None:
+    registered = _Whole(saved)
+    _prepared(accelerator, 0.1, registered)
+    with AcceleratorCheckpoints(accelerator, memory_root=memory_root, job="job") as checkpoints:
+        checkpoints.save(1)
+        registered.state = dict(fresh)
+        assert checkpoints.restore() == 1
+    assert registered.state.keys() == saved.keys()
+    assert all(
+        torch.equal(torch.as_tensor(registered.state[key]), torch.as_tensor(value))
+        for key, value in saved.items()
+    )
+
+
 def test_registered_objects_of_any_kind_are_loaded_where_that_is_said(
     accelerator: Accelerator, memory_root: Path
 ) -> None:
@@ -547,6 +707,41 @@ def test_registered_objects_of_any_kind_are_loaded_where_that_is_said(
             checkpoints.restore()
         assert checkpoints.restore(weights_only=False) == 1
         assert registered.value == Path("data")
+
+
+def _without_bias(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    del state[f"{prefix}bias"]
+
+
+def test_what_a_models_state_dict_leaves_out_stays_as_it_is_and_is_named(
+    accelerator: Accelerator, memory_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    model.register_state_dict_post_hook(_without_bias)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with AcceleratorCheckpoints(accelerator, memory_root=memory_root, job="job") as checkpoints:
+        checkpoints.save(1)
+        weight, bias = model.weight.detach().clone(), torch.tensor([7.0, 8.0])
+        with torch.no_grad():
+            model.weight.zero_()
+            model.bias.copy_(bias)
+        assert checkpoints.restore() == 1
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(model.bias, bias)
+    assert "leaves out bias" in caplog.text
+
+
+def test_hooks_of_an_accelerators_own_checkpoints_are_named_once_as_not_called(
+    accelerator: Accelerator, memory_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _prepared(accelerator, 0.1)
+    with AcceleratorCheckpoints(accelerator, memory_root=memory_root, job="job") as checkpoints:
+        checkpoints.save(1)
+        assert "hooks" not in caplog.text
+        accelerator.register_save_state_pre_hook(lambda models, weights, directory: None)
+        checkpoints.save(2)
+        checkpoints.restore()
+    assert caplog.text.count("register_save_state_pre_hook") == 1
 
 
 def test_an_accelerator_without_a_model_or_with_other_schedulers_is_told(

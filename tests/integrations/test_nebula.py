@@ -552,6 +552,22 @@ def test_ranks_commit_together_and_load_each_others_files(memory_root: Path, url
     assert dcp_mem.integrations.nebula.get_latest_checkpoint().tag == "step-2"
 
 
+def test_a_rank_that_has_saved_no_file_of_a_name_is_told_whose_it_gets(
+    memory_root: Path,
+    url: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    forked_ranks(_commits_together, 2, memory_root, url)
+    _init(memory_root, url)
+    for rank in (1, 5):
+        monkeypatch.setenv("RANK", str(rank))
+        found = dcp_mem.integrations.nebula.get_latest_checkpoint()
+        assert found.load("own") == (rank if rank < 2 else 0)
+        assert _equal(found.load("model"), _tensors(2))
+        assert ("none of them was rank 5" in caplog.text) == (rank == 5)
+
+
 def _one_never_commits(root: Path, url: Path) -> list[Any]:
     _init(root, url)
     checkpoint = dcp_mem.integrations.nebula.Checkpoint("step-1", -2)

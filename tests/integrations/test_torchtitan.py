@@ -14,6 +14,7 @@ from dcp_mem.loading import survey
 from dcp_mem.operations.rejecting import reject_in_memory, reject_on_storage
 from dcp_mem.storage import Storage
 from tests.support.checkpoints.jobs import Job, committed_in, save
+from tests.support.checkpoints.plans import logged
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.processes.forks import forked, raised_by
 from tests.support.processes.launch import TORCHRUN, ends, run_python
@@ -120,16 +121,23 @@ def test_copies_and_parity_together_are_refused() -> None:
     assert "give one of them" in error
 
 
-def _manager(folder: Path, memory: Path) -> Any:
+def _manager(
+    folder: Path,
+    memory: Path,
+    states: dict[str, Any] | None = None,
+    model: torch.nn.Module | None = None,
+    optimizers: Any = None,
+    **options: Any,
+) -> Any:
     from dcp_mem.integrations.torchtitan import MemoryCheckpointManager
 
     return MemoryCheckpointManager(
-        MemoryCheckpointManager.Config(enable=True, interval=1, memory_root=str(memory)),
+        MemoryCheckpointManager.Config(enable=True, interval=1, memory_root=str(memory), **options),
         dataloader=None,
-        model_parts=[torch.nn.Linear(3, 2)],
-        optimizers=None,
+        model_parts=[model or torch.nn.Linear(3, 2)],
+        optimizers=optimizers,
         lr_schedulers=None,
-        states={},
+        states=states or {},
         sd_adapter=None,
         base_folder=str(folder),
     )
@@ -178,6 +186,100 @@ def test_a_rejected_checkpoint_is_loaded_by_its_step_alone(
     tmp_path: Path, memory_root: Path
 ) -> None:
     forked(_loads_a_rejected_one_by_its_step_alone, tmp_path, memory_root)
+
+
+class _Note:
+    """Of a class that torch doesn't unpickle by itself."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class _Noted:
+    def __init__(self, text: str) -> None:
+        self.note = _Note(text)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"note": self.note}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.note = state["note"]
+
+
+def _loads_any_class_where_that_is_said(folder: Path, memory: Path) -> None:
+    manager = _manager(folder, memory, {"train_state": _Noted("saved")})
+    assert manager.save(2)
+    manager.close()
+    fresh = _Noted("fresh")
+    error = raised_by(_manager(folder, memory, {"train_state": fresh}).load)
+    assert "train_state.note" in str(error)
+    assert _manager(folder, memory, {"train_state": fresh}, weights_only=False).load()
+    assert fresh.note.text == "saved"
+
+
+def test_a_state_of_any_class_is_loaded_where_that_is_said(
+    tmp_path: Path, memory_root: Path
+) -> None:
+    forked(_loads_any_class_where_that_is_said, tmp_path, memory_root)
+
+
+def _idle(folder: Path, memory: Path, **options: Any) -> tuple[Any, Any]:
+    """A manager whose model has a part that is never used, and its optimizers."""
+    from torchtitan.components.optimizer import default_adamw
+
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 2), "idle": torch.nn.Linear(3, 2)})
+    optimizers = default_adamw(lr=0.1).build(model_parts=[model])
+    return _manager(folder, memory, model=model, optimizers=optimizers, **options), optimizers
+
+
+def _idle_parameters_come_back_without_state(folder: Path, memory: Path) -> list[str]:
+    manager, optimizers = _idle(folder, memory)
+    [optimizer] = optimizers.optimizers
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if name.startswith("used"):
+                parameter.grad = torch.ones_like(parameter)
+    optimizers.step()
+    [group, *_] = optimizer.param_groups
+    del group["maximize"]  # as of a torch that doesn't know it yet
+    assert manager.save(2)
+    saved = optimizers.state_dict()
+    manager.close()
+    manager, again = _idle(folder, memory)
+    with logged() as told:
+        assert manager.load()
+    loaded = again.state_dict()
+    assert {key for key in loaded if key.startswith("state.")} == {
+        f"state.used.{name}.{entry}"
+        for name in ("weight", "bias")
+        for entry in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved if key.startswith("state."))
+    assert not any(parameter.grad is not None for parameter in again.param_groups[0]["params"])
+    return told
+
+
+def test_a_parameter_that_has_never_had_a_gradient_comes_back_without_optimizer_state(
+    tmp_path: Path, memory_root: Path
+) -> None:
+    told = forked(_idle_parameters_come_back_without_state, tmp_path, memory_root)
+    assert any("idle.bias, idle.weight had no optimizer state yet" in line for line in told)
+    assert any("lacks the optimizer's maximize: kept" in line for line in told)
+
+
+def _a_model_alone_is_refused(folder: Path, memory: Path) -> None:
+    manager, _ = _idle(folder, memory)
+    manager.last_save_model_only = True
+    assert manager.save(2, last_step=True)
+    manager.close()
+    manager, _ = _idle(folder, memory, exclude_from_loading=["dataloader", "lr_scheduler"])
+    assert "last_save_model_only" in str(raised_by(manager.load))
+
+
+def test_a_checkpoint_of_the_model_alone_is_refused_by_name(
+    tmp_path: Path, memory_root: Path
+) -> None:
+    forked(_a_model_alone_is_refused, tmp_path, memory_root)
 
 
 def _lose_the_manifest(folder: Path, memory: Path) -> str:

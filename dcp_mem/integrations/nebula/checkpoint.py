@@ -468,8 +468,18 @@ def _pick(name: str, files: Sequence[str]) -> str | None:
         for file in files
         if file.rpartition("@")[0] == name and file[-1].isdigit()
     )
-    candidates = [name, name_of_rank(name, rank), *(file for _, file in of_ranks)]
-    return next((file for file in candidates if file in files), None)
+    own = [file for file in (name, name_of_rank(name, rank)) if file in files]
+    if own or not of_ranks:
+        return own[0] if own else None
+    other, file = of_ranks[0]
+    log.warning(
+        "%s: several ranks have saved a file of that name, and none of them was rank %d; it gets "
+        "that of rank %d. What differs between ranks needs names that say whose it is",
+        name,
+        rank,
+        other,
+    )
+    return file
 
 
 def _text(tag: object) -> str:
