@@ -57,7 +57,8 @@ def refuse_other_load(plan: LocalPlan, leaves: Sequence[Any]) -> None:
         plan: dcp_mem's.
         leaves: In the order of `plan.names`. Those that aren't tensors are what was saved.
     """
-    _hold(_read_by_torch, plan, leaves, np.unique(plan.name[plan.kind != ItemKind.OBJECT]))
+    counts = np.bincount(plan.name[plan.kind != ItemKind.OBJECT])
+    _hold(_read_by_torch, plan, leaves, np.flatnonzero(counts))
 
 
 def _hold(
