@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_load_plan,
+    create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -173,7 +174,8 @@ def _written_by_torch(specimens: _Specimens) -> dict[str, list[_Item]]:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)
     result: dict[str, list[_Item]] = {name: [] for name in planner.mappings}
-    for item in planner.create_local_plan().items:
+    plan = create_default_local_save_plan(planner.state_dict, is_coordinator=False)
+    for item in plan.items:
         data = item.tensor_data
         if data is None:
             found: _Item = (ItemKind.OBJECT, None, None, None)
