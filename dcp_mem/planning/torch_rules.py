@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_load_plan,
+    create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -57,7 +58,8 @@ def refuse_other_load(plan: LocalPlan, leaves: Sequence[Any]) -> None:
         plan: dcp_mem's.
         leaves: In the order of `plan.names`. Those that aren't tensors are what was saved.
     """
-    _hold(_read_by_torch, plan, leaves, np.unique(plan.name[plan.kind != ItemKind.OBJECT]))
+    counts = np.bincount(plan.name[plan.kind != ItemKind.OBJECT])
+    _hold(_read_by_torch, plan, leaves, np.flatnonzero(counts))
 
 
 def _hold(
@@ -172,7 +174,8 @@ def _written_by_torch(specimens: _Specimens) -> dict[str, list[_Item]]:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)
     result: dict[str, list[_Item]] = {name: [] for name in planner.mappings}
-    for item in planner.create_local_plan().items:
+    plan = create_default_local_save_plan(planner.state_dict, is_coordinator=False)
+    for item in plan.items:
         data = item.tensor_data
         if data is None:
             found: _Item = (ItemKind.OBJECT, None, None, None)
