@@ -524,7 +524,7 @@ def _is_overwritten(job: Job) -> tuple[str, ...]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_another_writer_has_put_in_a_checkpoints_place_is_loaded(job: Job, ranks: int) -> None:
     for passed_over in run_ranks(_is_overwritten, ranks, job):
-        assert any("another checkpoint of that name in its place" in why for why in passed_over)
+        assert any("another checkpoint of that name is in its place" in why for why in passed_over)
     assert load_as_torch(Path(str(job.url), "step-1")) == 7
 
 
