@@ -12,12 +12,13 @@ log = logging.getLogger("dcp_mem")
 _said: set[str] = set()
 
 
-def log_once(text: str) -> None:
-    """Log a text at INFO, once in this process.
+def log_once(text: str, level: int = logging.INFO) -> None:
+    """Log a text once in this process.
 
     Args:
         text: What people should know, but not at each step.
+        level: Of the `logging` module.
     """
-    if text not in _said and log.isEnabledFor(logging.INFO):
+    if text not in _said and log.isEnabledFor(level):
         _said.add(text)
-        log.info("%s", text)
+        log.log(level, "%s", text)
