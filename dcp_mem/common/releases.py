@@ -16,7 +16,7 @@ TESTED = {
     "deepspeed": ("0.14", "0.20"),
     "lightning": _LIGHTNING,
     "megatron-core": ("0.16", "0.20"),
-    "mlflow-skinny": ("3", "4"),
+    "mlflow-skinny": ("3.0", "4"),
     "nixl": ("1.5", "1.6"),
     "opentelemetry-api": ("1.30", "2"),
     "prometheus-client": ("0.20", "1"),
