@@ -57,6 +57,8 @@ BESIDE = {"opentelemetry-api": ("opentelemetry-sdk",)}
 MOST_NAMED = 6
 FEWEST = 20
 """Fewer files of unit tests that need no torch are a defect."""
+NEEDING_MORE = ("dcp_mem.writer", "memory_root", '".ci"')
+"""Tests with these need conftest.py or processes with torch, or try the gate's own scripts."""
 
 
 def _key(name: str) -> str:
@@ -121,7 +123,11 @@ def importable() -> None:
     for path in sorted(ROOT.glob("dcp_mem/**/*.py")):
         if path.name != "__main__.py":
             _is_importable(path)
-    found = [path for path in sorted(ROOT.glob("tests/unit/test_*.py")) if _is_importable(path)]
+    found = [
+        path
+        for path in sorted(ROOT.glob("tests/unit/test_*.py"))
+        if not any(mark in path.read_text() for mark in NEEDING_MORE) and _is_importable(path)
+    ]
     assert len(found) >= FEWEST, f"only {len(found)} files of tests can be imported without torch"
     print("\n".join(str(path.relative_to(ROOT)) for path in found))
 

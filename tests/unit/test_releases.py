@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,13 @@ def test_the_ranges_are_those_of_the_extras() -> None:
         name: ours[name] for name in ours if name not in ("pytorch-lightning", "torch")
     }
     assert f'"torch>={TESTED["torch"][0]}",' in PROJECT
+
+
+def test_each_package_of_an_extra_is_tried_in_its_oldest_and_newest_release() -> None:
+    tried = runpy.run_path(str(REPOSITORY / ".ci" / "compat.py"))["INTEGRATIONS"].values()
+    packages = {package for packages, _ in tried for package in packages}
+    assert packages == set(TESTED) - {"nixl", "pytorch-lightning", "torch"}
+    assert all((REPOSITORY / tests).exists() for _, tests in tried)
 
 
 def test_the_newest_torch_of_the_range_is_one_that_was_run() -> None:
