@@ -52,8 +52,8 @@ INTEGRATIONS = {
         "tests/integrations/test_trackers.py",
     ),
 }
-BESIDE = {"opentelemetry-api": ("opentelemetry-sdk",)}
-"""What the tests need in the same release."""
+BESIDE = {"opentelemetry-api": ("opentelemetry-sdk",), "transformers": ("datasets",)}
+"""What the tests need of a release that goes with it."""
 MOST_NAMED = 6
 FEWEST = 20
 """Fewer files of unit tests that need no torch are a defect."""
@@ -210,7 +210,7 @@ def releases(name: str, which: str) -> None:
     for package in INTEGRATIONS[name][0]:
         first, end = TESTED[package]
         asked = f"=={first}.*" if which == "oldest" else f">={first},<{end}"
-        print("\n".join(f"{one}{asked}" for one in (package, *BESIDE.get(package, ()))))
+        print("\n".join((f"{package}{asked}", *BESIDE.get(package, ()))))
 
 
 def differing() -> None:
