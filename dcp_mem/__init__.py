@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dcp_mem.common.releases import warn_if_untested
 from dcp_mem.common.values import CheckpointStatus, ExportState, State, Transfer
 from dcp_mem.config import Parity, parity
 from dcp_mem.errors import (
@@ -156,5 +157,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
+        warn_if_untested("torch")
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'dcp_mem' has no attribute {name!r}")

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dcp_mem.common.releases import warn_if_untested
+
 _BACKEND, _MEMORY = "UCX", "DRAM"
 _QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 """Each error is raised here, with its text; printed as well, it would look like one of the job."""
@@ -71,6 +73,7 @@ def import_trouble() -> str:
 
 
 def _api() -> Any:
+    warn_if_untested("nixl")
     with _environment({} if "nixl" in sys.modules else _QUIET):
         return importlib.import_module("nixl")
 

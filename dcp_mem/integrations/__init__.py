@@ -3,3 +3,9 @@
 They import what users import, and everything below; nothing of dcp_mem imports them but the command
 line. `nebula` is the API of Azure ML's package; `trackers` sends a manager's figures elsewhere.
 """
+
+from __future__ import annotations
+
+from dcp_mem.common.releases import warn_if_untested
+
+warn_if_untested("torch")

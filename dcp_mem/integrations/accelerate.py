@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dcp_mem.common.releases import warn_if_untested
+
+warn_if_untested("accelerate")
+
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType

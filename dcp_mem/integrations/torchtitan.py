@@ -5,6 +5,10 @@ Trainer.Config(..., checkpoint=MemoryCheckpointManager.Config(enable=True, inter
 
 from __future__ import annotations
 
+from dcp_mem.common.releases import warn_if_untested
+
+warn_if_untested("torchtitan")
+
 import os
 import re
 import sys

@@ -19,8 +19,11 @@ from azure.storage.blob import (
 from requests import Session
 from requests.adapters import HTTPAdapter
 
+from dcp_mem.common.releases import warn_if_untested
 from dcp_mem.storage import NotThisRoute
 from dcp_mem.storage.file_system import refuse_missing_authorities, trusted_authorities
+
+warn_if_untested("adlfs")
 
 _CONNECTION_TIMEOUT, _READ_TIMEOUT = 10.0, 60.0
 _CONNECTIONS = 64

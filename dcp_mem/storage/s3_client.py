@@ -12,8 +12,11 @@ import s3fs
 from botocore import UNSIGNED
 from botocore.config import Config
 
+from dcp_mem.common.releases import warn_if_untested
 from dcp_mem.storage import NotThisRoute
 from dcp_mem.storage.file_system import refuse_missing_authorities, trusted_authorities
+
+warn_if_untested("s3fs")
 
 _PIECE = 2 << 20
 _SESSION_ARGUMENTS = {"profile"}

@@ -16,6 +16,10 @@ Read its modules in this order:
 
 from __future__ import annotations
 
+from dcp_mem.common.releases import warn_if_untested
+
+warn_if_untested("deepspeed")
+
 from dcp_mem.integrations.deepspeed.engine import MemoryCheckpointEngine, use_memory
 
 __all__ = ["MemoryCheckpointEngine", "use_memory"]

@@ -1,5 +1,9 @@
 """Megatron's `dist_checkpointing` through node memory, and the strategies that it is made of."""
 
+from dcp_mem.common.releases import warn_if_untested
+
+warn_if_untested("megatron-core")
+
 from dcp_mem.integrations.megatron.releases import telling_the_release
 
 with telling_the_release():
@@ -9,6 +13,8 @@ with telling_the_release():
         MemoryLoadStrategy,
         MemorySaveStrategy,
     )
+
+warn_if_untested("megatron-core")  # A checkout's version is known once it is imported.
 
 __all__ = [
     "MegatronCheckpointNotFound",

@@ -23,15 +23,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject
 from packaging.version import Version
 
-from dcp_mem.common.log import log
+from dcp_mem.common.releases import TESTED
 from dcp_mem.errors import ConfigError
 
-OLDEST, NEWEST = (0, 16), (0, 19)
-"""The releases that the tests were run with; in pyproject.toml as `>=0.16,<0.20`."""
-
 RELEASE = Version(megatron.core.__version__).release[:2]
-RANGE = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
-_SAID = f"megatron-core {megatron.core.__version__} isn't one of the releases {RANGE}"
+OLDEST, END = (Version(one).release for one in TESTED["megatron-core"])
+RANGE = "megatron-core>={},<{}".format(*TESTED["megatron-core"])
 
 
 @contextmanager
@@ -44,11 +41,11 @@ def telling_the_release() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if OLDEST <= RELEASE <= NEWEST:
+        if OLDEST <= RELEASE < END:
             raise
         raise ImportError(
-            f"{_SAID} that dcp_mem works with, and lacks what it needs ({error}): install "
-            '"megatron-core>=0.16,<0.20"'
+            f"megatron-core {megatron.core.__version__} lacks what dcp_mem needs ({error}): "
+            f'install "{RANGE}"'
         ) from error
 
 
@@ -65,24 +62,18 @@ COMMON_IS_SHARDED = RELEASE >= (0, 19)
 MEGATRONS_COMMON: str = ShardedObject("common_state", None, (1,), (0,)).unique_key
 """Name of the common state among the shards, as a list with one dict."""
 
-_has_warned = False
-
 
 def check_release() -> None:
-    """Refuse a megatron-core that can't work; warn once of one that hasn't been tried.
+    """Refuse a megatron-core that can't work.
 
     Raises:
         ConfigError: It is older than 0.16, which cut the optimizer's tensors into flat pieces;
             loads in other shapes would have to know of them.
     """
-    global _has_warned
     if RELEASE < OLDEST:
         raise ConfigError(
             f"megatron-core {megatron.core.__version__} is too old: dcp_mem works with {RANGE}"
         )
-    if RELEASE > NEWEST and not _has_warned:
-        _has_warned = True
-        log.warning("%s with which dcp_mem has been tested", _SAID)
 
 
 def load_arguments(*args: Any, **options: Any) -> dict[str, Any]:

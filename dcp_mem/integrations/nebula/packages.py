@@ -10,6 +10,8 @@ import importlib.util
 import sys
 from typing import Any
 
+from dcp_mem.common.releases import warn_if_untested
+
 _MODULES = {
     "lightning": {"pytorch": "lightning.pytorch", "fabric": "lightning.fabric"},
     "pytorch_lightning": {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"},
@@ -33,6 +35,8 @@ def class_of_each(module: str, name: str) -> list[Any]:
     """
     if not _PACKAGES:
         raise ImportError("Lightning is missing: pip install lightning")
+    for package in _PACKAGES:
+        warn_if_untested(package.replace("_", "-"))
     part, _, rest = module.partition(".")
     return [
         getattr(importlib.import_module(f"{_MODULES[package][part]}.{rest}"), name)

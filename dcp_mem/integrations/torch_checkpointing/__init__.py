@@ -4,6 +4,10 @@ manager = CheckpointManager(CheckpointManager.Config(items=..., **in_memory("abf
 manager.save("step-100", {"model": model.state_dict()})
 """
 
+from dcp_mem.common.releases import warn_if_untested
+
+warn_if_untested("torch_checkpointing")
+
 from dcp_mem.integrations.torch_checkpointing.configuration import in_memory
 from dcp_mem.integrations.torch_checkpointing.storage import (
     MemoryStorage,

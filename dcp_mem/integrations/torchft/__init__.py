@@ -4,6 +4,10 @@ transport = MemoryCheckpointTransport()
 manager = torchft.Manager(..., checkpoint_transport=transport)
 """
 
+from dcp_mem.common.releases import warn_if_untested
+
+warn_if_untested("torchft")
+
 from dcp_mem.integrations.torchft.transport import MemoryCheckpointTransport
 
 __all__ = ["MemoryCheckpointTransport"]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dcp_mem.common.releases import warn_if_untested
+
+warn_if_untested("mlflow-skinny")
+
 import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Metric, RunTag

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dcp_mem.common.releases import warn_if_untested
+
+warn_if_untested("prometheus-client")
+
 import os
 import uuid
 from collections import Counter, defaultdict

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dcp_mem.common.releases import warn_if_untested
+
+warn_if_untested("opentelemetry-api")
+
 from collections import OrderedDict
 
 from opentelemetry import trace
