@@ -26,7 +26,7 @@ _MODEL = "state_dict"
 _STATES = "optimizer_states"
 
 
-class _Together(Strategy):
+class SavesTogether(Strategy):
     """The common part of the strategies below: the plugin, and how a checkpoint is removed."""
 
     @property
@@ -36,7 +36,7 @@ class _Together(Strategy):
         if not isinstance(io, MemoryCheckpointIO):
             raise ConfigError(
                 f"{type(self).__name__} saves through MemoryCheckpointIO: "
-                f"give Trainer(plugins=[MemoryCheckpointIO(root)])"
+                f"give Trainer(plugins=[MemoryCheckpointIO(root)]), with no other plugin around it"
             )
         return io
 
@@ -48,7 +48,7 @@ class _Together(Strategy):
     local_rank: int
 
 
-class MemoryDDPStrategy(_Together, DDPStrategy):
+class MemoryDDPStrategy(SavesTogether, DDPStrategy):
     """DDP where each rank saves its share, instead of rank 0 all of the state.
 
     What the ranks save is what rank 0 alone would have saved, and loads with any DDP strategy or on
@@ -85,7 +85,7 @@ class MemoryDDPStrategy(_Together, DDPStrategy):
         )
 
 
-class _Sharded(_Together):
+class _Sharded(SavesTogether):
     """Save what Lightning collects of each rank, and load into what the rank has."""
 
     def save_checkpoint(
