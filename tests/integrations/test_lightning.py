@@ -5,7 +5,9 @@ import os
 import pickle
 import signal
 import time
+from argparse import Namespace
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import dcp_mem
@@ -37,7 +40,7 @@ from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.frameworks.lightning_job import BATCHES, EPOCHS, STRATEGIES, Model, trainer
 from tests.support.nodes.cluster import Cluster
-from tests.support.processes.forks import forked, forked_ranks, forking
+from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 from tests.support.processes.launch import TORCHRUN, run_python
 from tests.support.storage import gated
 
@@ -71,6 +74,8 @@ def _checkpoint(step: int) -> dict[str, Any]:
             }
         },
         "lightning": {"tensor": torch.ones(1)},
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+        "sparse": torch.eye(2).to_sparse(),
     }
 
 
@@ -142,15 +147,15 @@ def test_weights_alone_are_not_what_training_goes_on_from(memory_root: Path) -> 
 def test_objects_of_other_kinds_are_loaded_only_where_that_is_said(memory_root: Path) -> None:
     plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
     plugin.save_checkpoint(
-        {**_checkpoint(1), "hyper_parameters": {"path": Path("here")}}, "odd.ckpt"
+        {**_checkpoint(1), "hyper_parameters": {"odd": Namespace(a=1)}}, "odd.ckpt"
     )
     with pytest.raises(dcp_mem.UntrustedObject):
         plugin.load_checkpoint("odd.ckpt")
     assert plugin.load_checkpoint("odd.ckpt", weights_only=False)["hyper_parameters"] == {
-        "path": Path("here")
+        "odd": Namespace(a=1)
     }
     trusting = MemoryCheckpointIO(None, memory_root=memory_root, job="job", weights_only=False)
-    assert trusting.load_checkpoint(NEWEST)["hyper_parameters"] == {"path": Path("here")}
+    assert trusting.load_checkpoint(NEWEST)["hyper_parameters"] == {"odd": Namespace(a=1)}
 
 
 def test_what_is_removed_leaves_memory_and_storage_once_it_can(
@@ -595,6 +600,103 @@ def test_what_lightnings_asynchronous_plugin_wraps_has_flushed_when_fit_returns(
     assert names == [f"epoch=0-step={BATCHES}.ckpt"]
 
 
+# -- what a sharded checkpoint holds is restored or named ------------------------------------------
+
+
+class _Heads(Model):
+    """Two heads, of which one is never used; notes its optimizer at the start and at the end."""
+
+    def __init__(
+        self,
+        heads: tuple[str, ...] = ("used", "idle"),
+        frozen: bool = False,
+        lr: Any = 0.01,
+        options: dict[str, Any] | None = None,
+        is_strict: bool = True,
+    ) -> None:
+        super().__init__(sharded=True, lr=lr)
+        self.heads = nn.ModuleDict({name: nn.Linear(4, 4) for name in heads})
+        self.net[0].requires_grad_(not frozen)
+        self.options, self.strict_loading = options or {}, is_strict
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        loss: torch.Tensor = self.heads["used"](self.net(batch)).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), self.hparams["lr"])
+        optimizer.param_groups[0].update(self.options)
+        return optimizer
+
+    def on_train_start(self) -> None:
+        self.began = self._noted()
+
+    def on_train_end(self) -> None:
+        self.ended = self._noted()
+
+    def _noted(self) -> dict[str, Any]:
+        [optimizer] = self.trainer.optimizers
+        noted = {
+            f"{name}.{key}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            for name, parameter in self.named_parameters()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        return {**noted, **options}
+
+
+def _resumed_after(memory: str, job: str, saved: _Heads, fresh: _Heads) -> tuple[Any, Any]:
+    """What the optimizer of `saved` had at the end of an epoch, and what `fresh` begins with."""
+    for epochs, model in enumerate((saved, fresh), start=1):
+        strategy = MemoryModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+        plugin = MemoryCheckpointIO(None, memory_root=memory, job=job)
+        trainer(
+            plugin, MemoryCheckpoint(), strategy=strategy, max_epochs=epochs, limit_train_batches=1
+        ).fit(model, ckpt_path="last")
+    return saved.ended, fresh.began
+
+
+_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # as it is saved, and at the resume
+    ({"lr": torch.tensor(0.5), "options": {"flavour": "sour"}}, {"options": {"taste": "sweet"}}),
+    ({"lr": 0.5}, {"lr": torch.tensor(0.25)}),
+    ({"frozen": True, "heads": ("used",)}, {"is_strict": False}),
+    ({}, {"frozen": True, "heads": ("used",), "is_strict": False}),
+]
+
+
+def _restores_optimizer(memory: str, number: int) -> None:
+    saved, fresh = _CASES[number]
+    ended, began = _resumed_after(memory, f"{number}", _Heads(**saved), _Heads(**fresh))
+    ended["lr"], began["lr"] = float(ended["lr"]), float(began["lr"])
+    assert ended["net.2.bias.exp_avg"].any()
+    _assert_same({key: began.get(key) for key in ended}, ended)
+    assert began.keys() - ended.keys() <= {"taste"}
+
+
+@needs_fsdp_on_cpu
+@pytest.mark.parametrize("number", range(len(_CASES)))
+def test_a_sharded_optimizer_gets_all_that_was_saved_of_it(memory_root: Path, number: int) -> None:
+    forked(_restores_optimizer, str(memory_root), number)
+
+
+def _names_what_models_lack(memory: str) -> list[str]:
+    texts = []
+    for heads in (("used",), ("used", "idle", "new")):
+        resumed = partial(_resumed_after, memory, heads[-1], _Heads(), _Heads(heads))
+        said = raised_by(resumed)
+        assert isinstance(said, ConfigError)
+        texts.append(str(said))
+    return texts
+
+
+@needs_fsdp_on_cpu
+def test_keys_that_a_sharded_model_or_its_checkpoint_lacks_are_named(memory_root: Path) -> None:
+    lacked, new = forked(_names_what_models_lack, str(memory_root))
+    assert "has heads.idle.bias, heads.idle.weight, which the model lacks" in lacked
+    assert "lacks heads.new.bias, heads.new.weight of the model" in new
+    assert all("strict_loading=False" in text for text in (lacked, new))
+
+
 # -- several nodes ---------------------------------------------------------------------------------
 
 
@@ -660,7 +762,7 @@ def _assert_same(one: Any, other: Any, where: str = "") -> None:
         for key in one.keys() - {"callbacks"}:
             _assert_same(one[key], other[key], f"{where}.{key}")
     elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
+        assert torch.equal(one.to_dense(), other.to_dense()), where
     elif isinstance(one, list):
         assert len(one) == len(other), where
         for number, (inner, its_other) in enumerate(zip(one, other, strict=True)):
