@@ -111,11 +111,11 @@ class MemoryCheckpoint(ModelCheckpoint):
             filepath: Path or address of the checkpoint.
             trainer: The trainer; the ranks that save and remove for their nodes are asked.
         """
-        strategy = trainer.strategy
+        strategy, memory = trainer.strategy, _plugin(trainer)
         is_asked = trainer.is_global_zero or (
             isinstance(strategy, SavesTogether) and strategy.local_rank == 0
         )
-        is_taken = is_asked and _plugin(trainer).would_replace(filepath)
+        is_taken = is_asked and memory.would_replace(filepath)
         return strategy.reduce_boolean_decision(is_taken, all=False)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
