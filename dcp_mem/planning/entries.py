@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_mem.format.catalog import BYTES, Catalog, Path
@@ -141,9 +142,16 @@ def unlike_metadata(leaves: Mapping[str, Any], metadata: Metadata) -> set[str]:
         if known is not None:
             is_tensor = isinstance(known, TensorStorageMetadata)
             look = (known.size, known.properties.dtype) if is_tensor else None
-            if look != ((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None):
+            if look != _look_of(leaf):
                 found.add(name)
     return found
+
+
+def _look_of(leaf: Any) -> tuple[torch.Size, torch.dtype] | None:
+    if isinstance(leaf, ShardedTensor):  # FSDP 1; its attributes warn that it is deprecated
+        known = leaf._metadata
+        return torch.Size(known.size), known.tensor_properties.dtype
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
 
 
 def set_entry(state: MutableMapping[str, Any], path: Path, value: Any) -> None:

@@ -5,7 +5,9 @@ import os
 import pickle
 import signal
 import time
+from argparse import Namespace
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import dcp_mem
@@ -36,7 +40,7 @@ from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
 from tests.support.frameworks.lightning_job import BATCHES, EPOCHS, STRATEGIES, Model, trainer
 from tests.support.nodes.cluster import Cluster
-from tests.support.processes.forks import forked
+from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 from tests.support.processes.launch import TORCHRUN, run_python
 from tests.support.storage import gated
 
@@ -70,6 +74,8 @@ def _checkpoint(step: int) -> dict[str, Any]:
             }
         },
         "lightning": {"tensor": torch.ones(1)},
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+        "sparse": torch.eye(2).to_sparse(),
     }
 
 
@@ -141,15 +147,15 @@ def test_weights_alone_are_not_what_training_goes_on_from(memory_root: Path) -> 
 def test_objects_of_other_kinds_are_loaded_only_where_that_is_said(memory_root: Path) -> None:
     plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
     plugin.save_checkpoint(
-        {**_checkpoint(1), "hyper_parameters": {"path": Path("here")}}, "odd.ckpt"
+        {**_checkpoint(1), "hyper_parameters": {"odd": Namespace(a=1)}}, "odd.ckpt"
     )
     with pytest.raises(dcp_mem.UntrustedObject):
         plugin.load_checkpoint("odd.ckpt")
     assert plugin.load_checkpoint("odd.ckpt", weights_only=False)["hyper_parameters"] == {
-        "path": Path("here")
+        "odd": Namespace(a=1)
     }
     trusting = MemoryCheckpointIO(None, memory_root=memory_root, job="job", weights_only=False)
-    assert trusting.load_checkpoint(NEWEST)["hyper_parameters"] == {"path": Path("here")}
+    assert trusting.load_checkpoint(NEWEST)["hyper_parameters"] == {"odd": Namespace(a=1)}
 
 
 def test_what_is_removed_leaves_memory_and_storage_once_it_can(
@@ -447,6 +453,250 @@ def test_the_callback_says_that_it_needs_the_plugin(tmp_path: Path) -> None:
     forked(_without_plugin, str(tmp_path))
 
 
+# -- names that are taken --------------------------------------------------------------------------
+
+
+class _Scored(Model):
+    """Logs the scores of a list, one at each validation."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.scores = iter(scores)
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.log("score", next(self.scores))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.ones(2, 8))  # type: ignore[arg-type]
+
+
+_SCORES = [0.1, 0.3, 0.2, 0.15]
+
+
+def _kept(
+    kind: type[ModelCheckpoint], plugin: CheckpointIO, root: str, **options: Any
+) -> dict[str, tuple[float, int]]:
+    """By name, the score that the callback knows of a checkpoint, and the step that lies there."""
+    callback = kind(
+        root or None, "best", monitor="score", save_top_k=2, enable_version_counter=True
+    )
+    chosen = {"max_epochs": 3, "limit_val_batches": 1, "num_sanity_val_steps": 0, **options}
+    trainer(plugin, callback, **chosen).fit(_Scored(_SCORES))
+    return {
+        os.path.basename(path): (
+            round(float(score), 2),
+            plugin.load_checkpoint(path, weights_only=False)["global_step"],
+        )
+        for path, score in callback.best_k_models.items()
+    }
+
+
+def _names_in_memory_beside_stock(root: str, memory: str) -> None:
+    twice_an_epoch = {"val_check_interval": 2, "limit_train_batches": 4, "max_epochs": 2}
+    runs: list[dict[str, Any]] = [{}, {"max_epochs": 1}, twice_an_epoch]
+    ours, stock = [], []
+    for run in runs:  # all in the same directory
+        plugin = MemoryCheckpointIO(None, memory_root=memory, job="job", keep_memory=8)
+        ours.append(_kept(MemoryCheckpoint, plugin, f"{root}/ours", **run))
+        stock.append(_kept(ModelCheckpoint, TorchCheckpointIO(), f"{root}/stock", **run))
+    assert ours == stock
+    assert ours[0] == {"best.ckpt": (0.1, BATCHES), "best-v1.ckpt": (0.2, 3 * BATCHES)}
+    assert len({name for run in ours for name in run}) == 5
+
+
+def test_a_name_that_is_taken_gets_a_version_as_with_stock(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    forked(_names_in_memory_beside_stock, str(tmp_path), str(memory_root))
+
+
+def _names_on_storage(root: str, memory: str) -> list[str]:
+    names = list[str]()
+    for place in ("one", "two"):  # the second run's node has nothing in memory
+        plugin = MemoryCheckpointIO(root, memory_root=f"{memory}/{place}")
+        names += _kept(MemoryCheckpoint, plugin, "", max_epochs=1, limit_train_batches=1)
+    return names
+
+
+def test_a_name_that_storage_alone_has_is_taken(memory_root: Path, tmp_path: Path) -> None:
+    names = forked(_names_on_storage, str(tmp_path), str(memory_root))
+    assert names == ["best.ckpt", "best-v1.ckpt"]
+
+
+def _names_on_ranks(root: str, memory: str) -> list[list[str]]:
+    rank = os.environ["FORK_RANK"]
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "WORLD_SIZE": "2"}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    found = []
+    for kind in ("ddp", "memory_ddp"):
+        for _ in range(2):
+            plugin = MemoryCheckpointIO(None, memory_root=memory, job=kind, keep_memory=4)
+            strategy = STRATEGIES[kind]()
+            kept = _kept(MemoryCheckpoint, plugin, root, strategy=strategy, devices=2)
+            found.append(sorted(kept))
+    return found
+
+
+def test_all_ranks_give_a_checkpoint_the_same_name(memory_root: Path, tmp_path: Path) -> None:
+    first, second = forked_ranks(_names_on_ranks, 2, str(tmp_path), str(memory_root))
+    assert first == second
+    versions = [["best-v1.ckpt", "best.ckpt"], ["best-v2.ckpt", "best-v3.ckpt"]]
+    assert first == versions * 2
+
+
+def _is_killed_with_links(root: str, memory: str, killed_at: int | None) -> tuple[int, list[str]]:
+    """Where the training began, and what links there are at its end."""
+    plugin = MemoryCheckpointIO(root, memory_root=memory, persist=killed_at is None)
+    model = Model(killed_at)
+    trainer(plugin, ModelCheckpoint(root, save_last="link")).fit(model, ckpt_path="last")
+    return model.first, [path.name for path in Path(root).iterdir() if path.is_symlink()]
+
+
+def test_after_a_kill_the_last_checkpoint_is_found_by_its_link(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    run = str(tmp_path / "run"), str(memory_root)
+    with (
+        forking(_is_killed_with_links, None, *run, 2 * BATCHES + 1) as job,
+        pytest.raises(AssertionError, match="exit code -9"),
+    ):
+        job.join()
+    assert forked(_is_killed_with_links, *run, None) == (2 * BATCHES, ["last.ckpt"])
+
+
+def test_a_link_is_removed_or_replaced_without_what_it_points_to(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "run").symlink_to("real")
+    root = tmp_path / "run"
+    plugin = MemoryCheckpointIO(root, memory_root=memory_root, persist=False, keep_memory=4)
+    plugin.save_checkpoint(_checkpoint(1), root / "1.ckpt")
+    for number, directory in enumerate((root, root.resolve())):
+        link = directory / f"last-{number}.ckpt"
+        link.symlink_to("1.ckpt")
+        assert plugin.load_checkpoint(link)["global_step"] == 1
+        plugin.remove_checkpoint(link)
+        assert not link.is_symlink()
+        link.symlink_to("gone.ckpt")
+        plugin.save_checkpoint(_checkpoint(2), link)
+        assert plugin.load_checkpoint(link)["global_step"] == 2
+    assert plugin.load_checkpoint(root / "1.ckpt")["global_step"] == 1
+    plugin.teardown()
+
+
+def _inside_lightnings_asynchronous_plugin(root: str, memory: str) -> list[str]:
+    plugin = MemoryCheckpointIO(root, memory_root=memory)
+    around = AsyncCheckpointIO(plugin)
+    trainer(around, ModelCheckpoint(root), max_epochs=1).fit(Model())
+    return [one.name for one in on_storage(open_storage(root, {}))]
+
+
+def test_what_lightnings_asynchronous_plugin_wraps_has_flushed_when_fit_returns(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    names = forked(_inside_lightnings_asynchronous_plugin, str(tmp_path / "run"), str(memory_root))
+    assert names == [f"epoch=0-step={BATCHES}.ckpt"]
+
+
+# -- what a sharded checkpoint holds is restored or named ------------------------------------------
+
+
+class _Heads(Model):
+    """Two heads, of which one is never used; notes its optimizer at the start and at the end."""
+
+    def __init__(
+        self,
+        heads: tuple[str, ...] = ("used", "idle"),
+        frozen: bool = False,
+        lr: Any = 0.01,
+        options: dict[str, Any] | None = None,
+        is_strict: bool = True,
+    ) -> None:
+        super().__init__(sharded=True, lr=lr)
+        self.heads = nn.ModuleDict({name: nn.Linear(4, 4) for name in heads})
+        self.net[0].requires_grad_(not frozen)
+        self.options, self.strict_loading = options or {}, is_strict
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        loss: torch.Tensor = self.heads["used"](self.net(batch)).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), self.hparams["lr"])
+        optimizer.param_groups[0].update(self.options)
+        return optimizer
+
+    def on_train_start(self) -> None:
+        self.began = self._noted()
+
+    def on_train_end(self) -> None:
+        self.ended = self._noted()
+
+    def _noted(self) -> dict[str, Any]:
+        [optimizer] = self.trainer.optimizers
+        noted = {
+            f"{name}.{key}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            for name, parameter in self.named_parameters()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        return {**noted, **options}
+
+
+def _resumed_after(memory: str, job: str, saved: _Heads, fresh: _Heads) -> tuple[Any, Any]:
+    """What the optimizer of `saved` had at the end of an epoch, and what `fresh` begins with."""
+    for epochs, model in enumerate((saved, fresh), start=1):
+        strategy = MemoryModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+        plugin = MemoryCheckpointIO(None, memory_root=memory, job=job)
+        trainer(
+            plugin, MemoryCheckpoint(), strategy=strategy, max_epochs=epochs, limit_train_batches=1
+        ).fit(model, ckpt_path="last")
+    return saved.ended, fresh.began
+
+
+_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [  # as it is saved, and at the resume
+    ({"lr": torch.tensor(0.5), "options": {"flavour": "sour"}}, {"options": {"taste": "sweet"}}),
+    ({"lr": 0.5}, {"lr": torch.tensor(0.25)}),
+    ({"frozen": True, "heads": ("used",)}, {"is_strict": False}),
+    ({}, {"frozen": True, "heads": ("used",), "is_strict": False}),
+]
+
+
+def _restores_optimizer(memory: str, number: int) -> None:
+    saved, fresh = _CASES[number]
+    ended, began = _resumed_after(memory, f"{number}", _Heads(**saved), _Heads(**fresh))
+    ended["lr"], began["lr"] = float(ended["lr"]), float(began["lr"])
+    assert ended["net.2.bias.exp_avg"].any()
+    _assert_same({key: began.get(key) for key in ended}, ended)
+    assert began.keys() - ended.keys() <= {"taste"}
+
+
+@needs_fsdp_on_cpu
+@pytest.mark.parametrize("number", range(len(_CASES)))
+def test_a_sharded_optimizer_gets_all_that_was_saved_of_it(memory_root: Path, number: int) -> None:
+    forked(_restores_optimizer, str(memory_root), number)
+
+
+def _names_what_models_lack(memory: str) -> list[str]:
+    texts = []
+    for heads in (("used",), ("used", "idle", "new")):
+        resumed = partial(_resumed_after, memory, heads[-1], _Heads(), _Heads(heads))
+        said = raised_by(resumed)
+        assert isinstance(said, ConfigError)
+        texts.append(str(said))
+    return texts
+
+
+@needs_fsdp_on_cpu
+def test_keys_that_a_sharded_model_or_its_checkpoint_lacks_are_named(memory_root: Path) -> None:
+    lacked, new = forked(_names_what_models_lack, str(memory_root))
+    assert "has heads.idle.bias, heads.idle.weight, which the model lacks" in lacked
+    assert "lacks heads.new.bias, heads.new.weight of the model" in new
+    assert all("strict_loading=False" in text for text in (lacked, new))
+
+
 # -- several nodes ---------------------------------------------------------------------------------
 
 
@@ -512,7 +762,7 @@ def _assert_same(one: Any, other: Any, where: str = "") -> None:
         for key in one.keys() - {"callbacks"}:
             _assert_same(one[key], other[key], f"{where}.{key}")
     elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
+        assert torch.equal(one.to_dense(), other.to_dense()), where
     elif isinstance(one, list):
         assert len(one) == len(other), where
         for number, (inner, its_other) in enumerate(zip(one, other, strict=True)):

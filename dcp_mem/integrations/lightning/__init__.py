@@ -16,6 +16,7 @@ from dcp_mem.integrations.lightning.strategies import (
     MemoryFSDPStrategy,
     MemoryModelParallelStrategy,
 )
+from dcp_mem.integrations.lightning.wrapped import end_with_wrapper
 
 __all__ = [
     "NEWEST",
@@ -25,3 +26,5 @@ __all__ = [
     "MemoryFSDPStrategy",
     "MemoryModelParallelStrategy",
 ]
+
+end_with_wrapper()

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.lightning.checkpoint_io import MemoryCheckpointIO
 from dcp_mem.integrations.lightning.paths import NEWEST, directory_of
+from dcp_mem.integrations.lightning.strategies import SavesTogether
 from dcp_mem.manager.preemption import Preemption
 
 
@@ -24,7 +25,8 @@ class MemoryCheckpoint(ModelCheckpoint):
     save_last isn't needed. If there is none yet, training begins. Metrics that are logged reach the
     checkpoints, for `keep_best` and `dcp-mem ls`.
 
-    A name that is saved again replaces the older checkpoint; none gets "-v1".
+    A checkpoint whose name is taken, in memory or on storage, gets "-v1", as with ModelCheckpoint.
+    `enable_version_counter=False` replaces the older one.
 
     Args:
         dirpath: As ModelCheckpoint's. Without it, checkpoints have names and no directory:
@@ -103,13 +105,18 @@ class MemoryCheckpoint(ModelCheckpoint):
         super().on_exception(trainer, pl_module, exception)
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
-        """Return False: nothing is in the way of a save, which replaces what has its name.
+        """Tell whether a save would replace a checkpoint in memory or on storage; all ranks alike.
 
         Args:
-            filepath: Ignored.
-            trainer: Ignored.
+            filepath: Path or address of the checkpoint.
+            trainer: The trainer; the ranks that save and remove for their nodes are asked.
         """
-        return False
+        strategy, memory = trainer.strategy, _plugin(trainer)
+        is_asked = trainer.is_global_zero or (
+            isinstance(strategy, SavesTogether) and strategy.local_rank == 0
+        )
+        is_taken = is_asked and memory.would_replace(filepath)
+        return strategy.reduce_boolean_decision(is_taken, all=False)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         _plugin(trainer)
@@ -146,6 +153,6 @@ def _plugin(trainer: Trainer) -> MemoryCheckpointIO:
     if not isinstance(io, MemoryCheckpointIO):
         raise ConfigError(
             "MemoryCheckpoint saves through MemoryCheckpointIO: "
-            "give Trainer(plugins=[MemoryCheckpointIO(root)])"
+            "give Trainer(plugins=[MemoryCheckpointIO(root)]), with no other plugin around it"
         )
     return io

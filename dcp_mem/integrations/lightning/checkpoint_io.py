@@ -20,10 +20,23 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_mem import functional
 from dcp_mem.common.log import log
 from dcp_mem.config import Settings, checked_metrics
-from dcp_mem.errors import CheckpointNotFound, ConfigError, NoRecoverableCheckpoint
+from dcp_mem.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    DcpMemError,
+    NoRecoverableCheckpoint,
+)
 from dcp_mem.integrations.endings import Ending
 from dcp_mem.integrations.lightning.flatten import OPTIMIZERS, REST, join, split
-from dcp_mem.integrations.lightning.paths import NEWEST, is_file, is_local, name_of
+from dcp_mem.integrations.lightning.paths import (
+    NEWEST,
+    is_file,
+    is_link,
+    is_local,
+    name_of,
+    target_of,
+)
+from dcp_mem.integrations.lightning.taken import TakenNames
 from dcp_mem.integrations.removals import Removals
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.planning.whole_checkpoint import WholePlanner
@@ -71,6 +84,7 @@ class MemoryCheckpointIO(CheckpointIO):
         self.writer = MemoryStorageWriter(path, **options)
         self._weights_only = weights_only
         self._removals = Removals(self.settings)
+        self._taken = TakenNames(self.settings)
         self._ending = Ending()
         self._was_skipped = False
         self._held_back: dict[str, tuple[str | Path, bool]] = {}  # removals, until a save succeeds
@@ -206,9 +220,12 @@ class MemoryCheckpointIO(CheckpointIO):
         if self._was_skipped:
             log.warning("%s isn't saved: what Lightning removes stays until a save succeeds", name)
             return
+        self._taken.add(name)
         if is_local(path) and self._is_first():
             # `ModelCheckpoint` looks for the directory to find out that there is such a checkpoint.
             # A file that Lightning itself wrote there will do as well.
+            if is_link(path):
+                os.unlink(path)
             if not is_file(path):
                 os.makedirs(path, exist_ok=True)
             os.utime(path)
@@ -242,7 +259,7 @@ class MemoryCheckpointIO(CheckpointIO):
             storage_options=self.settings.storage_options,
             transport=self.settings.transport,
         ) as reader:
-            name, is_newest = name_of(path, self.settings.url), False
+            name, is_newest = name_of(target_of(path), self.settings.url), False
             if os.fspath(path) == NEWEST:
                 name, is_newest = _newest(reader)
             if not name:
@@ -271,7 +288,12 @@ class MemoryCheckpointIO(CheckpointIO):
             path: The path that it was saved to.
             from_storage: Remove it from storage as well; one rank does.
         """
+        if is_link(path):  # `save_last="link"`: what it points to has a name of its own
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return
         name = name_of(path, self.settings.url)
+        self._taken.free(name)
         if self._was_skipped:
             self._held_back[name] = path, from_storage
             return
@@ -280,6 +302,22 @@ class MemoryCheckpointIO(CheckpointIO):
             with contextlib.suppress(OSError):
                 os.rmdir(path)
         self._removals.begin(name, from_storage=from_storage)
+
+    def would_replace(self, path: str | Path) -> bool:
+        """Tell whether a save would replace a checkpoint here or on storage, or Lightning's file.
+
+        What Lightning has removed is no longer in the way, even if it is still there.
+
+        Args:
+            path: Lightning's path or address.
+        """
+        if is_file(path):
+            return True
+        try:
+            return name_of(path, self.settings.url) in self._taken
+        except (DcpMemError, OSError) as error:  # other ranks wait for the answer
+            log.warning("whether a save would replace %s can't be told: %s", path, error)
+            return False
 
     def annotate_next_save(self, metrics: Mapping[str, Any]) -> None:
         """Keep metrics with the next checkpoint, for `keep_best` and listings.

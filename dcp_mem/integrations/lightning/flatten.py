@@ -102,6 +102,7 @@ def _is_plain_tensor(value: Any) -> bool:
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
+        and not value.is_quantized
         and not value.requires_grad
         and not value.is_meta
     )

@@ -47,10 +47,12 @@ def name_of(path: str | os.PathLike[str], root: str | None) -> str:
     if "/" not in text:
         return _quoted(text)
     text = root_url(text) or ""
-    for one, other in ((text, root), (_real(text), _real(root or ""))):
+    directory, _, base = text.rpartition("/")
+    # Only the directory's: a link is a name of its own.
+    real = f"{_real(directory)}/{base}"
+    for one, other in ((text, root), (real, _real(root or ""))):
         if other and one.startswith(f"{other}/"):
             return _quoted(one[len(other) + 1 :])
-    directory, _, base = text.rpartition("/")
     return f"{_quoted(base)}@{hashlib.sha256(_real(directory).encode()).hexdigest()[:8]}"
 
 
@@ -70,6 +72,19 @@ def is_file(path: str | os.PathLike[str]) -> bool:
         path: A path or a URL.
     """
     return is_local(path) and os.path.isfile(path)
+
+
+def is_link(path: str | os.PathLike[str]) -> bool:
+    """Tell whether this is a link, as `ModelCheckpoint(save_last="link")` makes them."""
+    return is_local(path) and os.path.islink(path)
+
+
+def target_of(path: str | os.PathLike[str]) -> str:
+    """Return what a link of Lightning's points to, even if nothing is there; else the path."""
+    text = os.fspath(path)
+    if not is_link(text):
+        return text
+    return os.path.normpath(os.path.join(_real(os.path.dirname(text)), os.readlink(text)))
 
 
 def _real(path: str) -> str:

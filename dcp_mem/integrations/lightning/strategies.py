@@ -12,21 +12,23 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
+from dcp_mem.common.log import log
 from dcp_mem.errors import CheckpointNotFound, ConfigError
 from dcp_mem.integrations.lightning.checkpoint_io import MemoryCheckpointIO, Nothing
 from dcp_mem.integrations.lightning.flatten import REST, entries_of, split
 from dcp_mem.integrations.lightning.paths import is_file
+from dcp_mem.integrations.lightning.sharded import ShardedOptimizer, names_with_state
+from dcp_mem.planning.entries import first_of
+from dcp_mem.train_state.modules import UntakenKeys
 
 _MODEL = "state_dict"
 _STATES = "optimizer_states"
 
 
-class _Together(Strategy):
+class SavesTogether(Strategy):
     """The common part of the strategies below: the plugin, and how a checkpoint is removed."""
 
     @property
@@ -36,7 +38,7 @@ class _Together(Strategy):
         if not isinstance(io, MemoryCheckpointIO):
             raise ConfigError(
                 f"{type(self).__name__} saves through MemoryCheckpointIO: "
-                f"give Trainer(plugins=[MemoryCheckpointIO(root)])"
+                f"give Trainer(plugins=[MemoryCheckpointIO(root)]), with no other plugin around it"
             )
         return io
 
@@ -48,7 +50,7 @@ class _Together(Strategy):
     local_rank: int
 
 
-class MemoryDDPStrategy(_Together, DDPStrategy):
+class MemoryDDPStrategy(SavesTogether, DDPStrategy):
     """DDP where each rank saves its share, instead of rank 0 all of the state.
 
     What the ranks save is what rank 0 alone would have saved, and loads with any DDP strategy or on
@@ -85,7 +87,7 @@ class MemoryDDPStrategy(_Together, DDPStrategy):
         )
 
 
-class _Sharded(_Together):
+class _Sharded(SavesTogether):
     """Save what Lightning collects of each rank, and load into what the rank has."""
 
     def save_checkpoint(
@@ -117,12 +119,9 @@ class _Sharded(_Together):
     def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         assert self.lightning_module is not None
         assert self.model is not None
-        module, optimizers, is_strict = (
-            self.model,
-            self.optimizers,
-            self.lightning_module.strict_loading,
-        )
-        wanted = optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
+        module, is_strict = self.model, self.lightning_module.strict_loading
+        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        wanted = self.optimizers if is_fitting else []
         state = dict[str, Any]()
 
         def state_for(metadata: Metadata) -> dict[str, Any]:
@@ -132,26 +131,24 @@ class _Sharded(_Together):
                     f"{path} is no checkpoint of Lightning's: load it with dcp_mem.load and a "
                     f"state dict"
                 )
-            model = get_model_state_dict(module)
-            if not is_strict:
-                model = {
-                    name: value for name, value in model.items() if f"{_MODEL}.{name}" in there
-                }
+            model = _found_in(metadata, get_model_state_dict(module), path, is_strict=is_strict)
             state.update({_MODEL: model, REST: None})
             for number, optimizer in enumerate(wanted):
-                if not any(name.startswith(f"optimizer_{number}.") for name in there):
+                key = f"optimizer_{number}"
+                if not any(name.startswith(f"{key}.") for name in there):
                     raise ConfigError(
                         f"{path} has no sharded state of optimizer {number}: it was saved with "
                         f"weights only, or by a strategy that doesn't shard"
                     )
-                state[f"optimizer_{number}"] = get_optimizer_state_dict(module, optimizer)
+                state[key] = ShardedOptimizer(module, optimizer, names_with_state(metadata, key))
             return state
 
         if not self.memory.load(state_for, path, weights_only):
             return Nothing()
-        set_model_state_dict(module, state[_MODEL], options=StateDictOptions(strict=is_strict))
-        for number, optimizer in enumerate(wanted):
-            set_optimizer_state_dict(module, optimizer, state[f"optimizer_{number}"])
+        if is_strict:
+            UntakenKeys(module).load(state[_MODEL])
+        else:
+            set_model_state_dict(module, state[_MODEL], options=StateDictOptions(strict=False))
         rest: dict[str, Any] = state[REST][0]
         return rest
 
@@ -206,6 +203,26 @@ class MemoryModelParallelStrategy(_Sharded, ModelParallelStrategy):
 def _is_lightnings(path: str | Path) -> bool:
     """Return whether Lightning's own strategies that shard have written this file or directory."""
     return is_file(path) or is_file(Path(path, "meta.pt"))
+
+
+def _found_in(
+    metadata: Metadata, model: dict[str, Any], path: str | Path, *, is_strict: bool
+) -> dict[str, Any]:
+    """Return what of a model's state the checkpoint has; name or refuse what either lacks."""
+    paths = metadata.planner_data or {}
+    known = (paths.get(name, (name,)) for name in metadata.state_dict_metadata)
+    saved = {str(one[1]) for one in known if one[0] == _MODEL and len(one) > 1}
+    lacking, unknown = sorted(model.keys() - saved), sorted(saved - model.keys())
+    texts = [f"lacks {first_of(lacking)} of the model"] * bool(lacking)
+    texts += [f"has {first_of(unknown)}, which the model lacks"] * bool(unknown)
+    if texts and is_strict:
+        raise ConfigError(
+            f"{path} {' and '.join(texts)}: set strict_loading=False in the LightningModule to "
+            "load the rest"
+        )
+    if texts:
+        log.warning("%s %s: the rest is loaded", path, " and ".join(texts))
+    return {name: value for name, value in model.items() if name in saved}
 
 
 def _refuse(storage_options: Any | None) -> None:
