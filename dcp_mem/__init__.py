@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from dcp_mem.reader import MemoryStorageReader
     from dcp_mem.saving.overlap import Overlap
     from dcp_mem.serving import Served, serve
-    from dcp_mem.train_state import TrainState
+    from dcp_mem.train_state.state import TrainState
     from dcp_mem.writer import MemoryStorageWriter
 
 __version__ = "0.1.0"
@@ -76,7 +76,7 @@ _LAZY = {
     "Overlap": "dcp_mem.saving.overlap",
     "Reclaimed": "dcp_mem.operations.housekeeping",
     "Served": "dcp_mem.serving",
-    "TrainState": "dcp_mem.train_state",
+    "TrainState": "dcp_mem.train_state.state",
     "async_save": "dcp_mem.functional.saves",
     "collect_orphans": "dcp_mem.operations.housekeeping",
     "delete": "dcp_mem.operations.housekeeping",

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from dcp_mem.common.sharded_tensor import ShardedTensor
 from dcp_mem.format.catalog import BYTES, Catalog, Path
 from dcp_mem.format.torch_names import dtype_named
 from dcp_mem.planning.plan_columns import ItemKind, LocalPlan, widened

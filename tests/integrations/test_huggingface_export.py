@@ -167,7 +167,7 @@ def test_from_pretrained_loads_an_export(job: Job, tmp_path: Path) -> None:
 
 def train_with_a_trainer(job: Job, export: HuggingFaceExport, output: str) -> None:
     trainer = make_trainer(output, Account(), max_steps=4)
-    places = {"memory_root": job.memory, "job": job.name}
+    places: dict[str, Any] = {"memory_root": job.memory, "job": job.name}
     TrainerCheckpoints(trainer, job.url, export=export, **places)
     trainer.train()
     trainer.save_model(f"{output}/final")

@@ -549,13 +549,18 @@ def test_of_two_writers_the_last_one_stays_also_before_the_flush(job: Job, ranks
 # -- programs that don't know of each other ------------------------------------------------------
 
 
+def _save_twice(root: Path, own: str) -> None:
+    for step in (1, 2):
+        _save(root / f"{own}-{step}", step)
+
+
 def _saves_beside(job: Job, root: Path, own: str, other: str) -> str:
     """Save twice; the roots are served side by side until both programs have saved."""
     signs = Path(str(job.url)).parent
     with dcp_mem.serve(root, agent="thread", memory_root=job.memory):
         if own == "b":
             wait_until((signs / other).exists)
-        error = raised_by(lambda: [_save(root / f"{own}-{step}", step) for step in (1, 2)])
+        error = raised_by(lambda: _save_twice(root, own))
         (signs / own).touch()
         wait_until((signs / other).exists)
     return str(error)

@@ -22,7 +22,7 @@ from dcp_mem.integrations.lightning.flatten import REST, entries_of, split
 from dcp_mem.integrations.lightning.paths import is_file
 from dcp_mem.integrations.lightning.sharded import ShardedOptimizer, names_with_state
 from dcp_mem.planning.entries import first_of
-from dcp_mem.train_state.modules import UntakenKeys
+from dcp_mem.planning.own_keys import own_keys_taken
 
 _MODEL = "state_dict"
 _STATES = "optimizer_states"
@@ -146,7 +146,8 @@ class _Sharded(SavesTogether):
         if not self.memory.load(state_for, path, weights_only):
             return Nothing()
         if is_strict:
-            UntakenKeys(module).load(state[_MODEL])
+            with own_keys_taken(module, state[_MODEL]):
+                set_model_state_dict(module, dict(state[_MODEL]))
         else:
             set_model_state_dict(module, state[_MODEL], options=StateDictOptions(strict=False))
         rest: dict[str, Any] = state[REST][0]
