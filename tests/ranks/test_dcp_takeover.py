@@ -906,7 +906,7 @@ def _no_metadata_is_made() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for kind in (Metadata, TensorStorageMetadata, ChunkStorageMetadata):
-            patch.setattr(kind, "__init__", counted(kind.__init__))  # type: ignore[misc]
+            patch.setattr(kind, "__init__", counted(kind.__init__))
             patch.setattr(kind, "__setstate__", refuse, raising=False)
         yield
 
