@@ -10,9 +10,10 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint._traverse import get_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.errors import UntrustedObject
-from dcp_mem.format.catalog import Catalog, Extent, Path
+from dcp_mem.format.catalog import BYTES, Catalog, Extent, Path
 from dcp_mem.format.saved_streams import read_stream, why_refused
 from dcp_mem.planning import torch_rules
 from dcp_mem.planning.entries import (
@@ -83,10 +84,9 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         self._lacking: list[Path] = []
         self.lacking_names: Collection[str] = ()
         self._is_by_catalog = False
-        self._saved = NO_ENTRIES
+        self._known: Collection[str] = ()
+        self._begin(lambda: NO_ENTRIES, ())
         self._made: set[str] = set()  # room for entries of this checkpoint, or of one before it
-        self._others: set[str] = set()  # entries that are for other ranks
-        self._known: Collection[str] = ()  # names that this rank loads, skips or does without
 
     def plan(
         self,
@@ -118,12 +118,11 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         if described.has_sharded_tensors:
             return None
         skipped = chosen_names(self._rule(), described.plan.names, described.leaves)
-        saved, names = SavedEntries.of_catalog(catalog), set(described.plan.names)
-        if self._has_made_room(
-            state, saved, names, lambda: unlike_catalog(described.plan, catalog) - skipped
-        ):
+        known = set(described.plan.names) if self._room_for is not None else described.plan.names
+        self._begin(partial(SavedEntries.of_catalog, catalog), known)
+        if self._has_made_room(state, lambda: unlike_catalog(described.plan, catalog) - skipped):
             described = DescribedState(state)
-            names.update(described.plan.names)
+            self._known = {*known, *described.plan.names}
         if skipped:
             described.leave_out(skipped)
         wanted = described.plan
@@ -141,7 +140,8 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         )
         if found is None:
             return None
-        self._is_by_catalog, self.lacking_names, self._known = True, lacking, names
+        self._is_by_catalog, self.lacking_names = True, lacking
+        self._loads_all = len(plan.names) == np.count_nonzero(catalog.properties >= BYTES)
         paths = dict(zip(wanted.names, wanted.paths, strict=True)) if lacking else {}
         self._lacking = [paths[name] for name in lacking]
         self.original_state_dict = state
@@ -154,12 +154,11 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         metadata, leaves = self.metadata, self.state_dict
         assert metadata is not None
         skipped = chosen_names(self._rule(), leaves, leaves.values())
-        saved, names = SavedEntries.of_metadata(metadata), set(leaves)
+        self._begin(partial(SavedEntries.of_metadata, metadata), leaves.keys())
         state, unlike = self.original_state_dict, partial(unlike_metadata, leaves, metadata)
-        if self._has_made_room(state, saved, names, lambda: unlike() - skipped):
+        if self._has_made_room(state, lambda: unlike() - skipped):
             self.set_up_planner(state, metadata, self.is_coordinator)
-            names.update(self.state_dict)
-        self._known = names
+            self._known = {*leaves, *self.state_dict}
         if skipped:  # torch takes what the checkpoint has more for another torch's names
             known = metadata.state_dict_metadata
             left = {name: entry for name, entry in known.items() if name not in skipped}
@@ -176,33 +175,33 @@ class LocalLoadPlanner(DefaultLoadPlanner):
         }
         return super().create_local_plan()
 
-    def _has_made_room(
-        self,
-        state: dict[str, Any],
-        saved: SavedEntries,
-        names: Collection[str],
-        unlike: Callable[[], set[str]],
-    ) -> bool:
+    def _begin(self, saved: Callable[[], SavedEntries], known: Collection[str]) -> None:
+        """Begin with a checkpoint, of which a state dict has the known entries."""
+        self._saved, self._known = cache(saved), known
+        self._others: set[str] = set()  # entries that are for other ranks
+        self._loads_all = False
+
+    def _has_made_room(self, state: dict[str, Any], unlike: Callable[[], set[str]]) -> bool:
         """Make room for entries that the state dict lacks or has otherwise; tell whether any."""
-        self._saved, self._others = saved, set()
         if self._room_for is None:
             return False
-        wanted = set(saved.names).difference(names) | unlike()
+        saved = self._saved()
+        wanted = set(saved.names).difference(self._known) | unlike()
         made, self._others = saved.make_room(state, wanted, self._room_for)
         self._made |= made
         return bool(made)
 
     def left_out(self) -> bytes:
         """Return a bit for each entry of the checkpoint below a loaded one that nothing loads."""
-        if set(self._saved.names).issubset(self._known):
+        if self._loads_all:
             return b""
         state = self.original_state_dict
         containers = [key for key, value in state.items() if is_container(value)]
-        return self._saved.left_out(containers, self._known, self._others)
+        return self._saved().left_out(containers, set(self._known), self._others)
 
     def names_of(self, bits: bytes) -> list[str]:
         """Return the entries whose bits are set."""
-        return self._saved.of_bits(bits) if any(bits) else []
+        return self._saved().of_bits(bits) if any(bits) else []
 
     def _rule(self) -> TensorRule | None:
         return tensor_rule("skip", self._skip)
