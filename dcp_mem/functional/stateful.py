@@ -133,7 +133,7 @@ def room_makers(state: dict[str, Any]) -> RoomFor | None:
     objects = {key: state[key] for key in _stateful_keys(state)}
 
     def room_for(entry: SavedEntry) -> Any:
-        key, *below = entry.path
+        key, *below = entry.path or ("",)
         value = objects.get(str(key))
         if isinstance(value, MakesRoom):
             return value.room_for(replace(entry, path=tuple(below)))

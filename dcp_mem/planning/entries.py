@@ -160,7 +160,7 @@ def set_entry(state: MutableMapping[str, Any], path: Path, value: Any) -> None:
     for part, following in pairwise(path):
         container = _child(container, part, dict if isinstance(following, str) else list)
     if isinstance(container, list):
-        container.extend([None] * (int(path[-1]) + 1 - len(container)))
+        _grow(container, path[-1])
         container[int(path[-1])] = value
     else:
         container[_own_key(container, path[-1])] = value
@@ -169,7 +169,7 @@ def set_entry(state: MutableMapping[str, Any], path: Path, value: Any) -> None:
 def _child(container: Any, part: str | int, kind: type[dict[Any, Any]] | type[list[Any]]) -> Any:
     key: Any = part
     if isinstance(container, list):
-        container.extend([None] * (int(part) + 1 - len(container)))
+        _grow(container, part)
         found = container[part]  # type: ignore[index]
     else:
         key = _own_key(container, part)
@@ -177,6 +177,16 @@ def _child(container: Any, part: str | int, kind: type[dict[Any, Any]] | type[li
     if not isinstance(found, Mapping if kind is dict else list):
         found = container[key] = kind()
     return found
+
+
+def _grow(container: list[Any], index: str | int) -> None:
+    """Make a list long enough; its entries come one by one, and nearly in order."""
+    if not isinstance(index, int) or not 0 <= index <= len(container) + _MOST_GAP:
+        raise ValueError(f"a path to {index!r} of a list with {len(container)} values")
+    container.extend([None] * (index + 1 - len(container)))
+
+
+_MOST_GAP = 1 << 12
 
 
 def _own_key(mapping: Mapping[Any, Any], part: str | int) -> Any:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from dcp_mem.common.log import log
@@ -59,11 +60,15 @@ def own_keys_taken(model: nn.Module, loaded: Mapping[str, Any]) -> Iterator[None
 
     The log names what stays as it was although the checkpoint has another value, or has none.
     """
-    given = {_plain(key) for key in model.state_dict()}
     untaken: list[str] = []
     lacking: list[str] = []
 
     def forgive(_: nn.Module, keys: Any) -> None:
+        if not keys.unexpected_keys and not keys.missing_keys:
+            return
+        # FSDP 1 would gather the whole model outside of torch's own calls.
+        own = loaded if is_fsdp_1(model) else model.state_dict()
+        given = {_plain(key) for key in own}
         untaken.extend(key for key in keys.unexpected_keys if _plain(key) in given)
         lacking.extend(key for key in keys.missing_keys if _plain(key) not in given)
         keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key not in untaken]
@@ -80,7 +85,7 @@ def own_keys_taken(model: nn.Module, loaded: Mapping[str, Any]) -> Iterator[None
             "are",
             _names(lacking),
         )
-    if untaken:
+    if untaken and not is_fsdp_1(model):
         now = {_plain(key): value for key, value in model.state_dict().items()}
         differing = [key for key in untaken if not _is_same(loaded[key], now[_plain(key)])]
         if differing:
@@ -89,6 +94,10 @@ def own_keys_taken(model: nn.Module, loaded: Mapping[str, Any]) -> Iterator[None
                 "checkpoint has other values; build the model as the run that saved did",
                 _names(differing),
             )
+
+
+def is_fsdp_1(model: nn.Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def _no_attributes(model: nn.Module, keys: Mapping[str, Any]) -> list[str]:
@@ -117,6 +126,8 @@ def _lost(model: nn.Module) -> list[str]:
 
     Modules that load in a way of their own may take any key.
     """
+    if is_fsdp_1(model):
+        return []
     first = model.state_dict()
     known = {key for key, _ in model.named_parameters(remove_duplicate=False)}
     known |= {key for key, _ in model.named_buffers(remove_duplicate=False)}

@@ -53,7 +53,9 @@ def name_refused(staged: Staged) -> None:
 def _read_back(streams: Sequence[tuple[str, bytes]]) -> None:
     refused = {}
     for name, data in streams:
-        read = attempt(partial(read_stream, io.BytesIO(data), weights_only=True))
+        read = attempt(
+            partial(read_stream, io.BytesIO(data), weights_only=True, map_location="cpu")
+        )
         if read.error is not None:
             refused[name] = why_refused(read.error)
     if refused:

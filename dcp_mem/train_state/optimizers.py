@@ -1,6 +1,7 @@
 """Optimizers' state by the names of parameters, and the state that fresh optimizers lack.
 
-What is saved of optimizers: "state", by name of the parameter, and "groups": a record for each
+What is saved of optimizers: "state" and "forms" (of state that is no tensor), by name of the
+parameter, and "groups": a record for each
 parameter group, under a key made of its parameters' names, so that ranks with groups of their own
 have records of their own. A load takes all records, and finds each parameter's by its name.
 """
@@ -8,20 +9,20 @@ have records of their own. A load takes all records, and finds each parameter's 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import DcpMemError
 from dcp_mem.planning.entries import SavedEntry, first_of
-from dcp_mem.train_state.values import as_tuple, is_fixed, on_cpu, tensors_in
+from dcp_mem.planning.own_keys import is_fsdp_1
+from dcp_mem.train_state.values import Tensors, as_tuple, on_cpu, put_together, taken_apart
 
 
 class Optimizers:
@@ -37,6 +38,8 @@ class Optimizers:
         self._stateless: set[Optimizer] = set()
         self._parameters: dict[str, torch.Tensor] = {}  # as of the last `saved`, like the names
         self._names: list[list[str]] = []
+        self._keys: list[set[str]] = []  # of the state in each group
+        self._held: dict[tuple[str, str], Tensors] = {}  # tensors in state that is no tensor
 
     @property
     def are_unnamed(self) -> bool:
@@ -57,13 +60,39 @@ class Optimizers:
         state, groups = found.get("state", {}), found.get("param_groups", [])
         self._parameters = self._named_by(groups)
         self._names = [list(group["params"]) for group in groups]
+        records = [
+            _record(group, state, fresh) for group, fresh in zip(groups, is_fresh, strict=True)
+        ]
+        self._keys = [set(record["keys"]) for record in records]
+        tensors, forms = self._taken_apart(state)
         return {
-            "state": {name: dict(_saved_values(of)) for name, of in state.items()},
+            "state": tensors,
+            "forms": forms,
             "groups": {
-                _key(index, group["params"]): as_tuple(_record(group, state, fresh))
-                for index, (group, fresh) in enumerate(zip(groups, is_fresh, strict=True))
+                _key(index, record["params"]): as_tuple(record)
+                for index, record in enumerate(records)
             },
         }
+
+    def _taken_apart(
+        self, state: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the tensors of the state, and the forms of what is no tensor."""
+        tensors: dict[str, dict[str, Any]] = {}
+        forms: dict[str, dict[str, Any]] = {}
+        self._held = {}
+        for name, of in state.items():
+            tensors[name] = {key: one for key, one in of.items() if isinstance(one, torch.Tensor)}
+            if len(tensors[name]) == len(of):
+                continue
+            forms[name] = {}
+            for key, one in of.items():
+                if key not in tensors[name]:
+                    form, held = taken_apart(one)
+                    forms[name][key] = as_tuple(form)
+                    if held is not None:
+                        tensors[name][key] = self._held[name, str(key)] = held
+        return tensors, forms
 
     def room_for(self, entry: SavedEntry) -> Any:
         """Return room for an entry of what was saved, as `MakesRoom` has it."""
@@ -72,7 +101,7 @@ class Optimizers:
             return ()
         parameter = self._parameters.get(str(name))
         if parameter is None:
-            return None
+            return NotImplemented  # another rank's, or nobody's: the ranks find out together
         if entry.size is None:
             return ()
         if entry.size == parameter.shape:
@@ -87,29 +116,47 @@ class Optimizers:
             raise DcpMemError("the checkpoint has no optimizers")
         names = self._names
         keys = [_key(index, of) for index, of in enumerate(names)]
-        own = [record for key, (record,) in saved["groups"].items() if key in keys]
+        own = {key: record for key, (record,) in saved["groups"].items() if key in keys}
         records = [record for (record,) in saved["groups"].values()]
-        record_of = {name: record for record in [*records, *own] for name in record["params"]}
-        state = {
-            name: {key: one[0] if type(one) is tuple else one for key, one in of.items()}
-            for name, of in saved["state"].items()
-            if of
+        record_of = {
+            name: record for record in [*records, *own.values()] for name in record["params"]
         }
+        state = self._put_together(saved["state"], saved.get("forms", {}))
         _refuse_unloaded(state, record_of, names)
-        _refuse_partial(state, own)
+        _refuse_partial(state, own.values())
+        for of, wanted in zip(names, self._keys, strict=True):
+            _refuse_other_kind(state, of, wanted)
         _name_new(record_of, names)
         number = 0
         for optimizer in self._optimizers:
             groups = names[number : number + len(optimizer.param_groups)]
-            number += len(groups)
             options = [
-                _options(group, of, record_of)
-                for group, of in zip(optimizer.param_groups, groups, strict=True)
+                _options(group, _origins(own.get(key), of, record_of))
+                for key, group, of in zip(
+                    keys[number : number + len(groups)], optimizer.param_groups, groups, strict=True
+                )
             ]
+            number += len(groups)
             self._restore_one(optimizer, groups, options, state)
             before = [record_of[one]["fresh"] for of in groups for one in of if one in record_of]
             if before and all(before):
                 optimizer.state.clear()
+
+    def _put_together(
+        self, tensors: Mapping[str, Mapping[str, Any]], forms: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the state of each parameter that has any."""
+        state = {
+            name: {key: one for key, one in of.items() if key not in forms.get(name, ())}
+            for name, of in tensors.items()
+        }
+        for name, of in forms.items():
+            for key, (form,) in of.items():
+                what = f"the optimizer's state {key} of {name}"
+                found = tensors.get(name, {}).get(key)
+                known = self._held.get((name, str(key)))
+                state.setdefault(name, {})[key] = put_together(form, found, known, what)
+        return {name: of for name, of in state.items() if of}
 
     def _restore_one(
         self,
@@ -118,7 +165,7 @@ class Optimizers:
         options: Sequence[dict[str, Any]],
         state: Mapping[str, Any],
     ) -> None:
-        if _is_fsdp_1(self._model):  # whose flat parameters have several names
+        if is_fsdp_1(self._model):  # whose flat parameters have several names
             groups = [{**of, "params": list(one)} for of, one in zip(options, names, strict=True)]
             own = {name: state[name] for one in names for name in one if name in state}
             with _without_empty_step(optimizer):
@@ -141,7 +188,7 @@ class Optimizers:
         )
 
     def _named_by(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        if _is_fsdp_1(self._model):
+        if is_fsdp_1(self._model):
             return {}
         of_optimizers = (group for one in self._optimizers for group in one.param_groups)
         return {
@@ -151,26 +198,7 @@ class Optimizers:
         }
 
 
-def _is_fsdp_1(model: nn.Module) -> bool:
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-
-
 # -- what is saved --------------------------------------------------------------------------------
-
-
-def _saved_values(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield a parameter's state as DCP is to see it: dicts with tensors and tensors as they are."""
-    for key, value in state.items():
-        tensors = tensors_in(value)
-        if isinstance(value, tuple) and any(map(is_fixed, tensors)):
-            raise DcpMemError(
-                f"an optimizer's state {key} is a tuple of sharded tensors: use a list"
-            )
-        is_seen = isinstance(value, (torch.Tensor, dict)) and bool(tensors)
-        if is_seen or any(map(is_fixed, tensors)):
-            yield key, value
-        else:
-            yield key, as_tuple(on_cpu(value))
 
 
 def _record(
@@ -212,7 +240,7 @@ def _refuse_unloaded(
 
 
 def _refuse_partial(
-    state: Mapping[str, Mapping[str, Any]], records: Sequence[Mapping[str, Any]]
+    state: Mapping[str, Mapping[str, Any]], records: Iterable[Mapping[str, Any]]
 ) -> None:
     """Raise where all parameters of a group are here, and not all that their state had."""
     for record in records:
@@ -224,6 +252,26 @@ def _refuse_partial(
             )
 
 
+def _refuse_other_kind(
+    state: Mapping[str, Mapping[str, Any]], names: Sequence[str], wanted: set[str]
+) -> None:
+    """Raise where a group's state is another optimizer's; name what it lacks else."""
+    loaded = {str(key) for name in names for key in state.get(name, ())}
+    lacking = sorted(wanted - loaded)
+    if not loaded or not lacking:
+        return
+    if loaded.isdisjoint(wanted):
+        raise DcpMemError(
+            f"the checkpoint is of another kind of optimizer: it has {', '.join(sorted(loaded))} "
+            f"of {first_of(names)}, where {', '.join(lacking)} is wanted"
+        )
+    log.warning(
+        "the checkpoint lacks the optimizer's state %s of %s, which goes on without",
+        ", ".join(lacking),
+        first_of(names),
+    )
+
+
 def _name_new(record_of: Mapping[str, Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:
     new = [name for group in names for name in group if name not in record_of]
     if new:
@@ -233,14 +281,20 @@ def _name_new(record_of: Mapping[str, Mapping[str, Any]], names: Sequence[Sequen
         )
 
 
-def _options(
-    group: Mapping[str, Any], names: Sequence[str], record_of: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+def _origins(
+    own: Mapping[str, Any] | None,
+    names: Sequence[str],
+    record_of: Mapping[str, Mapping[str, Any]],
+) -> list[Mapping[str, Any]]:
+    """Return the records of a group: its own, else those of its parameters."""
+    if own is not None:
+        return [own]
+    return list({id(record_of[one]): record_of[one] for one in names if one in record_of}.values())
+
+
+def _options(group: Mapping[str, Any], origins: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a group's options: those saved for its parameters, else its own."""
     own = {key: value for key, value in group.items() if key != "params"}
-    origins = list(
-        {id(record_of[one]): record_of[one] for one in names if one in record_of}.values()
-    )
     if not origins:
         return own
     saved: dict[str, Any] = {}
@@ -280,7 +334,7 @@ def _as_kind_of(own: Any, saved: Any) -> Any:
     if isinstance(own, torch.Tensor) and isinstance(saved, (int, float, torch.Tensor)):
         return torch.as_tensor(saved).to(own)
     if isinstance(own, (int, float)) and isinstance(saved, torch.Tensor) and saved.numel() == 1:
-        return type(own)(saved.item())
+        return saved.item()
     return saved
 
 

@@ -160,7 +160,9 @@ class TrainState:
         Args:
             entry: Of the checkpoint, with its path within this state.
         """
-        kind, *below = entry.path
+        kind, *below = entry.path or ("",)
+        if not below:
+            return NotImplemented
         if kind in ("rng", "dataloader"):
             return None
         if kind == "optimizer" and self._optimizer_list and len(below) > 1:

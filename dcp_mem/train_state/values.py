@@ -7,7 +7,7 @@ object to have the same keys. It saves a tuple as a whole.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +26,7 @@ def as_tuple(value: Any) -> tuple[Any]:
 
 def has_tensors(value: Any) -> bool:
     """Return whether a value is a tensor or a container with one in it."""
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return False
-    return any(map(has_tensors, value))
+    return bool(tensors_in(value))
 
 
 def is_fixed(tensor: torch.Tensor) -> bool:
@@ -42,13 +36,13 @@ def is_fixed(tensor: torch.Tensor) -> bool:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    _mapped(value, lambda _, tensor: found.append(tensor), "", set())
+    _Mapping(lambda _, tensor: found.append(tensor)).of(value)
     return found
 
 
 def on_cpu(value: Any) -> Any:
     """Return a value that can be unpickled where there are other devices."""
-    return _mapped(value, lambda _, tensor: tensor.cpu(), "", set())
+    return _Mapping(lambda _, tensor: tensor.cpu()).of(value)
 
 
 def taken_apart(value: Any) -> tuple[dict[str, Any], Tensors]:
@@ -61,7 +55,7 @@ def taken_apart(value: Any) -> tuple[dict[str, Any], Tensors]:
         tensors[name] = tensor
         return _mark(tensor)
 
-    form = _mapped(value, take, "", set())
+    form = _Mapping(take).of(value)
     fixed = [name for name, tensor in tensors.items() if is_fixed(tensor)]
     return {"form": form, "fixed": fixed}, tensors or None
 
@@ -93,35 +87,53 @@ def put_together(saved: Mapping[str, Any], tensors: Tensors, known: Tensors, wha
 
     if isinstance(saved["form"], torch.Tensor):
         return find("", saved["form"])
-    return _mapped(saved["form"], find, "", set())
+    return _Mapping(find).of(saved["form"])
 
 
 def _mark(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _mapped(
-    value: Any, act: Callable[[str, torch.Tensor], Any], prefix: str, names: set[str]
-) -> Any:
-    """Return a value with another in place of each tensor; containers with none stay."""
-    if not has_tensors(value):
-        return value
-    if isinstance(value, torch.Tensor):
-        name = prefix
-        while name in names:  # two paths may make one name, as "a.b" and "a" with "b" below
+class _Mapping:
+    """Values with another in place of each tensor; what is there twice stays one object."""
+
+    def __init__(self, act: Callable[[str, torch.Tensor], Any]) -> None:
+        self._act = act
+        self._names: set[str] = set()
+        self._done: dict[int, tuple[Any, Any]] = {}  # with the value, whose id is taken as long
+
+    def of(self, value: Any, prefix: str = "") -> Any:
+        """Return a value; containers without tensors stay themselves."""
+        if not isinstance(value, (torch.Tensor, dict, list, tuple)):
+            return value
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        if isinstance(value, torch.Tensor):
+            result = self._act(self._name(prefix), value)
+        else:
+            parts = list(value.items() if isinstance(value, dict) else enumerate(value))
+            made = [
+                self.of(one, f"{prefix}.{part}" if prefix else str(part)) for part, one in parts
+            ]
+            is_same = all(one is new for (_, one), new in zip(parts, made, strict=True))
+            result = value if is_same else _like(value, [part for part, _ in parts], made)
+        self._done[id(value)] = value, result
+        return result
+
+    def _name(self, name: str) -> str:
+        while name in self._names:  # two paths may make one, as "a.b" and "a" with "b" below
             name += "'"
-        names.add(name)
-        return act(name, value)
-    parts = value.items() if isinstance(value, dict) else enumerate(value)
-    items = [
-        (part, _mapped(one, act, f"{prefix}.{part}" if prefix else str(part), names))
-        for part, one in parts
-    ]
+        self._names.add(name)
+        return name
+
+
+def _like(value: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    """Return a container of the same kind."""
     if isinstance(value, dict):
         result: Any = copy.copy(value)  # with its attributes, as the versions of a model's modules
-        result.update(items)
+        for key, one in zip(keys, values, strict=True):
+            result[key] = one
         return result
-    made = [one for _, one in items]
     if isinstance(value, list):
-        return made
-    return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        return list(values)
+    return type(value)(*values) if hasattr(value, "_fields") else tuple(values)

@@ -4,7 +4,7 @@ import datetime as dt
 import enum
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,10 +230,12 @@ def test_a_used_lbfgs_is_taken_back_to_its_shorter_history(memory_job: Job) -> N
     model, optimizer = _trained(torch.optim.LBFGS, 1)
     app = TrainState(model, optimizer, rng=False)
     _save(memory_job, app=app)
-    before = repr(optimizer.state_dict())
+    [before] = optimizer.state_dict()["state"].values()
+    known = {key: repr(value) for key, value in before.items()}
     _step(model, optimizer, 2)
     _load(memory_job, app=app)
-    assert repr(optimizer.state_dict()) == before
+    [after] = optimizer.state_dict()["state"].values()
+    assert {key: repr(value) for key, value in after.items()} == known
 
 
 def test_torchs_own_load_refuses_state_that_has_no_room(memory_job: Job) -> None:
@@ -374,6 +376,76 @@ def test_groups_that_are_split_otherwise_take_each_parameters_options(memory_job
     )
 
 
+def test_state_that_no_optimizer_takes_is_named(
+    memory_job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Experts(0)
+    optimizer = torch.optim.AdamW([*model.busy.parameters(), *model.idle.parameters()])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    _save(memory_job, both=TrainState(model, optimizer))
+    other = Experts(1)
+    resumed = torch.optim.AdamW(other.busy.parameters())
+    _load(memory_job, both=TrainState(other, resumed))
+    assert len(resumed.state) == 2
+    [line] = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "more of both than is restored: both.optimizer.state.idle." in line
+
+
+def test_state_of_another_kind_of_optimizer_is_refused(memory_job: Job) -> None:
+    trained = _trained(lambda parameters: torch.optim.SGD(parameters, 0.5, momentum=0.9))
+    _save(memory_job, app=TrainState(*trained))
+    app = TrainState(*_trained(torch.optim.AdamW, 0))
+    with pytest.raises(dcp_mem.DcpMemError, match=r"another kind of optimizer: .*momentum_buffer"):
+        _load(memory_job, app=app)
+
+
+def test_a_rate_that_was_a_tensor_stays_what_it_was_in_a_whole_number(memory_job: Job) -> None:
+    model, optimizer = _trained(lambda p: torch.optim.SGD(p, torch.tensor(0.5), foreach=False))
+    _save(memory_job, app=TrainState(model, optimizer))
+    other, resumed = _trained(lambda parameters: torch.optim.SGD(parameters, 1), 0)
+    _load(memory_job, app=TrainState(other, resumed))
+    assert resumed.param_groups[0]["lr"] == 0.5
+
+
+def test_options_of_a_group_without_parameters_are_restored(memory_job: Job) -> None:
+    def made(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(3, 2)
+        groups: list[dict[str, Any]] = [
+            {"params": list(model.parameters())},
+            {"params": [], "lr": rate},
+        ]
+        return model, torch.optim.SGD(groups, 0.1)
+
+    _save(memory_job, app=TrainState(*made(0.33)))
+    model, resumed = made(0.7)
+    _load(memory_job, app=TrainState(model, resumed))
+    assert [group["lr"] for group in resumed.param_groups] == [0.1, 0.33]
+
+
+class Nested(torch.optim.SGD):
+    """SGD that keeps a history under numbers."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                history = self.state[parameter].setdefault("history", {})
+                if parameter.grad is not None and parameter.grad.abs().sum():
+                    history[len(history)] = [parameter.grad.clone(), len(history)]
+        return super().step(closure)
+
+
+def test_state_in_dicts_and_lists_comes_back_in_its_shape(memory_job: Job) -> None:
+    model, optimizer = _trained(Nested)
+    _save(memory_job, app=TrainState(model, optimizer))
+    other, resumed = _trained(Nested, 0)
+    _load(memory_job, app=TrainState(other, resumed))
+    assert repr(resumed.state_dict()["state"]) == repr(optimizer.state_dict()["state"])
+    histories = [of["history"] for of in resumed.state.values()]
+    assert [list(one) for one in histories] == [[0, 1, 2]] * 2
+
+
 # -- ranks -----------------------------------------------------------------------------------------
 
 
@@ -511,6 +583,56 @@ def test_harmless_kinds_come_back_under_the_readers_rules(memory_job: Job, kind:
     app = TrainState(nn.Linear(2, 2), extra={"x": None})
     found = _load(memory_job, app=app, other=None)
     assert repr(app.extra["x"]) == repr(HARMLESS[kind]) == repr(found["other"][0])
+
+
+def test_counts_beside_a_deque_stay_as_they_are(memory_job: Job) -> None:
+    value = {"counts": Counter(a=3), "deque": deque([1]), "twice": (shared := [deque([2])], shared)}
+    _save(memory_job, value=(value,))
+    (found,) = _load(memory_job, value=None)["value"]
+    assert repr(found) == repr(value)
+    assert found["twice"][0] is found["twice"][1]
+
+
+class Hostile:
+    """Unpickles as a call of something that the reader admits."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Hostile(list, (range(10),)),
+        Hostile(set, (range(1 << 40),)),
+        Hostile(deque, (range(10),)),
+        Hostile(bytes, (1 << 40,)),
+        Hostile(frozenset, (range(10),)),
+        np.array([1, "a"], dtype=object),
+        np.zeros(2, dtype=[("a", "i4"), ("b", "f8")]),
+        int,
+    ],
+    ids=["list", "long range", "deque", "bytes", "frozenset", "objects", "fields", "class"],
+)
+def test_what_could_do_harm_is_refused(memory_job: Job, value: Any) -> None:
+    _save(memory_job, value=(value,))
+    with pytest.raises(dcp.CheckpointException, match="UntrustedObject"):
+        _load(memory_job, value=None)
+
+
+def test_values_that_hold_each_other_many_times_are_read_in_no_time(memory_job: Job) -> None:
+    value: Any = (deque([1]), torch.ones(1))
+    for _ in range(60):
+        value = (value, value)
+    _save(memory_job, app=TrainState(nn.Linear(2, 2), extra={"x": value}))
+    app = TrainState(nn.Linear(2, 2), extra={"x": None})
+    _load(memory_job, app=app)
+    for _ in range(60):
+        app.extra["x"] = app.extra["x"][1]
+    assert repr(app.extra["x"]) == repr((deque([1]), torch.ones(1)))
 
 
 class Colour(enum.Enum):
