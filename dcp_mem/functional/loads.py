@@ -34,6 +34,7 @@ from dcp_mem.functional.stateful import (
     room_makers,
 )
 from dcp_mem.loading.dcp_takeover import why_not_own_plan
+from dcp_mem.loading.load import name_left_out
 from dcp_mem.planning.load_planner import LocalLoadPlanner
 from dcp_mem.planning.refusing_planners import RefusingLoadPlanner
 from dcp_mem.planning.tensor_choice import TensorChoice
@@ -185,6 +186,9 @@ def _load(
                 process_group=process_group,
                 **accepted_by(dcp.load, no_dist=(no_dist, False)),
             )
+        if isinstance(planner, LocalLoadPlanner) and (no_dist or not dist.is_initialized()):
+            # Of several ranks, each needn't load all; only our own reader has them compare.
+            name_left_out(planner.names_of(planner.left_out()), planner.objects)
     if isinstance(planner, LocalLoadPlanner):
         planner.take_out_lacking()
     _put_into(state_dict, loaded, keys)

@@ -87,7 +87,7 @@ def load_opened(
     if isinstance(planner, LocalLoadPlanner):
         left_out = planner.names_of(outcome.left_out)
         if load.request.leaves_record and (load.ranks.rank == 0 or not load.is_collective):
-            _name_left_out(left_out, planner.objects)
+            name_left_out(left_out, planner.objects)
     report = report_of(load, opened, outcome.used, left_out)
     if load.request.leaves_record and load.ranks.rank == outcome.recorder[1]:
         record_load(load, report)
@@ -96,7 +96,7 @@ def load_opened(
     return report
 
 
-def _name_left_out(names: Sequence[str], objects: Mapping[str, str]) -> None:
+def name_left_out(names: Sequence[str], objects: Mapping[str, str]) -> None:
     """Say what the checkpoint has below loaded entries that no rank has loaded."""
     for key, advice in objects.items():
         below = [name for name in names if name.startswith(f"{key}.")]
@@ -154,6 +154,7 @@ def _read_together(
             )
         )
     text, damaged = _failure_text(read.error), _damaged_in_memory(load, opened, read.error)
+    left_out = attempt(planner.left_out if isinstance(planner, LocalLoadPlanner) else bytes)
     rank = load.ranks.rank
     own = _Outcome(
         failures=((rank, text),) if text else (),
@@ -161,7 +162,7 @@ def _read_together(
         texts={text: (rank, number) for number, text in enumerate(troubles)},
         used=read.value if read.error is None else Counter(),
         recorder=(load.memory is None, rank),
-        left_out=planner.left_out() if isinstance(planner, LocalLoadPlanner) else b"",
+        left_out=left_out.value if left_out.error is None else b"",
     )
     joined = load.ranks.all_reduce(own, _Outcome.join)
     if not load.is_collective:  # each rank has read a checkpoint of its own

@@ -164,6 +164,16 @@ def test_a_fresh_optimizer_of_its_own_is_told_to_have_no_state(
     assert "TrainState(model, optimizer)" in line
 
 
+def test_a_checkpoint_of_torchs_is_compared_as_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dcp.save({"torchs": Holder({"a": torch.ones(2), "b": torch.ones(2)})}, checkpoint_id=tmp_path)
+    state = {"torchs": Holder({"a": torch.zeros(2)})}
+    dcp_mem.load(state, storage_reader=dcp.FileSystemReader(tmp_path))
+    [line] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert "more of torchs than is restored: torchs.b" in line
+
+
 def _load_a_stage(job: Job) -> tuple[str, ...]:
     reader = job.reader()
     stage = {f"layer-{dist.get_rank()}": torch.zeros(2)}
