@@ -22,7 +22,7 @@ TESTED = {
     "prometheus-client": ("0.20", "1"),
     "pytorch-lightning": _LIGHTNING,
     "s3fs": ("2024.12", "2027"),
-    "tensorboard": ("2.16", "3"),
+    "tensorboard": ("2.17", "3"),
     "torch": ("2.6", "2.16"),
     "torch_checkpointing": ("0.1.1", "0.2"),
     "torchft": ("0.2", "0.3"),

@@ -108,7 +108,7 @@ class AcceleratorCheckpoints:
             return dataloader
         rest: Any = self._accelerator.skip_first_batches(dataloader, number)
         if hasattr(rest, "set_epoch"):
-            # Accelerate before 1.14 begins with the first epoch's order.
+            # Accelerate before 1.15 begins with the first epoch's order.
             rest.set_epoch(dataloader.iteration)
         return self._rest(rest)
 
