@@ -8,6 +8,7 @@ otherwise, torch plans the whole.
 
 from __future__ import annotations
 
+import gc
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -48,7 +49,10 @@ def refuse_other_save(plan: LocalPlan, leaves: Sequence[Any]) -> None:
         plan: dcp_mem's.
         leaves: In the order of `plan.names`.
     """
-    _hold(_written_by_torch, plan, leaves, np.arange(len(leaves)))
+    try:
+        _hold(_written_by_torch, plan, leaves, np.arange(len(leaves)))
+    finally:
+        gc.collect(1)  # torch 2.6 leaves cycles that hold the values
 
 
 def refuse_other_load(plan: LocalPlan, leaves: Sequence[Any]) -> None:
