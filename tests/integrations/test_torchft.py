@@ -587,6 +587,7 @@ def test_a_replica_that_is_killed_heals_and_is_equal_to_the_survivor_to_the_bit(
     try:
         with ExitStack() as stack:
             survivor, victim = life(stack, 0, 0), life(stack, 1, 0)
+            reaches((0, 0), 1, "the survivor trains")  # the victim may have begun by itself
             reaches((1, 0), 5, "the replicas train together")
             victim.kill()
             killed_at = notes[0, 0].all()[-1]["step"]
