@@ -1,4 +1,4 @@
-"""Which releases dcp_mem has been run with, and a warning about any other."""
+"""The releases that dcp_mem has been run with, and a warning about any other."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _bytes() -> bytes:
 
 
 class HarmlessKinds:
-    """What `torch.serialization.safe_globals` takes for one stream, and the value that it makes."""
+    """The kinds that torch is told to admit for one stream, and the value read with them."""
 
     def __init__(self) -> None:
         self._stand_ins: dict[int, tuple[Any, Callable[[Any], Any]]] = {}

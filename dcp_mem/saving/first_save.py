@@ -1,4 +1,4 @@
-"""What the first save of a structure tells of its byte items: which of them no load would restore.
+"""At the first save of a structure, name the byte items that no load would restore.
 
 1. As the ranks plan: values that differ from rank to rank, of which one rank's is saved.
 2. Behind training: what a load refuses by default, as it isn't made of harmless kinds.

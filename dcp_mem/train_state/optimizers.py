@@ -43,7 +43,7 @@ class Optimizers:
 
     @property
     def are_unnamed(self) -> bool:
-        """Whether nobody has asked yet for what is saved, and so for the parameters' names."""
+        """Whether the parameters' names aren't known yet: nothing has been saved or loaded."""
         return bool(self._optimizers) and not self._names
 
     @contextmanager

@@ -70,8 +70,8 @@ class TrainState:
         if not all(isinstance(name, str) for name in self.extra):
             raise ConfigError(f"extra={list(self.extra)!r}: give names as keys")
         self._model = model
-        self._optimizers = Optimizers(model, _optimizers(optimizer))
         self._optimizer_list = _optimizers(optimizer)
+        self._optimizers = Optimizers(model, self._optimizer_list)
         self._scheduler = scheduler
         self._dataloader = dataloader
         self._rng = rng
