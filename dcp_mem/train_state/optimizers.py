@@ -15,11 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 
 from dcp_mem.common.log import log
-from dcp_mem.errors import DcpMemError
+from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.planning.entries import SavedEntry, first_of
 from dcp_mem.planning.own_keys import is_fsdp_1
 from dcp_mem.train_state.values import Tensors, as_tuple, on_cpu, put_together, taken_apart
@@ -45,6 +49,27 @@ class Optimizers:
     def are_unnamed(self) -> bool:
         """Whether the parameters' names aren't known yet: nothing has been saved or loaded."""
         return bool(self._optimizers) and not self._names
+
+    def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return torch's state dicts of the model and of the optimizers."""
+        try:
+            return get_state_dict(self._model, self._optimizers)
+        except KeyError:
+            of_model = set(map(id, self._model.parameters()))
+            strangers = [
+                str(tuple(one.shape))
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+                for one in group["params"]
+                if id(one) not in of_model
+            ]
+            if not strangers:
+                raise
+            raise ConfigError(
+                f"the optimizer has parameters that the model lacks, of shape "
+                f"{first_of(strangers)}: make it after the model is sharded, and give TrainState a "
+                'module that has them all, such as nn.ModuleDict({"model": model, "head": head})'
+            ) from None
 
     @contextmanager
     def having_state(self) -> Iterator[list[bool]]:
@@ -104,7 +129,7 @@ class Optimizers:
             return NotImplemented  # another rank's, or nobody's: the ranks find out together
         if entry.size is None:
             return ()
-        if entry.size == parameter.shape:
+        if entry.size == parameter.shape and entry.path[-1] != "step":  # which stays on the CPU
             return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
         return torch.empty(entry.size, dtype=entry.dtype)
 

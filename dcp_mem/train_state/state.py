@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -86,7 +86,7 @@ class TrainState:
         """
         rank, world_size = _rank_and_world_size()
         with own_keys_given(self._model) as apart, self._optimizers.having_state() as is_fresh:
-            model, found = get_state_dict(self._model, self._optimizer_list)
+            model, found = self._optimizers.state_dicts()
         model.update(apart)
         self._frozen = _frozen_storages(self._model)
         values = {name: taken_apart(_state_of(value)) for name, value in self.extra.items()}

@@ -436,6 +436,14 @@ def test_extra_values_without_names_are_refused() -> None:
         TrainState(nn.Linear(2, 2), extra={1: "one"})  # type: ignore[dict-item]
 
 
+def test_an_optimizer_of_parameters_that_the_model_lacks_is_refused() -> None:
+    model, head = nn.Linear(3, 3), nn.Linear(3, 2)
+    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])
+    state = TrainState(model, optimizer)
+    with pytest.raises(ConfigError, match=r"lacks, of shape \(2, 3\), \(2,\): make it after"):
+        state.state_dict()
+
+
 # -- ranks -----------------------------------------------------------------------------------------
 
 
