@@ -152,7 +152,7 @@ def _look_at(storage: Storage, name: str) -> _Known | None:
     except StorageKeyMissing:  # it has gone meanwhile
         return None
     own = [one for one in found if one.scope == names.COLLECTIVE and not one.problem]
-    if not own or own[0].manifest is None:
+    if not own or own[0].manifest is None or own[0].is_renamed:  # somebody keeps it
         return None
     return _known(own[0].manifest, is_rejected=bool(own[0].rejected))
 

@@ -36,6 +36,7 @@ class StoredCheckpoint:
         problem: Why it can't be loaded from there; "" if it can.
         rejected: Why it is not to be resumed from; "" if nobody has rejected it.
         metadata: Identity of its `.metadata`.
+        is_renamed: Whether it was saved under another name, and copied or moved since.
     """
 
     name: str
@@ -46,6 +47,7 @@ class StoredCheckpoint:
     metadata: str
     problem: str = ""
     rejected: str = ""
+    is_renamed: bool = False
 
     @property
     def save_id(self) -> str:
@@ -274,7 +276,7 @@ def _of_scope(
     if ours:
         return [
             replace(
-                _described(manifest, metadata, entries),
+                _described(manifest, name, metadata, entries),
                 rejected=rejections.get(manifest.save_id, ""),
             )
             for manifest in ours
@@ -313,7 +315,7 @@ def _manifest(storage: Storage, key: str) -> Manifest | str:
 
 
 def _described(
-    manifest: Manifest, metadata: Entry, entries: Mapping[str, Entry]
+    manifest: Manifest, name: str, metadata: Entry, entries: Mapping[str, Entry]
 ) -> StoredCheckpoint:
     problem, nbytes = "", 0
     for segment in manifest.segments:
@@ -323,9 +325,10 @@ def _described(
             there = "missing" if entry is None else f"{entry.nbytes} of {segment.nbytes} bytes"
             problem = f"segment of rank {names.home_rank(segment.rank)}: {there}"
     return StoredCheckpoint(
-        name=manifest.name,
+        name=name,
         scope=manifest.scope,
-        manifest=manifest,
+        manifest=replace(manifest, name=name),
+        is_renamed=manifest.name != name,
         modified=metadata.modified,
         nbytes=nbytes,
         metadata=metadata.identity,

@@ -150,6 +150,19 @@ def test_others_checkpoints_and_files_are_left_alone(job: Job) -> None:
     dcp.load(make_state(0), checkpoint_id=url / "by-torch")
 
 
+def test_what_was_moved_or_copied_stays_and_is_loaded_by_its_new_name(job: Job) -> None:
+    url = Path(str(job.url))
+    with job.writer(keep_storage=2, keep_memory=1) as writer:
+        _save_all(writer, LOSSES[:3])
+        (url / "step-10").rename(url / "moved")
+        shutil.copytree(url / "step-20", url / "copied")
+        _save_all(writer)
+        wait_until(lambda: "step-30" not in _stored(PosixStorage(str(url))), "retention")
+    assert _stored(PosixStorage(str(url))) == {"moved", "copied", *_steps(40, 50)}
+    assert load_anew(job, "moved").number == 1
+    assert load_anew(job, "copied").number == 2
+
+
 def test_without_a_policy_everything_stays(job: Job) -> None:
     with job.writer() as writer:
         _save_all(writer)
