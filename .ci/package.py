@@ -19,7 +19,7 @@ import time
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import Distribution, PathDistribution, distributions
@@ -77,8 +77,11 @@ def main() -> None:
         _check(sdist, wheel)
         _owners()  # Once, before the threads ask.
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            uses = [pool.submit(_use, wheel, Path(made), extra) for extra in ("", *told.only)]
-            used = [use.result() for use in uses]
+            uses = {
+                extra: pool.submit(_use, wheel, Path(made) / "beside", extra)
+                for extra in ("", *told.only)
+            }
+        used = [_alone_if_failed(use, wheel, Path(made), extra) for extra, use in uses.items()]
     print(f"used from the wheel: {', '.join(filter(None, used))}")
 
 
@@ -155,6 +158,15 @@ def _use(wheel: Path, made: Path, extra: str = "") -> str:
         told = {"extra": extra, "root": root, "storage_options": dict(options)}
         _run([*command, json.dumps(told)], cwd=away, DCP_MEM_ROOT=memory)
         return name
+
+
+def _alone_if_failed(use: Future[str], wheel: Path, made: Path, extra: str) -> str:
+    """Return what a use returned; one that failed beside the others is tried once more, alone."""
+    try:
+        return use.result()
+    except (Exception, SystemExit) as error:
+        print(f"UNSTABLE, if it passes alone: {extra or 'the package'}: {error}", flush=True)
+        return _use(wheel, made / "again", extra)
 
 
 def _fresh(environment: Path, wheel: Path) -> Path:
