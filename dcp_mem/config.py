@@ -563,6 +563,20 @@ def run_identity() -> str:
     return f"MASTER={address}:{port}" if address and port else ""
 
 
+def checked_state(state: object) -> dict[str, Any]:
+    """Return a state dict to save or load into.
+
+    Raises:
+        ConfigError: It is no dict, such as a bare model.
+    """
+    if isinstance(state, Mapping):
+        return state  # type: ignore[return-value]
+    raise ConfigError(
+        'state: give a dict such as {"app": TrainState(model, optimizer)}, '
+        f"not a {type(state).__name__}"
+    )
+
+
 def checked_step(step: object) -> int | None:
     """Return the number of a training step, or None.
 
@@ -579,6 +593,10 @@ def checked_step(step: object) -> int | None:
     except TypeError:
         number = -1
     if number < 0 or isinstance(step, bool):
+        if isinstance(step, Mapping):
+            raise ConfigError(
+                "step is a dict: give the number of the training step, then the state"
+            )
         raise ConfigError(f"step={step!r}: give the number of the training step, 0 or more")
     return number
 

@@ -28,7 +28,7 @@ from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.comm.dcp_errors import cause_of
 from dcp_mem.common.log import log
 from dcp_mem.common.values import CheckpointStatus, Outcome, SaveInfo, State
-from dcp_mem.config import checked_metrics, checked_step
+from dcp_mem.config import checked_metrics, checked_state, checked_step
 from dcp_mem.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -39,6 +39,7 @@ from dcp_mem.errors import (
     WaitTimeout,
 )
 from dcp_mem.format.manifest import Manifest
+from dcp_mem.functional.stateful import Refusing
 from dcp_mem.manager.crash_loop import TIMES, CrashLoop
 from dcp_mem.manager.feed import Feed, rank_in
 from dcp_mem.manager.preemption import Preemption
@@ -89,8 +90,8 @@ class CheckpointManager:
             optimizer state, so that `save` doesn't, as in `dcp_mem.async_save`; implies
             async_save.
         on_error: "warn" logs what fails, in saves and behind training, and training goes on;
-            "raise" raises it from the next `save`, on all ranks alike. Arguments that are wrong on
-            all ranks always raise.
+            "raise" raises it from the next `save`, on all ranks alike. What is wrong in a call
+            itself always raises, on the ranks that made it.
         preemption: Names of signals ("SIGTERM", "SIGUSR1") at which the newest checkpoint is
             flushed before the signal takes its usual effect; see `Preemption`.
         preemption_deadline: Seconds that this flush may take at most.
@@ -200,14 +201,17 @@ class CheckpointManager:
         self._crash_loop.passed(number)
         saved = Saved(step=number, name=f"step-{number}", outcome="not due")
         if not (force_persist or self._pace.is_due(number)):
+            checked_state(state)
             return saved
         self._preemption.wait()
         started, until_next = time.monotonic(), self._steps_until_next(number)
         failed = self._finish_begun()
-        found = attempt(lambda: (checked_metrics(metrics), dict(state), *self._found_behind()))
+        found = attempt(
+            lambda: (checked_metrics(metrics), dict(checked_state(state)), *self._found_behind())
+        )
         # The other ranks wait for this one: it takes part, with its error.
         figures, items, troubles, rejections = (
-            found.value if found.error is None else ({}, {"": _Refusing(found.error)}, (), ())
+            found.value if found.error is None else ({}, {"": Refusing(found.error)}, (), ())
         )
         troubles = (*failed, *troubles)
         saved = replace(saved, troubles=(*troubles, *rejections))
@@ -219,18 +223,11 @@ class CheckpointManager:
             self._writer._saver.annotate(SaveInfo(number, figures, force_persist, until_next))
             saved = save(saved, items, started)
         except Exception as error:
-            if isinstance(error, ConfigError) and not self._is_of_few(error):
+            if isinstance(error, ConfigError):  # the call itself is wrong
                 raise
             return self._failed(replace(saved, seconds=time.monotonic() - started), error)
         self._raise_on_all_ranks(troubles)
         return saved
-
-    def _is_of_few(self, error: ConfigError) -> bool:
-        """Tell whether some ranks alone have got something wrong, and others haven't."""
-        cause, size = error.__cause__, 1
-        if dist.is_available() and dist.is_initialized():
-            size = dist.get_world_size(self._process_group)
-        return isinstance(cause, RankFailed) and len(cause.failures) < size
 
     def _begin_comparison(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
         """Have replicas compared; return the state dict, without stateful objects if possible."""
@@ -753,19 +750,6 @@ def _failures(memory: JobMemory | None) -> list[_Failure]:
         if error:
             found.append(_Failure(one.name, one.save_id, held.manifest.run, error))
     return found
-
-
-class _Refusing:
-    """Stands for a state that this rank couldn't make."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def state_dict(self) -> dict[str, Any]:
-        raise self._error
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        return
 
 
 class _Pace:
