@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from dcp_mem.common.azure_urls import abfs_url
 from dcp_mem.common.values import HISTORIES, RECOVERIES, RESUMES
@@ -77,6 +77,23 @@ class ExportOrder:
     request: bytes = field(repr=False)
 
 
+class Purpose(NamedTuple):
+    """What connections are for: ranks meet where all of it is the same.
+
+    Attributes:
+        verb: The kind of call.
+        job: Name of the job.
+        root: Of the job on storage; "" for none.
+    """
+
+    verb: str
+    job: str = ""
+    root: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.job} {self.root}".rstrip()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The user's settings, checked and with defaults filled in.
@@ -132,6 +149,25 @@ class Settings:
     export: ExportOrder | None = None
     shows_history: bool = False
     makes_directories: bool = False
+
+    @property
+    def in_common(self) -> tuple[str, ...]:
+        """Texts of what must be the same on all ranks, beside job and root."""
+        copies, k = self.redundancy.copies, self.redundancy.parity
+        keep = self.keep_memory
+        return (
+            f"keep_memory={keep.count if isinstance(keep, KeepLast) else keep}",
+            f"redundancy=parity({k})" if k else f"replicas={copies}",
+            f"on_full={self.on_full!r}",
+            f"on_slow_storage={self.on_slow_storage!r}",
+            f"on_replication={self.on_replication!r}",
+            f"transport={self.transport!r}",
+            f"overwrite={self.overwrite}",
+        )
+
+    def purpose(self, verb: str) -> Purpose:
+        """Return what connections for a kind of call are for."""
+        return Purpose(verb, self.job, self.url or "")
 
     @property
     def keep(self) -> int:
@@ -314,6 +350,15 @@ def exchange_timeout() -> float:
         ConfigError: The variable is no number above 0.
     """
     return _seconds_from("DCP_MEM_TIMEOUT", 600.0)
+
+
+def wait_warning() -> float:
+    """Return the seconds after which a rank says for whom it waits: $DCP_MEM_WAIT_WARNING, else 30.
+
+    Raises:
+        ConfigError: The variable is no number above 0.
+    """
+    return _seconds_from("DCP_MEM_WAIT_WARNING", 30.0)
 
 
 def lines_of_channel() -> int:

@@ -142,7 +142,7 @@ class MemoryStorageReader(StorageReader):
             planning.exchanges.only_errors()
             why_not = why_not_own_plan(planning.planner)
         try:
-            call = dcp_call(self._process_group, f"load {self.settings.job}")
+            call = dcp_call(self._process_group, self.settings.purpose("load"))
             if planning is not None and why_not:
                 log_once(f"loads are left to torch's planner, which takes longer: {why_not}")
                 guard_planner(planning, call.ranks, self.close)
@@ -306,7 +306,7 @@ class MemoryStorageReader(StorageReader):
         started = time.monotonic()
         self.close()
         group = process_group if process_group is not None else self._process_group
-        call = direct_call(group, no_dist, f"load {self.settings.job}")
+        call = direct_call(group, no_dist, self.settings.purpose("load"))
         self._is_coordinator = call.rank == 0
         with leaving_on_error(call.ranks), collector_paused():
             request = self._request(call, checkpoint_id, started, weights_only)
@@ -361,7 +361,7 @@ class MemoryStorageReader(StorageReader):
         Args:
             wanted: The only name to look for; None for all of them.
         """
-        call = direct_call(self._process_group, False, f"load {self.settings.job}")
+        call = direct_call(self._process_group, False, self.settings.purpose("load"))
         with leaving_on_error(call.ranks):
             load = LoadAttempt(self._request(call, wanted, time.monotonic(), True))
             return elect_together(load, load.search)

@@ -399,7 +399,7 @@ class MemoryStorageWriter(StorageWriter):
             MemoryBudgetExceeded: `memory_limit` has no room for a checkpoint of this state.
             RankFailed: Another rank could not plan, or open its memory.
         """
-        call = dcp_call(self._saver.process_group, self._saver.purpose)
+        call = dcp_call(self._saver.process_group, self._saver.purpose, "prepare()")
         with leaving_on_error(call.ranks), self._saver.in_turn():
             return prepare(
                 self.settings,

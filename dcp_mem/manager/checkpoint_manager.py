@@ -28,7 +28,7 @@ from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.comm.dcp_errors import cause_of
 from dcp_mem.common.log import log
 from dcp_mem.common.values import CheckpointStatus, Outcome, SaveInfo, State
-from dcp_mem.config import checked_metrics, checked_state, checked_step
+from dcp_mem.config import Purpose, checked_metrics, checked_state, checked_step
 from dcp_mem.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -243,7 +243,7 @@ class CheckpointManager:
         """Tell what has differed between ranks at an earlier save."""
         differing: Sequence[str] = ()
         if self._replicas.is_begun:
-            with self._ranks_in_turn() as ranks:
+            with self._ranks_in_turn("save()") as ranks:
                 differing = self._replicas.finish(ranks)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             for text in differing:
@@ -395,7 +395,7 @@ class CheckpointManager:
 
     def _leave_crash_loop(self) -> None:
         """Reject the checkpoint that the job dies from again and again, if another one is left."""
-        with self._ranks_in_turn() as ranks, leaving_on_error(ranks):
+        with self._ranks_in_turn("restore()") as ranks, leaving_on_error(ranks):
             known = ranks.exchange(self._crash_loop.known(ranks.rank))
         resumes = max(known, key=lambda one: one.count)
         self._crash_loop.before = resumes
@@ -510,7 +510,7 @@ class CheckpointManager:
         decide: Callable[[Sequence[bool]], bool],
     ) -> bool:
         """Act on every rank, decide on rank 0; raise RankFailed on all ranks where one fails."""
-        with self._ranks_in_turn() as ranks:
+        with self._ranks_in_turn("reject()" if what.startswith("rej") else "delete()") as ranks:
             try:
                 with leaving_on_error(ranks):
                     return from_all_ranks(ranks, what, act, decide)
@@ -520,11 +520,11 @@ class CheckpointManager:
                 raise RankFailed(what, [(ranks.rank, described(error))]) from error
 
     @contextmanager
-    def _ranks_in_turn(self) -> Iterator[Ranks]:
-        """Talk to the other ranks, while no save in the background does."""
+    def _ranks_in_turn(self, method: str) -> Iterator[Ranks]:
+        """Talk to the other ranks in a method, while no save in the background does."""
         session = open_session(self._writer.settings)
         with nullcontext() if session is None or self._is_async else session.turns.take():
-            yield direct_call(self._process_group, False, self._purpose).ranks
+            yield direct_call(self._process_group, False, self._purpose, method).ranks
 
     def delete(self, step: int) -> None:
         """Delete a step's checkpoint from the nodes' memory and from storage. Call it on all ranks.
@@ -674,9 +674,9 @@ class CheckpointManager:
         )
 
     @property
-    def _purpose(self) -> str:
+    def _purpose(self) -> Purpose:
         """Purpose of the ranks' connections: the writer's, unless calls here run beside saves."""
-        return f"{'manage' if self._is_async else 'save'} {self._writer.settings.job}"
+        return self._writer.settings.purpose("manage" if self._is_async else "save")
 
     def _found_behind(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return what has failed, and what was rejected, behind training since the last call."""
@@ -710,7 +710,7 @@ class CheckpointManager:
         """Raise FlushFailed, with on_error="raise", on all ranks if a node has had trouble."""
         if not self._raises:
             return
-        with self._ranks_in_turn() as ranks, leaving_on_error(ranks):
+        with self._ranks_in_turn("save()") as ranks, leaving_on_error(ranks):
             own = {ranks.rank: troubles[0]} if troubles else {}
             all_troubles = ranks.all_reduce(own, operator.or_)
         if all_troubles:

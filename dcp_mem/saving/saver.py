@@ -27,7 +27,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
-from dcp_mem.config import Settings, checkpoint_name, run_identity
+from dcp_mem.config import Purpose, Settings, checkpoint_name, run_identity
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.flushing.agent_handle import AgentHandle
 from dcp_mem.flushing.registration import registration_of
@@ -142,7 +142,9 @@ class Saver:
             note_torch_plans(opened.value, self.calls.checked_name(), "use_collectives=False")
         context = SaveContext(
             settings=self.settings,
-            session=opened.value if takeover is None else opened_together(ranks, opened),
+            session=opened.value
+            if takeover is None
+            else opened_together(ranks, opened, self.settings),
             ranks=ranks,
             rank=call.rank,
             scope=scope,
@@ -531,7 +533,7 @@ class Saver:
         call = called(opened, lambda: direct_call(group, no_dist, self.purpose))
         return SaveContext(
             settings=self.settings,
-            session=opened_together(call.ranks, opened),
+            session=opened_together(call.ranks, opened, self.settings),
             ranks=call.ranks,
             rank=call.rank,
             scope=names.COLLECTIVE,
@@ -602,9 +604,9 @@ class Saver:
         return RunIdentity(self._run or run_identity() or run_token(), self._token)
 
     @property
-    def purpose(self) -> str:
+    def purpose(self) -> Purpose:
         """The purpose of the ranks' connections: all saves of one job share them."""
-        return f"save {self.settings.job}"
+        return self.settings.purpose("save")
 
     def wake_agent(self, now: bool = False) -> None:
         """Have the agent look at what is pending; now=True tries at once again what failed."""

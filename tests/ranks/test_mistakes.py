@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,94 @@ def test_a_call_that_is_wrong_on_one_rank_raises_there_and_leaves_nobody_waiting
         [RankFailed.__name__, ""],  # a manager warns of a save that failed elsewhere
         [ConfigError.__name__] * 2,
     ]
+
+
+# -- ranks that wait for each other ----------------------------------------------------------------
+
+_SOON = {"DCP_MEM_WAIT_WARNING": "0.4", "DCP_MEM_TIMEOUT": "4"}
+
+
+def _one_rank_calls(root: str, caller: int) -> tuple[str, list[str]]:
+    lines: list[str] = []
+    logging.getLogger("dcp_mem").addHandler(_Collecting(lines))
+    error = None
+    if dist.get_rank() == caller:
+        manager = CheckpointManager(memory_root=root, job="job", on_error="raise")
+        error = raised_by(lambda: manager.save(1, {"x": torch.ones(2)}))
+    dist.barrier()
+    return type(error).__name__, lines
+
+
+class _Collecting(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+
+@pytest.mark.parametrize("caller", [0, 2])
+def test_a_rank_that_waits_names_the_rank_that_has_not_called(
+    memory_root: Path, caller: int
+) -> None:
+    found = forked_ranks(_one_rank_calls, 3, str(memory_root), caller, env=_SOON)
+    error, lines = found[caller]
+    missing = 1 if caller == 0 else 0
+    assert error == RankFailed.__name__
+    assert lines[0].endswith(f": rank {missing} hasn't called save(); call it on all ranks")
+
+
+def _two_of_three_call(root: str) -> list[str]:
+    rank, lines = dist.get_rank(), list[str]()
+    with CheckpointManager(memory_root=root, job="job", on_error="raise") as manager:
+        manager.save(1, {"x": torch.ones(2)})  # the ranks have met
+        logging.getLogger("dcp_mem").addHandler(_Collecting(lines))
+        if rank < 2:
+            raised_by(lambda: manager.delete(1))
+        dist.barrier()
+    return [line for line in lines if "called" in line]
+
+
+def test_only_the_rank_that_is_not_there_is_named(memory_root: Path) -> None:
+    env = {**_SOON, "DCP_MEM_WAIT_WARNING": "1.5"}  # what one rank notes, others read in time
+    found = forked_ranks(_two_of_three_call, 3, str(memory_root), env=env)
+    assert found[0]
+    assert all("rank 2 hasn't called delete()" in line for line in found[0] + found[1])
+
+
+def _roots_differ(root: str, url: str) -> list[str]:
+    found = []
+    for call in ("restore", "save"):
+        manager = CheckpointManager(f"{url}-{dist.get_rank()}", memory_root=root)
+        state = {"x": torch.ones(2)}
+        act: partial[object] = partial(manager.restore, state)
+        if call == "save":
+            act = partial(manager.save, 1, state)
+        error = raised_by(act)
+        found.append(f"{type(error).__name__}: {error}")
+        dist.barrier()
+    return found
+
+
+def test_roots_that_differ_are_both_named_by_the_first_call(memory_root: Path, url: Path) -> None:
+    env = {**_SOON, "DCP_MEM_TIMEOUT": "60"}
+    for texts in forked_ranks(_roots_differ, 2, str(memory_root), str(url), env=env):
+        for text in texts:
+            assert text.startswith(
+                "ConfigError: the ranks wait for each other under different roots: "
+                f"rank 0 has {url}-0, rank 1 has {url}-1 (is a time or a rank in the path?)"
+            ), text
+
+
+def _settings_differ(root: str) -> str:
+    keep = 2 + dist.get_rank()
+    with CheckpointManager(memory_root=root, job="job", keep_memory=keep) as manager:
+        error = raised_by(lambda: manager.save(1, {"x": torch.ones(2)}))
+    return f"{type(error).__name__}: {error}"
+
+
+def test_settings_that_differ_are_both_named_by_the_first_save(memory_root: Path) -> None:
+    text = "ConfigError: the ranks save with different settings: rank 0 has keep_memory=2, "
+    text += "rank 1 has keep_memory=3; give all ranks the same"
+    assert forked_ranks(_settings_differ, 3, str(memory_root))[:2] == [text] * 2

@@ -69,7 +69,7 @@ class Run:
 
     def ranks(self) -> Ranks:
         """Return the ranks that save together. Call it on all of them."""
-        return direct_call(None, False, f"save {self.settings.job}").ranks
+        return direct_call(None, False, self.settings.purpose("save")).ranks
 
     def join(self) -> None:
         """Take part from here on in completing other ranks' checkpoints, if there are any."""
