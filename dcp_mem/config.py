@@ -29,6 +29,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _MOST_LINES = 16
 _SECRET_IN_URL = re.compile(r"^[^/@]*:[^/@]*@|[?&](sig|token|[\w-]*signature)=", re.IGNORECASE)
+_PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
 _NAME = re.compile(r"[A-Za-z0-9_=+,@%~$][A-Za-z0-9_.=+,@%~$:-]*")
 
 
@@ -453,6 +454,7 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
         )
     protocol, separator, rest = text.partition("://")
     if not separator:
+        _refuse_one_slash(text)
         return os.path.abspath(os.path.expanduser(text))
     if protocol in ("file", "local"):
         return os.path.abspath(rest)
@@ -483,6 +485,20 @@ def _text(argument: str, value: Any) -> str:
             f"{argument}={value!r}: give a text or a path, not a {type(value).__name__}"
         )
     return text
+
+
+def _refuse_one_slash(text: str) -> None:
+    """Raise ConfigError for a URL that has lost a slash, as in Path("s3://bucket/run")."""
+    protocol, colon, rest = text.partition(":")
+    if not colon or not rest.startswith("/") or not _PROTOCOL.fullmatch(protocol):
+        return
+    from fsspec.registry import known_implementations, registry
+
+    if protocol in known_implementations or protocol in registry:
+        raise ConfigError(
+            f"path={text!r}: did you mean {protocol}://{rest.lstrip('/')}? (a Path keeps one slash "
+            "only: give a text)"
+        )
 
 
 def _check_protocol(protocol: str, text: str) -> None:

@@ -22,7 +22,14 @@ order:
 """
 
 from dcp_mem.comm.collectives import Ranks, SingleRank
-from dcp_mem.comm.job_ranks import held_store, known_ranks, ranks_of, run_token, world_size
+from dcp_mem.comm.job_ranks import (
+    held_store,
+    known_ranks,
+    ranks_of,
+    refuse_missing_group,
+    run_token,
+    world_size,
+)
 
 __all__ = [
     "Ranks",
@@ -30,6 +37,7 @@ __all__ = [
     "held_store",
     "known_ranks",
     "ranks_of",
+    "refuse_missing_group",
     "run_token",
     "world_size",
 ]

@@ -37,7 +37,7 @@ from dcp_mem.comm.waits import Waits
 from dcp_mem.comm.wire import TcpWire
 from dcp_mem.common.log import log
 from dcp_mem.config import Purpose, exchange_timeout
-from dcp_mem.errors import DcpMemError, RankFailed
+from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
 
 T = TypeVar("T")
 _STORE_SECONDS = 30.0
@@ -435,6 +435,24 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: Purpose, method: str = ""
         )
     ranks.refresh(method=method)
     return ranks
+
+
+def refuse_missing_group() -> None:
+    """Make sure that ranks which a launcher has started together don't save each on its own.
+
+    They would all make the same checkpoint of the same job.
+
+    Raises:
+        ConfigError: WORLD_SIZE is above 1, and there is no process group.
+    """
+    size = os.environ.get("WORLD_SIZE", "")
+    if (dist.is_available() and dist.is_initialized()) or not size.isdecimal() or int(size) < 2:
+        return
+    raise ConfigError(
+        f"WORLD_SIZE is {size}, but torch.distributed isn't initialised: call "
+        "torch.distributed.init_process_group first, on all ranks (no_dist=True of dcp_mem.save "
+        "saves on one rank alone)"
+    )
 
 
 def known_ranks(group: dist.ProcessGroup | None, purpose: Purpose) -> Ranks | None:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
 
+from dcp_mem.comm import refuse_missing_group
 from dcp_mem.comm.agreement import Attempted, attempt
 from dcp_mem.comm.dcp_call import StagingCall, can_save_staged
 from dcp_mem.comm.dcp_errors import raised_as_by_dcp
@@ -227,12 +228,14 @@ def async_save(
         raises.
 
     Raises:
-        ConfigError: state_dict is no dict, or storage_writer no writer; overlap= with another
-            writer, with a stager, or without an optimizer.
+        ConfigError: state_dict is no dict, or storage_writer no writer; several ranks without a
+            process group; overlap= with another writer, with a stager, or without an optimizer.
         Exception: A stateful object's `state_dict` raised it.
     """
     _refuse_no_writer(storage_writer)
     state_dict = taking_part(state_dict)
+    if isinstance(storage_writer, MemoryStorageWriter) and not no_dist:
+        refuse_missing_group()
     copies: AbstractContextManager[None] = nullcontext()
     if overlap is not None:
         if not isinstance(storage_writer, MemoryStorageWriter) or async_stager is not None:
@@ -240,7 +243,7 @@ def async_save(
         copies = storage_writer._saver.overlapping(overlap_of(overlap))
     made: Attempted[dict[str, Any]] = Attempted((state_dict,))
     if isinstance(storage_writer, MemoryStorageWriter) and async_stager is None:
-        made = attempt(lambda: without_stateful(state_dict))
+        made = attempt(partial(_made_for, storage_writer, state_dict))
     stages_itself = (
         isinstance(storage_writer, MemoryStorageWriter)
         and type(storage_writer).stage is MemoryStorageWriter.stage
@@ -268,6 +271,11 @@ def async_save(
         wait([getattr(response, "upload_completion", response)])
         raise made.error
     return begun
+
+
+def _made_for(writer: MemoryStorageWriter, state_dict: dict[str, Any]) -> dict[str, Any]:
+    writer._saver.refuse_unwritable()
+    return without_stateful(state_dict)
 
 
 def _begin_by_dcp(state_dict: dict[str, Any], **arguments: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_mem.comm import SingleRank, known_ranks, run_token
+from dcp_mem.comm import SingleRank, known_ranks, refuse_missing_group, run_token
 from dcp_mem.comm.agreement import Attempted, attempt
 from dcp_mem.comm.dcp_call import (
     StagingCall,
@@ -65,7 +65,7 @@ from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.saving.sends import next_send, note_staged, wait_to_send
 from dcp_mem.saving.streams import NothingNew, StreamItems, Streams
 from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, Planned, SaveContext
-from dcp_mem.storage.destination import lives_in_one_process
+from dcp_mem.storage.destination import lives_in_one_process, trial_of
 
 _SENT_BY_ALL, _SENT_ALONE = "sent by all", "sent alone"
 """Scopes of the plans by which a process copies for saves that another one makes."""
@@ -107,6 +107,7 @@ class Saver:
         self._next_info = SaveInfo()
         self._copies_to_send = 0  # of this saver, to the process that saves what was staged
         self._agent = AgentHandle(settings.memory_root)
+        self._trial = trial_of(settings.url) if not settings.persist.is_never else None
         self._home = os.getpid()
 
     # -- DCP drives the save -----------------------------------------------------------------------
@@ -130,6 +131,8 @@ class Saver:
             takeover: Where dcp_mem may plan the save; None where DCP's planner has to.
             uses_collectives: False makes each rank save a checkpoint of its own.
         """
+        if os.environ.get("RANK", "0") != "0":  # rank 0 may save alone, with no_dist=True
+            refuse_missing_group()
         staged = takeover.staged if takeover is not None else None
         info = self.take_info() if staged is None else staged.info
         if takeover is None:
@@ -526,6 +529,8 @@ class Saver:
         no_dist: bool,
     ) -> SaveContext:
         """Begin a save that DCP doesn't drive: open the job's memory, and connect the ranks."""
+        if not no_dist:
+            refuse_missing_group()
         info = self.take_info()  # it is of this save, also where that fails at once
         self.reset(checkpoint_id)
         group = process_group if process_group is not None else self.process_group
@@ -544,6 +549,7 @@ class Saver:
 
     def _open(self) -> Session:
         self.calls.checked_name()
+        self.refuse_unwritable()
         session = self.open_session()
         session.heap.settle()
         return session
@@ -577,9 +583,15 @@ class Saver:
                 "another one: let async_save use a thread (AsyncCheckpointerType.THREAD)"
             )
 
+    def refuse_unwritable(self) -> None:
+        """Raise ConfigError where the root turned out to take no files."""
+        if self._trial is not None and self._trial.is_passed():
+            self._trial = None
+
     def _named(self, session: Session) -> Session:
         """Return the session of a save that has a name. Raises ConfigError where it has none."""
         self.calls.checked_name()
+        self.refuse_unwritable()
         return session
 
     @contextmanager
@@ -636,6 +648,7 @@ class Saver:
             **self.__dict__,
             "calls": None,
             "process_group": None,
+            "_trial": None,
             "frozen": None,  # what is staged has been copied in the caller's process
             "_next_info": info,
             "_copies_to_send": 0,

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from dcp_mem.errors import ConfigError
+from dcp_mem.common.parallel import daemon
+from dcp_mem.errors import ConfigError, DcpMemError, StorageRefused
+from dcp_mem.storage.posix import PosixStorage
 
 _CACHE = "a cache shows old files and loses the condition of a put: leave it out of the URL"
 _UNFIT = {
@@ -32,6 +34,8 @@ _UNFIT = {
     "cached": _CACHE,
 }
 _OF_ONE_PROCESS = {"memory"}
+_TRIAL_SECONDS = 1.0
+"""The most that the first save waits for the trial of its root."""
 
 
 def refuse_unusable(
@@ -68,6 +72,46 @@ def refuse_unusable(
                 "the agent doesn't have it: choose agent='thread', or have the class's package "
                 "register it (entry point fsspec.specs)"
             )
+
+
+class Trial:
+    """Tries in the background whether a directory takes files, as far as it answers."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._patience = url, _TRIAL_SECONDS
+        self._begin()
+
+    def _begin(self) -> None:
+        self._refusals: list[str] = []
+        self._thread = daemon(self._try, "dcp_mem-trial")
+
+    def _try(self) -> None:
+        try:
+            PosixStorage(self._url).try_out()
+        except StorageRefused as error:
+            self._refusals.append(error.reason)
+        except DcpMemError:  # it may help to try again: the flush does
+            pass
+
+    def is_passed(self) -> bool:
+        """Return whether nothing speaks against the directory; False where it doesn't answer.
+
+        Raises:
+            ConfigError: It takes no files. The next call tries again.
+        """
+        self._thread.join(self._patience)
+        if self._refusals:
+            reason = self._refusals[0]
+            self._begin()
+            raise ConfigError(f"path={self._url!r} takes no checkpoints: {reason}")
+        self._patience = 0.0
+        return not self._thread.is_alive()
+
+
+def trial_of(url: str | None) -> Trial | None:
+    """Return the trial of a job's root; None where it is no directory, or another rank tries it."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    return Trial(url) if url is not None and url.startswith("/") and is_first else None
 
 
 def lives_in_one_process(url: str) -> bool:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from dcp_mem.common.files import (
+    create,
     read_bytes,
     remove,
     remove_directory_if_empty,
@@ -120,6 +121,14 @@ class PosixStorage:
             finally:
                 remove(staged)
             sync_directory(os.path.dirname(path))
+
+    def try_out(self) -> None:
+        """Make the directory, and a file in it that goes at once."""
+        path = self._path(f"trial.{uuid.uuid4().hex[:8]}.tmp")  # as of a put, should it be left
+        with self._translated():
+            self._make_parent(path)
+            os.close(create(path))
+            os.unlink(path)
 
     def get(self, key: str) -> bytes:
         with self._translated(key):
@@ -280,10 +289,19 @@ class PosixStorage:
             directory = os.path.dirname(directory)
         for directory in reversed(missing):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(directory, 0o700)
+                self._make(directory)
             # A directory that may be written but not read can't be synced.
             with contextlib.suppress(PermissionError):
                 sync_directory(os.path.dirname(directory))
+
+    def _make(self, directory: str) -> None:
+        try:
+            os.mkdir(directory, 0o700)
+        except FileNotFoundError:
+            if not os.path.isdir(os.path.dirname(directory)):
+                raise
+            reason = f"no directory can be made there ({directory}). Check the path."  # as in /proc
+            raise StorageRefused(self.url, reason) from None
 
     @contextmanager
     def _translated(self, key: str | None = None) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import dcp_mem
@@ -20,8 +22,9 @@ from dcp_mem import (
     MemoryStorageWriter,
     RankFailed,
     TrainState,
+    every_n_saves,
 )
-from tests.support.processes.forks import forked_ranks, raised_by
+from tests.support.processes.forks import forked, forked_ranks, raised_by
 
 # -- what is wrong in a call -----------------------------------------------------------------------
 
@@ -197,3 +200,83 @@ def test_settings_that_differ_are_both_named_by_the_first_save(memory_root: Path
     text = "ConfigError: the ranks save with different settings: rank 0 has keep_memory=2, "
     text += "rank 1 has keep_memory=3; give all ranks the same"
     assert forked_ranks(_settings_differ, 3, str(memory_root))[:2] == [text] * 2
+
+
+# -- ranks that never met --------------------------------------------------------------------------
+
+
+def _saves_without_a_group(root: str, rank: str) -> list[str]:
+    os.environ |= {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+    options: dict[str, Any] = {"memory_root": root, "job": f"job-{rank}"}
+    writer, state = MemoryStorageWriter(**options), {"x": torch.ones(2)}
+    save: dict[str, Any] = {"checkpoint_id": "a", "storage_writer": writer}
+    calls = [
+        lambda: CheckpointManager(**options).save(1, state),
+        lambda: CheckpointManager(async_save=True, **options).save(1, state),
+        lambda: dcp_mem.save(state, **save),
+        lambda: dcp_mem.async_save(state, **save),
+        lambda: dcp.save(state, **save),
+        lambda: dcp_mem.save(state, no_dist=True, **save),
+    ]
+    return [str(raised_by(call)).split(",")[0] for call in calls]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_without_a_process_group_do_not_save_each_on_its_own(
+    memory_root: Path, rank: int
+) -> None:
+    found = forked(_saves_without_a_group, str(memory_root), str(rank))
+    refused = "WORLD_SIZE is 2"
+    assert found == [refused] * 4 + [refused if rank else "None"] + ["None"]
+
+
+# -- roots that can't work -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("s3:/bucket/run", "s3://bucket/run"),
+        (Path("s3://bucket/run"), "s3://bucket/run"),
+        (Path("abfs://container/run"), "abfs://container/run"),
+        ("gs:/bucket/run", "gs://bucket/run"),
+        ("file:/tmp/run", "file://tmp/run"),
+    ],
+)
+def test_a_url_that_has_lost_a_slash_is_refused(path: Any, meant: str) -> None:
+    for make in (CheckpointManager, MemoryStorageWriter, MemoryStorageReader, dcp_mem.serve):
+        with pytest.raises(ConfigError, match=rf"did you mean {meant}\?"):
+            make(path)
+
+
+def test_a_directory_with_a_colon_is_a_directory(tmp_path: Path, memory_root: Path) -> None:
+    for name in ("10:30/run", "run:/a", "C:/run"):
+        with CheckpointManager(tmp_path / name, memory_root=memory_root) as manager:
+            manager.save(1, {"n": 1})
+        assert (tmp_path / name / "step-1").is_dir()
+
+
+@pytest.mark.parametrize("path", ["/proc/foo", "/dev/null/run"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
+def test_the_first_save_names_a_root_that_cannot_be_made(
+    memory_root: Path, path: str, is_async: bool
+) -> None:
+    with CheckpointManager(path, memory_root=memory_root, async_save=is_async) as manager:
+        for step in (1, 2):
+            with pytest.raises(ConfigError, match=rf"path='{path}' takes no checkpoints: .*Check"):
+                manager.save(step, {"n": 1})
+
+
+def test_a_root_that_can_be_made_is_made_and_has_nothing_in_it(
+    memory_root: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "a" / "run"
+    with CheckpointManager(root, memory_root=memory_root, persist=every_n_saves(9)) as manager:
+        manager.save(1, {"n": 1})
+        assert list(root.iterdir()) == []
+
+
+def test_a_reader_makes_no_root(memory_root: Path, tmp_path: Path) -> None:
+    with MemoryStorageReader(tmp_path / "run", memory_root=memory_root) as reader:
+        assert reader.recoverable() == []
+    assert not (tmp_path / "run").exists()
