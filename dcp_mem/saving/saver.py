@@ -620,17 +620,22 @@ class Saver:
         """The purpose of the ranks' connections: all saves of one job share them."""
         return self.settings.purpose("save")
 
-    def wake_agent(self, now: bool = False) -> None:
-        """Have the agent look at what is pending; now=True tries at once again what failed."""
+    def wake_agent(self, now: bool = False) -> str:
+        """Have the agent look at what is pending; now=True tries at once again what failed.
+
+        Returns:
+            As `AgentHandle.wake`.
+        """
         session = open_session(self.settings)
         if session is not None:
-            session.wake_agent(self.settings, now=now)
-        elif self.settings.agent == "process" and self.settings.url is not None:
+            return session.wake_agent(self.settings, now=now, is_waiting=True)
+        if self.settings.agent == "process" and self.settings.url is not None:
             # The saves are made elsewhere: async_save's process executor.
-            self._agent.wake(registration_of(self.settings, now=now))
-        elif not job_is_live(os.path.join(self.settings.memory_root, self.settings.job)):
+            return self._agent.wake(registration_of(self.settings, now=now), is_waiting=True)
+        if not job_is_live(os.path.join(self.settings.memory_root, self.settings.job)):
             # The process that saved is gone, and its flush thread with it.
-            self.open_session().wake_agent(self.settings, now=now)
+            return self.open_session().wake_agent(self.settings, now=now)
+        return ""
 
     def __getstate__(self) -> dict[str, Any]:
         # For async_save's process executor: the copy opens a session of its own, and finds its

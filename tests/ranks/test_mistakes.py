@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +30,7 @@ from dcp_mem import (
     TrainState,
     every_n_saves,
 )
+from dcp_mem.flushing.agent_handle import socket_directory
 from tests.support.processes.forks import forked, forked_ranks, raised_by
 
 # -- what is wrong in a call -----------------------------------------------------------------------
@@ -170,7 +177,7 @@ def _roots_differ(root: str, url: str) -> list[str]:
     for call in ("restore", "save"):
         manager = CheckpointManager(f"{url}-{dist.get_rank()}", memory_root=root)
         state = {"x": torch.ones(2)}
-        act: partial[object] = partial(manager.restore, state)
+        act: partial[Any] = partial(manager.restore, state)
         if call == "save":
             act = partial(manager.save, 1, state)
         error = raised_by(act)
@@ -280,3 +287,88 @@ def test_a_reader_makes_no_root(memory_root: Path, tmp_path: Path) -> None:
     with MemoryStorageReader(tmp_path / "run", memory_root=memory_root) as reader:
         assert reader.recoverable() == []
     assert not (tmp_path / "run").exists()
+
+
+# -- agents that can't work ------------------------------------------------------------------------
+
+
+def _no_executable() -> None:
+    sys.executable = "/nowhere/python"
+
+
+def _ends_at_once() -> None:
+    sys.executable = "/bin/false"
+
+
+def _close_without_an_agent(root: str, url: str, break_agent: Callable[[], None]) -> list[str]:
+    break_agent()
+    manager = CheckpointManager(url, memory_root=root, on_error="raise")
+    manager.save(1, {"x": torch.ones(2)})
+    found = [str(raised_by(lambda: manager.wait(1))), str(raised_by(manager.close))]
+    loaded = {"x": torch.zeros(2)}
+    assert CheckpointManager(url, memory_root=root).restore(loaded) == 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("break_agent", "why"),
+    [
+        (_no_executable, "can't be started: .*/nowhere/python"),
+        (_ends_at_once, "ends, or is silent"),
+    ],
+)
+def test_close_ends_where_no_agent_can_run_and_names_what_stays_in_memory(
+    memory_root: Path, url: Path, break_agent: Callable[[], None], why: str
+) -> None:
+    env = {"DCP_MEM_TIMEOUT": "1"}
+    for text in forked(_close_without_an_agent, str(memory_root), str(url), break_agent, env=env):
+        assert re.search(
+            rf"the agent {why}.*It stays in this node's memory \(step-1; .*Once an agent runs, the "
+            rf"job's next start here flushes that; so does: dcp-mem flush {url}",
+            text,
+        ), text
+
+
+def _full_without_an_agent(root: str, url: str) -> str:
+    _no_executable()
+    options: dict[str, Any] = {"memory_limit": "8MiB", "on_slow_storage": "all", "keep_memory": 1}
+    manager, error = CheckpointManager(url, memory_root=root, on_error="raise", **options), None
+    for step in range(4):
+        error = error or raised_by(partial(manager.save, step, {"x": torch.ones(1 << 19)}))
+    manager.close(flush=False)
+    return str(error)
+
+
+def test_a_save_does_not_wait_for_room_that_no_agent_makes(memory_root: Path, url: Path) -> None:
+    env = {"DCP_MEM_TIMEOUT": "1"}
+    text = forked(_full_without_an_agent, str(memory_root), str(url), env=env)
+    assert "memory is full until a flush frees some, and the agent can't be started" in text
+
+
+def _stopped_agent(root: str, url: str) -> tuple[list[float], str]:
+    with CheckpointManager(url, memory_root=root) as manager:
+        manager.save(1, {"x": torch.ones(2)})
+        manager.wait(1)
+        agent = _agent_of(root)
+        os.kill(agent, signal.SIGSTOP)
+        taken = [manager.save(step, {"x": torch.ones(2)}).seconds for step in range(2, 10)]
+        error = raised_by(lambda: manager.wait(9))
+        os.kill(agent, signal.SIGCONT)
+        manager.wait(9)
+    return taken, str(error)
+
+
+def _agent_of(root: str) -> int:
+    with socket.socket(socket.AF_UNIX) as connection, socket_directory(root) as directory:
+        connection.connect(f"{directory}/socket")
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("3i", peer)[0])
+
+
+def test_a_stopped_agent_holds_up_one_save_and_no_wait_for_ever(
+    memory_root: Path, url: Path
+) -> None:
+    env = {"DCP_MEM_TIMEOUT": "1"}
+    taken, error = forked(_stopped_agent, str(memory_root), str(url), env=env)
+    assert re.search(r"the agent doesn't answer: it may be stopped.*dcp-mem flush", error), error
+    assert sum(taken) < 0.5 * len(taken)  # each waited for an answer for 0.5 s
