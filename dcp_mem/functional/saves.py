@@ -243,7 +243,7 @@ def async_save(
         copies = storage_writer._saver.overlapping(overlap_of(overlap))
     made: Attempted[dict[str, Any]] = Attempted((state_dict,))
     if isinstance(storage_writer, MemoryStorageWriter) and async_stager is None:
-        made = attempt(partial(_made_for, storage_writer, state_dict))
+        made = attempt(lambda: without_stateful(state_dict))
     stages_itself = (
         isinstance(storage_writer, MemoryStorageWriter)
         and type(storage_writer).stage is MemoryStorageWriter.stage
@@ -271,11 +271,6 @@ def async_save(
         wait([getattr(response, "upload_completion", response)])
         raise made.error
     return begun
-
-
-def _made_for(writer: MemoryStorageWriter, state_dict: dict[str, Any]) -> dict[str, Any]:
-    writer._saver.refuse_unwritable()
-    return without_stateful(state_dict)
 
 
 def _begin_by_dcp(state_dict: dict[str, Any], **arguments: Any) -> Any:

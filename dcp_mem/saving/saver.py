@@ -549,7 +549,7 @@ class Saver:
 
     def _open(self) -> Session:
         self.calls.checked_name()
-        self.refuse_unwritable()
+        self._name_unwritable()
         session = self.open_session()
         session.heap.settle()
         return session
@@ -583,15 +583,17 @@ class Saver:
                 "another one: let async_save use a thread (AsyncCheckpointerType.THREAD)"
             )
 
-    def refuse_unwritable(self) -> None:
-        """Raise ConfigError where the root turned out to take no files."""
-        if self._trial is not None and self._trial.is_passed():
-            self._trial = None
+    def _name_unwritable(self) -> None:
+        """Say, at the first save, where the root takes no files. What is saved stays in memory."""
+        trial, self._trial = self._trial, None
+        if trial is not None and (why_not := trial.refusal()):
+            text = "path=%r takes no checkpoints, so they stay in this node's memory: %s"
+            log.error(text, self.settings.url, why_not)
 
     def _named(self, session: Session) -> Session:
         """Return the session of a save that has a name. Raises ConfigError where it has none."""
         self.calls.checked_name()
-        self.refuse_unwritable()
+        self._name_unwritable()
         return session
 
     @contextmanager

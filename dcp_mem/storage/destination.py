@@ -35,7 +35,7 @@ _UNFIT = {
 }
 _OF_ONE_PROCESS = {"memory"}
 _TRIAL_SECONDS = 1.0
-"""The most that the first save waits for the trial of its root."""
+"""The most that a save waits for the trial of its root."""
 
 
 def refuse_unusable(
@@ -75,37 +75,24 @@ def refuse_unusable(
 
 
 class Trial:
-    """Tries in the background whether a directory takes files, as far as it answers."""
+    """Tries in the background whether a directory takes files."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._patience = url, _TRIAL_SECONDS
-        self._begin()
-
-    def _begin(self) -> None:
-        self._refusals: list[str] = []
+        self._url, self._refusal = url, ""
         self._thread = daemon(self._try, "dcp_mem-trial")
 
     def _try(self) -> None:
         try:
             PosixStorage(self._url).try_out()
         except StorageRefused as error:
-            self._refusals.append(error.reason)
+            self._refusal = error.reason
         except DcpMemError:  # it may help to try again: the flush does
             pass
 
-    def is_passed(self) -> bool:
-        """Return whether nothing speaks against the directory; False where it doesn't answer.
-
-        Raises:
-            ConfigError: It takes no files. The next call tries again.
-        """
-        self._thread.join(self._patience)
-        if self._refusals:
-            reason = self._refusals[0]
-            self._begin()
-            raise ConfigError(f"path={self._url!r} takes no checkpoints: {reason}")
-        self._patience = 0.0
-        return not self._thread.is_alive()
+    def refusal(self) -> str:
+        """Return why it takes none; "" where it does, or doesn't answer soon."""
+        self._thread.join(_TRIAL_SECONDS)
+        return self._refusal
 
 
 def trial_of(url: str | None) -> Trial | None:

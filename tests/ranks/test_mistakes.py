@@ -24,6 +24,7 @@ import dcp_mem
 from dcp_mem import (
     CheckpointManager,
     ConfigError,
+    FlushFailed,
     MemoryStorageReader,
     MemoryStorageWriter,
     RankFailed,
@@ -265,13 +266,16 @@ def test_a_directory_with_a_colon_is_a_directory(tmp_path: Path, memory_root: Pa
 
 @pytest.mark.parametrize("path", ["/proc/foo", "/dev/null/run"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
-def test_the_first_save_names_a_root_that_cannot_be_made(
-    memory_root: Path, path: str, is_async: bool
+def test_the_first_save_names_a_root_that_cannot_be_made_and_close_ends(
+    memory_root: Path, path: str, is_async: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CheckpointManager(path, memory_root=memory_root, async_save=is_async) as manager:
-        for step in (1, 2):
-            with pytest.raises(ConfigError, match=rf"path='{path}' takes no checkpoints: .*Check"):
-                manager.save(step, {"n": 1})
+    options: dict[str, Any] = {"async_save": is_async, "on_error": "raise"}
+    manager = CheckpointManager(path, memory_root=memory_root, **options)
+    assert manager.save(1, {"n": 1})
+    manager.wait(state="complete")
+    assert f"path='{path}' takes no checkpoints, so they stay in this node's memory" in caplog.text
+    with pytest.raises(FlushFailed, match=r"(?s)Check the path.*in this node's memory \(step-1;"):
+        manager.close()
 
 
 def test_a_root_that_can_be_made_is_made_and_has_nothing_in_it(
