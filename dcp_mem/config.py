@@ -122,6 +122,7 @@ class Settings:
         reuse_stored: Whether what storage has already isn't sent again.
         transport: What moves bytes between nodes.
         export: What is made of checkpoints for other programs, behind training.
+        storage_mode: Mode of files in a directory on storage; None: as the umask has it.
         shows_history: Whether the history of checkpoints lies in the root as well, where Nebula
             has it.
         makes_directories: Whether a save makes the checkpoint's directory at once, as torch does.
@@ -148,6 +149,7 @@ class Settings:
     reuse_stored: bool = True
     transport: TransportChoice = "gloo"
     export: ExportOrder | None = None
+    storage_mode: int | None = None
     shows_history: bool = False
     makes_directories: bool = False
 
@@ -204,6 +206,7 @@ def settings(
     reuse_stored: bool = True,
     transport: str | None = None,
     export: ExportOrder | None = None,
+    storage_mode: int | None = None,
 ) -> Settings:
     """Check the arguments of `MemoryStorageWriter` and fill in the defaults.
 
@@ -231,6 +234,7 @@ def settings(
         reuse_stored: Whether what storage has already isn't sent again.
         transport: "auto", "gloo" or "nixl"; default $DCP_MEM_TRANSPORT, else "gloo".
         export: What is made of checkpoints for other programs, behind training.
+        storage_mode: Mode of files in a directory on storage, as 0o640; default by the umask.
 
     Raises:
         ConfigError: An argument or an environment variable can't be used.
@@ -251,6 +255,8 @@ def settings(
             "takes it"
         )
     url = root_url(path)
+    if storage_mode is not None:
+        _refuse_mode(storage_mode, agent)
     if export is not None:
         _refuse_unexportable(url, agent, export)
     return Settings(
@@ -275,7 +281,16 @@ def settings(
         reuse_stored=reuse_stored,
         transport=_transport(transport),
         export=export,
+        storage_mode=storage_mode,
     )
+
+
+def _refuse_mode(mode: object, agent: str) -> None:
+    if type(mode) is not int or mode & 0o600 != 0o600 or mode & ~0o666:
+        given = oct(mode) if type(mode) is int else repr(mode)
+        raise ConfigError(f"storage_mode={given}: give a mode of files, as 0o640 or 0o664")
+    if agent != "process":
+        raise ConfigError("storage_mode= needs agent='process': a thread has its process's umask")
 
 
 def _refuse_unexportable(url: str | None, agent: str, export: ExportOrder) -> None:

@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import socket
+import stat
 import struct
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,6 +35,7 @@ from dcp_mem import (
 )
 from dcp_mem.flushing.agent_handle import socket_directory
 from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.storage.file_systems import become_nobody, needs_root
 
 # -- what is wrong in a call -----------------------------------------------------------------------
 
@@ -278,13 +281,18 @@ def test_the_first_save_names_a_root_that_cannot_be_made_and_close_ends(
         manager.close()
 
 
-def test_a_root_that_can_be_made_is_made_and_has_nothing_in_it(
-    memory_root: Path, tmp_path: Path
-) -> None:
+def test_the_trial_of_a_root_leaves_nothing(memory_root: Path, tmp_path: Path) -> None:
     root = tmp_path / "a" / "run"
     with CheckpointManager(root, memory_root=memory_root, persist=every_n_saves(9)) as manager:
         manager.save(1, {"n": 1})
+        assert list(tmp_path.iterdir()) == []
+        root.mkdir(parents=True)
+        other = CheckpointManager(
+            root, memory_root=memory_root, job="other", persist=every_n_saves(9)
+        )
+        other.save(1, {"n": 1})
         assert list(root.iterdir()) == []
+        other.close(persist_newest=False)
 
 
 def test_a_reader_makes_no_root(memory_root: Path, tmp_path: Path) -> None:
@@ -376,3 +384,50 @@ def test_a_stopped_agent_holds_up_one_save_and_no_wait_for_ever(
     taken, error = forked(_stopped_agent, str(memory_root), str(url), env=env)
     assert re.search(r"the agent doesn't answer: it may be stopped.*dcp-mem flush", error), error
     assert sum(taken) < 0.5 * len(taken)  # each waited for an answer for 0.5 s
+
+
+# -- colleagues on a shared file system ------------------------------------------------------------
+
+
+def _save_with_umask(root: str, url: str, umask: int, options: dict[str, Any]) -> None:
+    os.umask(umask)
+    with CheckpointManager(url, memory_root=root, **options) as manager:
+        manager.save(1, {"x": torch.ones(2)})
+
+
+def _load_as_a_colleague(url: str, root: str) -> str:
+    become_nobody()
+    state = {"x": torch.zeros(2)}
+    error = raised_by(partial(CheckpointManager(url, memory_root=root).restore, state))
+    return str(error or state["x"].tolist())
+
+
+@needs_root
+def test_what_is_on_storage_is_for_those_whom_the_umask_or_storage_mode_admits(
+    memory_root: Path,
+) -> None:
+    cases: list[tuple[int, dict[str, Any], set[int]]] = [
+        (0o022, {}, {0o755, 0o644}),
+        (0o077, {"storage_mode": 0o664}, {0o775, 0o664}),
+        (0o022, {"storage_mode": 0o640}, {0o750, 0o640}),
+        (0o077, {}, {0o700, 0o600}),
+    ]
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        for number, (umask, options, modes) in enumerate(cases):
+            url = f"{place}/run-{number}"
+            forked(_save_with_umask, str(memory_root), url, umask, options)
+            found = {stat.S_IMODE(path.stat().st_mode) for path in Path(url).glob("step-1/**/*")}
+            assert found == modes, oct(umask)
+            told = forked(_load_as_a_colleague, url, f"{place}/absent")
+            if modes & {0o644, 0o664}:
+                assert told == "[1.0, 1.0]"
+            else:
+                assert "that you may read there" in told
+                assert "write" not in told
+
+
+@pytest.mark.parametrize("mode", [0o444, 0o750, 640, "0o640", True])
+def test_a_storage_mode_is_a_mode_of_files(mode: Any) -> None:
+    with pytest.raises(ConfigError, match=r"storage_mode=.*as 0o640"):
+        CheckpointManager("/ckpts/run", storage_mode=mode)
