@@ -243,7 +243,7 @@ def planning_call(storage: Any) -> PlanningCall | None:
 
 
 def dcp_call(
-    process_group: dist.ProcessGroup | None, purpose: Purpose, method: str = ""
+    process_group: dist.ProcessGroup | None, purpose: Purpose | str, method: str = ""
 ) -> DcpCall:
     """Return the running `dcp.save` or `dcp.load`; outside of one, a call over `process_group`.
 
@@ -273,7 +273,7 @@ def dcp_call(
 
 
 def direct_call(
-    process_group: dist.ProcessGroup | None, no_dist: bool, purpose: Purpose, method: str = ""
+    process_group: dist.ProcessGroup | None, no_dist: bool, purpose: Purpose | str, method: str = ""
 ) -> DcpCall:
     """Return a call of dcp_mem's own, over `process_group` or by this rank alone.
 

@@ -77,7 +77,7 @@ class JobRanks:
         self,
         rank: int,
         members: Sequence[int],
-        purpose: Purpose,
+        purpose: Purpose | str,
         store: dist.Store | BorrowedStore,
         seconds: float,
         variable: str = "DCP_MEM_TIMEOUT",
@@ -168,10 +168,12 @@ class JobRanks:
         ranks = _ranks.get(key)
         if ranks is None:
             # Without its prefixes, the store may have keys of other runs.
-            own = Purpose(purpose, run_token())
+            purpose = f"{purpose} {run_token()}"
             with _meeting(self.rank):
                 store = _shared_connection(default, seconds)
-            ranks = _ranks[key] = JobRanks(self.rank, self._members, own, store, seconds, variable)
+            ranks = _ranks[key] = JobRanks(
+                self.rank, self._members, purpose, store, seconds, variable
+            )
         ranks.refresh(call)
         return ranks
 
@@ -408,7 +410,7 @@ def _shared_connection(default: dist.Store, seconds: float) -> dist.Store:
     return store
 
 
-def ranks_of(group: dist.ProcessGroup | None, purpose: Purpose, method: str = "") -> Ranks:
+def ranks_of(group: dist.ProcessGroup | None, purpose: Purpose | str, method: str = "") -> Ranks:
     """Return the ranks of a process group, on connections that this process keeps and reuses.
 
     Args:
@@ -455,7 +457,7 @@ def refuse_missing_group() -> None:
     )
 
 
-def known_ranks(group: dist.ProcessGroup | None, purpose: Purpose) -> Ranks | None:
+def known_ranks(group: dist.ProcessGroup | None, purpose: Purpose | str) -> Ranks | None:
     """Return the ranks that `ranks_of` has made before; None where it hasn't. No communication.
 
     Args:
@@ -480,7 +482,7 @@ def _forget_earlier_groups(default: dist.Store) -> None:
         _ranks.pop(key).close()
 
 
-def _key_of(members: tuple[int, ...], purpose: Purpose) -> tuple[Any, ...]:
+def _key_of(members: tuple[int, ...], purpose: Purpose | str) -> tuple[Any, ...]:
     return (purpose, weakref.ref(default_store()), *members)
 
 

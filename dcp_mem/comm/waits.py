@@ -26,8 +26,9 @@ class Waits:
     """One rank's waits in calls of one purpose; one at a time."""
 
     def __init__(
-        self, purpose: Purpose, rank: int, members: Sequence[int], store: TimedStore, run: str
+        self, purpose: Purpose | str, rank: int, members: Sequence[int], store: TimedStore, run: str
     ) -> None:
+        purpose = purpose if isinstance(purpose, Purpose) else Purpose(purpose)
         facts = repr((purpose.verb, run, list(members)))
         self._board = f"dcp_mem/waits/{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
         self._purpose, self._rank, self._members, self._store = purpose, rank, members, store

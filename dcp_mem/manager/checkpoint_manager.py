@@ -90,8 +90,8 @@ class CheckpointManager:
             optimizer state, so that `save` doesn't, as in `dcp_mem.async_save`; implies
             async_save.
         on_error: "warn" logs what fails, in saves and behind training, and training goes on;
-            "raise" raises it from the next `save`, on all ranks alike. What is wrong in a call
-            itself always raises, on the ranks that made it.
+            "raise" raises it from the next `save`, on all ranks alike. Arguments that are wrong on
+            all ranks always raise, and so does a state that is no dict.
         preemption: Names of signals ("SIGTERM", "SIGUSR1") at which the newest checkpoint is
             flushed before the signal takes its usual effect; see `Preemption`.
         preemption_deadline: Seconds that this flush may take at most.
@@ -200,14 +200,15 @@ class CheckpointManager:
         number = _number(step)
         self._crash_loop.passed(number)
         saved = Saved(step=number, name=f"step-{number}", outcome="not due")
+        wrong = attempt(lambda: checked_state(state))
         if not (force_persist or self._pace.is_due(number)):
-            checked_state(state)
+            _ = wrong.value
             return saved
         self._preemption.wait()
         started, until_next = time.monotonic(), self._steps_until_next(number)
         failed = self._finish_begun()
         found = attempt(
-            lambda: (checked_metrics(metrics), dict(checked_state(state)), *self._found_behind())
+            lambda: (checked_metrics(metrics), dict(wrong.value), *self._found_behind())
         )
         # The other ranks wait for this one: it takes part, with its error.
         figures, items, troubles, rejections = (
@@ -223,11 +224,20 @@ class CheckpointManager:
             self._writer._saver.annotate(SaveInfo(number, figures, force_persist, until_next))
             saved = save(saved, items, started)
         except Exception as error:
-            if isinstance(error, ConfigError):  # the call itself is wrong
+            # What one rank alone got wrong is no reason to end training, but that it gave no state.
+            is_of_call = isinstance(error, ConfigError) and not self._is_of_few(error)
+            if is_of_call or wrong.error is not None:
                 raise
             return self._failed(replace(saved, seconds=time.monotonic() - started), error)
         self._raise_on_all_ranks(troubles)
         return saved
+
+    def _is_of_few(self, error: ConfigError) -> bool:
+        """Tell whether some ranks alone have got something wrong, and others haven't."""
+        cause, size = error.__cause__, 1
+        if dist.is_available() and dist.is_initialized():
+            size = dist.get_world_size(self._process_group)
+        return isinstance(cause, RankFailed) and len(cause.failures) < size
 
     def _begin_comparison(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
         """Have replicas compared; return the state dict, without stateful objects if possible."""

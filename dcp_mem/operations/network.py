@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dcp_mem.comm.addresses import addresses_of_interface, listening_socket
 from dcp_mem.comm.collectives import Message, Ranks
 from dcp_mem.comm.job_ranks import JobRanks
-from dcp_mem.config import Purpose, TransportChoice
+from dcp_mem.config import TransportChoice
 from dcp_mem.errors import ConfigError
 from dcp_mem.operations.doctor import Check, Severity
 from dcp_mem.operations.measured_nodes import named, slow_among
@@ -83,7 +83,7 @@ def measure_network(
             "dcp-mem doctor --peers`"
         )
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=_TIMEOUT)))
-    ranks = JobRanks(rank, range(world), Purpose("doctor"), store, _TIMEOUT)
+    ranks = JobRanks(rank, range(world), "doctor", store, _TIMEOUT)
     try:
         own = _own_network(rank)
         latency = statistics.median(_rounds(ranks, 1, _SMALL_ROUNDS))

@@ -359,13 +359,10 @@ def _metrics_are_wrong(root: str, culprits: tuple[int, ...]) -> list[str]:
     return found
 
 
-def test_what_one_rank_alone_gets_wrong_raises_there_and_is_a_warning_elsewhere(
-    memory_root: Path,
-) -> None:
+def test_what_one_rank_alone_gets_wrong_is_a_warning_for_all(memory_root: Path) -> None:
     for culprit in (0, 1):
         found = forked_ranks(_metrics_are_wrong, 2, str(memory_root), (culprit,), env=_ENV)
-        assert found[culprit] == ["complete", "metrics", "complete"]
-        assert found[1 - culprit] == ["complete", "failed", "complete"]
+        assert found == [["complete", "failed", "complete"]] * 2
     found = forked_ranks(_metrics_are_wrong, 2, str(memory_root), (0, 1), env=_ENV)
     assert found == [["complete", "metrics", "complete"]] * 2
 

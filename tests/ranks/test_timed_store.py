@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from dcp_mem.comm.job_ranks import JobRanks, run_token
 from dcp_mem.comm.timed_store import TimedStore, connected, own_connection
-from dcp_mem.config import Purpose
 from dcp_mem.errors import RankFailed
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forking
@@ -158,5 +157,5 @@ def test_ranks_whose_torchruns_count_restarts_differently_meet_where_the_store_i
     keys = set()
     for restarts in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-        keys.add(JobRanks(0, (0, 1), Purpose("save"), dist.HashStore(), 5).key)
+        keys.add(JobRanks(0, (0, 1), "save", dist.HashStore(), 5).key)
     assert len(keys) == (2 if served else 1)
