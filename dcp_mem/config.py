@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from dcp_mem.common.azure_urls import abfs_url
 from dcp_mem.common.values import HISTORIES, RECOVERIES, RESUMES
@@ -29,6 +29,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _MOST_LINES = 16
 _SECRET_IN_URL = re.compile(r"^[^/@]*:[^/@]*@|[?&](sig|token|[\w-]*signature)=", re.IGNORECASE)
+_PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
 _NAME = re.compile(r"[A-Za-z0-9_=+,@%~$][A-Za-z0-9_.=+,@%~$:-]*")
 
 
@@ -77,6 +78,23 @@ class ExportOrder:
     request: bytes = field(repr=False)
 
 
+class Purpose(NamedTuple):
+    """What connections are for: ranks meet where all of it is the same.
+
+    Attributes:
+        verb: The kind of call.
+        job: Name of the job.
+        root: Of the job on storage; "" for none.
+    """
+
+    verb: str
+    job: str = ""
+    root: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.job} {self.root}".rstrip()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The user's settings, checked and with defaults filled in.
@@ -104,6 +122,7 @@ class Settings:
         reuse_stored: Whether what storage has already isn't sent again.
         transport: What moves bytes between nodes.
         export: What is made of checkpoints for other programs, behind training.
+        storage_mode: Mode of files in a directory on storage; None: as the umask has it.
         shows_history: Whether the history of checkpoints lies in the root as well, where Nebula
             has it.
         makes_directories: Whether a save makes the checkpoint's directory at once, as torch does.
@@ -130,8 +149,28 @@ class Settings:
     reuse_stored: bool = True
     transport: TransportChoice = "gloo"
     export: ExportOrder | None = None
+    storage_mode: int | None = None
     shows_history: bool = False
     makes_directories: bool = False
+
+    @property
+    def in_common(self) -> tuple[str, ...]:
+        """Texts of what must be the same on all ranks, beside job and root."""
+        copies, k = self.redundancy.copies, self.redundancy.parity
+        keep = self.keep_memory
+        return (
+            f"keep_memory={keep.count if isinstance(keep, KeepLast) else keep}",
+            f"redundancy=parity({k})" if k else f"replicas={copies}",
+            f"on_full={self.on_full!r}",
+            f"on_slow_storage={self.on_slow_storage!r}",
+            f"on_replication={self.on_replication!r}",
+            f"transport={self.transport!r}",
+            f"overwrite={self.overwrite}",
+        )
+
+    def purpose(self, verb: str) -> Purpose:
+        """Return what connections for a kind of call are for."""
+        return Purpose(verb, self.job, self.url or "")
 
     @property
     def keep(self) -> int:
@@ -167,6 +206,7 @@ def settings(
     reuse_stored: bool = True,
     transport: str | None = None,
     export: ExportOrder | None = None,
+    storage_mode: int | None = None,
 ) -> Settings:
     """Check the arguments of `MemoryStorageWriter` and fill in the defaults.
 
@@ -194,6 +234,7 @@ def settings(
         reuse_stored: Whether what storage has already isn't sent again.
         transport: "auto", "gloo" or "nixl"; default $DCP_MEM_TRANSPORT, else "gloo".
         export: What is made of checkpoints for other programs, behind training.
+        storage_mode: Mode of files in a directory on storage, as 0o640; default by the umask.
 
     Raises:
         ConfigError: An argument or an environment variable can't be used.
@@ -214,6 +255,8 @@ def settings(
             "takes it"
         )
     url = root_url(path)
+    if storage_mode is not None:
+        _refuse_mode(storage_mode, agent)
     if export is not None:
         _refuse_unexportable(url, agent, export)
     return Settings(
@@ -238,7 +281,16 @@ def settings(
         reuse_stored=reuse_stored,
         transport=_transport(transport),
         export=export,
+        storage_mode=storage_mode,
     )
+
+
+def _refuse_mode(mode: object, agent: str) -> None:
+    if type(mode) is not int or mode & 0o600 != 0o600 or mode & ~0o666:
+        given = oct(mode) if type(mode) is int else repr(mode)
+        raise ConfigError(f"storage_mode={given}: give a mode of files, as 0o640 or 0o664")
+    if agent != "process":
+        raise ConfigError("storage_mode= needs agent='process': a thread has its process's umask")
 
 
 def _refuse_unexportable(url: str | None, agent: str, export: ExportOrder) -> None:
@@ -314,6 +366,15 @@ def exchange_timeout() -> float:
         ConfigError: The variable is no number above 0.
     """
     return _seconds_from("DCP_MEM_TIMEOUT", 600.0)
+
+
+def wait_warning() -> float:
+    """Return the seconds after which a rank says for whom it waits: $DCP_MEM_WAIT_WARNING, else 30.
+
+    Raises:
+        ConfigError: The variable is no number above 0.
+    """
+    return _seconds_from("DCP_MEM_WAIT_WARNING", 30.0)
 
 
 def lines_of_channel() -> int:
@@ -408,6 +469,7 @@ def root_url(path: str | os.PathLike[str] | None) -> str | None:
         )
     protocol, separator, rest = text.partition("://")
     if not separator:
+        _refuse_one_slash(text)
         return os.path.abspath(os.path.expanduser(text))
     if protocol in ("file", "local"):
         return os.path.abspath(rest)
@@ -438,6 +500,20 @@ def _text(argument: str, value: Any) -> str:
             f"{argument}={value!r}: give a text or a path, not a {type(value).__name__}"
         )
     return text
+
+
+def _refuse_one_slash(text: str) -> None:
+    """Raise ConfigError for a URL that has lost a slash, as in Path("s3://bucket/run")."""
+    protocol, colon, rest = text.partition(":")
+    if not colon or not rest.startswith("/") or not _PROTOCOL.fullmatch(protocol):
+        return
+    from fsspec.registry import known_implementations, registry
+
+    if protocol in known_implementations or protocol in registry:
+        raise ConfigError(
+            f"path={text!r}: did you mean {protocol}://{rest.lstrip('/')}? (a Path keeps one slash "
+            "only: give a text)"
+        )
 
 
 def _check_protocol(protocol: str, text: str) -> None:
@@ -563,6 +639,20 @@ def run_identity() -> str:
     return f"MASTER={address}:{port}" if address and port else ""
 
 
+def checked_state(state: object) -> dict[str, Any]:
+    """Return a state dict to save or load into.
+
+    Raises:
+        ConfigError: It is no dict, such as a bare model.
+    """
+    if isinstance(state, Mapping):
+        return state  # type: ignore[return-value]
+    raise ConfigError(
+        'state: give a dict such as {"app": TrainState(model, optimizer)}, '
+        f"not a {type(state).__name__}"
+    )
+
+
 def checked_step(step: object) -> int | None:
     """Return the number of a training step, or None.
 
@@ -579,6 +669,10 @@ def checked_step(step: object) -> int | None:
     except TypeError:
         number = -1
     if number < 0 or isinstance(step, bool):
+        if isinstance(step, Mapping):
+            raise ConfigError(
+                "step is a dict: give the number of the training step, then the state"
+            )
         raise ConfigError(f"step={step!r}: give the number of the training step, 0 or more")
     return number
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp_mem.common.files import umask
 from dcp_mem.config import ExportOrder, parse_bytes, root_url
 from dcp_mem.errors import ConfigError
 from dcp_mem.policy.exports import export_policy
@@ -27,7 +28,6 @@ _MOST_BYTES = 8 << 20
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|ckpt|gguf|h5|msgpack|onnx|ot|pt|pth|tflite)(\.index\.json)?"
 )
-_UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 
 Rename = Callable[[str], str | None]
 """Returns the name of a tensor in the export; None leaves the tensor out."""
@@ -140,7 +140,7 @@ class HuggingFaceExport:
             "of": of,
             "keep": keep,
             "storage_options": None if storage_options is None else dict(storage_options),
-            "umask": _umask(),
+            "umask": umask(),
         }.items():
             object.__setattr__(self, name, value)
 
@@ -288,10 +288,3 @@ def _files_at(path: str) -> Iterator[str]:
     with os.scandir(path) as entries:
         names = sorted(one.name for one in entries if one.is_file())
     yield from (os.path.join(path, name) for name in names if not _WEIGHTS.fullmatch(name))
-
-
-def _umask() -> int:
-    """Return this process's umask, without setting it: other threads make files meanwhile."""
-    with open("/proc/self/status") as stream:
-        match = _UMASK.search(stream.read())
-    return 0o077 if match is None else int(match[1], 8)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -141,7 +142,7 @@ class MemoryStorageReader(StorageReader):
             planning.exchanges.only_errors()
             why_not = why_not_own_plan(planning.planner)
         try:
-            call = dcp_call(self._process_group, f"load {self.settings.job}")
+            call = dcp_call(self._process_group, self.settings.purpose("load"))
             if planning is not None and why_not:
                 log_once(f"loads are left to torch's planner, which takes longer: {why_not}")
                 guard_planner(planning, call.ranks, self.close)
@@ -239,7 +240,7 @@ class MemoryStorageReader(StorageReader):
     ) -> dict[str, Any]:
         """Load by plans that each rank makes by itself, as `dcp_mem.load` says.
 
-        1. Make the state dict; an error waits until all ranks have planned.
+        1. Make the state dict; all ranks hear of an error in the next step.
         2. Survey, elect, open.
         3. Plan; all ranks have a plan, or raise.
         4. Read, report, record.
@@ -256,7 +257,11 @@ class MemoryStorageReader(StorageReader):
         """
         state = attempt(make_state)
         load, opened = self._open(
-            checkpoint_id, process_group, no_dist, weights_only=planner.weights_only
+            checkpoint_id,
+            process_group,
+            no_dist,
+            weights_only=planner.weights_only,
+            refusal=state.error,
         )
         with leaving_on_error(load.ranks), collector_paused():
             try:
@@ -264,7 +269,7 @@ class MemoryStorageReader(StorageReader):
                     load.ranks,
                     opened,
                     planner,
-                    lambda: state.value,
+                    state.value,
                     is_coordinator=self._is_coordinator,
                 )
             except BaseException:
@@ -295,15 +300,17 @@ class MemoryStorageReader(StorageReader):
         no_dist: bool,
         *,
         weights_only: bool,
+        refusal: Exception | None,
     ) -> tuple[LoadAttempt, OpenCheckpoint]:
         """Survey, elect, and open the newest checkpoint, or the one that was asked for."""
         started = time.monotonic()
         self.close()
         group = process_group if process_group is not None else self._process_group
-        call = direct_call(group, no_dist, f"load {self.settings.job}")
+        call = direct_call(group, no_dist, self.settings.purpose("load"))
         self._is_coordinator = call.rank == 0
         with leaving_on_error(call.ranks), collector_paused():
-            self._load = LoadAttempt(self._request(call, checkpoint_id, started, weights_only))
+            request = self._request(call, checkpoint_id, started, weights_only)
+            self._load = LoadAttempt(replace(request, refusal=refusal or request.refusal))
             self._opened = open_newest(self._load)
             return self._load, self._opened
 
@@ -354,7 +361,7 @@ class MemoryStorageReader(StorageReader):
         Args:
             wanted: The only name to look for; None for all of them.
         """
-        call = direct_call(self._process_group, False, f"load {self.settings.job}")
+        call = direct_call(self._process_group, False, self.settings.purpose("load"))
         with leaving_on_error(call.ranks):
             load = LoadAttempt(self._request(call, wanted, time.monotonic(), True))
             return elect_together(load, load.search)

@@ -122,6 +122,8 @@ class MemoryStorageWriter(StorageWriter):
             effect.
         export: What is made of checkpoints for other programs, behind training and in the agent's
             free time: a `HuggingFaceExport`.
+        storage_mode: Mode of the files that the agent makes in a directory on storage, as 0o640;
+            directories get x where files get r. By default as this process's umask has it.
         process_group: The ranks that save together; by default those of the dcp.save call.
 
     Raises:
@@ -156,6 +158,7 @@ class MemoryStorageWriter(StorageWriter):
         reuse_stored: bool = True,
         frozen: TensorChoice | None = None,
         export: HuggingFaceExport | None = None,
+        storage_mode: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -181,6 +184,7 @@ class MemoryStorageWriter(StorageWriter):
             on_nonfinite=on_nonfinite,
             reuse_stored=reuse_stored,
             export=_order(export),
+            storage_mode=storage_mode,
         )
         self.settings = replace(checked, **self._of_kind)
         _check_that_it_can_be_flushed(self.settings)
@@ -399,7 +403,7 @@ class MemoryStorageWriter(StorageWriter):
             MemoryBudgetExceeded: `memory_limit` has no room for a checkpoint of this state.
             RankFailed: Another rank could not plan, or open its memory.
         """
-        call = dcp_call(self._saver.process_group, self._saver.purpose)
+        call = dcp_call(self._saver.process_group, self._saver.purpose, "prepare()")
         with leaving_on_error(call.ranks), self._saver.in_turn():
             return prepare(
                 self.settings,

@@ -16,12 +16,20 @@ order:
     transfer      checked transfer of many bytes over a channel
     notices       messages to all ranks at any time, through the store
     timed_store   calls to the store that end in time
+    waits         for whom a call waits, and ranks that wait under different roots
     dcp_call      which ranks take part in the running `dcp.save` or `dcp.load`
     dcp_errors    errors as `dcp.save` and `dcp.load` raise them
 """
 
 from dcp_mem.comm.collectives import Ranks, SingleRank
-from dcp_mem.comm.job_ranks import held_store, known_ranks, ranks_of, run_token, world_size
+from dcp_mem.comm.job_ranks import (
+    held_store,
+    known_ranks,
+    ranks_of,
+    refuse_missing_group,
+    run_token,
+    world_size,
+)
 
 __all__ = [
     "Ranks",
@@ -29,6 +37,7 @@ __all__ = [
     "held_store",
     "known_ranks",
     "ranks_of",
+    "refuse_missing_group",
     "run_token",
     "world_size",
 ]

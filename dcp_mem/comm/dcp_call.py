@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_mem.comm import Ranks, SingleRank, ranks_of
 from dcp_mem.comm.dcp_exchanges import DcpExchanges, DistWrapper
+from dcp_mem.config import Purpose
 from dcp_mem.errors import ConfigError
 
 _DEPTH = 16
@@ -241,12 +242,15 @@ def planning_call(storage: Any) -> PlanningCall | None:
     return None
 
 
-def dcp_call(process_group: dist.ProcessGroup | None, purpose: str) -> DcpCall:
+def dcp_call(
+    process_group: dist.ProcessGroup | None, purpose: Purpose | str, method: str = ""
+) -> DcpCall:
     """Return the running `dcp.save` or `dcp.load`; outside of one, a call over `process_group`.
 
     Args:
         process_group: As given to our constructor; None for the default group.
         purpose: Who uses the ranks; each purpose has a group of its own.
+        method: As for `ranks_of`.
 
     Raises:
         ConfigError: DCP runs the call over other ranks.
@@ -254,7 +258,7 @@ def dcp_call(process_group: dist.ProcessGroup | None, purpose: str) -> DcpCall:
     """
     wrapper = _calling_wrapper()
     if wrapper is None:
-        return direct_call(process_group, False, purpose)
+        return direct_call(process_group, False, purpose, method)
     if not wrapper.use_dist:
         return DcpCall(SingleRank(), wrapper.rank)
     ranks = ranks_of(wrapper.group, purpose)
@@ -268,18 +272,21 @@ def dcp_call(process_group: dist.ProcessGroup | None, purpose: str) -> DcpCall:
     return DcpCall(ranks, wrapper.rank)
 
 
-def direct_call(process_group: dist.ProcessGroup | None, no_dist: bool, purpose: str) -> DcpCall:
+def direct_call(
+    process_group: dist.ProcessGroup | None, no_dist: bool, purpose: Purpose | str, method: str = ""
+) -> DcpCall:
     """Return a call of dcp_mem's own, over `process_group` or by this rank alone.
 
     Args:
         process_group: None for the default group.
         no_dist: This rank is alone.
         purpose: Who uses the ranks; each purpose has a group of its own.
+        method: As for `ranks_of`.
 
     Raises:
         RankFailed: A rank has left the call already.
     """
-    ranks = SingleRank() if no_dist else ranks_of(process_group, purpose)
+    ranks = SingleRank() if no_dist else ranks_of(process_group, purpose, method)
     return DcpCall(ranks, ranks.rank)
 
 

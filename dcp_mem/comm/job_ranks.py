@@ -33,10 +33,11 @@ from dcp_mem.comm.peers import PeerLost, Peers
 from dcp_mem.comm.timed_store import BorrowedStore, PolledStore, TimedStore, own_connection
 from dcp_mem.comm.transports import Pair, connected
 from dcp_mem.comm.tree import Tree, tree_of
+from dcp_mem.comm.waits import Waits
 from dcp_mem.comm.wire import TcpWire
 from dcp_mem.common.log import log
-from dcp_mem.config import exchange_timeout
-from dcp_mem.errors import DcpMemError, RankFailed
+from dcp_mem.config import Purpose, exchange_timeout
+from dcp_mem.errors import ConfigError, DcpMemError, RankFailed
 
 T = TypeVar("T")
 _STORE_SECONDS = 30.0
@@ -76,7 +77,7 @@ class JobRanks:
         self,
         rank: int,
         members: Sequence[int],
-        purpose: str,
+        purpose: Purpose | str,
         store: dist.Store | BorrowedStore,
         seconds: float,
         variable: str = "DCP_MEM_TIMEOUT",
@@ -98,12 +99,13 @@ class JobRanks:
         self._channels: dict[tuple[int, int, str], Channel] = {}
         self.key = self._name = (
             "dcp_mem/"
-            + hashlib.sha256(repr((purpose, restart_count(), list(members))).encode()).hexdigest()[
-                :16
-            ]
+            + hashlib.sha256(
+                repr((str(purpose), restart_count(), list(members))).encode()
+            ).hexdigest()[:16]
         )
         self._timeout, self._variable = timedelta(seconds=seconds), variable
         self._timed_store = TimedStore(store, min(seconds, _STORE_SECONDS))
+        self._waits = Waits(purpose, rank, members, self._timed_store, restart_count())
         self._generation = 0
         self._count, self._call = 0, ""
         self._has_met = False
@@ -198,7 +200,7 @@ class JobRanks:
     def _note_silence(self) -> None:
         self._was_silent = True
 
-    def refresh(self, call: str = "") -> None:
+    def refresh(self, call: str = "", method: str = "") -> None:
         """Replace connections that broke in an earlier call. Called as a save or load begins.
 
         A rank that saw one break noted it in the store before it raised. Where DCP's own
@@ -208,12 +210,14 @@ class JobRanks:
         Args:
             call: The name of the call that begins, the same on all ranks and never used before; "":
                 it is numbered.
+            method: What the user has called, for texts.
 
         Raises:
             RankFailed: A rank has left this very call, or the store is gone or silent.
         """
         self._count += 1
         self._call = call or str(self._count)
+        self._waits.enter(self._call, method)
         self._failed, self._was_silent = None, False
         while self._is_broken():
             left = self._who_left(self._timed_store.seconds)
@@ -273,10 +277,12 @@ class JobRanks:
         # Not at once: other ranks may be busy for a while, and the silent one behind a bad cable.
         patience = 0.5 if self._was_silent else 1.0
         deadline = time.monotonic() + patience * self._timeout.total_seconds()
+        self._waits.begin()
         try:
             if self._was_silent and self._others_gave_up():
                 raise RuntimeError("other ranks have given up meanwhile")
             found = act(self._wire(deadline, swaps=swaps))
+            self._waits.end()
         except DcpMemError:
             raise
         except Exception as error:
@@ -321,15 +327,18 @@ class JobRanks:
             if self._swapping is None:
                 self._swaps += 1
                 self._swapping = self._peers(f"swaps {self._swaps}")
-            return TcpWire(self._swapping, self.rank, deadline)
+            return TcpWire(self._swapping, self.rank, deadline, look=self._look)
         if self._in_tree is None:
             self._in_tree = self._peers(f"layout {self._layouts}")
-        return TcpWire(self._in_tree, self.rank, deadline, margin * self._tree.depth)
+        return TcpWire(self._in_tree, self.rank, deadline, margin * self._tree.depth, self._look)
+
+    def _look(self, rank: int) -> None:
+        self._waits.look(rank, can_differ=not (self._has_met or self._generation))
 
     def _peers(self, purpose: str) -> Peers:
         check_open_files(self.size)
         name = f"{self._name}/{self._generation}/{purpose}"
-        return Peers(name, self.rank, self._timed_store, self._others_gave_up)
+        return Peers(name, self.rank, self._timed_store, self._others_gave_up, self._look)
 
     def _who_left(self, seconds: float) -> _Departure | None:
         """Return which rank has left, or is lost, as the first rank noted it; None for no rank."""
@@ -401,13 +410,14 @@ def _shared_connection(default: dist.Store, seconds: float) -> dist.Store:
     return store
 
 
-def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
+def ranks_of(group: dist.ProcessGroup | None, purpose: Purpose | str, method: str = "") -> Ranks:
     """Return the ranks of a process group, on connections that this process keeps and reuses.
 
     Args:
         group: None for the default group.
         purpose: Who uses the ranks. Saves and loads, and different jobs, may run at the same time
             and must not share connections, so each purpose has its own.
+        method: What the user has called, for texts; by default what the purpose is for.
 
     Raises:
         RankFailed: A rank has left the call that begins here, or the store is gone or silent.
@@ -425,11 +435,29 @@ def ranks_of(group: dist.ProcessGroup | None, purpose: str) -> Ranks:
         ranks = _ranks[key] = JobRanks(
             dist.get_rank(group), members, purpose, BorrowedStore(store), exchange_timeout()
         )
-    ranks.refresh()
+    ranks.refresh(method=method)
     return ranks
 
 
-def known_ranks(group: dist.ProcessGroup | None, purpose: str) -> Ranks | None:
+def refuse_missing_group() -> None:
+    """Make sure that ranks which a launcher has started together don't save each on its own.
+
+    They would all make the same checkpoint of the same job.
+
+    Raises:
+        ConfigError: WORLD_SIZE is above 1, and there is no process group.
+    """
+    size = os.environ.get("WORLD_SIZE", "")
+    if (dist.is_available() and dist.is_initialized()) or not size.isdecimal() or int(size) < 2:
+        return
+    raise ConfigError(
+        f"WORLD_SIZE is {size}, but torch.distributed isn't initialised: call "
+        "torch.distributed.init_process_group first, on all ranks (no_dist=True of dcp_mem.save "
+        "saves on one rank alone)"
+    )
+
+
+def known_ranks(group: dist.ProcessGroup | None, purpose: Purpose | str) -> Ranks | None:
     """Return the ranks that `ranks_of` has made before; None where it hasn't. No communication.
 
     Args:
@@ -454,7 +482,7 @@ def _forget_earlier_groups(default: dist.Store) -> None:
         _ranks.pop(key).close()
 
 
-def _key_of(members: tuple[int, ...], purpose: str) -> tuple[Any, ...]:
+def _key_of(members: tuple[int, ...], purpose: Purpose | str) -> tuple[Any, ...]:
     return (purpose, weakref.ref(default_store()), *members)
 
 

@@ -59,7 +59,12 @@ class Peers:
     """One rank's connections to other ranks of a set."""
 
     def __init__(
-        self, name: str, rank: int, store: TimedStore, have_given_up: Callable[[], bool]
+        self,
+        name: str,
+        rank: int,
+        store: TimedStore,
+        have_given_up: Callable[[], bool],
+        look: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Describe the connections; none is made yet.
 
@@ -68,9 +73,10 @@ class Peers:
             rank: This rank's number in the set.
             store: Where the ranks meet.
             have_given_up: Returns whether a rank has noted that the set is broken.
+            look: Called with the rank that is awaited, about once a second.
         """
         self._name, self._rank, self._store = name, rank, store
-        self._have_given_up = have_given_up
+        self._have_given_up, self._look = have_given_up, look
         self._sockets: dict[int, socket.socket] = {}
         self._greetings: dict[socket.socket, bytearray] = {}  # of connections just accepted
         self._listener: socket.socket | None = None
@@ -172,6 +178,7 @@ class Peers:
         while not self._store.check(key):
             if _now() >= deadline:
                 raise PeerLost(rank, "it has not come to this call in time")
+            self._look(rank)
             if _now() - looked >= _LOOK_SECONDS:
                 self._check_that_none_has_given_up()
                 looked = _now()
@@ -185,6 +192,7 @@ class Peers:
             left = deadline - _now()
             if left <= 0:
                 raise PeerLost(missing[0], "it has not come to this call in time")
+            self._look(missing[0])
             if not self._accept_some(min(left, _LOOK_SECONDS)):
                 self._check_that_none_has_given_up()
 

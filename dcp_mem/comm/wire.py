@@ -11,7 +11,7 @@ import select
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dcp_mem.comm.collectives import Message
@@ -19,6 +19,7 @@ from dcp_mem.comm.peers import PeerLost, Peers
 
 LENGTH_NBYTES = 8
 """Bytes in front of a message, which say how long it is."""
+_LOOK_SECONDS = 1.0
 _MOST_VIEWS = 64
 """Buffers that one call sends."""
 
@@ -31,7 +32,14 @@ class TcpWire:
     silent rank's own neighbour is the first.
     """
 
-    def __init__(self, peers: Peers, rank: int, deadline: float, margin: float = 0.0) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        rank: int,
+        deadline: float,
+        margin: float = 0.0,
+        look: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Describe the wire.
 
         Args:
@@ -39,9 +47,10 @@ class TcpWire:
             rank: This rank's number.
             deadline: Until when its messages are waited for, in seconds of the monotonic clock.
             margin: Seconds by which a rank waits less for higher ranks, and longer for lower ones.
+            look: Called with a rank that is awaited, about once a second.
         """
         self._peers, self._rank = peers, rank
-        self._deadline, self._margin = deadline, margin
+        self._deadline, self._margin, self._look = deadline, margin, look
         self._began = time.monotonic()
 
     def send(self, ranks: Sequence[int], data: Any) -> None:
@@ -101,9 +110,12 @@ class TcpWire:
             poller.register(descriptor, _events(of_one))
         while waiting:
             seconds = deadline - time.monotonic()
-            ready = poller.poll(math.ceil(max(seconds, 0.0) * 1000))
-            if not ready and seconds <= 0:
-                raise self._silent(next(iter(waiting.values()))[0].rank)
+            ready = poller.poll(math.ceil(min(max(seconds, 0.0), _LOOK_SECONDS) * 1000))
+            if not ready:
+                awaited = next(iter(waiting.values()))[0].rank
+                if seconds <= 0:
+                    raise self._silent(awaited)
+                self._look(awaited)
             for descriptor, _ in ready:
                 of_one = [flow for flow in waiting[descriptor] if not flow.advance()]
                 if of_one:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import uuid
 from mmap import mmap
 
@@ -17,15 +18,23 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate
 
 
+def umask() -> int:
+    """Return this process's umask, without setting it: other threads make files meanwhile."""
+    with open("/proc/self/status") as stream:
+        match = re.search(r"^Umask:\s*([0-7]+)$", stream.read(), re.MULTILINE)
+    return 0o077 if match is None else int(match[1], 8)
+
+
 def write_atomically(
-    path: str, data: bytes | memoryview | mmap, *, sync: bool = False
+    path: str, data: bytes | memoryview | mmap, *, sync: bool = False, mode: int = 0o600
 ) -> os.stat_result:
-    """Replace the file at `path`, with mode 0600; readers see all of the old or all of the new one.
+    """Replace the file at `path`; readers see all of the old or all of the new one.
 
     Args:
         path: The file.
         data: Its new content.
         sync: Also make file and directory survive a power cut.
+        mode: Of the file, less the umask.
 
     Returns:
         The new file's status.
@@ -36,7 +45,7 @@ def write_atomically(
     temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         with open(
-            os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb"
+            os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode), "wb"
         ) as stream:
             stream.write(data)
             stream.flush()

@@ -24,8 +24,9 @@ from dcp_mem.memory.root import private_directory
 
 STARTING_SECONDS = 30.0
 """Time that an agent has for its start."""
-_ANSWER_SECONDS = 0.5
-"""Time that a trainer waits for an answer."""
+_ANSWER_SECONDS, _SHORT_SECONDS = 0.5, 0.02
+"""Time that a trainer waits for an answer; the same in a save, of an agent that didn't answer."""
+_SILENT = "doesn't answer: it may be stopped (kill -CONT lets it go on)"
 _ADVICE = "give credentials as plain values or in the environment, or choose agent='thread'"
 
 
@@ -70,23 +71,42 @@ class AgentHandle:
         self._children: list[int] = []
         self._started = 0.0
         self._started_with: Registration | None = None
+        self._why_not = ""
 
-    def wake(self, registration: Registration) -> None:
+    def wake(self, registration: Registration, *, is_waiting: bool = False) -> str:
         """Tell the agent that a checkpoint awaits its flush; start an agent if none runs.
 
         Doesn't wait for the agent's start.
 
         Args:
             registration: How the job's checkpoints are flushed.
+            is_waiting: The caller waits for the flush; training doesn't wait for it.
 
-        Raises:
-            OSError: The agent can't be started.
+        Returns:
+            Why there is no agent that answers, behind "the agent"; "" where it has answered, or was
+            started for the first time.
         """
         message = pickle.dumps(registration)
-        if send(self._root, message) or self._is_starting_with(registration):
-            return
+        is_silent = self._why_not == _SILENT and not is_waiting
+        answer = send(self._root, message, _SHORT_SECONDS if is_silent else _ANSWER_SECONDS)
+        if answer:
+            self._why_not, self._started_with = "", None
+        elif answer is None:
+            self._why_not = _SILENT
+        elif not self._is_starting_with(registration):
+            self._start(registration, message)
+        return self._why_not
+
+    def _start(self, registration: Registration, message: bytes) -> None:
+        has_ended = self._started_with is not None and not self._is_starting()
         # An agent that finds another one hands its registration over, and ends.
-        self._children.append(_start(self._root, message))
+        try:
+            self._children.append(_start(self._root, message))
+        except OSError as error:
+            self._why_not = f"can't be started: {error} (agent='thread' needs none)"
+            return
+        if has_ended:
+            self._why_not = "ends, or is silent, each time that it is started"
         self._started = time.monotonic()
         self._started_with = replace(registration, now=False)
 
@@ -112,25 +132,24 @@ def _has_ended(child: int) -> bool:
         return True
 
 
-def send(root: str, message: bytes) -> bool:
+def send(root: str, message: bytes, seconds: float = _ANSWER_SECONDS) -> bool | None:
     """Hand a registration to the agent that runs.
 
     Args:
         root: The memory root.
         message: The pickled registration.
+        seconds: How long to wait for the answer.
 
     Returns:
-        False where no agent takes it.
+        False where no agent takes it; None where one runs and hasn't answered: it reads the message
+        as soon as it can.
     """
     try:
         with socket_directory(root) as directory, socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_ANSWER_SECONDS)
+            connection.settimeout(seconds)
             connection.connect(f"{directory}/socket")
             connection.sendall(struct.pack("!I", len(message)) + message)
-            try:
-                answer = connection.recv(1)
-            except TimeoutError:
-                return True  # the agent reads it as soon as it can: training doesn't wait for that
+            answer = connection.recv(1)
             if answer == b"-":
                 log.error(
                     "the agent can't read this job's storage_options: %s (see %s)",
@@ -138,6 +157,8 @@ def send(root: str, message: bytes) -> bool:
                     log_path(root),
                 )
             return answer != b""
+    except (TimeoutError, BlockingIOError):  # the latter: too many messages await it
+        return None
     except OSError:
         return False
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dcp_mem.common.files import umask
 from dcp_mem.config import ExportOrder, Settings
 from dcp_mem.policy.retention import Retention
 
@@ -55,6 +56,7 @@ class Registration:
         run: Token of the run that registers; "": the registration holds for all runs' checkpoints.
         export: As in `Settings`. A registration without a run leaves it as it was.
         shows_history: As in `Settings`.
+        umask: For files and directories on storage.
     """
 
     job: str
@@ -72,6 +74,7 @@ class Registration:
     run: str = ""
     export: ExportOrder | None = None
     shows_history: bool = False
+    umask: int = 0o077
 
     def reached_by(self, other: Registration) -> Registration:
         """Return this registration with another one's way to storage: its URL and credentials.
@@ -110,6 +113,7 @@ class Registration:
             run="",
             export=None,
             shows_history=False,
+            umask=0,
         )
 
 
@@ -145,7 +149,13 @@ def registration_of(
         run=run,
         export=settings.export,
         shows_history=settings.shows_history,
+        umask=umask() if settings.storage_mode is None else _umask_for(settings.storage_mode),
     )
+
+
+def _umask_for(mode: int) -> int:
+    """Return the umask that gives files this mode, and directories x where these have r."""
+    return 0o777 & ~(mode | (mode & 0o444) >> 2)
 
 
 def credential_environment() -> dict[str, str]:
@@ -159,24 +169,26 @@ def credential_environment() -> dict[str, str]:
 
 @contextmanager
 def environment_of(registration: Registration) -> Iterator[None]:
-    """Run with the job's credential variables.
+    """Run with the job's credential variables and its umask.
 
-    One agent serves jobs that were started with different credentials.
+    One agent serves jobs that were started with different ones. Memory's files have modes that are
+    stricter than any umask.
 
     Args:
-        registration: Brings the job's credential variables; those of this process where it has
-            none.
+        registration: Brings them; those of this process where it has no variables.
     """
     before, variables = credential_environment(), registration.environment
-    if variables is None or before == dict(variables):
+    if variables is None:  # the trainer's own process
         yield
         return
     for name in before.keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
+    mask = os.umask(registration.umask)
     try:
         yield
     finally:
+        os.umask(mask)
         for name in credential_environment().keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)

@@ -205,7 +205,7 @@ class Follower:
         4. Load it, if a state dict is given.
         5. Where nothing could be taken: end, if the run or the time is over, or go on waiting.
         """
-        call = direct_call(self._process_group, False, f"follow {self._reader.settings.job}")
+        call = direct_call(self._process_group, False, self._reader.settings.purpose("follow"))
         begun = time.monotonic()
         while True:
             with leaving_on_error(call.ranks):

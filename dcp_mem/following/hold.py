@@ -146,7 +146,9 @@ class HoldingReader(MemoryStorageReader):
             self.close()
         return self.report()
 
-    def _open(self, *_: object, weights_only: bool) -> tuple[LoadAttempt, OpenCheckpoint]:
+    def _open(
+        self, *_: object, weights_only: bool, refusal: object
+    ) -> tuple[LoadAttempt, OpenCheckpoint]:
         """Return what is held, in the place of a checkpoint that is searched for."""
         assert self.held is not None
         load, opened = self.held.load, self.held.opened

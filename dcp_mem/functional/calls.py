@@ -62,6 +62,17 @@ def raised_as_is(*_: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def refuse_other_kind(argument: str, given: object, base: type, method: str, example: str) -> None:
+    """Raise ConfigError where a writer or reader is a path, say, or a class."""
+    if given is None or isinstance(given, base):
+        return
+    if isinstance(given, type) or not hasattr(given, method):
+        what = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
+        if isinstance(given, type):
+            what = f"the class {given.__name__}"
+        raise ConfigError(f"{argument} is {what}: give an object such as {example}")
+
+
 @cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)

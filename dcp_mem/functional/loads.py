@@ -25,6 +25,7 @@ from dcp_mem.functional.calls import (
     cause_raised,
     raised_as_is,
     raised_together,
+    refuse_other_kind,
 )
 from dcp_mem.functional.stateful import (
     NEVER_STATEFUL,
@@ -32,6 +33,7 @@ from dcp_mem.functional.stateful import (
     objects_of,
     optional_entries,
     room_makers,
+    taking_part,
 )
 from dcp_mem.loading.dcp_takeover import why_not_own_plan
 from dcp_mem.loading.load import name_left_out
@@ -72,7 +74,8 @@ def load(
             and tensor. They stay as they are, and the checkpoint may lack them.
 
     Raises:
-        ConfigError: skip= is of another kind, or given with a planner of one's own.
+        ConfigError: state_dict is no dict, or storage_reader no reader; skip= is of another kind,
+            or given with a planner of one's own.
         CheckpointException: The load has failed, on all ranks, as from dcp.load. Its `failures`
             have this rank's own error, and a RankFailed for each other rank that failed.
         Exception: A stateful object's `state_dict` or `load_state_dict` raised it on this rank.
@@ -146,6 +149,10 @@ def _load(
     weights_only: bool,
     skip: TensorChoice | None,
 ) -> None:
+    refuse_other_kind(
+        "storage_reader", storage_reader, StorageReader, "read_data", "MemoryStorageReader(path)"
+    )
+    state_dict = taking_part(state_dict)
     # Sorted: stateful objects may wait for each other's ranks.
     keys = sorted(state_dict)
     ordered = {key: state_dict[key] for key in keys}

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
 
+from dcp_mem.comm import refuse_missing_group
 from dcp_mem.comm.agreement import Attempted, attempt
 from dcp_mem.comm.dcp_call import StagingCall, can_save_staged
 from dcp_mem.comm.dcp_errors import raised_as_by_dcp
@@ -30,8 +31,9 @@ from dcp_mem.functional.calls import (
     cause_raised,
     raised_as_is,
     raised_together,
+    refuse_other_kind,
 )
-from dcp_mem.functional.stateful import States, without_stateful
+from dcp_mem.functional.stateful import States, taking_part, without_stateful
 from dcp_mem.planning.refusing_planners import RefusingSavePlanner
 from dcp_mem.saving.ahead import StagedState, refused_state, staged_in
 from dcp_mem.saving.dcp_takeover import saves_to_lowest_rank, why_not_own_plan
@@ -73,6 +75,7 @@ def save(
         The checkpoint's metadata, made when it is first looked at.
 
     Raises:
+        ConfigError: state_dict is no dict, or storage_writer no writer.
         CheckpointException: The save has failed, as from dcp.save. Its `failures` have this rank's
             own error, and a RankFailed for each other rank that failed.
         Exception: A stateful object's `state_dict` raised it on this rank.
@@ -134,6 +137,8 @@ def _save(
     no_dist: bool,
     use_collectives: bool = True,
 ) -> Metadata:
+    _refuse_no_writer(storage_writer)
+    state_dict = taking_part(state_dict)
     why_not = _why_not(storage_writer, planner, use_collectives)
     left_to_torch: AbstractContextManager[None] = nullcontext()
     if not why_not:
@@ -167,6 +172,11 @@ def _save(
             **accepted,
         )
     return metadata
+
+
+def _refuse_no_writer(given: object) -> None:
+    example = "MemoryStorageWriter(path)"
+    refuse_other_kind("storage_writer", given, StorageWriter, "write_data", example)
 
 
 def _why_not(
@@ -218,9 +228,14 @@ def async_save(
         raises.
 
     Raises:
-        ConfigError: overlap= with another writer, with a stager, or without an optimizer.
+        ConfigError: state_dict is no dict, or storage_writer no writer; several ranks without a
+            process group; overlap= with another writer, with a stager, or without an optimizer.
         Exception: A stateful object's `state_dict` raised it.
     """
+    _refuse_no_writer(storage_writer)
+    state_dict = taking_part(state_dict)
+    if isinstance(storage_writer, MemoryStorageWriter) and not no_dist:
+        refuse_missing_group()
     copies: AbstractContextManager[None] = nullcontext()
     if overlap is not None:
         if not isinstance(storage_writer, MemoryStorageWriter) or async_stager is not None:

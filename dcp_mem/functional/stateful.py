@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dcp_mem.config import checked_state
+from dcp_mem.errors import ConfigError
 from dcp_mem.planning.entries import RoomFor, SavedEntry
 from dcp_mem.saving.values import NoCommonPlan
 
@@ -84,6 +86,27 @@ class States:
     def has_raised_or_left_to_torch(self, error: Exception) -> bool:
         """Tell whether an error is a stateful object's own, or only says that torch has to plan."""
         return error is self._error or isinstance(error, NoCommonPlan)
+
+
+class Refusing:
+    """Stands for a state that this rank can't give, in a call that the other ranks wait in."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        raise self._error
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        return
+
+
+def taking_part(state: object) -> dict[str, Any]:
+    """Return the state dict, or one that raises, once the other ranks hear it, why it is none."""
+    try:
+        return checked_state(state)
+    except ConfigError as error:
+        return {"": Refusing(error)}
 
 
 def without_stateful(state: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def plan_together(
     ranks: Ranks,
     opened: OpenCheckpoint,
     planner: DefaultLoadPlanner,
-    state: Callable[[], dict[str, Any]],
+    state: dict[str, Any],
     *,
     is_coordinator: bool,
 ) -> LoadPlan | Reads:
@@ -34,7 +34,7 @@ def plan_together(
         ranks: The ranks that load together.
         opened: The checkpoint.
         planner: Of this rank.
-        state: Returns the state dict to load into, or raises why there is none.
+        state: The state dict to load into.
         is_coordinator: Whether this rank is DCP's coordinator.
 
     Raises:
@@ -44,7 +44,7 @@ def plan_together(
     return on_all_ranks(
         ranks,
         f"planning the load of {opened.choice.name}",
-        lambda: plan_alone(opened, planner, state(), is_coordinator),
+        lambda: plan_alone(opened, planner, state, is_coordinator),
     )
 
 

@@ -28,7 +28,7 @@ from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.comm.dcp_errors import cause_of
 from dcp_mem.common.log import log
 from dcp_mem.common.values import CheckpointStatus, Outcome, SaveInfo, State
-from dcp_mem.config import checked_metrics, checked_step
+from dcp_mem.config import Purpose, checked_metrics, checked_state, checked_step
 from dcp_mem.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -39,6 +39,7 @@ from dcp_mem.errors import (
     WaitTimeout,
 )
 from dcp_mem.format.manifest import Manifest
+from dcp_mem.functional.stateful import Refusing
 from dcp_mem.manager.crash_loop import TIMES, CrashLoop
 from dcp_mem.manager.feed import Feed, rank_in
 from dcp_mem.manager.preemption import Preemption
@@ -90,7 +91,7 @@ class CheckpointManager:
             async_save.
         on_error: "warn" logs what fails, in saves and behind training, and training goes on;
             "raise" raises it from the next `save`, on all ranks alike. Arguments that are wrong on
-            all ranks always raise.
+            all ranks always raise, and so does a state that is no dict.
         preemption: Names of signals ("SIGTERM", "SIGUSR1") at which the newest checkpoint is
             flushed before the signal takes its usual effect; see `Preemption`.
         preemption_deadline: Seconds that this flush may take at most.
@@ -199,15 +200,19 @@ class CheckpointManager:
         number = _number(step)
         self._crash_loop.passed(number)
         saved = Saved(step=number, name=f"step-{number}", outcome="not due")
+        wrong = attempt(lambda: checked_state(state))
         if not (force_persist or self._pace.is_due(number)):
+            _ = wrong.value
             return saved
         self._preemption.wait()
         started, until_next = time.monotonic(), self._steps_until_next(number)
         failed = self._finish_begun()
-        found = attempt(lambda: (checked_metrics(metrics), dict(state), *self._found_behind()))
+        found = attempt(
+            lambda: (checked_metrics(metrics), dict(wrong.value), *self._found_behind())
+        )
         # The other ranks wait for this one: it takes part, with its error.
         figures, items, troubles, rejections = (
-            found.value if found.error is None else ({}, {"": _Refusing(found.error)}, (), ())
+            found.value if found.error is None else ({}, {"": Refusing(found.error)}, (), ())
         )
         troubles = (*failed, *troubles)
         saved = replace(saved, troubles=(*troubles, *rejections))
@@ -219,7 +224,9 @@ class CheckpointManager:
             self._writer._saver.annotate(SaveInfo(number, figures, force_persist, until_next))
             saved = save(saved, items, started)
         except Exception as error:
-            if isinstance(error, ConfigError) and not self._is_of_few(error):
+            # What one rank alone got wrong is no reason to end training, but that it gave no state.
+            is_of_call = isinstance(error, ConfigError) and not self._is_of_few(error)
+            if is_of_call or wrong.error is not None:
                 raise
             return self._failed(replace(saved, seconds=time.monotonic() - started), error)
         self._raise_on_all_ranks(troubles)
@@ -246,7 +253,7 @@ class CheckpointManager:
         """Tell what has differed between ranks at an earlier save."""
         differing: Sequence[str] = ()
         if self._replicas.is_begun:
-            with self._ranks_in_turn() as ranks:
+            with self._ranks_in_turn("save()") as ranks:
                 differing = self._replicas.finish(ranks)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             for text in differing:
@@ -398,7 +405,7 @@ class CheckpointManager:
 
     def _leave_crash_loop(self) -> None:
         """Reject the checkpoint that the job dies from again and again, if another one is left."""
-        with self._ranks_in_turn() as ranks, leaving_on_error(ranks):
+        with self._ranks_in_turn("restore()") as ranks, leaving_on_error(ranks):
             known = ranks.exchange(self._crash_loop.known(ranks.rank))
         resumes = max(known, key=lambda one: one.count)
         self._crash_loop.before = resumes
@@ -513,7 +520,7 @@ class CheckpointManager:
         decide: Callable[[Sequence[bool]], bool],
     ) -> bool:
         """Act on every rank, decide on rank 0; raise RankFailed on all ranks where one fails."""
-        with self._ranks_in_turn() as ranks:
+        with self._ranks_in_turn("reject()" if what.startswith("rej") else "delete()") as ranks:
             try:
                 with leaving_on_error(ranks):
                     return from_all_ranks(ranks, what, act, decide)
@@ -523,11 +530,11 @@ class CheckpointManager:
                 raise RankFailed(what, [(ranks.rank, described(error))]) from error
 
     @contextmanager
-    def _ranks_in_turn(self) -> Iterator[Ranks]:
-        """Talk to the other ranks, while no save in the background does."""
+    def _ranks_in_turn(self, method: str) -> Iterator[Ranks]:
+        """Talk to the other ranks in a method, while no save in the background does."""
         session = open_session(self._writer.settings)
         with nullcontext() if session is None or self._is_async else session.turns.take():
-            yield direct_call(self._process_group, False, self._purpose).ranks
+            yield direct_call(self._process_group, False, self._purpose, method).ranks
 
     def delete(self, step: int) -> None:
         """Delete a step's checkpoint from the nodes' memory and from storage. Call it on all ranks.
@@ -677,9 +684,9 @@ class CheckpointManager:
         )
 
     @property
-    def _purpose(self) -> str:
+    def _purpose(self) -> Purpose:
         """Purpose of the ranks' connections: the writer's, unless calls here run beside saves."""
-        return f"{'manage' if self._is_async else 'save'} {self._writer.settings.job}"
+        return self._writer.settings.purpose("manage" if self._is_async else "save")
 
     def _found_behind(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return what has failed, and what was rejected, behind training since the last call."""
@@ -713,7 +720,7 @@ class CheckpointManager:
         """Raise FlushFailed, with on_error="raise", on all ranks if a node has had trouble."""
         if not self._raises:
             return
-        with self._ranks_in_turn() as ranks, leaving_on_error(ranks):
+        with self._ranks_in_turn("save()") as ranks, leaving_on_error(ranks):
             own = {ranks.rank: troubles[0]} if troubles else {}
             all_troubles = ranks.all_reduce(own, operator.or_)
         if all_troubles:
@@ -753,19 +760,6 @@ def _failures(memory: JobMemory | None) -> list[_Failure]:
         if error:
             found.append(_Failure(one.name, one.save_id, held.manifest.run, error))
     return found
-
-
-class _Refusing:
-    """Stands for a state that this rank couldn't make."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def state_dict(self) -> dict[str, Any]:
-        raise self._error
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        return
 
 
 class _Pace:

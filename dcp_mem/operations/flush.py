@@ -9,7 +9,7 @@ from dcp_mem.common.progress_bar import Show
 from dcp_mem.common.values import CheckpointStatus, State
 from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError, FlushFailed
-from dcp_mem.flushing.agent_handle import AgentHandle
+from dcp_mem.flushing.agent_handle import AgentHandle, is_alive
 from dcp_mem.flushing.registration import registration_of
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.operations.inventory import job_memory
@@ -102,23 +102,27 @@ def flush_now(
         job_is_live(os.path.join(settings.memory_root, settings.job)) and not is_promoted
     )
 
-    def wake(now: bool) -> None:
+    def wake(now: bool) -> str:
         if not is_left_alone:
-            agent.wake(registration_of(settings, now=now))
+            return agent.wake(registration_of(settings, now=now), is_waiting=True)
+        return "" if is_alive(settings.memory_root) else "of the live job isn't there"
 
+    why = ""
     try:
         if pending:
             wait_for_all(settings, wake, show, timeout)
-    except FlushFailed:
-        pass  # each checkpoint's own error is returned
+    except FlushFailed as error:
+        why = error.reason  # where a checkpoint has no error of its own
     known = {one.save_id: one for one in status(settings)} if pending else {}
     return [
-        Flushed(one.name, one.save_id, one.nbytes, _error(known.get(one.save_id)))
+        Flushed(one.name, one.save_id, one.nbytes, _error(known.get(one.save_id), why))
         for one in pending
     ]
 
 
-def _error(found: CheckpointStatus | None) -> str:
+def _error(found: CheckpointStatus | None, why: str) -> str:
     if found is None:
         return "it has left memory"
-    return "" if found.state is State.DURABLE else found.error or f"it is {found.state.value}"
+    return (
+        "" if found.state is State.DURABLE else found.error or why or f"it is {found.state.value}"
+    )

@@ -30,7 +30,7 @@ class AgentLink:
         self._thread: FlushThread | None = None
         self._checksums = ChecksumThread(root)
         self._told_nodes: frozenset[str] | None = None
-        self._told_run = ""
+        self._told_run = self._said = ""
         self._is_stopped = False
         self._guard = threading.Lock()  # not held while the thread ends
 
@@ -41,7 +41,8 @@ class AgentLink:
         run: str = "",
         *,
         now: bool = False,
-    ) -> None:
+        is_waiting: bool = False,
+    ) -> str:
         """Have pending checkpoints flushed. A job without storage has none.
 
         Args:
@@ -49,21 +50,26 @@ class AgentLink:
             nodes: On which the job's ranks run, if that is known. The flusher waits for no others.
             run: Token of the run, if it has saved.
             now: Try at once again what failed; otherwise that has its time.
+            is_waiting: As for `AgentHandle.wake`.
+
+        Returns:
+            As `AgentHandle.wake`.
         """
         if settings.url is None:
-            return
+            return ""
         registration = registration_of(settings, now=now, nodes=nodes, run=run)
         with self._guard:
             self._told_nodes, self._told_run = nodes, run
             if settings.agent == "process":
-                self._wake_agent(registration)
-            elif not self._is_stopped:
+                return self._wake_agent(registration, is_waiting=is_waiting)
+            if not self._is_stopped:
                 if self._thread is None:
                     # A trainer that has an agent starts sooner without all that flushes.
                     from dcp_mem.flushing.thread import FlushThread
 
                     self._thread = FlushThread(self._root)
                 self._thread.wake(replace(registration, environment=None))
+        return ""
 
     def sum_up(self, settings: Settings) -> None:
         """Have the checksums of complete checkpoints made that aren't to be flushed.
@@ -77,16 +83,13 @@ class AgentLink:
             if not (self._has_agent or self._thread is not None or self._is_stopped):
                 self._checksums.wake(settings.job, settings.on_nonfinite)
 
-    def _wake_agent(self, registration: Registration) -> None:
-        try:
-            self._agent.wake(registration)
-            self._has_agent = True
-        except OSError as error:
-            log.error(
-                "the agent can't be started, so nothing reaches storage "
-                "(agent='thread' needs none): %s",
-                error,
-            )
+    def _wake_agent(self, registration: Registration, *, is_waiting: bool) -> str:
+        why_not = self._agent.wake(registration, is_waiting=is_waiting)
+        self._has_agent = not self._agent.is_gone()
+        if why_not and why_not != self._said:
+            log.error("nothing reaches storage: the agent %s", why_not)
+        self._said = why_not
+        return why_not
 
     def has_lost_agent(self) -> bool:
         """Return whether the agent that was woken has ended: it was killed, for a trainer lives."""

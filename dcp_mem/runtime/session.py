@@ -166,14 +166,19 @@ class Session:
         except (DcpMemError, OSError) as error:
             return f"{type(error).__name__}: {error}"
 
-    def wake_agent(self, settings: Settings, *, now: bool = False) -> None:
+    def wake_agent(self, settings: Settings, *, now: bool = False, is_waiting: bool = False) -> str:
         """Have pending checkpoints flushed.
 
         Args:
             settings: Of the job: where it flushes to, and who does.
             now: Try at once again what failed; otherwise that has its time.
+            is_waiting: As for `AgentHandle.wake`.
+
+        Returns:
+            As `AgentHandle.wake`.
         """
-        self._agent.wake(settings, self.nodes.of_all_ranks, self.numbers.token, now=now)
+        nodes, run = self.nodes.of_all_ranks, self.numbers.token
+        return self._agent.wake(settings, nodes, run, now=now, is_waiting=is_waiting)
 
     def announce_run(self, settings: Settings, run: str, *, is_flushed: bool) -> None:
         """Have the flusher know a run's settings before it can find the run's first checkpoint.

@@ -43,11 +43,15 @@ _LONGEST_PAUSE = 0.2
 _WAKE_EVERY = 2.0
 _COMPLAIN_EVERY = 30.0
 _MOST_NAMES = 10
+_ABSENT_SECONDS = 60.0
+"""The longest wait for an agent that doesn't answer, and whose checkpoints get no further."""
 
 _AWAITABLE = (State.COMPLETE, State.REPLICATED, State.DURABLE)
 
-Wake = Callable[[bool], None]
-"""Has the agent look at what is pending; with True it tries at once again what failed."""
+Wake = Callable[[bool], str]
+"""Has the agent look at what is pending; with True it tries at once again what failed.
+
+Returns why there is no agent that answers, as `AgentHandle.wake`; "" where there is one."""
 
 
 def status(settings: Settings) -> list[CheckpointStatus]:
@@ -132,6 +136,7 @@ def wait(
         awaited=lambda: _candidates(settings, name, wanted)[:1],
         wake=wake,
         show=show,
+        state=wanted,
     )
     waiting.run(timeout)
 
@@ -200,7 +205,8 @@ def wait_for_all(
         pending = [checkpoint for checkpoint in memory.checkpoints() if checkpoint.pending]
         given_up = [checkpoint for checkpoint in pending if is_given_up(checkpoint)]
         if given_up and len(given_up) == len(pending):
-            raise FlushFailed(given_up[0].name, _with_remains(settings, given_up))
+            why = given_up[0].flush.error.rstrip(".")
+            raise FlushFailed(given_up[0].name, _with_remains(settings, given_up, why))
         return not pending
 
     waiting = _Wait(
@@ -240,16 +246,54 @@ def wait_for_exports(settings: Settings, wake: Wake) -> None:
             log.warning(text, one.name, one.error)
 
 
-def _with_remains(settings: Settings, refused: Sequence[LocalCheckpoint]) -> str:
-    """Return why storage refuses, what stays in memory, and how to bring that to storage later."""
-    count, nbytes = len(refused), sum(one.local_nbytes() for one in refused)
-    names = ", ".join(one.name for one in refused[:_MOST_NAMES])
+class AgentPatience:
+    """Tells when to wait no longer for an agent that can't be started, ends at once or is stopped.
+
+    Args:
+        settings: Of the job.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._since: float | None = None
+        self._seen: Sequence[CheckpointStatus] = ()
+
+    def is_over(self, why_not: str) -> bool:
+        """Return whether it is over.
+
+        Args:
+            why_not: As the agent was woken just now.
+        """
+        if not why_not:
+            self._since = None
+            return False
+        now, seen = time.monotonic(), status(self._settings)
+        if self._since is None or seen != self._seen:  # a busy one may answer late
+            self._since, self._seen = now, seen
+        return now - self._since > min(_ABSENT_SECONDS, exchange_timeout())
+
+
+def _raise_absent(settings: Settings, why_not: str) -> None:
+    """Raise FlushFailed where something awaits an agent that isn't there."""
+    memory = JobMemory(settings.memory_root, settings.job)
+    pending = [checkpoint for checkpoint in memory.checkpoints() if checkpoint.pending]
+    if pending:
+        why = f"the agent {why_not} (its log: {agent_log(settings)})"
+        raise FlushFailed(pending[0].name, _with_remains(settings, pending, why, "an agent runs"))
+
+
+def _with_remains(
+    settings: Settings, left: Sequence[LocalCheckpoint], why: str, once: str = "storage admits it"
+) -> str:
+    """Return why, what stays in memory, and how to bring that to storage later."""
+    count, nbytes = len(left), sum(one.local_nbytes() for one in left)
+    names = ", ".join(one.name for one in left[:_MOST_NAMES])
     names += f" and {count - _MOST_NAMES} more" if count > _MOST_NAMES else ""
     what = f"{count} checkpoints stay" if count > 1 else "It stays"
     return (
-        f"{refused[0].flush.error.rstrip('.')}. {what} in this node's memory ({names}; "
-        f"{gib(nbytes)}), for as long as the node lives. Once storage admits it, the job's next "
-        f"start here flushes that; so does: {_flush_command(settings)}"
+        f"{why}. {what} in this node's memory ({names}; {gib(nbytes)}), for as long as the node "
+        f"lives. Once {once}, the job's next start here flushes that; so does: "
+        f"{_flush_command(settings)}"
     )
 
 
@@ -393,6 +437,7 @@ class _Wait:
         awaited: Returns what to show.
         wake: Wakes the agent.
         show: Shown what is awaited several times a second.
+        state: What is awaited: an agent only makes checkpoints durable.
     """
 
     settings: Settings
@@ -401,12 +446,14 @@ class _Wait:
     awaited: Callable[[], Sequence[CheckpointStatus]]
     wake: Wake
     show: Show | None
+    state: State = State.DURABLE
 
     def run(self, timeout: float | None) -> None:
         """Return once it has happened. Raises WaitTimeout, or what `is_over` raises."""
         if self.is_over():
             return
-        self.wake(True)
+        patience = AgentPatience(self.settings)
+        patience.is_over(self.wake(True))
         started = woken = complained = time.monotonic()
         pause = _FIRST_PAUSE
         while not self._is_over_and_shown():
@@ -414,8 +461,10 @@ class _Wait:
             if timeout is not None and now - started > timeout:
                 raise WaitTimeout(f"{self.what} after {timeout:g} s; {_trouble(self.settings)}")
             if now - woken > _WAKE_EVERY:
-                self.wake(False)  # should the agent have died
+                why_not = self.wake(False)  # should the agent have died
                 woken = now
+                if patience.is_over(why_not) and self.state is State.DURABLE:
+                    _raise_absent(self.settings, why_not)
             if now - complained > _COMPLAIN_EVERY:
                 seconds = now - started
                 log.warning("%s after %.0f s; %s", self.what, seconds, _trouble(self.settings))

@@ -11,12 +11,19 @@ from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all, 
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
-from dcp_mem.errors import CheckpointExists, ConfigError, MemoryBudgetExceeded, RankFailed
+from dcp_mem.errors import (
+    CheckpointExists,
+    ConfigError,
+    FlushFailed,
+    MemoryBudgetExceeded,
+    RankFailed,
+)
 from dcp_mem.format import names
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.policy.admission import NodeMemory, Verdict, admit, allowance
 from dcp_mem.policy.order import SaveNumber
 from dcp_mem.policy.slots import SlotNeed, capacity_for, growth
+from dcp_mem.runtime.states import AgentPatience
 from dcp_mem.runtime.topology import Topology
 from dcp_mem.saving.ballot import (
     Ballot,
@@ -274,9 +281,12 @@ def _agree_at_length(
         if not _waits(context, verdict):
             return None
         waiting.complain(verdict)
-        context.session.wake_agent(context.settings)
+        why_not = context.session.wake_agent(context.settings)
         time.sleep(_PAUSE)
         report = _report(context, topology, planned)
+        if waiting.is_in_vain(why_not):
+            why = f"memory is full until a flush frees some, and the agent {why_not}"
+            report = replace(report, error=described(FlushFailed(context.name, why)))
 
 
 def _waits(context: SaveContext, verdict: Verdict) -> bool:
@@ -297,6 +307,11 @@ class _RoomWait:
     def __init__(self, context: SaveContext) -> None:
         self._context = context
         self._started = self._complained = time.monotonic()
+        self._patience = AgentPatience(context.settings)
+
+    def is_in_vain(self, why_not: str) -> bool:
+        """Return whether there is no agent that would free a slot."""
+        return self._patience.is_over(why_not)
 
     def complain(self, verdict: Verdict) -> None:
         now = time.monotonic()

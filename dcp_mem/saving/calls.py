@@ -7,9 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcp_mem.comm import Ranks
-from dcp_mem.comm.agreement import Attempted, described, is_shared, on_all_ranks
+from dcp_mem.comm.agreement import (
+    Attempted,
+    described,
+    is_shared,
+    known_to_all,
+    on_all_ranks,
+)
 from dcp_mem.comm.dcp_call import DcpCall
 from dcp_mem.common.values import SaveInfo
+from dcp_mem.config import Settings
 from dcp_mem.errors import ConfigError, RankFailed
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.runtime.session import Session
@@ -17,6 +24,8 @@ from dcp_mem.runtime.turns import Turn
 from dcp_mem.saving.dcp_takeover import DcpTakeover
 from dcp_mem.saving.overlap import Overlap
 from dcp_mem.saving.values import SaveContext
+
+_Texts = tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -107,7 +116,7 @@ def called(opened: Attempted[Session], call: Callable[[], DcpCall]) -> DcpCall:
         raise
 
 
-def opened_together(ranks: Ranks, opened: Attempted[Session]) -> Session:
+def opened_together(ranks: Ranks, opened: Attempted[Session], settings: Settings) -> Session:
     """Return this rank's session once all ranks have one.
 
     Later errors travel with the exchanges of the save.
@@ -115,16 +124,41 @@ def opened_together(ranks: Ranks, opened: Attempted[Session]) -> Session:
     Args:
         ranks: That save together.
         opened: This rank's session, or why it has none.
+        settings: Of this rank's writer.
 
     Raises:
         Exception: This rank has none.
         RankFailed: Another rank has none.
+        ConfigError: The ranks' settings differ; on all ranks.
     """
     if not ranks.is_connected:
-        return on_all_ranks(ranks, "opening the job's memory", lambda: opened.value)
+        session = on_all_ranks(ranks, "opening the job's memory", lambda: opened.value)
+        _refuse_other_settings(ranks, settings)
+        return session
     if opened.error is not None:
         ranks.leave(described(opened.error))
     return opened.value
+
+
+def _refuse_other_settings(ranks: Ranks, settings: Settings) -> None:
+    own = {settings.in_common: ranks.rank}
+    found = ranks.all_reduce(own, lambda one, other: {**other, **one, **_lower(one, other)})
+    if len(found) > 1:
+        (first, rank), (other, another), *_ = sorted(found.items(), key=lambda one: one[1])
+        mine, theirs = (
+            ", ".join(text for text, beside in zip(one, another_one, strict=True) if text != beside)
+            for one, another_one in ((first, other), (other, first))
+        )
+        raise known_to_all(
+            ConfigError(
+                f"the ranks save with different settings: rank {rank} has {mine}, "
+                f"rank {another} has {theirs}; give all ranks the same"
+            )
+        )
+
+
+def _lower(one: dict[_Texts, int], other: dict[_Texts, int]) -> dict[_Texts, int]:
+    return {texts: min(one[texts], other[texts]) for texts in one.keys() & other.keys()}
 
 
 def leave(context: SaveContext, error: BaseException) -> None:

@@ -57,5 +57,5 @@ def _made(directory: str, scope: str) -> str:
         path = os.path.dirname(path)
     for path in reversed(missing):
         with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
+            os.mkdir(path, 0o777)
     return replaced

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from dcp_mem.comm.agreement import Attempted, attempt, from_all_ranks, known_to_all
 from dcp_mem.comm.dcp_call import DcpCall
-from dcp_mem.config import Settings
+from dcp_mem.config import Settings, checked_state
 from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.format import names
 from dcp_mem.format.frames import Specs
@@ -87,7 +87,7 @@ def prepare(
         nonlocal session
         session = open_session()
         planner.set_up_planner(
-            state_dict=state_dict, storage_meta=None, is_coordinator=ranks.rank == 0
+            state_dict=checked_state(state_dict), storage_meta=None, is_coordinator=ranks.rank == 0
         )
         plan = planner.create_local_plan()
         own_items.update({item_key(item): item for item in _tensors(plan)})

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_mem.comm import SingleRank, known_ranks, run_token
+from dcp_mem.comm import SingleRank, known_ranks, refuse_missing_group, run_token
 from dcp_mem.comm.agreement import Attempted, attempt
 from dcp_mem.comm.dcp_call import (
     StagingCall,
@@ -27,7 +27,7 @@ from dcp_mem.common import faults
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log
 from dcp_mem.common.values import SaveInfo
-from dcp_mem.config import Settings, checkpoint_name, run_identity
+from dcp_mem.config import Purpose, Settings, checkpoint_name, run_identity
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.flushing.agent_handle import AgentHandle
 from dcp_mem.flushing.registration import registration_of
@@ -65,7 +65,7 @@ from dcp_mem.saving.returned_metadata import ReturnedMetadata
 from dcp_mem.saving.sends import next_send, note_staged, wait_to_send
 from dcp_mem.saving.streams import NothingNew, StreamItems, Streams
 from dcp_mem.saving.values import Completed, ItemProvider, NoCommonPlan, Planned, SaveContext
-from dcp_mem.storage.destination import lives_in_one_process
+from dcp_mem.storage.destination import lives_in_one_process, trial_of
 
 _SENT_BY_ALL, _SENT_ALONE = "sent by all", "sent alone"
 """Scopes of the plans by which a process copies for saves that another one makes."""
@@ -107,6 +107,7 @@ class Saver:
         self._next_info = SaveInfo()
         self._copies_to_send = 0  # of this saver, to the process that saves what was staged
         self._agent = AgentHandle(settings.memory_root)
+        self._trial = trial_of(settings.url) if not settings.persist.is_never else None
         self._home = os.getpid()
 
     # -- DCP drives the save -----------------------------------------------------------------------
@@ -130,6 +131,8 @@ class Saver:
             takeover: Where dcp_mem may plan the save; None where DCP's planner has to.
             uses_collectives: False makes each rank save a checkpoint of its own.
         """
+        if os.environ.get("RANK", "0") != "0":  # rank 0 may save alone, with no_dist=True
+            refuse_missing_group()
         staged = takeover.staged if takeover is not None else None
         info = self.take_info() if staged is None else staged.info
         if takeover is None:
@@ -142,7 +145,9 @@ class Saver:
             note_torch_plans(opened.value, self.calls.checked_name(), "use_collectives=False")
         context = SaveContext(
             settings=self.settings,
-            session=opened.value if takeover is None else opened_together(ranks, opened),
+            session=opened.value
+            if takeover is None
+            else opened_together(ranks, opened, self.settings),
             ranks=ranks,
             rank=call.rank,
             scope=scope,
@@ -524,6 +529,8 @@ class Saver:
         no_dist: bool,
     ) -> SaveContext:
         """Begin a save that DCP doesn't drive: open the job's memory, and connect the ranks."""
+        if not no_dist:
+            refuse_missing_group()
         info = self.take_info()  # it is of this save, also where that fails at once
         self.reset(checkpoint_id)
         group = process_group if process_group is not None else self.process_group
@@ -531,7 +538,7 @@ class Saver:
         call = called(opened, lambda: direct_call(group, no_dist, self.purpose))
         return SaveContext(
             settings=self.settings,
-            session=opened_together(call.ranks, opened),
+            session=opened_together(call.ranks, opened, self.settings),
             ranks=call.ranks,
             rank=call.rank,
             scope=names.COLLECTIVE,
@@ -542,6 +549,7 @@ class Saver:
 
     def _open(self) -> Session:
         self.calls.checked_name()
+        self._name_unwritable()
         session = self.open_session()
         session.heap.settle()
         return session
@@ -575,9 +583,17 @@ class Saver:
                 "another one: let async_save use a thread (AsyncCheckpointerType.THREAD)"
             )
 
+    def _name_unwritable(self) -> None:
+        """Say, at the first save, where the root takes no files. What is saved stays in memory."""
+        trial, self._trial = self._trial, None
+        if trial is not None and (why_not := trial.refusal()):
+            text = "path=%r takes no checkpoints, so they stay in this node's memory: %s"
+            log.error(text, self.settings.url, why_not)
+
     def _named(self, session: Session) -> Session:
         """Return the session of a save that has a name. Raises ConfigError where it has none."""
         self.calls.checked_name()
+        self._name_unwritable()
         return session
 
     @contextmanager
@@ -602,21 +618,26 @@ class Saver:
         return RunIdentity(self._run or run_identity() or run_token(), self._token)
 
     @property
-    def purpose(self) -> str:
+    def purpose(self) -> Purpose:
         """The purpose of the ranks' connections: all saves of one job share them."""
-        return f"save {self.settings.job}"
+        return self.settings.purpose("save")
 
-    def wake_agent(self, now: bool = False) -> None:
-        """Have the agent look at what is pending; now=True tries at once again what failed."""
+    def wake_agent(self, now: bool = False) -> str:
+        """Have the agent look at what is pending; now=True tries at once again what failed.
+
+        Returns:
+            As `AgentHandle.wake`.
+        """
         session = open_session(self.settings)
         if session is not None:
-            session.wake_agent(self.settings, now=now)
-        elif self.settings.agent == "process" and self.settings.url is not None:
+            return session.wake_agent(self.settings, now=now, is_waiting=True)
+        if self.settings.agent == "process" and self.settings.url is not None:
             # The saves are made elsewhere: async_save's process executor.
-            self._agent.wake(registration_of(self.settings, now=now))
-        elif not job_is_live(os.path.join(self.settings.memory_root, self.settings.job)):
+            return self._agent.wake(registration_of(self.settings, now=now), is_waiting=True)
+        if not job_is_live(os.path.join(self.settings.memory_root, self.settings.job)):
             # The process that saved is gone, and its flush thread with it.
-            self.open_session().wake_agent(self.settings, now=now)
+            return self.open_session().wake_agent(self.settings, now=now)
+        return ""
 
     def __getstate__(self) -> dict[str, Any]:
         # For async_save's process executor: the copy opens a session of its own, and finds its
@@ -634,6 +655,7 @@ class Saver:
             **self.__dict__,
             "calls": None,
             "process_group": None,
+            "_trial": None,
             "frozen": None,  # what is staged has been copied in the caller's process
             "_next_info": info,
             "_copies_to_send": 0,

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from dcp_mem.errors import ConfigError
+from dcp_mem.common.parallel import daemon
+from dcp_mem.errors import ConfigError, DcpMemError, StorageRefused
+from dcp_mem.storage.posix import PosixStorage
 
 _CACHE = "a cache shows old files and loses the condition of a put: leave it out of the URL"
 _UNFIT = {
@@ -32,6 +34,8 @@ _UNFIT = {
     "cached": _CACHE,
 }
 _OF_ONE_PROCESS = {"memory"}
+_TRIAL_SECONDS = 1.0
+"""The most that a save waits for the trial of its root."""
 
 
 def refuse_unusable(
@@ -68,6 +72,33 @@ def refuse_unusable(
                 "the agent doesn't have it: choose agent='thread', or have the class's package "
                 "register it (entry point fsspec.specs)"
             )
+
+
+class Trial:
+    """Tries in the background whether a directory takes files."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._refusal = url, ""
+        self._thread = daemon(self._try, "dcp_mem-trial")
+
+    def _try(self) -> None:
+        try:
+            PosixStorage(self._url).try_out()
+        except StorageRefused as error:
+            self._refusal = error.reason
+        except DcpMemError:  # it may help to try again: the flush does
+            pass
+
+    def refusal(self) -> str:
+        """Return why it takes none; "" where it does, or doesn't answer soon."""
+        self._thread.join(_TRIAL_SECONDS)
+        return self._refusal
+
+
+def trial_of(url: str | None) -> Trial | None:
+    """Return the trial of a job's root; None where it is no directory, or another rank tries it."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    return Trial(url) if url is not None and url.startswith("/") and is_first else None
 
 
 def lives_in_one_process(url: str) -> bool:

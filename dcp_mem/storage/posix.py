@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from dcp_mem.common.files import (
+    create,
     read_bytes,
     remove,
     remove_directory_if_empty,
@@ -52,6 +53,7 @@ _REFUSED = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
 }
+_MODE = 0o666  # less the umask: a checkpoint is for whoever may read the root
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_TEXT = "no space is left there. Free some, or raise the quota; the flush is tried again."
 _LOST_TEXT = "What was written before may be lost: the file is begun anew"
@@ -67,7 +69,7 @@ _CLONE_RANGE = 0x4020940D  # FICLONERANGE: Python has no name for it
 
 
 class PosixStorage:
-    """A directory as storage. All in it is private (0600, 0700) and synced before a put returns.
+    """A directory as storage. What is made there goes by the umask, and is synced by its put.
 
     Args:
         url: The directory's absolute path; it is made by the first put.
@@ -106,10 +108,10 @@ class PosixStorage:
         with self._translated():
             self._make_parent(path)
             if not create:
-                write_atomically(path, data, sync=True)
+                write_atomically(path, data, sync=True, mode=_MODE)
                 return
             staged = f"{path}.{uuid.uuid4().hex[:8]}.new"
-            write_atomically(staged, data, sync=True)
+            write_atomically(staged, data, sync=True, mode=_MODE)
             try:
                 os.link(staged, path)
             except FileExistsError:
@@ -120,6 +122,18 @@ class PosixStorage:
             finally:
                 remove(staged)
             sync_directory(os.path.dirname(path))
+
+    def try_out(self) -> None:
+        """Make the directory, where it is missing, and a file in it; nothing of both stays."""
+        path = self._path(f"trial.{uuid.uuid4().hex[:8]}.tmp")  # as of a put, should it be left
+        with self._translated():
+            made = self._make_parent(path)
+            try:
+                os.close(create(path))
+                os.unlink(path)
+            finally:
+                for directory in reversed(made):
+                    remove_directory_if_empty(directory)
 
     def get(self, key: str) -> bytes:
         with self._translated(key):
@@ -158,7 +172,7 @@ class PosixStorage:
         with self._translated():
             self._make_parent(path)
             staged = f"{path}.{uuid.uuid4().hex[:8]}.new"
-            write_atomically(staged, new, sync=True)
+            write_atomically(staged, new, sync=True, mode=_MODE)
             try:
                 with self._locked():
                     if not self._is(path, old):
@@ -193,7 +207,7 @@ class PosixStorage:
         """
         path = self._path(_LOCK)
         self._make_parent(path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
         try:
             self._lock(descriptor)
             yield
@@ -272,18 +286,29 @@ class PosixStorage:
                 and name in os.listdir(directory)
             )
 
-    def _make_parent(self, path: str) -> None:
-        """Make the missing directories above `path`: private, and as durable as what is in them."""
+    def _make_parent(self, path: str) -> list[str]:
+        """Make the missing directories above `path`, as durable as what is in them; return them."""
         directory, missing = os.path.dirname(path), []
         while not os.path.isdir(directory):
             missing.append(directory)
             directory = os.path.dirname(directory)
-        for directory in reversed(missing):
+        missing.reverse()
+        for directory in missing:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(directory, 0o700)
+                self._make(directory)
             # A directory that may be written but not read can't be synced.
             with contextlib.suppress(PermissionError):
                 sync_directory(os.path.dirname(directory))
+        return missing
+
+    def _make(self, directory: str) -> None:
+        try:
+            os.mkdir(directory, 0o777)
+        except FileNotFoundError:
+            if not os.path.isdir(os.path.dirname(directory)):
+                raise
+            reason = f"no directory can be made there ({directory}). Check the path."  # as in /proc
+            raise StorageRefused(self.url, reason) from None
 
     @contextmanager
     def _translated(self, key: str | None = None) -> Iterator[None]:
@@ -298,8 +323,9 @@ class PosixStorage:
                 raise StorageKeyMissing(self.url, key) from None
             reason = f"{os.strerror(error.errno or 0)} ({error.filename or self.url})"
             if error.errno in _REFUSED:
+                what = "write" if key is None else "read"
                 raise StorageRefused(
-                    self.url, f"{reason}. Check the path, and that you may write there."
+                    self.url, f"{reason}. Check the path, and that you may {what} there."
                 ) from None
             raise StorageUnavailable(
                 self.url, _FULL_TEXT if error.errno in _FULL else reason
@@ -336,7 +362,7 @@ class PosixUpload(Sending):
         self._missing = set(range(part_count(nbytes, self.part_nbytes)))
         self._part = f"{path}.{uuid.uuid4().hex[:8]}.part"
         self._descriptor = os.open(
-            self._part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600
+            self._part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _MODE
         )
         self._nbytes, self._source, self._etag = nbytes, source, ""
         self._is_named = self._is_link = False

@@ -490,7 +490,7 @@ def _fail_on_a_rank(job: Job) -> list[bool]:
             faults.arm("")
             outcomes.append(failed is not None)
             if "sealed" in point:  # all ranks have been told, so none has left the others
-                ranks = known_ranks(None, f"save {job.name}")
+                ranks = known_ranks(None, writer.settings.purpose("save"))
                 assert isinstance(ranks, JobRanks)
                 assert not ranks._is_broken()
             save(writer, state, 10 * number + 4)

@@ -71,17 +71,13 @@ def _live_carelessly(job: Job) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_everything_in_memory_and_on_a_local_disk_is_private(
+def test_everything_in_memory_is_private_and_a_local_disk_goes_by_the_umask(
     memory_root: Path, tmp_path: Path, ranks: int
 ) -> None:
     job = Job(str(tmp_path / "storage" / "run"), str(memory_root / "root"))
     forked_ranks(_live_carelessly, ranks, job)
-    found = [
-        Path(job.memory),
-        *Path(job.memory).rglob("*"),
-        tmp_path / "storage",
-        *(tmp_path / "storage").rglob("*"),
-    ]
+    found = [Path(job.memory), *Path(job.memory).rglob("*")]
+    stored = [tmp_path / "storage", *(tmp_path / "storage").rglob("*")]
     assert {
         "agent.log",
         "socket",
@@ -89,7 +85,11 @@ def test_everything_in_memory_and_on_a_local_disk_is_private(
         ".metadata",
         "checkpointHistories.csv",
         ".owner.json",
-    } <= {path.name for path in found}
+    } <= {path.name for path in (*found, *stored)}
+    assert {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in stored} == {
+        (True, 0o777),
+        (False, 0o666),
+    }
     exposed = {
         str(path): oct(stat.S_IMODE(path.lstat().st_mode))
         for path in found

@@ -473,9 +473,10 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
         yield directory
 
 
-def test_everything_in_a_local_root_is_private(tmp_path: Path) -> None:
+@pytest.mark.parametrize("umask", [0o077, 0o027, 0o002])
+def test_everything_in_a_local_root_has_the_modes_of_the_umask(tmp_path: Path, umask: int) -> None:
     root = tmp_path / "absent" / "root"
-    storage, before = PosixStorage(str(root)), os.umask(0)
+    storage, before = PosixStorage(str(root)), os.umask(umask)
     try:
         storage.put("step-1/.metadata", b"1", create=True)
         storage.put("step-1/.dcp_mem/manifest.json", b"1")
@@ -486,7 +487,7 @@ def test_everything_in_a_local_root_is_private(tmp_path: Path) -> None:
         path: stat.S_IMODE(path.stat().st_mode) for path in (root.parent, *root.parent.rglob("*"))
     }
     assert len(modes) == 7
-    assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in modes}
+    assert modes == {path: (0o777 if path.is_dir() else 0o666) & ~umask for path in modes}
 
 
 @pytest.mark.parametrize("operation", [OPERATIONS[name] for name in WRITING], ids=WRITING)

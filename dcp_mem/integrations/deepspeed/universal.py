@@ -172,9 +172,9 @@ class UniversalLoads:
                 place.mkdir(mode=0o700, parents=True)
                 _convert(found, files, place / "files", place / found / tag)
 
-        purpose = f"convert {settings.job}"
+        purpose = settings.purpose("convert")
         ranks = direct_call(None, False, purpose).ranks
-        ranks = ranks.dedicated(purpose, _CONVERSION_SECONDS, "DCP_MEM_TIMEOUT")
+        ranks = ranks.dedicated(str(purpose), _CONVERSION_SECONDS, "DCP_MEM_TIMEOUT")
         try:
             on_all_ranks(ranks, f"converting {found} for another number of ranks", make)
             yield place / found

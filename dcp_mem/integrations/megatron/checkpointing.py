@@ -425,7 +425,7 @@ class MemoryCheckpointing:
         process_group: dist.ProcessGroup | None = None,
     ) -> T:
         """Return what rank 0 finds, on all ranks, which may see other files."""
-        ranks = direct_call(process_group, False, f"load {self.writer(root).settings.job}").ranks
+        ranks = direct_call(process_group, False, self.writer(root).settings.purpose("load")).ranks
 
         def attempted() -> T:
             try:

@@ -53,8 +53,8 @@ class Peers:
 
     def __init__(self, settings: Settings, notices: Notices) -> None:
         self._settings, self._notices = settings, notices
-        purpose = f"nebula files {settings.job}"
-        self._ranks = ranks_of(None, purpose).dedicated(purpose, _TIMEOUT, "DCP_MEM_TIMEOUT")
+        purpose = settings.purpose("nebula files")
+        self._ranks = ranks_of(None, purpose).dedicated(str(purpose), _TIMEOUT, "DCP_MEM_TIMEOUT")
         self._surveyed: Mapping[str, CheckpointStatus | None] | None = None
         self._guard = threading.Lock()
 

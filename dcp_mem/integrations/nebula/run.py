@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_mem.comm import Ranks
+from dcp_mem.comm import Ranks, refuse_missing_group
 from dcp_mem.comm.dcp_call import direct_call
 from dcp_mem.config import Settings, parse_bytes, root_url, settings
 from dcp_mem.errors import ConfigError
@@ -58,18 +58,14 @@ class Run:
         if self._completing is None:
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 self._completing = JointCompletion(self.writer)
-            elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
-                raise ConfigError(
-                    "WORLD_SIZE is above 1, but torch.distributed isn't initialised: "
-                    "call init_process_group before the first save"
-                )
             else:
+                refuse_missing_group()
                 self._completing = self.alone
         return self._completing
 
     def ranks(self) -> Ranks:
         """Return the ranks that save together. Call it on all of them."""
-        return direct_call(None, False, f"save {self.settings.job}").ranks
+        return direct_call(None, False, self.settings.purpose("save")).ranks
 
     def join(self) -> None:
         """Take part from here on in completing other ranks' checkpoints, if there are any."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch_checkpointing.checkpoint_writer import CallbackArgs
 
+from dcp_mem.comm import refuse_missing_group
 from dcp_mem.errors import ConfigError
 from dcp_mem.integrations.torch_checkpointing.storage import MemoryStorageConfig, complete
 from dcp_mem.writer import MemoryStorageWriter
@@ -62,11 +63,7 @@ def _complete_then(then: Callable[[CallbackArgs], None], arguments: CallbackArgs
 def _connected() -> dict[str, Any]:
     """Return what lets the ranks' writing processes form a group of their own."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-            raise ConfigError(
-                "WORLD_SIZE is above 1, but torch.distributed isn't initialised: "
-                "call init_process_group before in_memory"
-            )
+        refuse_missing_group()
         return {}
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():

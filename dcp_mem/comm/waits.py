@@ -1,0 +1,112 @@
+"""Says for whom a call waits, and finds ranks that can't meet because their roots differ.
+
+A rank that waits for a while notes in the store where it waits. So the others can tell a rank that
+isn't there from one that waits for somebody else itself, or under another root.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from dcp_mem.comm.timed_store import TimedStore
+from dcp_mem.common.log import log
+from dcp_mem.config import Purpose, wait_warning
+from dcp_mem.errors import ConfigError
+
+_METHODS = {"save": "save()", "load": "load() or restore()"}
+_NOTE_SHARE = 1 / 6
+"""Of the time until the first line, after which a rank notes that it waits."""
+
+
+class Waits:
+    """One rank's waits in calls of one purpose; one at a time."""
+
+    def __init__(
+        self, purpose: Purpose | str, rank: int, members: Sequence[int], store: TimedStore, run: str
+    ) -> None:
+        purpose = purpose if isinstance(purpose, Purpose) else Purpose(purpose)
+        facts = repr((purpose.verb, run, list(members)))
+        self._board = f"dcp_mem/waits/{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+        self._purpose, self._rank, self._members, self._store = purpose, rank, members, store
+        self._pause, self._method, self._call = wait_warning(), "", ""
+        self._began = self._next = 0.0
+        self._is_first = self._is_noted = False
+
+    def enter(self, call: str, method: str) -> None:
+        """Begin a call of a method; "" for what the purpose is for."""
+        # Without a name, a wait of any length is no news.
+        self._method = method or _METHODS.get(self._purpose.verb, "")
+        self._call, self._is_first = call, True
+
+    def begin(self) -> None:
+        """Begin an exchange."""
+        self._began = time.monotonic()
+        self._next = self._began + self._pause
+
+    def look(self, rank: int, *, can_differ: bool) -> None:
+        """Called now and then while an exchange waits for a rank.
+
+        Args:
+            rank: The rank.
+            can_differ: Whether the two have never met.
+
+        Raises:
+            ConfigError: It waits under another root.
+        """
+        now = time.monotonic()
+        waited = now - self._began
+        if not self._method or waited < self._pause * _NOTE_SHARE:
+            return
+        with suppress(RuntimeError):  # the store is gone, or silent: the call ends by that
+            if not self._is_noted:
+                self._store.set(self._key(self._rank), json.dumps((*self._purpose, self._call)))
+                self._is_noted = True
+            if now < self._next:
+                return
+            self._next = now + waited  # the next line after twice the time
+            where, call = self._where(rank)
+            if where is not None and where != self._purpose and can_differ:
+                raise self._different(rank, where)
+            if where != self._purpose or call != self._call:  # else it waits itself
+                self._say(self._members[rank], waited)
+
+    def end(self) -> None:
+        """End the exchange: its ranks have all come."""
+        self._is_first = False
+        if self._is_noted:
+            self._is_noted = False
+            with suppress(RuntimeError):
+                self._store.set(self._key(self._rank), "null")
+
+    def _key(self, rank: int) -> str:
+        return f"{self._board}/{rank}"
+
+    def _where(self, rank: int) -> tuple[Purpose | None, str]:
+        """Return where a rank waits, and in which call; None where it doesn't."""
+        if not self._store.check(self._key(rank)):
+            return None, ""
+        try:
+            *purpose, call = map(str, json.loads(self._store.get(self._key(rank))))
+            return Purpose(*purpose), call
+        except (ValueError, TypeError):
+            return None, ""
+
+    def _say(self, rank: int, waited: float) -> None:
+        if self._is_first:
+            text = "waiting for %.0f s: rank %d hasn't called %s; call it on all ranks"
+            log.warning(text, waited, rank, self._method)
+        else:
+            text = "waiting for %.0f s: rank %d is in %s too, but not as far (slow, or stopped?)"
+            log.warning(text, waited, rank, self._method)
+
+    def _different(self, rank: int, where: Purpose) -> ConfigError:
+        found = sorted([(self._members[self._rank], self._purpose), (self._members[rank], where)])
+        named = ", ".join(f"rank {one} has {at.root or f'job {at.job}'}" for one, at in found)
+        return ConfigError(
+            f"the ranks wait for each other under different roots: {named} (is a time or a rank in "
+            f"the path?). Give all ranks the same one, such as rank 0's, broadcast"
+        )
