@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.optim import Optimizer
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import CheckpointNotFound, ConfigError
@@ -89,6 +91,17 @@ class MemoryDDPStrategy(SavesTogether, DDPStrategy):
 
 class _Sharded(SavesTogether):
     """Save what Lightning collects of each rank, and load into what the rank has."""
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        closure = inspect.signature(type(inner).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:  # as LBFGS
+            raise ConfigError(
+                f"{type(inner).__name__}: a sharded checkpoint of its state can't be restored, "
+                f"since a fresh one has none to load into: take MemoryDDPStrategy, or another "
+                f"optimizer"
+            )
+        return super().optimizer_state(optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
