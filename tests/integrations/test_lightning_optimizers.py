@@ -112,4 +112,4 @@ def test_an_optimizer_that_shards_cannot_resume_is_refused_at_the_first_save(
     memory_root: Path, strategy: str
 ) -> None:
     for said in forked_ranks(_error, 2, str(memory_root), strategy):
-        assert said.startswith("LBFGS: a sharded checkpoint of its state can't be restored")
+        assert said.startswith("LBFGS: its state of sharded parameters can't be restored")

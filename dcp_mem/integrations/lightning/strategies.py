@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from dcp_mem.integrations.lightning.paths import is_file
 from dcp_mem.integrations.lightning.sharded import ShardedOptimizer, names_with_state
 from dcp_mem.planning.entries import first_of
 from dcp_mem.planning.own_keys import own_keys_taken
+from dcp_mem.train_state.optimizers import refuse_needing_closure
 
 _MODEL = "state_dict"
 _STATES = "optimizer_states"
@@ -93,14 +93,7 @@ class _Sharded(SavesTogether):
     """Save what Lightning collects of each rank, and load into what the rank has."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        closure = inspect.signature(type(inner).step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:  # as LBFGS
-            raise ConfigError(
-                f"{type(inner).__name__}: a sharded checkpoint of its state can't be restored, "
-                f"since a fresh one has none to load into: take MemoryDDPStrategy, or another "
-                f"optimizer"
-            )
+        refuse_needing_closure(getattr(optimizer, "_optimizer", optimizer))
         return super().optimizer_state(optimizer)
 
     def save_checkpoint(
