@@ -9,6 +9,7 @@ have records of their own. A load takes all records, and finds each parameter's 
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,7 +27,14 @@ from dcp_mem.common.log import log
 from dcp_mem.errors import ConfigError, DcpMemError
 from dcp_mem.planning.entries import SavedEntry, first_of
 from dcp_mem.planning.own_keys import is_fsdp_1
-from dcp_mem.train_state.values import Tensors, as_tuple, on_cpu, put_together, taken_apart
+from dcp_mem.train_state.values import (
+    Tensors,
+    as_tuple,
+    is_fixed,
+    on_cpu,
+    put_together,
+    taken_apart,
+)
 
 
 class Optimizers:
@@ -82,6 +90,9 @@ class Optimizers:
 
     def saved(self, found: Mapping[str, Any], is_fresh: Sequence[bool]) -> dict[str, Any]:
         """Return what is saved, of torch's state dict of the optimizers; no tensor is copied."""
+        for optimizer in self._optimizers:
+            if any(is_fixed(one) for group in optimizer.param_groups for one in group["params"]):
+                refuse_needing_closure(optimizer)
         state, groups = found.get("state", {}), found.get("param_groups", [])
         self._parameters = self._named_by(groups)
         self._names = [list(group["params"]) for group in groups]
@@ -224,6 +235,16 @@ class Optimizers:
 
 
 # -- what is saved --------------------------------------------------------------------------------
+
+
+def refuse_needing_closure(optimizer: Optimizer) -> None:
+    """Raise if a fresh optimizer of this kind, as LBFGS, can't be given sharded state to load."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__}: its state of sharded parameters can't be restored, since "
+            f"a fresh one has none to load into: take another optimizer, or don't shard"
+        )
 
 
 def _record(

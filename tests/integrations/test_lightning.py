@@ -38,7 +38,14 @@ from dcp_mem.operations import housekeeping
 from dcp_mem.operations.inventory import list_checkpoints, on_storage
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.training import needs_fsdp_on_cpu
-from tests.support.frameworks.lightning_job import BATCHES, EPOCHS, STRATEGIES, Model, trainer
+from tests.support.frameworks.lightning_job import (
+    BATCHES,
+    EPOCHS,
+    STRATEGIES,
+    Model,
+    assert_same,
+    trainer,
+)
 from tests.support.nodes.cluster import Cluster
 from tests.support.processes.forks import forked, forked_ranks, forking, raised_by
 from tests.support.processes.launch import TORCHRUN, run_python
@@ -84,9 +91,9 @@ def test_what_is_saved_comes_back_as_it_was(memory_root: Path) -> None:
     plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
     plugin.save_checkpoint(saved, "some.ckpt")
     loaded = plugin.load_checkpoint("some.ckpt")
-    _assert_same(loaded, saved)
+    assert_same(loaded, saved)
     assert loaded["callbacks"]["EMA"].keys() == {"a.b", "a", 1, "1"}
-    _assert_same(loaded["callbacks"]["EMA"], saved["callbacks"]["EMA"])
+    assert_same(loaded["callbacks"]["EMA"], saved["callbacks"]["EMA"])
     assert loaded["state_dict"]._metadata == saved["state_dict"]._metadata
     assert list(loaded["optimizer_states"][0]["state"]) == [0, 1, 2, 3]
     assert plugin.report().source == "memory"
@@ -292,7 +299,7 @@ def test_a_file_of_lightnings_is_loaded_until_something_is_saved_to_its_path(
     saved, file = _checkpoint(1), tmp_path / "last.ckpt"
     torch.save(saved, file)
     plugin = MemoryCheckpointIO(None, memory_root=memory_root, job="job")
-    _assert_same(plugin.load_checkpoint(file), saved)
+    assert_same(plugin.load_checkpoint(file), saved)
     plugin.save_checkpoint(_checkpoint(2), file)
     assert plugin.load_checkpoint(file)["global_step"] == 2
     plugin.teardown()
@@ -669,7 +676,7 @@ def _restores_optimizer(memory: str, number: int) -> None:
     ended, began = _resumed_after(memory, f"{number}", _Heads(**saved), _Heads(**fresh))
     ended["lr"], began["lr"] = float(ended["lr"]), float(began["lr"])
     assert ended["net.2.bias.exp_avg"].any()
-    _assert_same({key: began.get(key) for key in ended}, ended)
+    assert_same({key: began.get(key) for key in ended}, ended)
     assert began.keys() - ended.keys() <= {"taste"}
 
 
@@ -752,20 +759,4 @@ def test_killed_jobs_go_on_from_memory_as_if_nothing_had_been(
             None, memory_root=memory_root, job=f"alone-{kind}"
         ).load_checkpoint(NEWEST)
         assert from_storage["global_step"] == EPOCHS * BATCHES
-        _assert_same(from_storage, undisturbed, kind)
-
-
-def _assert_same(one: Any, other: Any, where: str = "") -> None:
-    """Weights, optimizers and all else but where the checkpoints lie."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one.keys() - {"callbacks"}:
-            _assert_same(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one.to_dense(), other.to_dense()), where
-    elif isinstance(one, list):
-        assert len(one) == len(other), where
-        for number, (inner, its_other) in enumerate(zip(one, other, strict=True)):
-            _assert_same(inner, its_other, f"{where}.{number}")
-    else:
-        assert one == other, where
+        assert_same(from_storage, undisturbed, kind)

@@ -380,8 +380,11 @@ def _counts_what_travels(places: Places, tensors: int) -> list[tuple[str, int]]:
 
 
 def test_nothing_travels_on_torchs_collectives(places: Places) -> None:
+    # Before torch 2.6 asks the reader, it gathers the keys of the state dict.
+    by_torch = {"load"} if hasattr(state_dict_loader, "_all_gather_keys") else set()
     for sent in forked_ranks(_counts_what_travels, 2, places, 500):
-        assert {one for one, _ in sent} == {"save by torch"}
+        assert {one for one, _ in sent} == {"save by torch"} | by_torch
+        assert all(size < 100 for one, size in sent if one == "load")
         assert max(size for _, size in sent) > 40_000
 
 

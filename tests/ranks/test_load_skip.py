@@ -62,10 +62,10 @@ def test_what_is_skipped_need_not_be_there(memory_job: Job) -> None:
 
 
 def test_readers_of_torch_skip_too(tmp_path: Path) -> None:
-    dcp.save(_state(1), storage_writer=FileSystemWriter(str(tmp_path / "one")), no_dist=True)
+    dcp.save(_state(1), storage_writer=FileSystemWriter(str(tmp_path / "one")))
     state = _state(0)
     reader = FileSystemReader(str(tmp_path / "one"))
-    dcp_mem.load(state, storage_reader=reader, no_dist=True, skip="model.base.*")
+    dcp_mem.load(state, storage_reader=reader, skip="model.base.*")
     assert _values(state) == [0, 0, 1, 1]
 
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.optim import Optimizer
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import CheckpointNotFound, ConfigError
@@ -23,6 +24,7 @@ from dcp_mem.integrations.lightning.paths import is_file
 from dcp_mem.integrations.lightning.sharded import ShardedOptimizer, names_with_state
 from dcp_mem.planning.entries import first_of
 from dcp_mem.planning.own_keys import own_keys_taken
+from dcp_mem.train_state.optimizers import refuse_needing_closure
 
 _MODEL = "state_dict"
 _STATES = "optimizer_states"
@@ -89,6 +91,10 @@ class MemoryDDPStrategy(SavesTogether, DDPStrategy):
 
 class _Sharded(SavesTogether):
     """Save what Lightning collects of each rank, and load into what the rank has."""
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        refuse_needing_closure(getattr(optimizer, "_optimizer", optimizer))
+        return super().optimizer_state(optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

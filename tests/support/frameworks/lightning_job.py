@@ -122,6 +122,22 @@ def train(strategy: Any, plugin: MemoryCheckpointIO, killed_at: int | None) -> M
     return model
 
 
+def assert_same(one: Any, other: Any, where: str = "") -> None:
+    """Hold two checkpoints together: all but where they lie."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one.keys() - {"callbacks"}:
+            assert_same(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one.to_dense(), other.to_dense()), where
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for number, (inner, its_other) in enumerate(zip(one, other, strict=True)):
+            assert_same(inner, its_other, f"{where}.{number}")
+    else:
+        assert one == other, where
+
+
 def _main(directory: str, memory: str, killed_at: int | None, *kinds: str) -> None:
     """Train with these strategies in turn, each beside an undisturbed job; note each resume."""
     warnings.filterwarnings("error", module=r"dcp_mem(\.|$)")
