@@ -172,16 +172,17 @@ def _fetch_piece(
     A piece that one item alone takes goes straight into its tensor.
     """
     start, stop = piece
-    items = pending.within(file, start, stop)
-    if len(items) == 1 and items[0].is_direct and list(wanted) == [piece]:
-        fetcher.fetch(file, start, items[0].buffers_for(start, stop))
+    taken = [(item, *of) for of in wanted for item in pending.within(file, *of)]
+    item = taken[0][0] if len(taken) == 1 else None
+    if item is not None and item.is_direct and list(wanted) == [piece]:
+        fetcher.fetch(file, start, item.buffers_for(start, stop))
     else:
         buffer = np.empty(stop - start, np.uint8)
         fetcher.fetch(file, start, [buffer.data])
         address = buffer.ctypes.data - start
-        moves = [item.moves(*of, address + of[0]) for of in wanted for item in items]
+        moves = [item.moves(low, high, address + low) for item, low, high in taken]
         copy_here([move for of_item in moves for move in of_item])
-    return [item for item in items if any(item.note(low, high) for low, high in wanted)]
+    return [item for item, low, high in taken if item.note(low, high)]
 
 
 def _crc(buffers: Sequence[memoryview], offsets: Sequence[int], low: int, high: int) -> int:

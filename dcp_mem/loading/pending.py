@@ -45,6 +45,7 @@ class PendingItem:
         item: What is read.
         start: First byte of the segment that it needs.
         stop: One past the last; with checksums, these are edges of whole blocks.
+        is_direct: Whether the bytes go directly into the tensor.
     """
 
     def __init__(
@@ -80,18 +81,23 @@ class PendingItem:
         self._buffer: np.ndarray[Any, Any] | None = None
         self._lock = threading.Lock()
         self._missing = self.stop - self.start
+        self.is_direct = False
         if self._payload is not None and self._hull is not None:
             self._resolve_directly(self._payload.dtype, *self._hull)
 
     def _resolve_directly(self, dtype: torch.dtype, low: int, high: int) -> None:
         """Take the tensor itself as target, if its values lie in it as they do in the segment."""
+        if self.item.address is not None:
+            self.is_direct, self._address = True, self.item.address
+            self._low, self._high = low, high
+            return
         request = self.item.request
         if high - low != math.prod(request.lengths) * dtype.itemsize:
             return
         target = self._target_of(request)
         _check_shape(request, target)
         if target.dtype is dtype and is_plain(target):
-            self._target, self._address = target, target.data_ptr()
+            self.is_direct, self._target, self._address = True, target, target.data_ptr()
             self._low, self._high = low, high
 
     def _target_of(self, request: ReadItem) -> torch.Tensor:
@@ -105,11 +111,6 @@ class PendingItem:
             return detached(target)
 
     @property
-    def is_direct(self) -> bool:
-        """Whether the bytes go directly into the tensor."""
-        return self._target is not None
-
-    @property
     def is_empty(self) -> bool:
         """Whether nothing has to be read for it."""
         return self.start == self.stop
@@ -121,7 +122,7 @@ class PendingItem:
             start: First byte of the range, in the segment.
             stop: End of the range, exclusive.
         """
-        if self._target is None or start < self._low or self._high < stop:
+        if not self.is_direct or start < self._low or self._high < stop:
             return None
         return view_of(self._address + start - self._low, stop - start)
 
@@ -185,6 +186,8 @@ class PendingItem:
             UntrustedObject: A tensor's class isn't one that `weights_only` admits.
             Exception: What the planner raises of values that are whole.
         """
+        if self.is_direct and self._target is None:
+            return  # the bytes are where the plan wants them
         with _delivering:
             self._deliver()
 

@@ -318,17 +318,18 @@ def _prepared(
     files = {item.file for item in items}
     name = reading.opened.choice.name
     fetcher = Fetcher(source, name, files, verify=verify)
-    pending = [
-        PendingItem(
-            item,
-            reading.planner,
-            fetcher.table(item.file),
-            by_blocks=fetcher.checks(item.file),
+    item_of = {
+        file: partial(
+            PendingItem,
+            planner=reading.planner,
+            index=fetcher.table(file),
+            by_blocks=fetcher.checks(file),
             weights_only=reading.weights_only,
-            corrupt=partial(SegmentCorrupt, name, names.rank_of(item.file), source.label),
+            corrupt=partial(SegmentCorrupt, name, names.rank_of(file), source.label),
         )
-        for item in items
-    ]
+        for file in files
+    }
+    pending = [item_of[item.file](item) for item in items]
     for item in pending:
         if item.is_empty:
             item.deliver()

@@ -67,7 +67,7 @@ def find_reads(
         return [*tensors.items(np.flatnonzero(~is_direct)), *objects.items()]
 
     def everything() -> list[ItemRead]:
-        return [*tensors.items(direct), *rest()]
+        return [*tensors.items(direct, are_direct=True), *rest()]
 
     return Reads(locations.files, tensors.direct_reads(direct), rest, everything)
 
@@ -265,7 +265,7 @@ class _Tensors:
             device=self.devices[wanted],
         )
 
-    def items(self, which: Ints) -> list[ItemRead]:
+    def items(self, which: Ints, *, are_direct: bool = False) -> list[ItemRead]:
         """Return these overlaps as items, as DCP would plan them."""
         row, box = self.overlaps.row[which], self.overlaps.wanted[which]
         catalog = self.locations.catalog
@@ -280,9 +280,10 @@ class _Tensors:
             self.overlaps.extent[which],
             self._kinds[which],
             catalog.writer[row],
+            np.where(are_direct & (self.devices[box] == HOST), self.addresses[box], _NOT_PLAIN),
         )
         result = []
-        for (name, dimensions, target, saved, saved_extent, start, extent, kind, writer), (
+        for (name, dimensions, target, saved, saved_extent, start, extent, kind, writer, place), (
             offset,
             length,
         ) in zip(
@@ -307,6 +308,7 @@ class _Tensors:
                     offset=offset,
                     length=length,
                     saved=saved_as,
+                    address=None if place == _NOT_PLAIN else place,
                 )
             )
         return result

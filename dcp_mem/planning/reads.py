@@ -29,6 +29,7 @@ class ItemRead:
         length: Bytes of its stream.
         saved: Dtype and shape of the saved chunk; None for a byte item.
         transforms: What DCP recorded of the stream's transforms.
+        address: Where in this process's memory its payload goes as it is; None: the planner tells.
     """
 
     request: ReadItem
@@ -37,6 +38,7 @@ class ItemRead:
     length: int
     saved: Saved | None = None
     transforms: Sequence[str] = ()
+    address: int | None = None
 
     @property
     def stop(self) -> int:

@@ -217,6 +217,7 @@ def _retain(context: SaveContext, agreed: Agreed) -> None:
             context.settings.keep_memory,
             gets_copies=bool(context.redundancy_on(agreed.topology)),
             persists_all=context.settings.persists_all,
+            made=agreed.save_id,
         ),
     )
 

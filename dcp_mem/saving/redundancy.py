@@ -145,6 +145,7 @@ def _set_up(context: SaveContext, completed: Completed, remark: str) -> Replicat
             settings.keep_memory,
             gets_copies=True,
             persists_all=settings.persists_all,
+            made=manifest.save_id,
         )
 
     return Replication(

@@ -23,6 +23,7 @@ def apply_retention(
     *,
     gets_copies: bool,
     persists_all: bool,
+    made: str = "",
 ) -> None:
     """Evict what the policy doesn't keep, except what is being read or flushed, or still needed.
 
@@ -33,6 +34,8 @@ def apply_retention(
         gets_copies: Whether checkpoints are replicated. The newest one that is then stays until a
             newer one is.
         persists_all: Whether a checkpoint that is meant for storage stays until it is there.
+        made: Save id of the checkpoint that older ones leave for; "" for none. It stays where it
+            has just been rejected, too, until the next one is made.
     """
     memory.drop_dead_links()
     # Several ranks of a node may close at once. What one of them looks at, or takes out, must not
@@ -48,6 +51,7 @@ def apply_retention(
             with_sizes=False,
         )
         why = "superseded by a newer checkpoint"
+        kept = tuple(one for one in kept if not (one.rejected and one.key == made))
         evict(memory, checkpoints, retire(kept, policy.most or 1), why)
 
 

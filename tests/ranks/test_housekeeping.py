@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from dcp_mem import JobInUse, MemoryRootRefused, Reclaimed, reclaim
 from dcp_mem.common.files import allocated_bytes
 from dcp_mem.format import names
+from dcp_mem.memory import checksumming
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.locks import try_lease
 from dcp_mem.policy.retention import keep_last
@@ -150,7 +152,11 @@ def test_job_of_a_live_other_run_is_refused_with_what_to_do(memory_job: Job) -> 
 
 
 def _live(job: Job, persist: bool, keep: int) -> None:
-    with job.writer(persist=persist, keep_memory=keep) as writer:
+    with (
+        # On a busy machine checksums take long, and rest for 20 times as long after each.
+        patch.object(checksumming, "_REST", 0),
+        job.writer(persist=persist, keep_memory=keep) as writer,
+    ):
         for number in range(1, 5):
             save(writer, number)
             if not persist:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from dcp_mem import CheckpointManager, CheckpointNotFound, ConfigError
+from dcp_mem.memory.job import JobMemory
+from dcp_mem.saving.retention import apply_retention
 from tests.support.checkpoints.jobs import wait_until
 from tests.support.processes.forks import forked, forked_ranks, forking
 
@@ -66,6 +68,36 @@ def test_a_rejected_checkpoint_is_passed_over_and_said_so(
     manager.close()
 
 
+def _reject_while_older_ones_leave(root: Path) -> tuple[int | None, list[str], tuple[str, ...]]:
+    """Reject step-4 between its completion and the retention that this rank then applies."""
+
+    def rejected_first(memory: JobMemory, *args: Any, **options: Any) -> None:
+        newest = memory.checkpoints()[0]
+        if newest.name == "step-4":
+            memory.reject(newest, "the loss is NaN")
+        apply_retention(memory, *args, **options)
+
+    with _manager(root, None, keep_memory=2) as manager:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dcp_mem.saving.complete.apply_retention", rejected_first)
+            _save(manager, 1, 2, 3, 4)
+        assert manager.restore(_state(0)) == 3
+        passed_over = manager.report().passed_over
+        named = manager.restore(_state(0), step=4)
+        before = [one.name for one in manager.list()]
+        _save(manager, 5)
+        assert [one.name for one in manager.list()] == ["step-5", "step-3"]
+        return named, before, passed_over
+
+
+def test_a_checkpoint_that_is_rejected_at_once_stays_until_the_next_save(memory_root: Path) -> None:
+    """Another rank, or `dcp-mem reject`, may do it before this rank has let older ones leave."""
+    named, names, passed_over = forked(_reject_while_older_ones_leave, memory_root)
+    assert names == ["step-4", "step-3", "step-2"]
+    assert named == 4
+    assert any("step-4" in line and "NaN" in line for line in passed_over), passed_over
+
+
 def _restore(root: Path, url: Path | None) -> int | None:
     with _manager(root, url) as manager:
         return manager.restore(_state(0))
@@ -81,6 +113,8 @@ def test_storage_alone_knows_of_a_rejection(memory_root: Path, tmp_path: Path) -
 def _keep_one(root: Path, url: Path) -> tuple[int | None, list[str]]:
     with _manager(root, url, keep_memory=1, keep_storage=1) as manager:
         _save(manager, 1, 2)
+        # The flusher deletes older ones once `wait` may return.
+        wait_until(lambda: not (url / "step-1" / ".metadata").exists(), "retention")
         manager.reject(2, "it is bad")
         before = manager.latest()
         _save(manager, 3)

@@ -355,6 +355,8 @@ INTERRUPTS = st.tuples(st.integers(1, 45), st.booleans())
 """The request at which the next run goes on, and whether this one is killed then."""
 
 
+# Where the time is over while Hypothesis draws, it takes its own strategies for inconsistent.
+@pytest.mark.timeout(600)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     interrupts=st.lists(INTERRUPTS, min_size=1, max_size=MOST_WRITERS - 1),
