@@ -196,10 +196,10 @@ class Peers:
                 selector.register(waiting, selectors.EVENT_READ)
             ready = [key.fileobj for key, _ in selector.select(seconds)]
         for connection in ready:
-            if connection is self._listener:
-                self._accept_one(self._listener)
-            elif isinstance(connection, socket.socket):
+            if isinstance(connection, socket.socket) and connection is not self._listener:
                 self._hear(connection)
+        if self._listener in ready:  # last: it may close the connection that is silent longest
+            self._accept_one(self._listener)
         return bool(ready)
 
     def _accept_one(self, listener: socket.socket) -> None:

@@ -296,6 +296,27 @@ def test_silent_strangers_do_not_use_up_this_process_s_descriptors(
         peers.close()
 
 
+def test_a_stranger_that_speaks_at_last_where_many_are_silent_disturbs_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The oldest of as many as are heard sends something while a new one arrives."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    first, second = _peers_of_two(dist.HashStore())
+    first._listen()
+    assert first._listener is not None
+    address = first._listener.getsockname()
+    strangers = [socket.create_connection(address) for _ in range(_MOST_GREETINGS)]
+    while len(first._greetings) < len(strangers):
+        first._accept_some(SOON)
+    strangers[0].sendall(b"x")
+    strangers.append(socket.create_connection(address))
+    assert _meet(first, second) == [[b"from 1"], [b"from 0"]]
+    for stranger in strangers:
+        stranger.close()
+    for peers in (first, second):
+        peers.close()
+
+
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     first, second = _peers_of_two(dist.HashStore())
