@@ -14,8 +14,8 @@ import numpy as np
 
 from dcp_mem.comm import relay
 from dcp_mem.comm.collectives import Message
-from dcp_mem.comm.relay import dumped
 from dcp_mem.comm.tree import Tree, tree_of
+from dcp_mem.common.sendable import encoded
 from dcp_mem.common.values import Segment
 from dcp_mem.format.names import segment_file
 from dcp_mem.planning.joint_plan import Holders, JointPlan
@@ -83,7 +83,7 @@ class Place:
 class ManyRanks:
     """Rank 0 of a job, as `comm.collectives.Ranks`; the other ranks answer as rank 0 asks.
 
-    Joined values are pickled and go through the tree as messages; calls that only a first save
+    Joined values are encoded and go through the tree as messages; calls that only a first save
     makes are answered right away.
 
     Attributes:
@@ -128,7 +128,7 @@ class ManyRanks:
         start = time.thread_time()
         place = self._place
         for ranks in place.tree.below:
-            place.wire.arrive(ranks[0], dumped(self._joined(value, ranks, join)))
+            place.wire.arrive(ranks[0], encoded(self._joined(value, ranks, join)))
         place.wire.sent.clear()
         self.played += time.thread_time() - start
         return relay.all_reduce(place.wire, place.tree, value, join)

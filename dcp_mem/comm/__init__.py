@@ -7,6 +7,7 @@ order:
     agreement     collective attempts, whose errors reach all ranks
     tree, relay   the tree along which the ranks' values travel, and the collectives over it
     addresses     where other ranks reach this one
+    greetings     how a connection begins: proofs that both ends are of one job
     peers, wire   TCP connections to those ranks that this rank talks to, and messages over them
     job_ranks     `Ranks` over these connections; `ranks_of` finds or makes them
     transports    which transport two ranks take for many bytes, and connecting them by it

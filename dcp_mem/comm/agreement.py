@@ -11,7 +11,7 @@ and is raised behind it, on all ranks alike (invariant 8).
 A call that carries other values as well carries `Failures` beside them: `attempt` the work, join
 the failures of all ranks by `joined`, and `raise_together`.
 
-Only the texts of errors travel, so an error needn't be picklable. KeyboardInterrupt, SystemExit and
+Only the texts of errors travel, so an error may be of any kind. KeyboardInterrupt, SystemExit and
 whatever else isn't an Exception is raised at once, and this rank leaves the others: their call
 raises RankFailed.
 """
@@ -25,6 +25,7 @@ from typing import Generic, TypeVar
 
 from dcp_mem.comm.collectives import Ranks
 from dcp_mem.common.log import log
+from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import MARK, RankFailed
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ _MOST_FAILURES = 8
 _SHARED, _OF_ONE_CALL = MARK + "is_shared", MARK + "is_of_one_call"
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class Attempted(Generic[T]):
     """The outcome of work on this rank: the value it returned, or the error it raised.
@@ -257,7 +259,7 @@ def on_rank_0(ranks: Ranks, what: str, act: Callable[[], T]) -> T:
     Args:
         ranks: The ranks, which all call this.
         what: What is attempted, for the text of the error.
-        act: Rank 0's work. Its result must be picklable.
+        act: Rank 0's work. Its result can be sent (`common.sendable`).
 
     Raises:
         RankFailed: The work has failed, on all ranks alike; on rank 0, with its error as the cause.
@@ -274,9 +276,9 @@ def from_all_ranks(
     Args:
         ranks: The ranks, which all call this.
         what: What is attempted, for the text of the error.
-        act: This rank's work. Its result must be picklable.
+        act: This rank's work. Its result can be sent (`common.sendable`).
         decide: Makes the decision from all ranks' results, by rank; called on rank 0, and only if
-            no rank has failed. The decision must be picklable.
+            no rank has failed. The decision can be sent as well.
 
     Raises:
         Exception: What this rank's work raised, whatever became of the other ranks.

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from dcp_mem.comm.greetings import Door, greet
+
 _HEAD = struct.Struct("<BQI")
 MOST_NBYTES = 1 << 20
 """Bytes of a body, at most."""
 _READ_NBYTES = 1 << 18
-_GREETING_SECONDS = 5.0
-"""The longest that a new connection may take to say who it is."""
 _LONGEST_POLL = 0.5
 """Seconds after which a waiting thread looks whether another one has closed the line."""
 
@@ -151,11 +151,11 @@ class ControlLine:
 
 
 def dialled(address: tuple[str, int], token: bytes, deadline: float) -> socket.socket:
-    """Return a connection to a rank that listens, with a greeting sent.
+    """Return a connection to a peer that listens, and has proved that it is of this job.
 
     Args:
         address: Where it listens.
-        token: What it expects first.
+        token: What it expects.
         deadline: Until when to wait, in seconds of the monotonic clock.
 
     Raises:
@@ -164,7 +164,7 @@ def dialled(address: tuple[str, int], token: bytes, deadline: float) -> socket.s
     try:
         connection = socket.create_connection(address, max(deadline - time.monotonic(), 0.001))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(token)
+        greet(connection, address, token, 0, deadline)
     except OSError as error:
         raise RuntimeError(
             f"can't be reached at {address[0]}, port {address[1]}: {error}"
@@ -172,36 +172,24 @@ def dialled(address: tuple[str, int], token: bytes, deadline: float) -> socket.s
     return connection
 
 
-def accepted(listener: socket.socket, token: bytes, deadline: float) -> socket.socket:
-    """Return the first connection that greets with the token; close the others.
+def accepted(door: Door, deadline: float) -> socket.socket:
+    """Return the first connection that greets as one of this job.
 
     Args:
-        listener: Listens where the peer dials.
-        token: What the peer sends first.
+        door: Where the peer dials.
         deadline: Until when to wait, in seconds of the monotonic clock.
 
     Raises:
         RuntimeError: None comes in time, or none can be accepted.
     """
     while (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(left)
         try:
-            connection, _ = listener.accept()
-        except (TimeoutError, ConnectionError):  # the latter: of one that has gone again
-            continue
+            come = [connection for _, connection in door.welcome(left)]
         except OSError as error:
             raise RuntimeError(f"no connection can be accepted: {error}") from None
-        if _greets(connection, token, min(left, _GREETING_SECONDS)):
-            return connection
-        connection.close()
+        for other in come[1:]:
+            other.close()
+        if come:
+            come[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return come[0]
     raise RuntimeError("the peer has not connected in time")
-
-
-def _greets(connection: socket.socket, token: bytes, seconds: float) -> bool:
-    """Return whether a new connection begins with the token; a stranger's doesn't."""
-    with suppress(OSError):
-        connection.settimeout(seconds)
-        if connection.recv(len(token), socket.MSG_WAITALL) == token:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return True
-    return False

@@ -478,7 +478,7 @@ def _forget_earlier_groups(default: dist.Store) -> None:
     Args:
         default: The store of the present default group.
     """
-    for key in [key for key in _ranks if key[1] != weakref.ref(default)]:
+    for key in [key for key in list(_ranks) if key[1] != weakref.ref(default)]:
         _ranks.pop(key).close()
 
 
@@ -505,7 +505,7 @@ def world_size() -> int:
 
 
 def _leave_groups() -> None:
-    for ranks in _ranks.values():
+    for ranks in list(_ranks.values()):  # a thread may still begin a call
         ranks.close()
 
 

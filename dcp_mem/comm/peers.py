@@ -5,31 +5,25 @@ other one looks the address up and connects. So a rank that talks to its parent 
 tree has as many connections, whatever the number of ranks, and the store has one key per rank that
 listens.
 
-A connection opens with a greeting: a token, which only ranks of the set can know, and the number of
-the rank that connects. Gloo's groups connect every rank with every other one, at once; gloo's lazy
-groups, from torch 2.8 on, still look up every rank's address.
+A connection opens with a greeting, by which both ranks prove that they belong to the job.
+
+Gloo's groups connect every rank with every other one, at once; gloo's lazy groups, from torch 2.8
+on, still look up every rank's address.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
-import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from weakref import WeakSet
 
 from dcp_mem.comm.addresses import is_out_of_files, listening_socket
+from dcp_mem.comm.greetings import Door, greet
 from dcp_mem.comm.timed_store import FIRST_PAUSE, LONGEST_PAUSE, TimedStore
 
-_TOKEN_NBYTES = 16
-_RANK_NBYTES = 4
-_GREETING_NBYTES = _TOKEN_NBYTES + _RANK_NBYTES
-_MOST_GREETINGS = 64
-"""Connections whose greeting is awaited; a rank has fewer children."""
 _LOOK_SECONDS = 1.0
 """How often a rank that waits for a connection looks whether the others have given up."""
 _GRACE_SECONDS = 5.0
@@ -78,9 +72,7 @@ class Peers:
         self._name, self._rank, self._store = name, rank, store
         self._have_given_up, self._look = have_given_up, look
         self._sockets: dict[int, socket.socket] = {}
-        self._greetings: dict[socket.socket, bytearray] = {}  # of connections just accepted
-        self._listener: socket.socket | None = None
-        self._token = b""
+        self._door: Door | None = None
         _all_peers.add(self)
 
     def connected(self, ranks: Sequence[int], deadline: float) -> list[socket.socket]:
@@ -109,18 +101,17 @@ class Peers:
 
     def close(self) -> None:
         """Close all connections; what has been sent still arrives."""
-        for connection in [*self._sockets.values(), *self._greetings]:
+        for connection in self._sockets.values():
             connection.close()
-        if self._listener is not None:
-            self._listener.close()
-        self._listener = None
+        if self._door is not None:
+            self._door.close()
+        self._door = None
         self._sockets.clear()
-        self._greetings.clear()
 
     def _connect(self, ranks: Sequence[int], deadline: float) -> None:
         higher = [rank for rank in ranks if rank > self._rank]
         # Listening first: two ranks that wait for each other's address would wait for ever.
-        if higher and self._listener is None:
+        if higher and self._door is None:
             self._listen()
         for rank in ranks:
             if rank < self._rank:
@@ -128,11 +119,9 @@ class Peers:
         self._accept(higher, deadline)
 
     def _listen(self) -> None:
-        self._listener = listening_socket()
-        self._listener.setblocking(False)
-        self._token = secrets.token_bytes(_TOKEN_NBYTES)
-        host, port = self._listener.getsockname()[:2]
-        self._store.set(self._key(self._rank), json.dumps([host, port, self._token.hex()]))
+        self._door = Door(listening_socket())
+        address = json.dumps([*self._door.address, self._door.token.hex()])
+        self._store.set(self._key(self._rank), address)
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/address/{rank}"
@@ -165,10 +154,13 @@ class Peers:
                 raise
             raise PeerLost(rank, f"can't be reached at {host}, port {port}: {error}") from None
         try:
-            connection.sendall(bytes.fromhex(token) + self._rank.to_bytes(_RANK_NBYTES, "little"))
+            look, key = self._check_that_none_has_given_up, bytes.fromhex(token)
+            greet(connection, (host, port), key, self._rank, deadline, look)
+        except TimeoutError:
+            raise PeerLost(rank, "it has not come to this call in time") from None
         except OSError as error:
-            connection.close()
-            raise PeerLost(rank, f"its connection has closed: {error}") from None
+            where = f"{host}, port {port}"
+            raise PeerLost(rank, f"its connection has closed at {where}: {error}") from None
         return _tuned(connection)
 
     def _address_of(self, rank: int, deadline: float) -> bytes:
@@ -188,53 +180,22 @@ class Peers:
 
     def _accept(self, ranks: Sequence[int], deadline: float) -> None:
         """Accept connections until all of these ranks have one."""
+        looked = _now()
         while missing := [rank for rank in ranks if rank not in self._sockets]:
             left = deadline - _now()
             if left <= 0:
                 raise PeerLost(missing[0], "it has not come to this call in time")
             self._look(missing[0])
-            if not self._accept_some(min(left, _LOOK_SECONDS)):
+            assert self._door is not None
+            for rank, connection in self._door.welcome(min(left, _LOOK_SECONDS)):
+                if rank in missing:
+                    missing.remove(rank)
+                    self._sockets[rank] = _tuned(connection)
+                else:
+                    connection.close()
+            if _now() - looked >= _LOOK_SECONDS:
                 self._check_that_none_has_given_up()
-
-    def _accept_some(self, seconds: float) -> bool:
-        """Go on with connections that begin; return whether there was one in time."""
-        assert self._listener is not None
-        with selectors.PollSelector() as selector:
-            for waiting in (self._listener, *self._greetings):
-                selector.register(waiting, selectors.EVENT_READ)
-            ready = [key.fileobj for key, _ in selector.select(seconds)]
-        for connection in ready:
-            if connection is self._listener:
-                self._accept_one(self._listener)
-            elif isinstance(connection, socket.socket):
-                self._hear(connection)
-        return bool(ready)
-
-    def _accept_one(self, listener: socket.socket) -> None:
-        with suppress(BlockingIOError, ConnectionError):
-            self._greetings[listener.accept()[0]] = bytearray()
-        if len(self._greetings) > _MOST_GREETINGS:  # strangers that say nothing
-            oldest = next(iter(self._greetings))
-            del self._greetings[oldest]
-            oldest.close()
-
-    def _hear(self, connection: socket.socket) -> None:
-        """Read of a greeting what there is; a stranger's connection is closed."""
-        greeting = self._greetings[connection]
-        try:
-            data = connection.recv(_GREETING_NBYTES - len(greeting), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        greeting += data
-        if data and len(greeting) < _GREETING_NBYTES:
-            return
-        del self._greetings[connection]
-        if not secrets.compare_digest(bytes(greeting[:_TOKEN_NBYTES]), self._token):
-            connection.close()
-            return
-        self._sockets[int.from_bytes(greeting[_TOKEN_NBYTES:], "little")] = _tuned(connection)
+                looked = _now()
 
     def _check_that_none_has_given_up(self) -> None:
         if self._have_given_up():

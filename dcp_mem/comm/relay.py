@@ -7,17 +7,23 @@ value that was sent to a rank which never comes would be taken for received.
 
 from __future__ import annotations
 
-import io
-import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
+from dcp_mem import errors
 from dcp_mem.comm.collectives import Join, Share
 from dcp_mem.comm.tree import Tree
+from dcp_mem.common.sendable import decoded, encoded, sendable_as
 
 T = TypeVar("T")
 _FAST_COMPRESSION = 1
+MOST_UNPACKED = 1 << 32
+"""Bytes that the root tells its leaders, at most."""
+for _error in vars(errors).values():
+    if isinstance(_error, type) and issubclass(_error, errors.DcpMemError):
+        sendable_as(_error, attrgetter("args"), _error)
 
 
 class Wire(Protocol):
@@ -49,9 +55,9 @@ def all_reduce(wire: Wire, tree: Tree, value: T, join: Callable[[T, T], T]) -> T
         join: Joins two values, in any order.
     """
     for received in wire.receive(tree.children):
-        value = join(value, pickle.loads(received))
+        value = join(value, decoded(received))
     if tree.parent is not None:
-        wire.send([tree.parent], dumped(value))
+        wire.send([tree.parent], encoded(value))
     return _sent_down(wire, tree, value)
 
 
@@ -88,11 +94,11 @@ def _await(wire: Wire, parent: int | None, children: Sequence[int]) -> None:
 def _sent_down(wire: Wire, tree: Tree, value: T) -> T:
     """Send the root's value down the tree; return it on every rank."""
     if tree.parent is None:
-        wire.send(tree.children, dumped(value))
+        wire.send(tree.children, encoded(value))
         return value
     (received,) = wire.receive([tree.parent])
     wire.send(tree.children, received)
-    received_value: T = pickle.loads(received)
+    received_value: T = decoded(received)
     return received_value
 
 
@@ -113,7 +119,8 @@ def tell_leaders(wire: Wire, tree: Tree, data: bytes) -> Any:
         return data
     (packed,) = wire.receive([tree.parent])
     wire.send(tree.leaders, packed)
-    return zlib.decompress(packed)
+    unpacking = zlib.decompressobj()
+    return unpacking.decompress(packed, MOST_UNPACKED)
 
 
 def gather(wire: Wire, tree: Tree, value: T, share: Share[T]) -> list[T]:
@@ -127,12 +134,12 @@ def gather(wire: Wire, tree: Tree, value: T, share: Share[T]) -> list[T]:
     """
     found: dict[int, T] = {tree.rank: value}
     for received in wire.receive(tree.children):
-        found.update(pickle.loads(received))
+        found.update(decoded(received))
     ranks = sorted(found)
     values = share([found[rank] for rank in ranks])
     if tree.parent is None:
         return list(values)
-    wire.send([tree.parent], dumped(dict(zip(ranks, values, strict=True))))
+    wire.send([tree.parent], encoded(dict(zip(ranks, values, strict=True))))
     return []
 
 
@@ -145,11 +152,11 @@ def reduce(wire: Wire, tree: Tree, value: T, join: Join[T]) -> T | None:
         value: This rank's value.
         join: Called on each rank that has children, with its value and theirs.
     """
-    received = [pickle.loads(one) for one in wire.receive(tree.children)]
+    received = [decoded(one) for one in wire.receive(tree.children)]
     joined = join([value, *received]) if received else value
     if tree.parent is None:
         return joined
-    wire.send([tree.parent], dumped(joined))
+    wire.send([tree.parent], encoded(joined))
     return None
 
 
@@ -165,9 +172,9 @@ def scatter(wire: Wire, tree: Tree, values: Sequence[T]) -> T:
     by_rank: Mapping[int, T] = dict(enumerate(values))
     if tree.parent is not None:
         (received,) = wire.receive([tree.parent])
-        by_rank = pickle.loads(received)
+        by_rank = decoded(received)
     for ranks in tree.below:
-        wire.send(ranks[:1], dumped({rank: by_rank[rank] for rank in ranks}))
+        wire.send(ranks[:1], encoded({rank: by_rank[rank] for rank in ranks}))
     return by_rank[tree.rank]
 
 
@@ -184,39 +191,26 @@ def route(wire: Wire, tree: Tree, values: Mapping[int, T]) -> list[tuple[int, T]
     """
     parcels: _Parcels = {}
     for rank, value in values.items():
-        parcels[rank] = [(tree.rank, pickle.dumps(value, 5))]
+        parcels[rank] = [(tree.rank, encoded(value))]
     for received in wire.receive(tree.children):
-        _add(parcels, pickle.loads(received))
+        _add(parcels, decoded(received))
     if tree.parent is not None:
         here = {tree.rank}.union(*tree.below)
         outside = parcels.keys() - here
-        wire.send([tree.parent], dumped({rank: parcels.pop(rank) for rank in outside}))
+        wire.send([tree.parent], encoded({rank: parcels.pop(rank) for rank in outside}))
         (received,) = wire.receive([tree.parent])
-        _add(parcels, pickle.loads(received))
+        _add(parcels, decoded(received))
     for ranks in tree.below:
         below = {rank: parcels[rank] for rank in ranks if rank in parcels}
-        wire.send(ranks[:1], dumped(below))
+        wire.send(ranks[:1], encoded(below))
     arrived = sorted(parcels.get(tree.rank, ()))
-    return [(sender, pickle.loads(data)) for sender, data in arrived]
+    return [(sender, decoded(data)) for sender, data in arrived]
 
 
 _Parcels = dict[int, list[tuple[int, bytes]]]
-"""By receiver: senders, and pickled values."""
+"""By receiver: senders, and values as bytes."""
 
 
 def _add(parcels: _Parcels, others: _Parcels) -> None:
     for rank, of_rank in others.items():
         parcels.setdefault(rank, []).extend(of_rank)
-
-
-def dumped(value: Any) -> memoryview:
-    """Return a value pickled, for the wire.
-
-    Pickle is safe here: peers are ranks of this very job, and DCP pickles between them as well.
-
-    Args:
-        value: Anything that pickles.
-    """
-    stream = io.BytesIO()
-    pickle.dump(value, stream, protocol=5)
-    return stream.getbuffer()  # torch asks for a buffer that may be written to

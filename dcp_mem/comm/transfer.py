@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from dcp_mem.comm.collectives import Channel, PendingMessage
 from dcp_mem.common.log import log
+from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import DcpMemError
 
 CHUNK = 16 << 20
@@ -87,6 +88,7 @@ class IncomingChunk:
     refill: Callable[[bytearray], Refilled] | None = None
 
 
+@sendable
 class Amount(NamedTuple):
     """Bytes of chunks that were sent, repeats included, and that the receiver had already."""
 

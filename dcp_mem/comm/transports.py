@@ -19,7 +19,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from dcp_mem.comm.addresses import listening_socket
 from dcp_mem.comm.channels import GlooChannel
 from dcp_mem.comm.collectives import Channel
 from dcp_mem.comm.control_line import ControlLine, accepted, dialled
+from dcp_mem.comm.greetings import Door
 from dcp_mem.comm.lines import LinedChannel
 from dcp_mem.comm.nixl_agents import import_trouble
 from dcp_mem.comm.nixl_channel import INLINE_NBYTES, NixlChannel
@@ -40,7 +41,6 @@ from dcp_mem.config import lines_of_channel
 
 _INFINIBAND = "/sys/class/infiniband"
 _TCP_VARIABLE = "DCP_MEM_NIXL_TCP"
-_TOKEN_NBYTES = 16
 PROBE_NBYTES = INLINE_NBYTES + 4096
 """More than goes over the connection, so that the probe is read as any large message."""
 _MOST_PROBE_SECONDS = 20.0
@@ -152,12 +152,11 @@ class NixlTransport:
             assert address is not None
             connection = dialled(address, token, deadline)
         else:
-            token = secrets.token_bytes(_TOKEN_NBYTES)
-            with listening_socket() as listener:
-                offers.put(own, listener.getsockname()[:2], token)
+            with closing(Door(listening_socket())) as door:
+                offers.put(own, door.address, door.token)
                 peer, _, _ = offers.peers(deadline)
                 _check(own, peer)
-                connection = accepted(listener, token, deadline)
+                connection = accepted(door, deadline)
         channel = NixlChannel(ControlLine(connection), min(pair.seconds / 2, _MOST_PROBE_SECONDS))
         try:
             _probe(channel)

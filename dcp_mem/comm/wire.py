@@ -20,6 +20,8 @@ from dcp_mem.comm.peers import PeerLost, Peers
 LENGTH_NBYTES = 8
 """Bytes in front of a message, which say how long it is."""
 _LOOK_SECONDS = 1.0
+MOST_NBYTES = 1 << 32
+"""Bytes of a message, at most; what `swap` sends is as long as the receiver says."""
 _MOST_VIEWS = 64
 """Buffers that one call sends."""
 
@@ -217,7 +219,10 @@ class _Incoming(_Flow):
         return True
 
     def _expect_body(self, length: bytearray) -> None:
-        self.body, self._length = bytearray(int.from_bytes(length, "little")), None
+        nbytes = int.from_bytes(length, "little")
+        if nbytes > MOST_NBYTES:
+            raise PeerLost(self.rank, f"it speaks otherwise: a message of {nbytes} bytes")
+        self.body, self._length = bytearray(nbytes), None
         if self.body:
             self._views.append(memoryview(self.body))
 

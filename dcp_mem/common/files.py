@@ -155,6 +155,19 @@ def read_bytes(path: str) -> bytes:
         return stream.read()
 
 
+def settled(path: str, content: bytes) -> bytes:
+    """Return what a private file holds: the content that the first process has given."""
+    temporary = f"{path}.{uuid.uuid4().hex[:8]}.new"
+    write_atomically(temporary, content)
+    try:
+        link(temporary, path)  # the first one wins, and is never seen half written
+    except FileExistsError:
+        pass
+    finally:
+        remove(temporary)
+    return read_bytes(path)
+
+
 def remove(path: str) -> None:
     """Delete a file, if it exists.
 

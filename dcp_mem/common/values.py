@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from dcp_mem.common.sendable import sendable
+
 
 class State(str, Enum):
     """A state in the life of a checkpoint."""
@@ -56,6 +58,7 @@ class ExportState(str, Enum):
     __str__ = str.__str__
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """One rank's file of one checkpoint.

@@ -11,6 +11,7 @@ from enum import Enum
 from dcp_mem.comm import Ranks
 from dcp_mem.comm.agreement import from_all_ranks, known_to_all, on_rank_0
 from dcp_mem.common.log import log
+from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import (
     ConfigError,
     DcpMemError,
@@ -31,6 +32,7 @@ _COMPLAIN_SECONDS = 10.0
 """Time after which it is said that there is nothing to follow so far."""
 
 
+@sendable
 class Verdict(Enum):
     """What the ranks do after a look."""
 
@@ -39,6 +41,7 @@ class Verdict(Enum):
     END = "end"
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class _Look:
     """What one rank has seen.

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.catalog_checks import BYTES as BYTES
 from dcp_mem.format.catalog_checks import LOOSE_BYTES as LOOSE_BYTES
@@ -65,6 +66,7 @@ _ROWS_AT_ONCE = 1 << 20
 """Rows that are looked at at once while a catalog of runs is checked."""
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Properties:
     """DCP's properties of a tensor besides its shape; torch's values as text ("torch.float32").

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_mem.common.sendable import sendable_as
 from dcp_mem.format.catalog import (
     BYTES,
     LOOSE_BYTES,
@@ -71,6 +72,35 @@ class RankItems:
     rank: int
     indexes: Sequence[MetadataIndex]
     layout: Layout
+
+
+def _columns(items: RankItems) -> tuple[Any, ...]:
+    """Return what is sent to other ranks; twenty thousand indexes are sent as columns."""
+    offsets = [one.offset for one in items.indexes]
+    return (
+        items.rank,
+        [one.fqn for one in items.indexes],
+        [offset is not None for offset in offsets],
+        [tuple(offset or ()) for offset in offsets],
+        [one.index for one in items.indexes],
+        items.layout,
+    )
+
+
+def _from_columns(
+    rank: int,
+    names: Sequence[str],
+    has_offset: Sequence[bool],
+    offsets: Sequence[tuple[int, ...]],
+    numbers: Sequence[int | None],
+    layout: Layout,
+) -> RankItems:
+    columns = zip(names, has_offset, offsets, numbers, strict=True)
+    indexes = [MetadataIndex(name, box if has else None, at) for name, has, box, at in columns]
+    return RankItems(rank, indexes, layout)
+
+
+sendable_as(RankItems, _columns, _from_columns)
 
 
 # -- from a catalog to DCP's metadata -------------------------------------------------------------

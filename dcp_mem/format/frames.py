@@ -18,7 +18,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from dcp_mem.common.sendable import sendable_as
 from dcp_mem.format.layout import Layout, align, layout_of
+from dcp_mem.format.torch_names import dtype_named
 
 Spec = tuple[torch.dtype, torch.Size]
 """Dtype and shape of a tensor."""
@@ -36,6 +38,13 @@ class Specs:
 
     def __iter__(self) -> Iterator[Spec]:
         return zip(self.dtypes, self.shapes, strict=True)
+
+
+sendable_as(
+    Specs,
+    lambda specs: (list(map(str, specs.dtypes)), list(map(tuple, specs.shapes))),
+    lambda names, shapes: Specs(list(map(dtype_named, names)), list(map(torch.Size, shapes))),
+)
 
 
 QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dcp_mem.common.sendable import sendable
+
 ALIGNMENT = 64
 Columns = npt.NDArray[np.int64]
 
@@ -27,6 +29,7 @@ def align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+@sendable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
     """Columns of the dense items, in the order of the plan.

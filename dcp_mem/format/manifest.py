@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.common.values import Segment, Transfer
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.checksums import HASH, HASH_NBYTES, Crcs, block_count
@@ -471,6 +472,7 @@ class Rejection:
             return Rejection(save_id, "for a reason that can't be read any more")
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class Resumes:
     """How often in a row a job has resumed from one checkpoint and ended soon afterwards.

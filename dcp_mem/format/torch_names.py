@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from dcp_mem.common.sendable import sendable_as
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format.catalog import Properties
 
@@ -90,3 +91,12 @@ def _known(things: Mapping[str, T], name: str) -> T:
             f"a catalog that has {name}, which this torch doesn't: use a newer one"
         )
     return things[name]
+
+
+sendable_as(torch.Size, tuple, lambda *sizes: torch.Size(sizes))
+for _kind, _named in (
+    (torch.dtype, dtype_named),
+    (torch.layout, layout_named),
+    (torch.memory_format, memory_format_named),
+):
+    sendable_as(_kind, lambda value: (str(value),), _named)

@@ -39,7 +39,7 @@ def share_description_files(
     if ranks.rank == (describing_rank or 0):
         files = attempt(lambda: _read_files(load, choice, memory))
         if files.error is not None and not isinstance(files.error, DcpMemError):
-            # It goes to other ranks: only our own errors are sure to survive pickling.
+            # It goes to other ranks: only our own errors can be sent.
             files = Attempted(error=DcpMemError(described(files.error)))
     if describing_rank:
         files = next((sent for sent in ranks.gather(files) if sent is not None), None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from dcp_mem.comm.agreement import from_all_ranks, known_to_all
 from dcp_mem.common import faults
+from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import ConfigError
 from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.survey import Search, survey_memory
@@ -16,6 +17,7 @@ from dcp_mem.runtime.numbers import note_seen
 _LOOKING = "looking for checkpoints"
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class _Survey:
     """One rank's contribution to the election.
@@ -31,6 +33,7 @@ class _Survey:
     plans_itself: bool
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class _Decision:
     """What rank 0 has made of all surveys.

@@ -14,6 +14,7 @@ from dcp_mem.comm import SingleRank
 from dcp_mem.comm.agreement import Failures, attempt, described, known_to_all
 from dcp_mem.common.gc_pause import collector_paused
 from dcp_mem.common.log import log, log_once
+from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import NoRecoverableCheckpoint, RankFailed, SegmentCorrupt
 from dcp_mem.loading.candidates import open_next, open_without
 from dcp_mem.loading.load_attempt import DamagedSegment, LoadAttempt
@@ -170,6 +171,7 @@ def _read_together(
     return _ReadResult(joined, read.error)
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
     """Bytes that some ranks have read, and failures of these ranks.

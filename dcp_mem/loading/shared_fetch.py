@@ -25,6 +25,7 @@ from dcp_mem.comm import Ranks
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import in_parallel
+from dcp_mem.common.sendable import sendable
 from dcp_mem.config import TransportChoice
 from dcp_mem.errors import DcpMemError, MemoryUnavailable, RankFailed
 from dcp_mem.format import names
@@ -280,6 +281,7 @@ def _of_storage(extents: Extents, group: LoadGroup) -> Extents:
     return {file: of_file for file, of_file in extents.items() if not group.holding(file)}
 
 
+@sendable
 class _Agreed(NamedTuple):
     """What all ranks agree on. A plain tuple, because it is sent to all ranks.
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from dcp_mem.comm import Ranks
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
+from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import ConfigError
 from dcp_mem.format.checksums import checksum
 from dcp_mem.planning.dtensors import local_chunk
@@ -27,6 +28,7 @@ Chunk = tuple[str, tuple[int, ...]]
 """A tensor's name, and where its chunk begins in it."""
 
 
+@sendable
 class _Sums(NamedTuple):
     """Checksums of chunks that some ranks hold, joined.
 

@@ -6,7 +6,7 @@ import os
 import stat
 import uuid
 
-from dcp_mem.common.files import link, raise_if_full, read_bytes, remove, write_atomically
+from dcp_mem.common.files import raise_if_full, read_bytes, settled
 from dcp_mem.common.log import log
 from dcp_mem.errors import MemoryRootRefused, MemoryUnavailable
 
@@ -105,16 +105,8 @@ def node_id(root: str) -> str:
     try:
         return read_bytes(path).decode()
     except FileNotFoundError:
-        pass  # this process may be the first one
-    temporary = f"{path}.{uuid.uuid4().hex[:8]}.new"
-    write_atomically(temporary, uuid.uuid4().hex[:12].encode())
-    try:
-        link(temporary, path)  # the first one wins, and is never seen half written
-    except FileExistsError:
-        pass
-    finally:
-        remove(temporary)
-    return read_bytes(path).decode()
+        # This process may be the first one.
+        return settled(path, uuid.uuid4().hex[:12].encode()).decode()
 
 
 def file_system(path: str) -> str:

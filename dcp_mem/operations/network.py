@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dcp_mem.comm.addresses import addresses_of_interface, listening_socket
 from dcp_mem.comm.collectives import Message, Ranks
 from dcp_mem.comm.job_ranks import JobRanks
+from dcp_mem.common.sendable import sendable
 from dcp_mem.config import TransportChoice
 from dcp_mem.errors import ConfigError
 from dcp_mem.operations.doctor import Check, Severity
@@ -33,6 +34,7 @@ _MUCH_FASTER = 4
 """From which factor on another interface is taken for the one that was meant."""
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNetwork:
     """One node's view of the network.

@@ -27,6 +27,7 @@ from dcp_mem.comm.transports import (
     TransportUnusable,
     rdma_devices,
 )
+from dcp_mem.common.sendable import sendable
 from dcp_mem.config import TransportChoice, lines_of_channel
 from dcp_mem.format.checksums import checksum
 from dcp_mem.operations.doctor import Check, Severity
@@ -37,6 +38,7 @@ _ROUNDS = 3
 _TIMEOUT = 120.0
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTransport:
     """One node's figures.

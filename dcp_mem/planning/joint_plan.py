@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.format.catalog import Ints, Path, Properties
 from dcp_mem.format.column_file import in_32_bits
 from dcp_mem.planning.plan_columns import LocalPlan, PlanItems, widened
@@ -25,6 +26,7 @@ _RANK = 1 << 32
 """In `named` and `tabled`: a rank times this, plus the position in the rank's own table."""
 
 
+@sendable
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
     """Ranks that hold the same series.
@@ -39,6 +41,7 @@ class Holders:
     columns: Ints
 
 
+@sendable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class JointPlan:
     """The plans of some ranks. A series has one item on each of its holders.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.format.catalog import Catalog, Ints, SharedCatalog
 from dcp_mem.format.layout import Layout
 from dcp_mem.format.names import FROZEN, home_rank
@@ -18,6 +19,7 @@ from dcp_mem.planning.global_plan import GlobalPlan
 from dcp_mem.planning.series_plan import SeriesPlan, WrittenSeries
 
 
+@sendable
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenItems:
     """The items of one rank's segment.

@@ -21,10 +21,12 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.policy.facts import CheckpointFacts
 from dcp_mem.policy.order import newest_first
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
     """One node's memory before a save; all figures in bytes.

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber, joined_place, newest_first
 from dcp_mem.policy.parity import Stripe, Term, rebuilding
 from dcp_mem.policy.redundancy import Redundancy
@@ -29,6 +30,7 @@ _MOST_NAMED = 8
 """Missing segments that a reason lists by number."""
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCheckpoint:
     """A checkpoint, or a part of it, as found on a rank's node or on storage.
@@ -69,6 +71,7 @@ class FoundCheckpoint:
     redundancy: Redundancy = field(default_factory=Redundancy)
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElectedCheckpoint:
     """A checkpoint that can be loaded, and from where.
@@ -100,6 +103,7 @@ class ElectedCheckpoint:
     redundancy: Redundancy = field(default_factory=Redundancy)
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
     """The candidates of a load, and the reasons against all other checkpoints.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.policy.order import UNNUMBERED, Place, SaveNumber
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class SharedBytes:
     """A file on this node that several checkpoints have among their segments.
@@ -23,6 +25,7 @@ class SharedBytes:
     names: int
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
     """A checkpoint as retention and admission see it.

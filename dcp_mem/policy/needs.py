@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, repeat
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.policy.pieces import Extent
 
 Edges = Callable[[str], Sequence[int] | None]
@@ -16,6 +17,7 @@ Span = tuple[Extent, tuple[int, ...]]
 """Bytes of a segment, and who needs them."""
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class Need:
     """The bytes that a rank needs, and the room of its node.

@@ -18,11 +18,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from dcp_mem.common.sendable import sendable
+
 T = TypeVar("T")
 
 _COUNTS = 1 << 32
 
 
+@sendable
 @dataclass(frozen=True, slots=True, order=True)
 class SaveNumber:
     """The number of a save within its job; the greater one is newer.
@@ -69,6 +72,7 @@ def next_number(known: SaveNumber, generation: int) -> SaveNumber:
     return SaveNumber(known.generation + 1, 1)
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """The facts by which a checkpoint gets its place in the order.

@@ -17,6 +17,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dcp_mem.common.sendable import sendable
+
 Group = Mapping[int, int]
 """The nodes of a group, with the bytes of each: its segments, laid behind each other."""
 Segments = Mapping[int, int]
@@ -37,6 +39,7 @@ class Piece:
         return self.stop - self.start
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class Share:
     """Bytes [start, stop) of a rank's segment that are part of a stripe.
@@ -51,6 +54,7 @@ class Share:
     place: int
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class Stripe:
     """The parity that one rank keeps: the XOR of its shares; bytes that no share covers are zero.
@@ -64,6 +68,7 @@ class Stripe:
     shares: tuple[Share, ...]
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
     """Bytes whose XOR with those of the other terms is a lost segment.

@@ -23,6 +23,7 @@ from heapq import heapreplace
 from itertools import zip_longest
 from typing import NamedTuple
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.policy.needs import Edges, Extents, spans
 from dcp_mem.policy.pieces import PIECE, Extent, cut, least_window, merged
 from dcp_mem.policy.shares import SharedPiece
@@ -35,6 +36,7 @@ NodeSet = tuple[range, ...]
 """The leaders of nodes, as runs of equal steps: as a rule one run, of two nodes or of thousands."""
 
 
+@sendable
 class LoadNode(NamedTuple):
     """A node that takes part in a load. A plain tuple, because it is sent to all ranks.
 
@@ -76,6 +78,7 @@ def join_nodes(
     return {**one, **other, **{node: one[node].join(other[node]) for node in both}}
 
 
+@sendable
 class JointSpan(NamedTuple):
     """Bytes [start, stop) of a segment that several nodes need. Plain tuples, which are sent."""
 

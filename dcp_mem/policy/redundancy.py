@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dcp_mem.common.sendable import sendable
 
+
+@sendable
 @dataclass(frozen=True, slots=True)
 class Redundancy:
     """Copies of each segment on other nodes, or parity over groups of nodes.

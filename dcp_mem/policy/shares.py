@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.policy.needs import Extents
 
 Batches = list[list["SharedPiece"]]
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPiece:
     """Bytes [start, stop) of a segment that come into a node's window once.
@@ -40,6 +42,7 @@ class SharedPiece:
         return self.origin is not None or not self.is_held
 
 
+@sendable
 class PeerPiece(NamedTuple):
     """Bytes [start, stop) of a segment, sent from a node's memory to the only rank in need.
 
@@ -55,6 +58,7 @@ class PeerPiece(NamedTuple):
     stop: int
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadShare:
     """One rank's share of a load.
@@ -99,6 +103,7 @@ class LoadShare:
         )
 
 
+@sendable
 class LoadTotals(NamedTuple):
     """What all ranks of a load go through together. A plain tuple, because it is sent to all ranks.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dcp_mem.common.sendable import sendable
+
 HUGE = 2 << 20
 """Bytes of a huge page."""
 _UNIT = 64 << 10
@@ -16,6 +18,7 @@ _UNIT = 64 << 10
 _TOO_LARGE = 64 << 20
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeSlot:
     """A free slot that a process could claim.

@@ -16,6 +16,7 @@ from dcp_mem.comm.transfer import Amount, receive, refuse, send
 from dcp_mem.common import faults
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
+from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.format import names
 from dcp_mem.format.manifest import StripeRecord
@@ -37,6 +38,7 @@ class Overtaken(Exception):
     """A newer checkpoint is to be replicated instead, or the job ends."""
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Progress:
     """The progress of some ranks, joined; the ranks exchange it while they work.

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dcp_mem.comm import Ranks, world_size
+from dcp_mem.common.sendable import sendable
 
 
+@sendable
 class Home(NamedTuple):
     """The node and failure domain of a rank. A plain tuple, because it is sent to all ranks.
 

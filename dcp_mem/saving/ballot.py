@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.policy.admission import NodeMemory
 from dcp_mem.policy.order import UNNUMBERED, SaveNumber
 from dcp_mem.policy.slots import FreeSlot
@@ -15,8 +16,7 @@ Proposal = tuple[Any, ...]
 
 Save id, whether to persist the checkpoint, its time, the generation that the run goes on with (0 to
 begin one) and the run's token in one number. The fields of SaveInfo follow, and what the manifest
-has as `replaces`; where both are empty they are left out of the plain tuple, so that a ballot fits
-into one letter (128 bytes).
+has as `replaces`; where both are empty they are left out of the plain tuple.
 """
 
 _RUNS = 1 << 32
@@ -42,6 +42,7 @@ def unpacked_run(packed: int) -> tuple[int, str]:
     return generation, f"{run:08x}"
 
 
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """One rank's report before it stages: its needs, and its objections to the save.
@@ -80,10 +81,11 @@ class RankReport:
     error: str = ""
 
 
+@sendable
 class Ballot(NamedTuple):
     """The reports of some ranks, joined; about as small as this however many ranks there are.
 
-    A tuple, not a dataclass: it is pickled by position, and must fit into one letter.
+    A tuple, which is sent by position: each save sends one.
 
     Attributes:
         name: A digest of the checkpoint's name.

@@ -17,6 +17,7 @@ from dcp_mem.comm.agreement import (
     raise_together,
 )
 from dcp_mem.common import faults
+from dcp_mem.common.sendable import sendable
 from dcp_mem.format.catalog import catalog_key
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.format.segments import Segments, Tail
@@ -34,10 +35,11 @@ from dcp_mem.saving.values import (
 )
 
 
+@sendable
 class _Receipts(NamedTuple):
     """The receipts of some ranks, joined; small if nothing has changed since the last save.
 
-    A tuple, not a dataclass: it is pickled by position, and stays small.
+    A tuple, which is sent by position: each save sends one.
 
     Attributes:
         last: Id of the last save by this plan, as far as each rank knows.

@@ -20,6 +20,7 @@ import torch
 
 from dcp_mem.comm.agreement import Attempted, attempt, described, known_to_all
 from dcp_mem.common.log import log
+from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import DcpMemError, RankFailed
 from dcp_mem.format.frames import QUANTISED, frame
 from dcp_mem.format.torch_names import dtype_named
@@ -419,6 +420,7 @@ class OwnPlans:
         return replace(planned, other_plan_ids=tuple(others))
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class _Refusal:
     """Stands for the plan of a rank that can't have another one."""

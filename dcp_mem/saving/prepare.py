@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint import planner as planners
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_mem.comm.agreement import Attempted, attempt, from_all_ranks, known_to_all
 from dcp_mem.comm.dcp_call import DcpCall
+from dcp_mem.common.sendable import sendable
 from dcp_mem.config import Settings, checked_state
 from dcp_mem.errors import MemoryBudgetExceeded
 from dcp_mem.format import names
@@ -26,6 +29,18 @@ from dcp_mem.saving.frozen import split
 from dcp_mem.saving.plan import TAIL_ROOM, expected_specs, item_key, resolves_as_is
 from dcp_mem.saving.room import expect
 from dcp_mem.saving.values import SaveContext
+
+for _kind in (
+    metadata.ChunkStorageMetadata,
+    metadata.MetadataIndex,
+    metadata.TensorProperties,
+    planners.BytesIOWriteData,
+    planners.SavePlan,
+    planners.TensorWriteData,
+    planners.WriteItem,
+    planners.WriteItemType,
+):
+    sendable(_kind)  # of a planner's own, what is made of other classes is refused by name
 
 
 @dataclass(frozen=True, slots=True)

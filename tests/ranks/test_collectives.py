@@ -612,9 +612,9 @@ def test_a_steady_save_sends_less_than_a_kilobyte_a_rank_however_many_tensors_th
         tensors: [sum(of_ranks) for of_ranks in zip(*counts, strict=True)]
         for tensors, counts in found.items()
     }
-    assert totals[10][:3] == totals[2000][:3]
-    for total in totals[2000][:3]:
-        assert 0 < total <= 1024 * world
+    for few, many in zip(totals[10][:3], totals[2000][:3], strict=True):
+        assert abs(many - few) < 10 * world, "numbers have other digits, and no more"
+        assert 0 < many <= 1024 * world
     assert totals[2000][3] > 50 * 2000, "the first save's columns weren't counted"
 
 

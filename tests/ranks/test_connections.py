@@ -21,8 +21,9 @@ import dcp_mem
 from dcp_mem import RankFailed
 from dcp_mem.comm import ranks_of
 from dcp_mem.comm.addresses import SOCKETS_OF_A_RANK, check_open_files, listening_socket
+from dcp_mem.comm.greetings import MOST_GREETINGS
 from dcp_mem.comm.job_ranks import JobRanks
-from dcp_mem.comm.peers import _MOST_GREETINGS, PeerLost, Peers
+from dcp_mem.comm.peers import PeerLost, Peers
 from dcp_mem.comm.timed_store import TimedStore
 from dcp_mem.comm.tree import tree_of
 from dcp_mem.comm.wire import TcpWire
@@ -238,6 +239,13 @@ def _peers_of_two(store: dist.Store) -> tuple[Peers, Peers]:
     )
 
 
+def _listens(peers: Peers) -> tuple[str, int]:
+    """Have a rank listen; return where."""
+    peers._listen()
+    assert peers._door is not None
+    return peers._door.address
+
+
 def _meet(first: Peers, second: Peers) -> list[list[bytes]]:
     """Let both ranks send and receive, each in a thread; return what came."""
     came: list[list[bytes]] = [[], []]
@@ -260,11 +268,9 @@ def test_a_strangers_connection_is_closed_and_disturbs_nobody(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     first, second = _peers_of_two(dist.HashStore())
-    first._listen()
-    assert first._listener is not None
-    address = first._listener.getsockname()
+    address = _listens(first)
     strangers = [socket.create_connection(address) for _ in range(3)]
-    strangers[0].sendall(b"x" * 20)  # a greeting with another token
+    strangers[0].sendall(b"x" * 52)  # a greeting without a proof
     strangers[1].sendall(b"GET /")  # shorter than a greeting
     strangers[2].close()
     assert _meet(first, second) == [[b"from 1"], [b"from 0"]]
@@ -284,12 +290,31 @@ def test_silent_strangers_do_not_use_up_this_process_s_descriptors(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     first, second = _peers_of_two(dist.HashStore())
-    first._listen()
-    assert first._listener is not None
-    address = first._listener.getsockname()
-    strangers = [socket.create_connection(address) for _ in range(2 * _MOST_GREETINGS)]
+    address = _listens(first)
+    strangers = [socket.create_connection(address) for _ in range(2 * MOST_GREETINGS)]
+    before = _sockets()
     assert _meet(first, second) == [[b"from 1"], [b"from 0"]]
-    assert len(first._greetings) <= _MOST_GREETINGS
+    assert _sockets() - before <= MOST_GREETINGS + 2
+    for stranger in strangers:
+        stranger.close()
+    for peers in (first, second):
+        peers.close()
+
+
+def test_a_stranger_that_speaks_at_last_where_many_are_silent_disturbs_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The oldest of as many as are heard sends something while a new one arrives."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    first, second = _peers_of_two(dist.HashStore())
+    address = _listens(first)
+    strangers = [socket.create_connection(address) for _ in range(MOST_GREETINGS)]
+    assert first._door is not None
+    for _ in strangers:
+        first._door.welcome(SOON)
+    strangers[0].sendall(b"x")
+    strangers.append(socket.create_connection(address))
+    assert _meet(first, second) == [[b"from 1"], [b"from 0"]]
     for stranger in strangers:
         stranger.close()
     for peers in (first, second):
@@ -324,12 +349,12 @@ def test_an_address_of_before_a_restart_is_replaced(monkeypatch: pytest.MonkeyPa
     before._listen()
     before.close()
     first, _ = _peers_of_two(store)
-    late = threading.Timer(1.0, first._listen)
+    late = threading.Timer(1.0, lambda: first.connected([1], time.monotonic() + SOON))
     late.start()
     connection = second.connected([0], time.monotonic() + SOON)[0]
     late.join()
-    assert first._listener is not None
-    assert connection.getpeername() == first._listener.getsockname()
+    assert first._door is not None
+    assert connection.getpeername() == first._door.address
     for peers in (first, second):
         peers.close()
 

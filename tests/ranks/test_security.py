@@ -1,18 +1,23 @@
 """Nothing is open to others, nothing untrusted is unpickled, and no secret is written anywhere."""
 
+import json
 import os
 import pickle
 import shutil
 import socket
 import stat
 import struct
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import dcp_mem
 from dcp_mem import (
@@ -22,7 +27,12 @@ from dcp_mem import (
     MemoryStorageReader,
     MemoryStorageWriter,
     NoRecoverableCheckpoint,
+    RankFailed,
 )
+from dcp_mem.comm import ranks_of, relay
+from dcp_mem.comm.peers import PeerLost, Peers
+from dcp_mem.comm.timed_store import TimedStore
+from dcp_mem.comm.wire import TcpWire
 from dcp_mem.flushing.registration import Registration
 from dcp_mem.format.catalog import Catalog, catalog_key
 from dcp_mem.format.manifest import Manifest
@@ -534,3 +544,176 @@ def test_a_url_with_a_secret_in_it_is_refused_and_not_repeated(url: str) -> None
     ) as failure:
         MemoryStorageWriter(url)
     assert "secret-word" not in str(failure.value)
+
+
+# -- who is a rank ---------------------------------------------------------------------------------
+
+
+def _agrees(environments: Sequence[Mapping[str, str]]) -> str:
+    """Agree with the other rank; return what that raises."""
+    os.environ.update(environments[dist.get_rank()])
+    error = raised_by(lambda: ranks_of(None, "who").all_reduce(1, int.__add__))
+    assert error is None or isinstance(error, RankFailed)
+    dist.barrier()  # who is refused mustn't end the store that the other one learns it from
+    return str(error or "")
+
+
+_SOON = {"DCP_MEM_TIMEOUT": "60"}
+
+
+def test_who_knows_the_store_but_not_the_machines_secret_is_no_rank(memory_root: Path) -> None:
+    """As another user of the machine, who can't read this one's memory root."""
+    roots = [{"DCP_MEM_ROOT": str(memory_root / name)} for name in ("mine", "theirs")]
+    for text in forked_ranks(_agrees, 2, roots, env=_SOON):
+        assert "has another secret than this process" in text
+        assert "DCP_MEM_SECRET_FILE" in text
+
+
+def test_ranks_of_one_machine_find_their_secret_in_its_memory_root(memory_root: Path) -> None:
+    root = {"DCP_MEM_ROOT": str(memory_root)}
+    for _ in range(2):  # what an earlier job has left is as good
+        assert forked_ranks(_agrees, 2, [root, root], env=_SOON) == ["", ""]
+    assert stat.S_IMODE((memory_root / ".secret").stat().st_mode) == 0o600
+
+
+def test_ranks_with_one_secret_file_are_ranks_wherever_their_memory_is(memory_root: Path) -> None:
+    secret = memory_root / "secret"
+    places = [
+        {"DCP_MEM_ROOT": str(memory_root / name), "DCP_MEM_SECRET_FILE": str(secret)}
+        for name in ("first", "second")
+    ]
+    assert forked_ranks(_agrees, 2, places, env=_SOON) == ["", ""]
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    secret.write_text("one that a person has chosen")
+    assert forked_ranks(_agrees, 2, places, env=_SOON) == ["", ""]
+    places[1]["DCP_MEM_SECRET_FILE"] = ""
+    for text in forked_ranks(_agrees, 2, places, env=_SOON):
+        assert "DCP_MEM_SECRET_FILE" in text
+
+
+def _open_to_others(path: Path) -> None:
+    path.write_text("a secret of a person")
+    path.chmod(0o640)
+
+
+def _short(path: Path) -> None:
+    path.touch(0o600)
+    path.write_text("short")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (_open_to_others, "others may read it"),
+        (_short, "it holds less than 16 bytes"),
+        (os.mkfifo, "it isn't a file of yours"),
+        (Path.mkdir, "Is a directory"),
+    ],
+)
+def test_a_secret_file_that_keeps_no_secret_is_refused(
+    tmp_path: Path, make: Callable[[Path], object], why: str
+) -> None:
+    make(tmp_path / "secret")
+    env = {"DCP_MEM_SECRET_FILE": str(tmp_path / "secret"), **_SOON}
+    for text in forked_ranks(_agrees, 2, [{}, {}], env=env):
+        assert f"{tmp_path / 'secret'} can't keep the ranks' secret: " in text
+        assert why in text
+
+
+def test_a_memory_root_that_others_may_write_to_keeps_no_secret(memory_root: Path) -> None:
+    (memory_root / "open").mkdir()
+    (memory_root / "open").chmod(0o777)
+    env = {"DCP_MEM_ROOT": str(memory_root / "open"), **_SOON}
+    found = forked_ranks(_agrees, 2, [{}, {}], env=env)
+    (memory_root / "open").chmod(0o700)
+    for text in found:
+        assert "it isn't a directory that you alone may write to" in text
+
+
+def _is_overheard(how: str) -> tuple[str, int, bool]:
+    """Have a rank dial a stranger, whose address is in the store in place of a rank's.
+
+    Returns:
+        What the rank raises, the bytes that the stranger gets, and whether it passes for that rank.
+    """
+    store = dist.HashStore()
+    first, second = (
+        Peers("two", rank, TimedStore(store, 10.0), lambda: False) for rank in range(2)
+    )
+    with suppress(PeerLost):
+        first.connected([1], time.monotonic() + 0.1)  # listens, and nobody comes
+    host, port, token = json.loads(store.get("two/address/0"))
+    passed, got = list[bool](), bytearray()
+
+    def stranger(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, socket.create_connection((host, port)) as real:
+            got.extend(connection.recv(1 << 16))
+            if how == "answers":
+                connection.sendall(b"x" * 32)
+            else:
+                real.sendall(got)
+                answer = real.recv(32)
+                passed.append(bool(answer))
+                connection.sendall(answer)
+            connection.shutdown(socket.SHUT_WR)
+            while data := connection.recv(1 << 16):
+                got.extend(data)
+
+    def welcome() -> None:
+        with suppress(PeerLost):
+            first.connected([1], time.monotonic() + 8)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store.set("two/address/0", json.dumps([*listener.getsockname(), token]))
+        threads = [
+            threading.Thread(target=stranger, args=[listener]),
+            threading.Thread(target=welcome),
+        ]
+        for thread in threads:
+            thread.start()
+        error = raised_by(
+            lambda: TcpWire(second, 1, time.monotonic() + 20).send([0], b"tensors" * 100)
+        )
+        for thread in threads:
+            thread.join()
+    for peers in (first, second):
+        peers.close()
+    return str(error), len(got), any(passed)
+
+
+@pytest.mark.parametrize("how", ["answers", "passes on"])
+def test_a_stranger_in_a_ranks_place_gets_nothing_but_a_greeting(how: str) -> None:
+    text, nbytes, is_rank = forked(_is_overheard, how)
+    assert "rank 0" in text
+    assert ("somebody else answers" if how == "answers" else "another secret") in text
+    assert nbytes < 100
+    assert not is_rank
+
+
+class _Harm:
+    """A pickle that makes a directory when it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+def _hears(path: str) -> str:
+    """Rank 1 is somebody who knows all that ranks know, and sends a pickle."""
+    ranks = ranks_of(None, "harm")
+    ranks.all_reduce(1, int.__add__)
+    if dist.get_rank() == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("encoded", "dumped"):
+                patch.setattr(relay, name, lambda value: pickle.dumps(_Harm(path)), raising=False)
+            return str(raised_by(lambda: ranks.all_reduce(1, int.__add__)))
+    return str(raised_by(lambda: ranks.all_reduce(1, int.__add__)))
+
+
+def test_what_comes_from_a_rank_runs_nothing(tmp_path: Path) -> None:
+    found, _ = forked_ranks(_hears, 2, str(tmp_path / "made"))
+    assert "what came is no message of a rank" in found
+    assert not (tmp_path / "made").exists()

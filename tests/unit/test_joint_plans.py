@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_mem.comm.relay import dumped
+from dcp_mem.common.sendable import decoded, encoded
 from dcp_mem.errors import ManifestInvalid
 from dcp_mem.format import catalog
 from dcp_mem.format.catalog import Catalog
@@ -56,9 +56,8 @@ def _joined_along_a_tree(random: Random, plans: Sequence[LocalPlan]) -> JointPla
 
 
 def _sent(plan: JointPlan) -> JointPlan:
-    import pickle
 
-    sent: JointPlan = pickle.loads(dumped(plan))
+    sent: JointPlan = decoded(encoded(plan))
     return sent
 
 
@@ -254,8 +253,8 @@ def test_a_joint_plan_of_many_ranks_that_are_alike_is_hardly_larger_than_one() -
         items = [shard_item(name, (1024, 8), (rank * 2, 0), (2, 8)) for name in names]
         return plan_of([*items, tensor_item("step")])
 
-    one = len(dumped(plan_of_rank(0, plan(0))))
-    many = len(dumped(join_plans([plan_of_rank(rank, plan(rank)) for rank in range(512)])))
+    one = len(encoded(plan_of_rank(0, plan(0))))
+    many = len(encoded(join_plans([plan_of_rank(rank, plan(rank)) for rank in range(512)])))
     assert many < one + 512 * 64
 
 

@@ -1,19 +1,24 @@
 """Every transport keeps the promises of `Channel`; ranks settle which one they take."""
 
-import errno
 import os
+import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
 
 from dcp_mem.comm import nixl_agents, ranks_of, transports
-from dcp_mem.comm.control_line import accepted
+from dcp_mem.comm.addresses import listening_socket
+from dcp_mem.comm.control_line import accepted, dialled
+from dcp_mem.comm.greetings import Door
 from dcp_mem.comm.lines import LinedChannel
 from dcp_mem.common.log import log
 from dcp_mem.config import lines_of_channel, settings
@@ -320,18 +325,23 @@ def test_a_dead_peer_is_noticed_though_a_child_of_it_lives() -> None:
 
 
 def test_a_listener_that_may_open_no_more_files_is_an_error_at_once() -> None:
-    calls = 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(Door(listening_socket())) as door, socket.create_connection(door.address) as peer:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (peer.fileno(), hard))
+        try:
+            with pytest.raises(RuntimeError, match="Too many open files"):
+                accepted(door, time.monotonic() + 600)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    class _Listener:
-        def settimeout(self, seconds: float) -> None:
-            return
 
-        def accept(self) -> NoReturn:
-            nonlocal calls
-            calls += 1
-            raise OSError(errno.EMFILE, "Too many open files") if calls > 2 else TimeoutError
-
-    listener: Any = _Listener()
-    with pytest.raises(RuntimeError, match="Too many open files"):
-        accepted(listener, b"token", time.monotonic() + 20)
-    assert calls == 3
+def test_strangers_that_say_nothing_hold_up_no_peer() -> None:
+    with ExitStack() as stack:
+        door = stack.enter_context(closing(Door(listening_socket())))
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(door.address))
+        with ThreadPoolExecutor(1) as pool:
+            dialling = pool.submit(dialled, door.address, door.token, time.monotonic() + 600)
+            with accepted(door, time.monotonic() + 600) as came, dialling.result() as gone:
+                gone.sendall(b"hello")
+                assert came.recv(5, socket.MSG_WAITALL) == b"hello"

@@ -49,8 +49,8 @@ from benchmarks.harness.tables import (
     within,
 )
 from dcp_mem.comm import SingleRank, relay
-from dcp_mem.comm.relay import dumped
 from dcp_mem.common.gc_pause import collector_paused
+from dcp_mem.common.sendable import encoded
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, catalog_key
 from dcp_mem.format.metadata_template import template_of
@@ -259,7 +259,7 @@ def _measure(rank: Rank, spec: Spec) -> DcpMem:
         get = partial(_get, place, nodes, planned, with_segments, spec.directory)
         return DcpMem(
             steps=steps.seconds,
-            sent=len(dumped(plan_of_rank(1, model.local_plan(1)))),
+            sent=len(encoded(plan_of_rank(1, model.local_plan(1)))),
             received=received,
             peak=peak,
             leader=get(place.tree.leaders[0]),
@@ -277,7 +277,7 @@ def _send_up(place: Place, value_of: Callable[[int], T], share: Share[T]) -> int
     """
     nbytes = 0
     for ranks in place.tree.below:
-        bundle = dumped(dict(zip(ranks, share([value_of(rank) for rank in ranks]), strict=True)))
+        bundle = encoded(dict(zip(ranks, share([value_of(rank) for rank in ranks]), strict=True)))
         place.wire.arrive(ranks[0], bundle)
         nbytes += len(bundle)
     return nbytes
@@ -291,7 +291,7 @@ def _send_plans(place: Place, model: Model) -> int:
     """
     nbytes = 0
     for ranks in place.tree.below:
-        sent = dumped(_joint_plan(model, ranks))
+        sent = encoded(_joint_plan(model, ranks))
         place.wire.arrive(ranks[0], sent)
         nbytes += len(sent)
     return nbytes
@@ -325,7 +325,7 @@ def _tell_segments(place: Place, segments: Sequence[Segment], steps: _Steps) -> 
     """
     nbytes = 0
     for ranks in place.tree.below:
-        found = dumped({rank: segments[rank] for rank in ranks})
+        found = encoded({rank: segments[rank] for rank in ranks})
         place.wire.arrive(ranks[0], found)
         nbytes += len(found)
     mine = {0: segments[0]}

@@ -5,7 +5,6 @@ Pure functions, on one thread.
 
 from __future__ import annotations
 
-import pickle
 import time
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -20,8 +19,8 @@ from benchmarks.harness.samples import Sample
 from benchmarks.harness.settings import MIB
 from benchmarks.harness.tables import RATE, UNIT_IN_COLUMN, Figure, Part, Section, Table, attempt
 from dcp_mem.comm import relay
-from dcp_mem.comm.relay import dumped
 from dcp_mem.comm.tree import tree_of
+from dcp_mem.common.sendable import decoded, encoded
 from dcp_mem.format.checksums import checksum
 from dcp_mem.format.names import rank_of, segment_file
 from dcp_mem.policy.election import FoundCheckpoint, elect
@@ -149,7 +148,7 @@ def _measure(_rank: Rank, spec: Spec) -> Decided:
     for size in spec.sizes:
         job = _Job(size)
         took[size] = {what: _least(act, spec.repeats) for what, act in job.decisions().items()}
-        nbytes[size] = {what: len(pickle.dumps(value, 5)) for what, value in job.messages().items()}
+        nbytes[size] = {what: len(encoded(value)) for what, value in job.messages().items()}
         batches[size] = {
             "for an empty node": job.batches[LOST],
             "where everything moves": job.batches[ALL],
@@ -213,8 +212,8 @@ class _Job:
             "who shares parity with whom (groups)": lambda: groups(domains, PARITY),
             "who speaks to whom (tree_of)": lambda: tree_of(self.nodes, 0),
             "which checkpoint (elect)": lambda: elect(inventories, []),
-            "the election's result, pickled and unpickled": lambda: pickle.loads(
-                pickle.dumps(elect(inventories, []), 5)
+            "the election's result, encoded and decoded": lambda: decoded(
+                encoded(elect(inventories, []))
             ),
             "which ranks each node has (all_reduce), rank 0": self.joining_nodes(),
             "who sends what to an empty node: its leader (share_out_on_node)": (
@@ -306,7 +305,7 @@ class _Job:
             ]
             return reduce(join_nodes, own)
 
-        messages = [dumped(of(ranks)) for ranks in tree.below]
+        messages = [encoded(of(ranks)) for ranks in tree.below]
 
         def join() -> object:
             wire = PlayedWire()
@@ -345,8 +344,8 @@ def routed_by_rank_0(
             if leader % RANKS_PER_NODE == 0:
                 for rank, value in told(leader).items():
                     if rank not in among:
-                        found.setdefault(rank, []).append((leader, pickle.dumps(value, 5)))
-        return dumped(found)
+                        found.setdefault(rank, []).append((leader, encoded(value)))
+        return encoded(found)
 
     messages = [from_below(ranks) for ranks in tree.below]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import secrets
 import threading
 import time
 import uuid
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from dcp_mem.comm.addresses import listening_socket
 from dcp_mem.comm.control_line import ControlLine, accepted
+from dcp_mem.comm.greetings import Door
 from dcp_mem.comm.transfer import send
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
@@ -27,7 +27,6 @@ from dcp_mem.integrations.torchft.channel import joined, met, served
 from dcp_mem.integrations.torchft.staged import StagedState, machine
 from dcp_mem.integrations.torchft.talk import Say, Talk
 
-_TOKEN_NBYTES = 16
 _POLL_SECONDS = 0.2
 _FIRST_SECONDS = 10.0
 """The longest that a peer may take to say what it wants."""
@@ -47,10 +46,10 @@ class Server:
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
-        self._token = secrets.token_bytes(_TOKEN_NBYTES)
-        self._listener = listening_socket()
-        self._host, port = self._listener.getsockname()[:2]
-        self.metadata = json.dumps({"host": self._host, "port": port, "token": self._token.hex()})
+        self._door = Door(listening_socket())
+        self._host, port = self._door.address
+        token = self._door.token.hex()
+        self.metadata = json.dumps({"host": self._host, "port": port, "token": token})
         self._changed = threading.Condition()
         self._staged: StagedState | None = None
         self._expires, self._left = 0.0, 0
@@ -110,13 +109,13 @@ class Server:
     def _listen(self) -> None:
         while not self._is_closed:
             with suppress(RuntimeError):  # nobody has come
-                connection = accepted(self._listener, self._token, time.monotonic() + _POLL_SECONDS)
+                connection = accepted(self._door, time.monotonic() + _POLL_SECONDS)
                 line = ControlLine(connection)
                 self._lines.add(line)
                 # A thread of its own: one peer must not wait for another.
                 daemon(partial(self._serve, line), "dcp_mem-torchft-peer")
             self._drop_if(lambda staged: time.monotonic() > self._expires)
-        self._listener.close()
+        self._door.close()
 
     # -- a thread for each peer --------------------------------------------------------------------
 
@@ -198,7 +197,7 @@ class Server:
 
         What is staged is the parent's.
         """
-        self._listener.close()
+        self._door.close()
         for line in list(self._lines):
             line.forget()
 

@@ -77,7 +77,7 @@ class _Metrics(Collector):
         many = CounterMetricFamily(
             f"dcp_mem_{_PLURALS[kind]}", f"{_PLURALS[kind]}, by outcome", labels=["job", "outcome"]
         )
-        for (of_kind, job, outcome), count in self._counts.items():
+        for (of_kind, job, outcome), count in list(self._counts.items()):
             if of_kind == kind:
                 many.add_metric([job, outcome], count)
         yield many
@@ -88,14 +88,14 @@ class _Metrics(Collector):
             total = CounterMetricFamily(
                 f"dcp_mem_{kind}_{name}", f"{_PLURALS[kind]}: {text}", labels=["job"]
             )
-            for (of_kind, job), value in totals.items():
+            for (of_kind, job), value in list(totals.items()):
                 if of_kind == kind:
                     total.add_metric([job], value)
             yield total
 
     def _gauges(self, kind: str) -> Iterator[Metric]:
         figures: dict[str, GaugeMetricFamily] = {}
-        for (of_kind, job), event in self._last.items():
+        for (of_kind, job), event in list(self._last.items()):
             if of_kind != kind:
                 continue
             values = {

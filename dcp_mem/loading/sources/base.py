@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp_mem.common.sendable import sendable
 from dcp_mem.errors import ManifestInvalid, SegmentCorrupt, SizeRefused, UntrustedMetadata
 from dcp_mem.format import names
 from dcp_mem.format.catalog import Catalog, Extent, catalog_key, catalog_named
@@ -102,6 +103,7 @@ def _refuse_beyond_segments(catalog: Catalog, manifest: Manifest | None) -> None
             )
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class DescriptionFiles:
     """The files that describe a checkpoint, as they lie in memory or on storage.

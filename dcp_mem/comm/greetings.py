@@ -1,0 +1,244 @@
+"""How a connection begins: both ends prove to each other that they belong to one job.
+
+    who dials   -> who listens   its number, a random text, and a proof
+    who listens -> who dials     a proof
+
+A proof is an HMAC of the number, the random text and the address that was dialled: who is dialled
+in another's place can't pass it on. Its key is the listener's token, which is in the job's store,
+and a secret, which is in no store:
+
+    with $DCP_MEM_SECRET_FILE    what that file holds, for all connections
+    else, on one machine         what `.secret` in the memory root holds
+    else                         nothing: who can read the store can greet
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from dcp_mem.comm.addresses import is_out_of_files
+from dcp_mem.common.files import settled
+from dcp_mem.config import memory_root_path
+from dcp_mem.errors import DcpMemError
+
+_VARIABLE = "DCP_MEM_SECRET_FILE"
+_TOKEN_NBYTES, _NUMBER_NBYTES, _NONCE_NBYTES, _PROOF_NBYTES = 16, 4, 16, 32
+_HEAD_NBYTES = _NUMBER_NBYTES + _NONCE_NBYTES
+_HELLO_NBYTES = _HEAD_NBYTES + _PROOF_NBYTES
+_LEAST_NBYTES, _MOST_NBYTES = 16, 4096
+"""Bytes of a secret."""
+_DIALS, _LISTENS = b"dials", b"listens"
+MOST_GREETINGS = 64
+"""Connections whose greeting is awaited; a rank has fewer children."""
+_LOOK_SECONDS = 1.0
+_NOBODYS = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses that no machine has."""
+Address = tuple[str, int]
+
+
+class Door:
+    """Where others of the job connect; strangers are sent away, and disturb nobody.
+
+    Attributes:
+        address: Host and port; whoever connects must know it by these.
+        token: What they must know besides.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        """Take over a socket that listens."""
+        listener.setblocking(False)
+        self._listener = listener
+        self._greetings: dict[socket.socket, bytearray] = {}
+        host, port = listener.getsockname()[:2]
+        self.address: Address = (host, port)
+        self.token = secrets.token_bytes(_TOKEN_NBYTES)
+
+    def welcome(self, seconds: float) -> list[tuple[int, socket.socket]]:
+        """Go on with connections that begin; return those that have begun, by their numbers."""
+        with selectors.PollSelector() as selector:
+            for waiting in (self._listener, *self._greetings):
+                selector.register(waiting, selectors.EVENT_READ)
+            ready = [key.fileobj for key, _ in selector.select(seconds)]
+        heard = [self._heard(one) for one in list(self._greetings) if one in ready]
+        if self._listener in ready:  # last: it may close the connection that is silent longest
+            self._accept()
+        return [one for one in heard if one is not None]
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._listener.close()
+        for connection in self._greetings:
+            connection.close()
+        self._greetings.clear()
+
+    def _accept(self) -> None:
+        is_full = False
+        try:
+            self._greetings[self._listener.accept()[0]] = bytearray()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            is_full = is_out_of_files(error) and bool(self._greetings)
+            if not is_full:
+                raise
+        if is_full or len(self._greetings) > MOST_GREETINGS:  # strangers that say nothing
+            oldest = next(iter(self._greetings))
+            del self._greetings[oldest]
+            oldest.close()
+
+    def _heard(self, connection: socket.socket) -> tuple[int, socket.socket] | None:
+        """Read of a greeting what there is, and answer it; close a stranger's connection."""
+        hello = self._greetings[connection]
+        try:
+            data = connection.recv(_HELLO_NBYTES - len(hello), socket.MSG_DONTWAIT)
+            hello += data
+            if data and len(hello) < _HELLO_NBYTES:
+                return None
+            del self._greetings[connection]
+            head = bytes(hello[:_HEAD_NBYTES])
+            key = self.token + _secret_with(connection.getpeername()[0])
+            if hmac.compare_digest(hello[_HEAD_NBYTES:], _proof(key, _DIALS, self.address, head)):
+                connection.sendall(_proof(key, _LISTENS, self.address, head))
+                return int.from_bytes(head[:_NUMBER_NBYTES], "little"), connection
+        except BlockingIOError:
+            return None
+        except OSError:
+            self._greetings.pop(connection, None)
+        except BaseException:
+            connection.close()
+            raise
+        connection.close()
+        return None
+
+
+def greet(
+    connection: socket.socket,
+    address: Address,
+    token: bytes,
+    number: int,
+    deadline: float,
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Greet who listens at the address that was dialled, and wait for the proof of who it is.
+
+    Args:
+        connection: New; closed where this raises.
+        address: As it was dialled.
+        token: As who listens has told it.
+        number: Of who dials.
+        deadline: Until when to wait, in seconds of the monotonic clock.
+        look: Called each second while it waits; it may raise.
+
+    Raises:
+        TimeoutError: There was no answer by then.
+        ConnectionError: It is somebody else, or gone.
+        RuntimeError: The secret can't be read.
+    """
+    try:
+        head = number.to_bytes(_NUMBER_NBYTES, "little") + secrets.token_bytes(_NONCE_NBYTES)
+        key, answer = token + _secret_with(address[0]), b""
+        connection.sendall(head + _proof(key, _DIALS, address, head))
+        while len(answer) < _PROOF_NBYTES:
+            left = deadline - time.monotonic()
+            connection.settimeout(max(min(left, _LOOK_SECONDS), 0.001))
+            try:
+                data = connection.recv(_PROOF_NBYTES - len(answer))
+            except TimeoutError:
+                if left <= 0:
+                    raise
+                look()
+                continue
+            if not data:
+                raise ConnectionError(
+                    f"it has ended, or has another secret than this process: {_where()}"
+                )
+            answer += data
+        if not hmac.compare_digest(answer, _proof(key, _LISTENS, address, head)):
+            raise ConnectionError(f"somebody else answers there, without the secret: {_where()}")
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _proof(key: bytes, role: bytes, address: Address, head: bytes) -> bytes:
+    return hmac.digest(key, b" ".join([role, *map(str.encode, map(str, address)), head]), "sha256")
+
+
+def _secret_with(host: str) -> bytes:
+    """Return the secret for connections with a host; b"" where there is none in common."""
+    if path := os.environ.get(_VARIABLE, ""):
+        return _secret(path)
+    return _secret_of_machine() if _is_here(host) else b""
+
+
+def _secret_of_machine() -> bytes:
+    root = memory_root_path(None)
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(root, 0o700)
+        facts = os.lstat(root)
+    except OSError as error:
+        raise _unusable(root, str(error)) from None
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+        raise _unusable(root, "it isn't a directory that you alone may write to")
+    return _secret(os.path.join(root, ".secret"), os.O_NOFOLLOW)
+
+
+def _secret(path: str, flags: int = 0) -> bytes:
+    """Return the secret in a private file, which the first process that asks makes."""
+    flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        if not os.path.exists(path):
+            settled(path, secrets.token_hex(32).encode())
+        with open(os.open(path, flags), "rb") as stream:
+            facts = os.fstat(stream.fileno())
+            # Of root, as Kubernetes mounts secrets, the group of the pod may read it.
+            others = 0o077 if facts.st_uid == os.geteuid() else 0o007
+            if not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (0, os.geteuid()):
+                raise _unusable(path, "it isn't a file of yours")
+            if facts.st_mode & others:
+                raise _unusable(path, "others may read it (chmod 600)")
+            secret = stream.read(_MOST_NBYTES).strip()
+    except (OSError, DcpMemError) as error:
+        raise _unusable(path, str(error)) from None
+    if len(secret) < _LEAST_NBYTES:
+        raise _unusable(path, f"it holds less than {_LEAST_NBYTES} bytes")
+    return secret
+
+
+def _unusable(path: str, why: str) -> RuntimeError:
+    return RuntimeError(f"{path} can't keep the ranks' secret: {why} ({_VARIABLE} names a file)")
+
+
+def _where() -> str:
+    """Return where the secret comes from, for people."""
+    if path := os.environ.get(_VARIABLE, ""):
+        return f"{_VARIABLE}={path} must be set alike on all ranks"
+    return (
+        f"ranks of one machine find it in {memory_root_path(None)} (set DCP_MEM_ROOT alike on all "
+        f"of them, or {_VARIABLE} to one file that all ranks can read)"
+    )
+
+
+def _is_here(host: str) -> bool:
+    """Return whether an address is one of this machine, or of its network namespace."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Some machines bind any address: nothing is known of theirs.
+    return _binds(family, host) and not _binds(family, _NOBODYS[family])
+
+
+def _binds(family: socket.AddressFamily, host: str) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as trying:
+        try:
+            trying.bind((host, 0))
+        except OSError:
+            return False
+        return True
