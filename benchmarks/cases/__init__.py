@@ -98,6 +98,7 @@ CASES = (
     Case("core.opening", "what opening the catalog of a large job costs each rank that loads"),
     Case("core.steady", "what a later save sends between ranks, and rank 0's CPU in large jobs"),
     Case("core.restore", "how long a restore from memory takes, beside bare reads and torch"),
+    Case("core.small", "what loads of many small tensors cost: memory, directory, S3, a peer"),
     Case(
         "core.restart",
         "from a lost rank or node to the first step after it, phase by phase, beside others",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,14 +42,28 @@ pytestmark = [
 FAILURES = (Exception, dcp.CheckpointException)
 
 
+def _free_port() -> int:
+    """A port that Linux gives to nobody who asks for any.
+
+    torch's is of those, and may be taken by the time its other process has started.
+    """
+    for _ in range(100):
+        port = random.SystemRandom().randrange(15_000, 30_000)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("", port))
+            return port
+    raise AssertionError("no free port")
+
+
 def _begin(writer: MemoryStorageWriter, state: Any, name: str, **options: Any) -> Future[Any]:
-    begun: Any = dcp_mem.async_save(
-        state,
-        checkpoint_id=name,
-        storage_writer=writer,
-        async_checkpointer_type=_TYPES.PROCESS,
-        **options,
-    )
+    with patch("torch.distributed.checkpoint._async_process_executor.get_free_port", _free_port):
+        begun: Any = dcp_mem.async_save(
+            state,
+            checkpoint_id=name,
+            storage_writer=writer,
+            async_checkpointer_type=_TYPES.PROCESS,
+            **options,
+        )
     future: Future[Any] = getattr(begun, "upload_completion", begun)
     return future
 

@@ -9,8 +9,10 @@ import importlib
 import itertools
 import os
 import pickle
+import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -1259,7 +1261,8 @@ def test_saves_in_flight_of_several_threads_are_whole_in_any_order(
         thread.start()
     for thread in running:
         thread.join(_SECONDS)
-        assert not thread.is_alive(), "a thread hangs"
+        where = sys._current_frames().get(thread.ident or 0)
+        assert not thread.is_alive(), "a thread hangs:\n" + "".join(traceback.format_stack(where))
     if errors:
         raise errors[0]
     writer.close()
