@@ -40,7 +40,7 @@ class RetryPolicy:
 
 
 RETRIES = RetryPolicy()
-_TRIES_OF_ONE_FILE = 3
+_TRIES_OF_ONE_FILE = 5
 """Where the root answers and one file doesn't, waiting rarely helps: there may be others."""
 
 

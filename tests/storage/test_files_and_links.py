@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 
@@ -25,7 +26,7 @@ from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.routes import open_storage
 from tests.support.checkpoints.jobs import Job, Loaded, load_anew, make_state, save
 from tests.support.private import private_directory
-from tests.support.processes.forks import forked, raised_by
+from tests.support.processes.forks import forked, forked_ranks, raised_by
 from tests.support.storage.ways import QUICK
 
 pytestmark = pytest.mark.timeout(60)
@@ -323,6 +324,18 @@ def test_a_segment_that_fails_while_it_is_read_leaves_the_older_checkpoint(
     assert os.strerror(number) in loaded.report.passed_over[0]
 
 
+def _load_where_one_rank_fails(job: Job, names: str) -> Loaded | Exception:
+    return _load_where(job, "preadv", errno.EIO, names if dist.get_rank() == 0 else "nowhere")
+
+
+def test_what_one_rank_cannot_read_all_ranks_pass_over(job: Job, root: Path) -> None:
+    found = forked_ranks(_load_where_one_rank_fails, 2, job, str(_file(root, "segment")))
+    reports = [one.report.passed_over for one in found if isinstance(one, Loaded)]
+    assert len(reports) == 2, found
+    assert reports[0] == reports[1]
+    assert os.strerror(errno.EIO) in reports[0][0]
+
+
 @pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN])
 def test_a_server_that_goes_away_meanwhile_is_no_reason_for_an_older_checkpoint(
     job: Job, root: Path, number: int
@@ -368,3 +381,28 @@ def test_training_does_not_begin_anew_over_checkpoints_that_cannot_be_read(
     assert isinstance(error, NoRecoverableCheckpoint)
     assert not isinstance(error, CheckpointNotFound)
     assert [why.partition(":")[0] for why in error.reasons] == ["step-2", "step-1"]
+
+
+def test_what_fails_leaves_no_descriptor_open(root: Path, outside: Path) -> None:
+    def begin_upload(key: str) -> None:
+        storage.upload(key, 1).close()
+
+    def act_everywhere() -> None:
+        for key in ("step-2/.metadata", "link/key", "fifo", "step-2/.metadata/key", "gone/key"):
+            for act in (storage.get, storage.ls, storage.delete, storage.drop_unfinished):
+                if key != "step-2/.metadata":
+                    raised_by(partial(act, key))
+            raised_by(partial(storage.read_into, key, 0, [memoryview(bytearray(1))]))
+            raised_by(partial(storage.swap, key, b"old", b"new"))
+            raised_by(partial(storage.remove, key, b"old"))
+            raised_by(partial(storage.put, key, b"1", create=True))
+            raised_by(partial(begin_upload, key))
+
+    storage = PosixStorage(str(root))
+    (root / "link").symlink_to(outside)
+    os.mkfifo(root / "fifo")
+    act_everywhere()
+    before = len(os.listdir("/proc/self/fd"))
+    act_everywhere()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert _files(outside) == []
