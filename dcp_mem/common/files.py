@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import re
+import stat
 import uuid
 from mmap import mmap
 
@@ -16,6 +17,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate
+_MOST_BYTES = 4 << 30
+"""The largest file that is read whole: a catalog of tens of millions of shards is smaller."""
+_NOT_OPENED = {errno.ELOOP, errno.ENXIO, errno.EISDIR}  # a link, a socket or device, a directory
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFREG: "a file",
+}
+
+
+class UnfitFile(OSError):
+    """What lies under a path isn't a file that may be read; nothing of it was read."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(errno.EINVAL, what, path)
 
 
 def umask() -> int:
@@ -145,14 +163,37 @@ def sync_directory(path: str) -> None:
         os.close(directory)
 
 
-def read_bytes(path: str) -> bytes:
-    """Return the content of a file.
+def kind_of(mode: int) -> str:
+    """Return what lies under a path, by its `st_mode`, in words."""
+    return _KINDS.get(stat.S_IFMT(mode), "a device")
 
-    Args:
-        path: Of the file.
+
+def open_file(path: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    """Open a regular file, made where that is asked for; raise UnfitFile for anything else.
+
+    A link isn't followed, and nobody is waited for at the other end of a FIFO.
     """
-    with open(path, "rb") as stream:
-        return stream.read()
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno not in _NOT_OPENED:
+            raise
+        raise UnfitFile(path, f"it is {kind_of(os.lstat(path).st_mode)}, not a file") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise UnfitFile(path, f"it is {kind_of(mode)}, not a file")
+    return descriptor
+
+
+def read_bytes(path: str) -> bytes:
+    """Return the content of a file; raise UnfitFile as `open_file` does, or if it is too large."""
+    with open(open_file(path), "rb") as stream:
+        nbytes = os.fstat(stream.fileno()).st_size
+        if nbytes > _MOST_BYTES:
+            raise UnfitFile(path, f"it has {nbytes} bytes, more than are ever read whole")
+        return stream.read(nbytes)
 
 
 def settled(path: str, content: bytes) -> bytes:

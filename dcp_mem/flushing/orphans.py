@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from dcp_mem.common.log import log
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.policy.order import is_newer
-from dcp_mem.storage import Entry, Storage
+from dcp_mem.storage import Entry, OfOneFile, Storage
 
 _OWN = re.compile(r"(?:node|manifest|segment|ticket|rejected)-([0-9a-f]{8})(?:-.*)?\.json")
 _CATALOG = re.compile(r"catalog-[0-9a-f]+")
@@ -157,8 +158,12 @@ def orphans(storage: Storage, older_than: float) -> list[Orphan]:
     listed |= {left.key.partition("/")[0] for left in storage.unfinished("") if "/" in left.key}
     found = []
     for name in sorted(name for name in listed if not name.startswith(".")):
-        under = list(_files(storage, name))
-        is_committed = any(_METADATA.fullmatch(entry.name) for entry in storage.ls(name))
+        try:
+            under = list(_files(storage, name))
+            is_committed = any(_METADATA.fullmatch(entry.name) for entry in storage.ls(name))
+        except OfOneFile as error:
+            log.warning("%s isn't looked through for orphans: %s", name, error)
+            continue
         is_at_rest = all(0.0 < one.modified < cutoff for one in under)
         if not is_committed and is_at_rest:
             found += under
@@ -211,6 +216,8 @@ def _is_drop(storage: Storage, one: Orphan) -> bool:
         return one.is_ticket and storage.get(one.key) == DROP
     except StorageKeyMissing:
         return False
+    except OfOneFile:
+        return True
 
 
 def _is_of_scope(one: Orphan, scope: str) -> bool:
@@ -234,6 +241,8 @@ def _is_older(
     key = f"{own.name}/{names.stored_manifest(attempt[0].save_id)}"
     try:
         other = Manifest.from_json(storage.get(key))
+    except OfOneFile:
+        return False
     except (StorageKeyMissing, ManifestInvalid):
         modified = [one.modified for one in attempt]
         is_older = min(modified) > 0.0 and max(modified) < begun

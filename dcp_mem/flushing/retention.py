@@ -14,7 +14,7 @@ from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest
 from dcp_mem.policy.facts import CheckpointFacts
 from dcp_mem.policy.retention import Retention, leaving
-from dcp_mem.storage import Storage
+from dcp_mem.storage import OfOneFile, Storage
 from dcp_mem.storage.leases import is_being_read
 from dcp_mem.storage.listing import checkpoint_names, committed_under, rejected_saves
 
@@ -89,9 +89,11 @@ class Retainer:
     def _look_for_rejections(self, storage: Storage, of: Collection[str]) -> None:
         """See which checkpoints have been rejected meanwhile, or aren't any more."""
         ordered = sorted(of)
-        marked = in_daemons(lambda name: rejected_saves(storage, name), ordered)
+        marked = in_daemons(lambda name: _rejected(storage, name), ordered)
         for name, rejected in zip(ordered, marked, strict=True):
-            known = self._known[name]
+            known = self._known.pop(name)
+            if rejected is None:  # it is looked at again next time
+                continue
             candidate = replace(known.candidate, rejected=known.save_id in rejected)
             self._known[name] = replace(known, candidate=candidate)
 
@@ -109,6 +111,14 @@ class Retainer:
                 self._known[name] = known
 
 
+def _rejected(storage: Storage, name: str) -> frozenset[str] | None:
+    """Return the rejected saves of a name; None where they can't be read."""
+    try:
+        return rejected_saves(storage, name)
+    except OfOneFile:
+        return None
+
+
 def _delete(storage: Storage, name: str, known: _Known) -> bool:
     """Delete a checkpoint that nobody reads, if it is still the one that was looked at.
 
@@ -120,7 +130,7 @@ def _delete(storage: Storage, name: str, known: _Known) -> bool:
     key = f"{name}/{names.metadata_file(names.COLLECTIVE)}"
     try:
         metadata = storage.get(key)
-    except StorageKeyMissing:
+    except (StorageKeyMissing, OfOneFile):
         return False
     if known.save_id.encode() not in metadata:
         return False
@@ -149,7 +159,7 @@ def _look_at(storage: Storage, name: str) -> _Known | None:
     """Return dcp_mem's checkpoint that is committed under a name; None where none is whole."""
     try:
         found = committed_under(storage, name)
-    except StorageKeyMissing:  # it has gone meanwhile
+    except (StorageKeyMissing, OfOneFile):  # it has gone meanwhile, or can't be read
         return None
     own = [one for one in found if one.scope == names.COLLECTIVE and not one.problem]
     if not own or own[0].manifest is None or own[0].is_renamed:  # somebody keeps it

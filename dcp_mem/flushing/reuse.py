@@ -21,7 +21,7 @@ from dcp_mem.format.checksums import BLOCK, HASH_NBYTES, hasher
 from dcp_mem.format.history import from_csv
 from dcp_mem.format.manifest import Manifest, NodeManifest, StoredParts
 from dcp_mem.policy.order import Place, newest_first
-from dcp_mem.storage import Copies, Source, Storage, Upload, part_count
+from dcp_mem.storage import Copies, OfOneFile, Source, Storage, Upload, part_count
 from dcp_mem.storage.listing import get_parsed, is_committed
 
 _MOST_REMEMBERED = 4
@@ -156,16 +156,16 @@ def _is_usable(storage: Storage, manifest: Manifest, one: _Put) -> bool:
     if one.save_id == manifest.save_id or one.scope != manifest.scope:
         return False
     file = names.metadata_file(one.scope)
-    entries = {entry.name: entry for entry in storage.ls(one.name)}
-    if file not in entries:
-        return False
     try:
-        if not is_committed(storage, f"{one.name}/{file}", entries[file].nbytes, one.save_id):
+        entries = {entry.name: entry for entry in storage.ls(one.name)}
+        if file not in entries or not is_committed(
+            storage, f"{one.name}/{file}", entries[file].nbytes, one.save_id
+        ):
             return False
-    except StorageKeyMissing:
+        rejection = names.rejection_file(one.save_id).rpartition("/")[2]
+        return rejection not in {entry.name for entry in storage.ls(f"{one.name}/{names.OWN}")}
+    except (StorageKeyMissing, OfOneFile):
         return False
-    rejection = names.rejection_file(one.save_id).rpartition("/")[2]
-    return rejection not in {entry.name for entry in storage.ls(f"{one.name}/{names.OWN}")}
 
 
 # -- by what is on storage -------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def _of_history(storage: Storage, manifest: Manifest, segments: Sequence[Segment
     """Return the newest durable checkpoint with hashes of its parts, put by any process."""
     try:
         rows = from_csv(storage.get(names.job_file(HISTORIES)))
-    except (StorageKeyMissing, ManifestInvalid):
+    except (StorageKeyMissing, ManifestInvalid, OfOneFile):
         return []
     durable = [row for row in rows if row.outcome == Outcome.DURABLE and row.save_id]
     for row in newest_first(durable, lambda one: one.place)[:_MOST_TRIED]:
@@ -194,7 +194,7 @@ def _read(storage: Storage, name: str, save_id: str, stems: set[str]) -> _Put | 
         for node in nodes:
             key = f"{name}/{names.stored_node_manifest(save_id, node)}"
             parts.update(get_parsed(storage, key, NodeManifest.from_json).parts)
-    except (StorageKeyMissing, ManifestInvalid):
+    except (StorageKeyMissing, ManifestInvalid, OfOneFile):
         return None
     return _put_of(manifest, parts) if parts else None
 

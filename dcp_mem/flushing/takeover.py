@@ -24,6 +24,7 @@ from dcp_mem.flushing.upload import SegmentUpload, upload_all
 from dcp_mem.format import names
 from dcp_mem.format.manifest import ItemTable, NodeManifest
 from dcp_mem.memory.checkpoint import checksums_of
+from dcp_mem.storage import OfOneFile
 
 
 def take_over(job: FlushJob, node: str) -> None:
@@ -163,5 +164,5 @@ def _stored_table(job: FlushJob, segment: Segment) -> ItemTable | None:
     key = job.key(names.stored_segment_table(job.checkpoint.manifest.save_id, segment.rank))
     try:
         return NodeManifest.from_json(job.storage.get(key)).tables.get(segment.file)
-    except (StorageKeyMissing, ManifestInvalid):
+    except (StorageKeyMissing, ManifestInvalid, OfOneFile):
         return None

@@ -53,6 +53,7 @@ def open_next(load: LoadAttempt) -> OpenCheckpoint:
         try:
             opened = open_together(load, _with_lost_segments(load, candidate))
         except CannotOpen as error:
+            log.warning("%s can't be opened (%s)", candidate.name, error)
             load.note(candidate, str(error))
             continue
         load.opened.append(candidate)

@@ -6,6 +6,7 @@ Nothing of this can fail a load.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import uuid
 
@@ -22,7 +23,7 @@ from dcp_mem.loading.load_attempt import LoadAttempt
 from dcp_mem.loading.report import RecoveryReport
 from dcp_mem.memory.job import JobMemory
 from dcp_mem.memory.recoveries import add_recovery, recoveries_in
-from dcp_mem.storage import Storage
+from dcp_mem.storage import OfOneFile, Storage
 
 _MOST_LINES = 1_000
 _STORAGE_TIMEOUT = 1.0
@@ -97,7 +98,9 @@ def _put(storage: Storage, record: RecoveryRecord, memory: JobMemory | None) -> 
     try:
         known = merge_recoveries(recoveries_on(storage), earlier, [record], most=_MOST_LINES)
         storage.put(names.job_file(RECOVERIES), to_lines(known))
-    except StorageRefused as error:  # a job that only reads may not be allowed to
-        log.info("that %s was loaded isn't written down in %s: %s", name, storage.url, error)
     except Exception as error:  # the checkpoint is loaded, whatever this may be
-        log.warning("that %s was loaded can't be written down in %s: %s", name, storage.url, error)
+        # A job that only reads may not be allowed to write.
+        is_expected = isinstance(error, StorageRefused) and not isinstance(error, OfOneFile)
+        level = logging.INFO if is_expected else logging.WARNING
+        text = "that %s was loaded can't be written down in %s: %s"
+        log.log(level, text, name, storage.url, error)

@@ -23,7 +23,7 @@ from dcp_mem.format.manifest import Manifest
 from dcp_mem.memory.catalogs import read_catalog
 from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.operations.inventory import job_memory
-from dcp_mem.storage import Storage
+from dcp_mem.storage import OfOneFile, Storage
 from dcp_mem.storage.listing import get_parsed
 
 
@@ -179,7 +179,7 @@ def _described(
             f"{checkpoint.name}/{names.catalog_file(key)}",
             lambda data: catalog_named(key, data),
         )
-    except (ManifestInvalid, StorageKeyMissing) as error:
+    except (ManifestInvalid, StorageKeyMissing, OfOneFile) as error:
         raise SegmentCorrupt(checkpoint.name, 0, storage.url, str(error)) from None
     return manifest, catalog, local
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import median
 
-from dcp_mem.common.values import HISTORIES, Outcome
+from dcp_mem.common.values import HISTORIES, RECOVERIES, Outcome
 from dcp_mem.config import Settings
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
@@ -19,7 +19,7 @@ from dcp_mem.memory.checkpoint import LocalCheckpoint
 from dcp_mem.memory.recoveries import recoveries_in
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.policy.order import newest_first
-from dcp_mem.storage import Storage
+from dcp_mem.storage import OfOneFile, Storage
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
 from dcp_mem.storage.routes import open_storage
 
@@ -172,9 +172,12 @@ def read_history(settings: Settings, *, retry_policy: RetryPolicy = RETRIES) -> 
         storage = open_storage(settings.url, settings.storage_options, retry_policy)
         try:
             rows = [*_stored_rows(storage), *rows]
-        except ManifestInvalid as error:
+        except (ManifestInvalid, OfOneFile) as error:
             troubles.append(f"{HISTORIES} in {settings.url} can't be read: {error}")
-        recoveries = merge_recoveries(recoveries_on(storage), recoveries, most=_MOST_RECOVERIES)
+        try:
+            recoveries = merge_recoveries(recoveries_on(storage), recoveries, most=_MOST_RECOVERIES)
+        except OfOneFile as error:
+            troubles.append(f"{RECOVERIES} in {settings.url} can't be read: {error}")
     checkpoints = newest_first(_joined(rows, local), lambda one: one.place)[::-1]
     return History(
         job=settings.job,

@@ -19,6 +19,7 @@ from dcp_mem.memory.locks import JobLock, RunIdentity, is_leased, job_is_live, n
 from dcp_mem.operations.inventory import job_memory
 from dcp_mem.storage.leases import is_being_read
 from dcp_mem.storage.listing import checkpoint_names
+from dcp_mem.storage.posix import link_target
 from dcp_mem.storage.routes import open_storage
 
 
@@ -84,7 +85,8 @@ def delete(
     """Delete a checkpoint from storage, and nothing from memory; return how many bytes that freed.
 
     `.metadata`, which makes it a checkpoint, is deleted first: readers see no checkpoint of that
-    name any more. So an interrupted call can be repeated.
+    name any more. So an interrupted call can be repeated. Of a symbolic link the link itself is
+    deleted, and what it leads to stays.
 
     Args:
         path: The job's root.
@@ -102,6 +104,9 @@ def delete(
     assert chosen.url is not None
     name = checkpoint_name(chosen.url, checkpoint_id)
     storage = open_storage(chosen.url, chosen.storage_options)
+    if link_target(chosen.url, name) is not None:
+        storage.delete(name)
+        return 0
     if not storage.ls(name) and not storage.unfinished(name):
         present = sorted(checkpoint_names(storage))
         raise CheckpointNotFound(name, chosen.url, present, [])

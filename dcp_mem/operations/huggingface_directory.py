@@ -20,6 +20,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -129,7 +130,7 @@ def make_directory(
         tensors = _tensors(reading, checkpoint.name, export)
         gate.wait()
         for path in export.files:
-            storage.put(f"{place.prefix}/{os.path.basename(path)}", files.read_bytes(path))
+            storage.put(f"{place.prefix}/{os.path.basename(path)}", Path(path).read_bytes())
         weight_map = _put_shards(place, reading, checkpoint, tensors, export.shard_nbytes, gate)
     faults.point("export.shards")
     nbytes = sum(one.made.nbytes for one in tensors.values())

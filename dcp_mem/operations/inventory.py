@@ -17,8 +17,13 @@ from dcp_mem.memory.job import JobMemory, jobs_in, last_use
 from dcp_mem.memory.locks import job_is_live
 from dcp_mem.policy.order import newest_first
 from dcp_mem.runtime.states import place_of, status_of, with_exports
-from dcp_mem.storage import Storage
-from dcp_mem.storage.listing import StoredCheckpoint, checkpoint_names, committed_under
+from dcp_mem.storage import OfOneFile, Storage
+from dcp_mem.storage.listing import (
+    StoredCheckpoint,
+    checkpoint_names,
+    committed_under,
+    unreadable,
+)
 from dcp_mem.storage.retry import RETRIES, RetryPolicy
 from dcp_mem.storage.routes import open_storage
 from dcp_mem.storage.snapshot import Snapshot, cache_under
@@ -132,7 +137,7 @@ def find_one(
     if settings.url is not None and is_checkpoint_name(name):
         storage = open_storage(settings.url, settings.storage_options, retry_policy)
         local = [one for one in in_memory(settings) if one.name == name]
-        found = merged(local, stored(committed_under(storage, name)))
+        found = merged(local, stored(_under(storage, name)))
         if found:
             return _with_exports(settings, found[:1])[0]
     return find(list_checkpoints(settings, retry_policy=retry_policy), name, where)
@@ -203,8 +208,15 @@ def on_storage(storage: Storage) -> list[CheckpointStatus]:
     Args:
         storage: The job's.
     """
-    found = in_daemons(lambda name: committed_under(storage, name), checkpoint_names(storage))
+    found = in_daemons(lambda name: _under(storage, name), checkpoint_names(storage))
     return stored([one for under in found for one in under])
+
+
+def _under(storage: Storage, name: str) -> list[StoredCheckpoint]:
+    try:
+        return committed_under(storage, name)
+    except OfOneFile as error:
+        return [unreadable(name, error)]
 
 
 def stored(found: Sequence[StoredCheckpoint]) -> list[CheckpointStatus]:

@@ -6,14 +6,12 @@ remove it. What it has inside from then on tells the flush that nobody has remov
 
 from __future__ import annotations
 
-import contextlib
-import os
-
 from dcp_mem.common.log import log
 from dcp_mem.common.parallel import daemon
+from dcp_mem.errors import DcpMemError
 from dcp_mem.format import names
 from dcp_mem.saving.values import SaveContext
-from dcp_mem.storage import Entry
+from dcp_mem.storage.posix import PosixStorage
 
 _MOST_SECONDS = 10.0
 """For which a save waits for a file system that doesn't answer."""
@@ -28,12 +26,12 @@ def make_directory(context: SaveContext) -> str | None:
     if not context.settings.makes_directories or url is None or "://" in url:
         return None
     made: list[str] = []
-    errors: list[OSError] = []
+    errors: list[DcpMemError] = []
 
     def make() -> None:
         try:
-            made.append(_made(os.path.join(url, context.name), context.scope))
-        except OSError as error:
+            made.append(_made(url, context.name, context.scope))
+        except DcpMemError as error:
             errors.append(error)
 
     daemon(make, "dcp_mem-directory").join(_MOST_SECONDS)
@@ -44,18 +42,9 @@ def make_directory(context: SaveContext) -> str | None:
     return made[0]
 
 
-def _made(directory: str, scope: str) -> str:
+def _made(url: str, name: str, scope: str) -> str:
     """Make a directory; return the identity of the `.metadata` that lay there, "" for none."""
-    replaced = ""
-    file = names.metadata_file(scope)
-    with contextlib.suppress(FileNotFoundError):
-        facts = os.stat(os.path.join(directory, file))
-        replaced = Entry(file, facts.st_size, False, modified=facts.st_mtime).identity
-    missing, path = [], os.path.join(directory, names.OWN)
-    while not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for path in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o777)
+    storage, file = PosixStorage(url), names.metadata_file(scope)
+    replaced = {entry.name: entry.identity for entry in storage.ls(name)}.get(file, "")
+    storage.make_directory(f"{name}/{names.OWN}")
     return replaced

@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Protocol
 
-from dcp_mem.errors import DcpMemError, StorageUnavailable
+from dcp_mem.errors import DcpMemError, StorageRefused, StorageUnavailable
 
 LEAST_PART = 16 << 20
 _COMFORTABLE_PART = 64 << 20
@@ -32,11 +32,24 @@ class UploadBroken(StorageUnavailable):
     """Bytes of this upload may be lost: it takes no more and is never finished; begin another."""
 
 
+class OfOneFile(DcpMemError):
+    """What went wrong with one file, or directory, while the root answers as it should."""
+
+
+class FileUnavailable(OfOneFile, StorageUnavailable):
+    """One file can't be read now; trying again may help."""
+
+
+class FileRefused(OfOneFile, StorageRefused):
+    """One file can't be read, or isn't one; trying again won't help."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One name directly under a prefix.
 
     Attributes:
+        what: Why it can't be read, as far as the listing tells; "" for files and directories.
         modified: Seconds since the epoch, by the storage's clock; 0.0 where it doesn't tell.
         md5: Of the content, in hexadecimal digits; "" where the listing doesn't tell. It may be of
             something else, of the encrypted content, say: only where it is the expected one does it
@@ -49,6 +62,7 @@ class Entry:
     _: KW_ONLY
     modified: float = 0.0
     md5: str = ""
+    what: str = ""
 
     @property
     def identity(self) -> str:
@@ -202,8 +216,9 @@ class Storage(Protocol):
     - Ordering: what a method has stored or deleted is what all later calls see, of any process.
     - Idempotence: every method is safe to repeat, and to call from several threads.
     - Durability: what `put` and `Upload.finish` have stored survives a crash once they return.
-    - Errors: StorageUnavailable where repeating may help, StorageRefused where it won't. Their
-      texts hold no credentials.
+    - Errors: StorageUnavailable where repeating may help, StorageRefused where it won't; both
+      OfOneFile as well where only what was to be read is at fault. Their texts hold no credentials.
+    - Links below the root aren't followed. They are listed, and deleted, as such.
     """
 
     url: str

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from dcp_mem.common.log import log
+from dcp_mem.common.log import log, log_once
 from dcp_mem.errors import ManifestInvalid, StorageKeyMissing
 from dcp_mem.format import names
 from dcp_mem.format.manifest import Manifest, Rejection
 from dcp_mem.policy.order import UNNUMBERED, Place
-from dcp_mem.storage import Entry, Storage
+from dcp_mem.storage import Entry, OfOneFile, Storage
+from dcp_mem.storage.posix import name_behind_link
 
 T = TypeVar("T")
 
 _END_OF_METADATA = 4096
+_OF_THE_DISK = "lost+found"
 _NO_MANIFEST = "its manifest is missing, and the checksums with it (torch's own readers need none)"
 _REJECTION = re.compile(r"rejected-([0-9a-f]{8})\.json")
 _METADATA = re.compile(r"(?:__(\d+))?\.metadata")
@@ -82,31 +85,41 @@ def checkpoint_names(storage: Storage) -> list[str]:
     return [
         entry.name
         for entry in storage.ls("")
-        if entry.is_directory and not entry.name.startswith(".")
+        if entry.is_directory and not entry.name.startswith(".") and entry.name != _OF_THE_DISK
     ]
 
 
 def stored_under(storage: Storage, name: str, scope: str) -> list[StoredCheckpoint]:
-    """Return what may be committed under a name; nothing where there is no `.metadata`.
+    """Return what may be committed under a name, or the name that a link there stands for.
 
-    There is one for each manifest that attempts have left: `is_committed` tells them apart. Where
-    others have put files there as well, the `.metadata` may be theirs: then it is looked at.
+    Nothing where there is no `.metadata`. There is one for each manifest that attempts have left:
+    `is_committed` tells them apart. Where others have put files there as well, the `.metadata` may
+    be theirs: then it is looked at.
 
     Args:
         storage: The job's root.
         name: Checkpoint id.
         scope: Of all ranks, or of one that saved alone.
     """
-    entries = {entry.name: entry for entry in storage.ls(name)}
-    if not _has(entries, scope):
-        return []
-    manifests, rejections = _manifests(storage, name)
-    if _are_ours(entries):
-        return _of_scope(storage, name, scope, entries, manifests, rejections)
+    name = name_behind_link(storage.url, name)
     try:
+        entries = {entry.name: entry for entry in storage.ls(name)}
+        if not _has(entries, scope):
+            return []
+        manifests, rejections = _manifests(storage, name)
+        if _are_ours(entries):
+            return _of_scope(storage, name, scope, entries, manifests, rejections)
         return _committed(storage, name, scope, entries, manifests, rejections)
     except StorageKeyMissing:  # it has gone meanwhile
         return []
+    except OfOneFile as error:
+        _warn(name, error)
+        return [unreadable(name, error, scope)]
+
+
+def _warn(key: str, error: OfOneFile) -> None:
+    """Say once that a checkpoint may be passed over which nobody has found to be damaged."""
+    log_once(f"{key} can't be read: {error}", logging.WARNING)
 
 
 def _are_ours(files: Iterable[str]) -> bool:
@@ -118,7 +131,7 @@ def _are_ours(files: Iterable[str]) -> bool:
 
 
 def committed_under(storage: Storage, name: str) -> list[StoredCheckpoint]:
-    """Return what is committed under a name, without doubt.
+    """Return what is committed under a name, or the name that a link there stands for.
 
     Args:
         storage: Of the job.
@@ -127,6 +140,7 @@ def committed_under(storage: Storage, name: str) -> list[StoredCheckpoint]:
     Returns:
         The checkpoint of all ranks, or one for each rank that saved alone.
     """
+    name = name_behind_link(storage.url, name)
     entries = {entry.name: entry for entry in storage.ls(name)}
     scopes = [
         names.COLLECTIVE if match[1] is None else names.rank_scope(int(match[1]))
@@ -138,6 +152,19 @@ def committed_under(storage: Storage, name: str) -> list[StoredCheckpoint]:
         for scope in scopes
         for one in _committed(storage, name, scope, entries, manifests, rejections)
     ]
+
+
+def unreadable(name: str, error: OfOneFile, scope: str = names.COLLECTIVE) -> StoredCheckpoint:
+    """Return what stands for a checkpoint that can't be read, while storage itself can."""
+    return StoredCheckpoint(
+        name=name,
+        scope=scope,
+        manifest=None,
+        modified=0.0,
+        nbytes=0,
+        metadata="",
+        problem=str(error),
+    )
 
 
 def _committed(
@@ -304,6 +331,8 @@ def _rejection(storage: Storage, name: str, save_id: str) -> str:
         data = storage.get(f"{name}/{names.rejection_file(save_id)}")
     except StorageKeyMissing:
         return ""
+    except OfOneFile as error:  # that it is rejected is known
+        return str(error)
     return Rejection.from_json(save_id, data).why or "no reason given"
 
 
@@ -311,6 +340,9 @@ def _manifest(storage: Storage, key: str) -> Manifest | str:
     try:
         return get_parsed(storage, key, Manifest.from_json)
     except (ManifestInvalid, StorageKeyMissing) as error:
+        return str(error)
+    except OfOneFile as error:
+        _warn(key, error)
         return str(error)
 
 
@@ -321,8 +353,9 @@ def _described(
     for segment in manifest.segments:
         entry = entries.get(segment.file)
         nbytes += 0 if entry is None else entry.nbytes
-        if not problem and (entry is None or entry.nbytes != segment.nbytes):
-            there = "missing" if entry is None else f"{entry.nbytes} of {segment.nbytes} bytes"
+        if not problem and (entry is None or entry.what or entry.nbytes != segment.nbytes):
+            sizes = "" if entry is None else f"{entry.nbytes} of {segment.nbytes} bytes"
+            there = "missing" if entry is None else entry.what or sizes
             problem = f"segment of rank {names.home_rank(segment.rank)}: {there}"
     return StoredCheckpoint(
         name=name,

@@ -7,15 +7,19 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import struct
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TypeVar
 
 from dcp_mem.common.files import (
-    create,
+    UnfitFile,
+    kind_of,
+    open_file,
     read_bytes,
     remove,
     remove_directory_if_empty,
@@ -33,6 +37,8 @@ from dcp_mem.errors import (
 from dcp_mem.storage import (
     Copies,
     Entry,
+    FileRefused,
+    FileUnavailable,
     Sending,
     Source,
     Unfinished,
@@ -54,22 +60,37 @@ _REFUSED = {
     errno.ELOOP,
 }
 _MODE = 0o666  # less the umask: a checkpoint is for whoever may read the root
+_REFUSED_FILE = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
+_UNAVAILABLE_FILE = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.EREMOTEIO,
+    errno.EUCLEAN,
+    errno.EBADMSG,
+    errno.ENODATA,
+}
+"""Of one file, where the root answers; a mount that is gone says other things, or this of all."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_TEXT = "no space is left there. Free some, or raise the quota; the flush is tried again."
 _LOST_TEXT = "What was written before may be lost: the file is begun anew"
 _UNFINISHED = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.(?:part|new|tmp))+")
 """Of an upload, of a put on condition, of a put; a put on condition begins with a put."""
+_DESCRIPTORS = "/proc/self/fd"
+_SEARCHED = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LOCK = ".dcp_mem/lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
 _LOCK_SECONDS = 10.0
 """The longest wait, in seconds, for another process that holds the lock."""
 _LOCK_PAUSE = 0.005
-_GONE = {errno.ENOENT, errno.ESTALE, errno.ELOOP}
+_GONE = {errno.ENOENT, errno.ESTALE}
 _CLONE_RANGE = 0x4020940D  # FICLONERANGE: Python has no name for it
 
 
 class PosixStorage:
     """A directory as storage. What is made there goes by the umask, and is synced by its put.
+
+    The root may be reached through links. Below it none is followed: every path leads through a
+    descriptor of the directory that the file is in, and that was opened part by part.
 
     Args:
         url: The directory's absolute path; it is made by the first put.
@@ -80,21 +101,23 @@ class PosixStorage:
         self._has_locks = True
 
     def upload(self, key: str, nbytes: int, source: Source | None = None) -> PosixUpload:
-        with self._translated():
-            path = self._path(key)
-            self._make_parent(path)
+        translated = partial(self._translated, key)
+        with translated(), ExitStack() as unless_begun:
+            directory = self._open_directory(_directory_of(key), make=True)
+            unless_begun.callback(os.close, directory)
             opened = None if source is None else self._opened(source)
-            try:
-                return PosixUpload(path, nbytes, self._translated, opened)
-            except BaseException:
-                if opened is not None:
-                    os.close(opened)
-                raise
+            if opened is not None:
+                unless_begun.callback(os.close, opened)
+            name = key.rpartition("/")[2]
+            upload = PosixUpload(directory, name, nbytes, translated, opened)
+            unless_begun.pop_all()
+            return upload
 
     def _opened(self, source: Source) -> int | None:
         """Open a file to copy from; None where it is gone, or isn't what was stored any more."""
         try:
-            descriptor = self._found(_open, self._path(source.key))
+            with self._at(source.key) as path:
+                descriptor = _found(open_file, path)
         except OSError:
             return None
         facts = os.fstat(descriptor)
@@ -104,9 +127,7 @@ class PosixStorage:
         return None
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
-        path = self._path(key)
-        with self._translated():
-            self._make_parent(path)
+        with self._translated(key), self._at(key, make=True) as path:
             if not create:
                 write_atomically(path, data, sync=True, mode=_MODE)
                 return
@@ -125,23 +146,24 @@ class PosixStorage:
 
     def try_out(self) -> None:
         """Make the directory, where it is missing, and a file in it; nothing of both stays."""
-        path = self._path(f"trial.{uuid.uuid4().hex[:8]}.tmp")  # as of a put, should it be left
-        with self._translated():
-            made = self._make_parent(path)
+        with self._translated(""):
+            made = _make_root(self.url)
             try:
-                os.close(create(path))
-                os.unlink(path)
+                # As of a put, should it be left.
+                with self._at(f"trial.{uuid.uuid4().hex[:8]}.tmp") as path:
+                    os.close(open_file(path, os.O_RDWR | os.O_CREAT, _MODE))
+                    os.unlink(path)
             finally:
                 for directory in reversed(made):
                     remove_directory_if_empty(directory)
 
     def get(self, key: str) -> bytes:
-        with self._translated(key):
-            return self._found(read_bytes, self._path(key))
+        with self._translated(key, is_read=True), self._at(key) as path:
+            return _found(read_bytes, path)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> int:
-        with self._translated(key):
-            descriptor = self._found(_open, self._path(key))
+        with self._translated(key, is_read=True), self._at(key) as path:
+            descriptor = _found(open_file, path)
             try:
                 return _read(descriptor, offset, buffers)
             finally:
@@ -149,7 +171,11 @@ class PosixStorage:
 
     def ls(self, prefix: str) -> list[Entry]:
         try:
-            with self._translated(prefix), self._found(os.scandir, self._path(prefix)) as entries:
+            with (
+                self._translated(prefix, is_read=True),
+                self._at(f"{prefix}/" if prefix else "") as path,
+                os.scandir(path) as entries,
+            ):
                 return [found for entry in entries if (found := _entry(entry)) is not None]
         except StorageKeyMissing:
             return []
@@ -158,24 +184,22 @@ class PosixStorage:
         return None
 
     def delete(self, key: str) -> None:
-        with self._translated():
-            with contextlib.suppress(FileNotFoundError):
-                self._found(os.unlink, self._path(key))
-            remove_directory_if_empty(os.path.dirname(self._path(key)))
+        with self._translated(key):
+            with contextlib.suppress(FileNotFoundError), self._at(key) as path:
+                _found(os.unlink, path)
+            self._remove_parent_if_empty(key)
 
     def has_conditions(self) -> bool:
-        with self._translated(), self._locked():
+        with self._translated(_LOCK), self._locked():
             return self._has_locks
 
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
-        path = self._path(key)
-        with self._translated():
-            self._make_parent(path)
+        with self._translated(key), self._at(key, make=True) as path:
             staged = f"{path}.{uuid.uuid4().hex[:8]}.new"
             write_atomically(staged, new, sync=True, mode=_MODE)
             try:
                 with self._locked():
-                    if not self._is(path, old):
+                    if not self._is(key, old):
                         return False
                     os.rename(staged, path)
             finally:
@@ -184,19 +208,19 @@ class PosixStorage:
             return True
 
     def remove(self, key: str, old: bytes) -> bool:
-        path = self._path(key)
-        with self._translated():
+        with self._translated(key):
             with self._locked():
-                if not self._is(path, old):
+                if not self._is(key, old):
                     return False
-                os.unlink(path)
-            remove_directory_if_empty(os.path.dirname(path))
+                with self._at(key) as path:
+                    os.unlink(path)
+            self._remove_parent_if_empty(key)
             return True
 
-    def _is(self, path: str, data: bytes) -> bool:
+    def _is(self, key: str, data: bytes) -> bool:
         try:
-            return self._found(read_bytes, path) == data
-        except FileNotFoundError:
+            return self.get(key) == data
+        except StorageKeyMissing:
             return False
 
     @contextmanager
@@ -205,9 +229,8 @@ class PosixStorage:
 
         NFS clients take such a lock to the server. It ends with its process.
         """
-        path = self._path(_LOCK)
-        self._make_parent(path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+        with self._at(_LOCK, make=True) as path:
+            descriptor = open_file(path, os.O_RDWR | os.O_CREAT, _MODE)
         try:
             self._lock(descriptor)
             yield
@@ -236,82 +259,81 @@ class PosixStorage:
         return True
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
-        found = []
-        with self._translated():
-            for directory, _, files in os.walk(self._path(prefix)):
+        found, above = [], f"{prefix}/" if prefix else ""
+        with (
+            self._translated(prefix),
+            contextlib.suppress(FileNotFoundError),
+            self._at(above) as top,
+        ):
+            for directory, _, files in os.walk(top):
                 for file in files:
                     match = _UNFINISHED.fullmatch(file)
                     if match is not None:
                         path = os.path.join(directory, file)
-                        key = os.path.relpath(os.path.join(directory, match[1]), self.url)
+                        key = above + os.path.relpath(os.path.join(directory, match[1]), top)
                         with contextlib.suppress(FileNotFoundError):
-                            found.append(Unfinished(key, os.stat(path).st_mtime))
+                            found.append(Unfinished(key, os.lstat(path).st_mtime))
         return found
 
     def drop_unfinished(self, key: str) -> None:
-        directory, name = os.path.split(self._path(key))
-        with self._translated(), contextlib.suppress(FileNotFoundError):
-            for file in os.listdir(directory):
-                match = _UNFINISHED.fullmatch(file)
-                if match is not None and match[1] == name:
-                    remove(os.path.join(directory, file))
-            remove_directory_if_empty(directory)
+        with self._translated(key), contextlib.suppress(FileNotFoundError):
+            with self._at(key) as path:
+                directory, name = os.path.split(path)
+                for file in os.listdir(directory):
+                    match = _UNFINISHED.fullmatch(file)
+                    if match is not None and match[1] == name:
+                        remove(os.path.join(directory, file))
+            self._remove_parent_if_empty(key)
+
+    def make_directory(self, key: str) -> None:
+        """Make a directory, where it is missing, and those above it."""
+        with self._translated(key), self._at(f"{key}/", make=True):
+            return
 
     def _path(self, key: str) -> str:
         return os.path.join(self.url, key) if key else self.url
 
-    def _found(self, act: Callable[[str], T], path: str) -> T:
-        """Return what `act` returns for a path; a missing file is looked for in its directory.
-
-        An NFS client that has missed a name misses it for half a minute, unless it lists the
-        directory. Raises FileNotFoundError only where the directory doesn't list the name.
-        """
+    @contextmanager
+    def _at(self, key: str, *, make: bool = False) -> Iterator[str]:
+        """Yield a path to a key on which only the last part may be a link; "a/" is directory a."""
+        directory = self._open_directory(_directory_of(key), make=make)
         try:
-            return act(path)
-        except FileNotFoundError:
-            if not self._is_listed(path):
-                raise
-            return act(path)
+            yield f"{_DESCRIPTORS}/{directory}/{key.rpartition('/')[2]}"
+        finally:
+            os.close(directory)
 
-    def _is_listed(self, path: str) -> bool:
-        directory, name = os.path.split(path)
-        try:
-            return name in os.listdir(directory)
-        except PermissionError:  # the directory may be searched but not read
-            return False
-        except FileNotFoundError:  # the directory itself may have been missed, up to the root
-            return (
-                len(path) > len(self.url)
-                and self._is_listed(directory)
-                and name in os.listdir(directory)
-            )
+    def _open_directory(self, key: str, *, make: bool = False) -> int:
+        """Open a directory, made where it is missing if so asked. The caller closes it."""
+        if make:
+            _make_root(self.url)
+        found = _found(lambda path: os.open(path, _SEARCHED), self.url)
+        for part in key.split("/") if key else ():
+            above, path = found, f"{_DESCRIPTORS}/{found}/{part}"
+            try:
+                try:
+                    found = _found(_enter, path)
+                except FileNotFoundError:
+                    if not make:
+                        raise
+                    _make_directory(path)
+                    found = _found(_enter, path)
+            finally:
+                os.close(above)
+        return found
 
-    def _make_parent(self, path: str) -> list[str]:
-        """Make the missing directories above `path`, as durable as what is in them; return them."""
-        directory, missing = os.path.dirname(path), []
-        while not os.path.isdir(directory):
-            missing.append(directory)
-            directory = os.path.dirname(directory)
-        missing.reverse()
-        for directory in missing:
-            with contextlib.suppress(FileExistsError):
-                self._make(directory)
-            # A directory that may be written but not read can't be synced.
-            with contextlib.suppress(PermissionError):
-                sync_directory(os.path.dirname(directory))
-        return missing
-
-    def _make(self, directory: str) -> None:
-        try:
-            os.mkdir(directory, 0o777)
-        except FileNotFoundError:
-            if not os.path.isdir(os.path.dirname(directory)):
-                raise
-            reason = f"no directory can be made there ({directory}). Check the path."  # as in /proc
-            raise StorageRefused(self.url, reason) from None
+    def _remove_parent_if_empty(self, key: str) -> None:
+        """Remove the directory above a key; the root as well, unless a link leads there."""
+        parent = _directory_of(key)
+        with contextlib.suppress(FileNotFoundError):
+            if parent:
+                with self._at(parent) as path:
+                    remove_directory_if_empty(path)
+            elif not os.path.islink(self.url):
+                remove_directory_if_empty(self.url)
 
     @contextmanager
-    def _translated(self, key: str | None = None) -> Iterator[None]:
+    def _translated(self, key: str, *, is_read: bool = False) -> Iterator[None]:
+        """Translate what goes wrong at a key; one that is read may be missing, or be at fault."""
         try:
             yield
         except MemoryBudgetExceeded:
@@ -319,17 +341,44 @@ class PosixStorage:
         except OSError as error:
             if isinstance(error, DcpMemError):
                 raise
-            if isinstance(error, FileNotFoundError) and key is not None:
+            if isinstance(error, FileNotFoundError) and is_read:
                 raise StorageKeyMissing(self.url, key) from None
-            reason = f"{os.strerror(error.errno or 0)} ({error.filename or self.url})"
-            if error.errno in _REFUSED:
-                what = "write" if key is None else "read"
-                raise StorageRefused(
-                    self.url, f"{reason}. Check the path, and that you may {what} there."
-                ) from None
-            raise StorageUnavailable(
-                self.url, _FULL_TEXT if error.errno in _FULL else reason
-            ) from None
+            raise self._error(error, key, is_read=is_read) from None
+
+    def _error(self, error: OSError, key: str, *, is_read: bool) -> DcpMemError:
+        number, is_unfit = error.errno, isinstance(error, UnfitFile)
+        reason = f"{error.strerror or os.strerror(number or 0)} ({self._path(key)})"
+        if is_read and is_unfit:
+            return FileRefused(self.url, reason)
+        if is_read and number in _REFUSED_FILE | _UNAVAILABLE_FILE and key and _answers(self.url):
+            return (FileRefused if number in _REFUSED_FILE else FileUnavailable)(self.url, reason)
+        if is_unfit:
+            return StorageRefused(self.url, f"{reason}. Remove it, or give another path.")
+        if number in _REFUSED:
+            what = "read" if is_read else "write"
+            return StorageRefused(
+                self.url, f"{reason}. Check the path, and that you may {what} there."
+            )
+        return StorageUnavailable(self.url, _FULL_TEXT if number in _FULL else reason)
+
+
+def name_behind_link(url: str, name: str) -> str:
+    """Return the name in the same directory that a link under the root stands for, else the name.
+
+    People have links such as `latest`. They are names to load from, and nothing else follows them.
+    """
+    target = link_target(url, name)
+    directory, _, base = os.path.join(url, target or name).rpartition("/")
+    is_beside = target is not None and os.path.realpath(directory) == os.path.realpath(url)
+    return base if is_beside else name
+
+
+def link_target(url: str, name: str) -> str | None:
+    """Return where a link directly under a root leads; None where there is none by that name."""
+    try:
+        return os.readlink(os.path.join(url, name)).rstrip("/") if url.startswith("/") else None
+    except OSError:  # no link, or not to be seen: whoever opens it says so
+        return None
 
 
 class PosixUpload(Sending):
@@ -342,7 +391,8 @@ class PosixUpload(Sending):
     no `copy_file_range`: where it can't clone, it reads and writes the bytes again.
 
     Args:
-        path: Of the file; its directory exists.
+        directory: Descriptor of the file's directory. The upload closes it.
+        name: Of the file.
         nbytes: Length of the file.
         translated: Returns a context that translates errors.
         source: Open file that may be copied from. The upload closes it.
@@ -352,15 +402,17 @@ class PosixUpload(Sending):
 
     def __init__(
         self,
-        path: str,
+        directory: int,
+        name: str,
         nbytes: int,
         translated: Callable[[], AbstractContextManager[None]],
         source: int | None = None,
     ) -> None:
         self.part_nbytes = part_nbytes(nbytes)
-        self._path, self._translated = path, translated
+        self._directory, self._path = directory, f"{_DESCRIPTORS}/{directory}/{name}"
+        self._translated = translated
         self._missing = set(range(part_count(nbytes, self.part_nbytes)))
-        self._part = f"{path}.{uuid.uuid4().hex[:8]}.part"
+        self._part = f"{self._path}.{uuid.uuid4().hex[:8]}.part"
         self._descriptor = os.open(
             self._part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _MODE
         )
@@ -440,7 +492,8 @@ class PosixUpload(Sending):
 
     def _is_there(self) -> bool:
         with self._translated():
-            self._is_link = os.stat(self._path).st_size == self._nbytes
+            facts = os.lstat(self._path)
+            self._is_link = stat.S_ISREG(facts.st_mode) and facts.st_size == self._nbytes
             sync_directory(os.path.dirname(self._path))
         return self._is_link
 
@@ -474,10 +527,78 @@ class PosixUpload(Sending):
         if not self._is_named:
             with contextlib.suppress(OSError):
                 remove(self._part)
+        with contextlib.suppress(OSError):
+            os.close(self._directory)
 
 
-def _open(path: str) -> int:
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _directory_of(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
+def _enter(path: str) -> int:
+    """Open a directory, to search it; raise UnfitFile for a link or anything else."""
+    try:
+        return os.open(path, _SEARCHED | os.O_NOFOLLOW)
+    except NotADirectoryError:
+        what = f"{os.path.basename(path)} is {kind_of(os.lstat(path).st_mode)}"
+        if what.endswith("link"):
+            what += ", and links below the root aren't followed"
+        raise UnfitFile(path, what) from None
+
+
+def _make_root(url: str) -> list[str]:
+    """Make the root, and the directories above it, where they are missing; return these."""
+    missing, above = [], url
+    while not os.path.isdir(above):
+        missing.append(above)
+        above = os.path.dirname(above)
+    missing.reverse()
+    try:
+        for directory in missing:
+            _make_directory(directory)
+    except FileNotFoundError:
+        if not os.path.isdir(os.path.dirname(directory)):
+            raise
+        reason = f"no directory can be made there ({directory}). Check the path."  # as in /proc
+        raise StorageRefused(url, reason) from None
+    return missing
+
+
+def _make_directory(path: str) -> None:
+    """Make a directory, as durable as what is in it."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o777)
+        # A directory that may be written but not read can't be synced.
+        with contextlib.suppress(PermissionError):
+            sync_directory(os.path.dirname(path))
+
+
+def _found(act: Callable[[str], T], path: str) -> T:
+    """Return what `act` returns for a path; a missing name is looked for in its directory.
+
+    An NFS client that has missed a name misses it for half a minute, unless it lists the directory.
+    Raises FileNotFoundError only where the directory doesn't list the name.
+    """
+    try:
+        return act(path)
+    except FileNotFoundError:
+        directory, name = os.path.split(path)
+        # The directory may be one that may be searched but not read, or missing itself.
+        with contextlib.suppress(PermissionError, FileNotFoundError):
+            if name in os.listdir(directory):
+                return act(path)
+        raise
+
+
+def _answers(root: str) -> bool:
+    """Return whether a root can be listed, and its file system answers: nothing keeps that."""
+    try:
+        os.statvfs(root)
+        with os.scandir(root) as entries:
+            next(entries, None)
+    except OSError:
+        return False
+    return True
 
 
 def _identity(facts: os.stat_result) -> str:
@@ -487,7 +608,7 @@ def _identity(facts: os.stat_result) -> str:
 
 def _links(path: str) -> int:
     """Return how many names the file has; opening it makes an NFS client ask its server."""
-    descriptor = _open(path)
+    descriptor = open_file(path)
     try:
         return os.fstat(descriptor).st_nlink
     finally:
@@ -506,11 +627,16 @@ def _read(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
 
 
 def _entry(entry: os.DirEntry[str]) -> Entry | None:
-    """Return what lies there; None where it is gone by now, or a symlink to nowhere."""
+    """Return what lies there, links as such; None where it is gone by now."""
+    is_directory = entry.is_dir(follow_symlinks=False)
     try:
-        facts = entry.stat()
+        facts = entry.stat(follow_symlinks=False)
     except OSError as error:
         if error.errno in _GONE:
             return None
-        raise
-    return Entry(entry.name, facts.st_size, entry.is_dir(), modified=facts.st_mtime)
+        if error.errno not in _REFUSED_FILE | _UNAVAILABLE_FILE:
+            raise
+        return Entry(entry.name, 0, is_directory, what=os.strerror(error.errno))
+    is_fit = is_directory or stat.S_ISREG(facts.st_mode)
+    what = "" if is_fit else kind_of(facts.st_mode)
+    return Entry(entry.name, facts.st_size, is_directory, modified=facts.st_mtime, what=what)

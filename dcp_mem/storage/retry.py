@@ -15,7 +15,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_e
 
 from dcp_mem.common.log import log
 from dcp_mem.errors import CredentialsExpired, StorageUnavailable
-from dcp_mem.storage import Entry, Source, Storage, Unfinished, Upload, UploadBroken
+from dcp_mem.storage import Entry, OfOneFile, Source, Storage, Unfinished, Upload, UploadBroken
 
 T = TypeVar("T")
 
@@ -40,6 +40,8 @@ class RetryPolicy:
 
 
 RETRIES = RetryPolicy()
+_TRIES_OF_ONE_FILE = 5
+"""Where the root answers and one file doesn't, waiting rarely helps: there may be others."""
 
 
 class RetryingStorage:
@@ -156,6 +158,8 @@ class _Requests:
         )
         try:
             result = retrying(act)
+        except OfOneFile:
+            raise
         except StorageUnavailable as error:
             raise self._with_facts(error) from None
         with self._lock:
@@ -163,6 +167,8 @@ class _Requests:
         return result
 
     def _is_enough(self, state: RetryCallState) -> bool:
+        if state.outcome is not None and isinstance(state.outcome.exception(), OfOneFile):
+            return state.attempt_number >= min(self._policy.tries, _TRIES_OF_ONE_FILE)
         with self._lock:
             self._since = self._since if self._failures else time.monotonic()
             self._failures += 1

@@ -111,5 +111,5 @@ def test_a_newest_checkpoint_whose_other_part_never_comes_is_given_up(
     memory.record_flush(newest, failed)
     monkeypatch.setenv("DCP_MEM_TIMEOUT", "1")
     with pytest.raises(FlushFailed, match="the part of another node"):
-        states.wait_for_all(chosen, lambda now: None, promoted=promoted)
+        states.wait_for_all(chosen, lambda now: "", promoted=promoted)
     manager.close()

@@ -65,7 +65,7 @@ def test_what_ranks_saved_alone_under_one_name_is_waited_for_on_all_of_them(
         )
 
     def wait() -> None:
-        states.wait(_settings(places), "step-1", State.DURABLE, timeout=0.05, wake=lambda _: None)
+        states.wait(_settings(places), "step-1", State.DURABLE, timeout=0.05, wake=lambda _: "")
 
     for durable in ((), (0,), (1,)):
         _record_durable(memory, durable)

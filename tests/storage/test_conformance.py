@@ -33,6 +33,7 @@ from dcp_mem.errors import (
 from dcp_mem.storage import LEAST_PART, Copies, Source, Storage, part_count, part_nbytes
 from dcp_mem.storage.azure import AzureStorage
 from dcp_mem.storage.fsspec_route import FsspecStorage, server_copies_of
+from dcp_mem.storage.listing import checkpoint_names
 from dcp_mem.storage.posix import PosixStorage
 from dcp_mem.storage.retry import RetryingStorage
 from dcp_mem.storage.routes import open_storage
@@ -505,7 +506,7 @@ def test_a_symlink_to_nowhere_hides_nothing(tmp_path: Path) -> None:
     storage.put("step-1/.metadata", b"1")
     (tmp_path / "latest").symlink_to(tmp_path / "gone")
     (tmp_path / "around").symlink_to(tmp_path / "around")
-    assert [entry.name for entry in storage.ls("")] == ["step-1"]
+    assert checkpoint_names(storage) == ["step-1"]
 
 
 @pytest.mark.parametrize("operation", [OPERATIONS[name] for name in WRITING], ids=WRITING)

@@ -14,7 +14,7 @@ from dcp_mem.format.catalog import catalog_named
 from dcp_mem.format.manifest import ItemTable, Manifest, NodeManifest
 from dcp_mem.format.metadata import read_metadata, refuse_contradictions
 from dcp_mem.loading.sources.base import Description, DescriptionFiles, checked_catalog
-from dcp_mem.storage import Storage
+from dcp_mem.storage import OfOneFile, Storage
 from dcp_mem.storage.listing import get_parsed, is_committed
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class StorageSource:
             SegmentCorrupt: One is missing or damaged, or another save is committed there.
         """
         if not self._save_id:
-            listed = {entry.name: entry.nbytes for entry in self._storage.ls(self._name)}
+            listed = self._listed()
             metadata = self._get(names.metadata_file(self._scope), bytes)
             return DescriptionFiles(metadata=metadata, file_nbytes=listed)
         if not self._is_committed():
@@ -89,11 +89,16 @@ class StorageSource:
 
     def _is_committed(self) -> bool:
         file = names.metadata_file(self._scope)
-        sizes = {entry.name: entry.nbytes for entry in self._storage.ls(self._name)}
-        nbytes = sizes.get(file, 0)
+        nbytes = self._listed().get(file, 0)
         try:
             return is_committed(self._storage, f"{self._name}/{file}", nbytes, self._save_id)
-        except StorageKeyMissing as error:
+        except (StorageKeyMissing, OfOneFile) as error:
+            raise self._corrupt(0, str(error)) from None
+
+    def _listed(self) -> dict[str, int]:
+        try:
+            return {entry.name: entry.nbytes for entry in self._storage.ls(self._name)}
+        except OfOneFile as error:
             raise self._corrupt(0, str(error)) from None
 
     def _without_manifest(self, metadata: Metadata) -> Metadata:
@@ -142,7 +147,7 @@ class StorageSource:
         nbytes = sum(map(len, buffers))
         try:
             count = self._storage.read_into(f"{self._name}/{file}", offset, buffers)
-        except StorageKeyMissing as error:
+        except (StorageKeyMissing, OfOneFile) as error:
             raise self._corrupt(names.rank_of(file), str(error)) from None
         if count < nbytes:
             detail = f"{file} ends at {offset + count}, {nbytes - count} bytes short"
@@ -154,7 +159,7 @@ class StorageSource:
     def _get(self, file: str, parse: Callable[[bytes], T]) -> T:
         try:
             return get_parsed(self._storage, f"{self._name}/{file}", parse)
-        except (StorageKeyMissing, ManifestInvalid) as error:
+        except (StorageKeyMissing, ManifestInvalid, OfOneFile) as error:
             raise self._corrupt(0, str(error)) from None
 
     def _corrupt(self, rank: int, detail: str) -> SegmentCorrupt:

@@ -1,0 +1,408 @@
+"""A directory with links, FIFOs and unreadable files in it: each of them spoils only itself."""
+
+import ctypes
+import errno
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+
+import dcp_mem
+import dcp_mem.flushing.destination
+import dcp_mem.reader
+from dcp_mem import CheckpointNotFound, FlushFailed, NoRecoverableCheckpoint
+from dcp_mem.cli.main import main
+from dcp_mem.errors import StorageRefused
+from dcp_mem.storage.posix import PosixStorage
+from dcp_mem.storage.routes import open_storage
+from tests.support.checkpoints.jobs import Job, Loaded, load_anew, make_state, save
+from tests.support.private import private_directory
+from tests.support.processes.forks import forked, forked_ranks, raised_by
+from tests.support.storage.ways import QUICK
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A root with step-1 and step-2."""
+    root = tmp_path_factory.mktemp("saved") / "run"
+    with private_directory("links") as memory:
+        with Job(str(root), str(memory)).writer(agent="thread") as writer:
+            for number in (1, 2):
+                save(writer, number)
+                writer.wait(f"step-{number}", timeout=30)
+        yield root
+
+
+@pytest.fixture
+def root(saved: Path, job: Job) -> Path:
+    """The job's root, with step-1 and step-2; the memory is lost."""
+    assert job.url is not None
+    shutil.copytree(saved, job.url, symlinks=True)
+    return Path(job.url)
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    directory = tmp_path / "outside"
+    directory.mkdir()
+    return directory
+
+
+def _files(directory: Path) -> list[str]:
+    return sorted(os.path.relpath(path, directory) for path in directory.rglob("*"))
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+def test_deleting_a_link_leaves_what_it_leads_to(job: Job, root: Path) -> None:
+    (root / "latest").symlink_to("step-2")
+    before = _files(root / "step-2")
+    assert dcp_mem.delete(root, "latest") == 0
+    assert not (root / "latest").is_symlink()
+    assert _files(root / "step-2") == before
+    assert load_anew(job).number == 2
+
+
+def test_deleting_a_checkpoint_leaves_what_links_in_it_lead_to(root: Path, outside: Path) -> None:
+    (outside / "precious").write_bytes(b"1")
+    (root / "step-1" / "directory").symlink_to(outside)
+    (root / "step-1" / "file").symlink_to(outside / "precious")
+    (root / "step-1" / "nowhere").symlink_to(outside / "gone")
+    dcp_mem.delete(root, "step-1")
+    assert not (root / "step-1").exists()
+    assert _files(outside) == ["precious"]
+
+
+@pytest.mark.parametrize("link", ["step-9", "step-9/.dcp_mem"])
+def test_orphans_are_not_looked_for_behind_links(
+    root: Path, saved: Path, outside: Path, link: str
+) -> None:
+    shutil.copytree(saved / "step-2", outside / "step-2")
+    (outside / "step-2" / ".metadata").unlink()
+    for path in (outside / "step-2").rglob("*"):
+        os.utime(path, (1.0, 1.0))
+    before = _files(outside)
+    (root / link).parent.mkdir(exist_ok=True)
+    (root / link).symlink_to(outside / link.replace("step-9", "step-2"))
+    assert dcp_mem.collect_orphans(root, older_than=0) == []
+    assert _files(outside) == before
+
+
+@pytest.mark.parametrize("link", ["step-3", "step-3/.dcp_mem", ".dcp_mem"])
+def test_nothing_is_saved_through_a_link(job: Job, root: Path, outside: Path, link: str) -> None:
+    if link == ".dcp_mem":
+        shutil.rmtree(root / link)
+    (root / link).parent.mkdir(exist_ok=True)
+    (root / link).symlink_to(outside)
+    with pytest.raises(FlushFailed, match=r"\.?\w+ is a symbolic link, and links below the root"):
+        _save_durably(job)
+    assert _files(outside) == []
+    (root / link).unlink()
+
+
+def _save_served(job: Job) -> None:
+    served = dcp_mem.serve(str(job.url), memory_root=job.memory, agent="thread")
+    dcp.save(make_state(3), checkpoint_id=f"{job.url}/step-3")
+    served.stop(flush=False)
+
+
+def test_no_directory_is_made_through_a_link(job: Job, root: Path, outside: Path) -> None:
+    (root / "step-3").symlink_to(outside)
+    forked(_save_served, job)
+    assert _files(outside) == []
+
+
+def test_a_link_beside_a_checkpoint_is_a_name_to_load_it_by(job: Job, root: Path) -> None:
+    (root / "best").symlink_to("step-1")
+    (root / "absolute").symlink_to(root / "step-1")
+    found = [load_anew(job, name) for name in ("best", "absolute")]
+    assert [(one.number, one.report.checkpoint_id) for one in found] == [(1, "step-1")] * 2
+    assert load_anew(job).number == 2
+    shown = CliRunner().invoke(main, ["show", str(root), "best", "--json"])
+    assert '"step-1"' in shown.output
+
+
+def test_a_link_that_leads_elsewhere_is_refused_by_name(
+    job: Job, root: Path, outside: Path
+) -> None:
+    (root / "step-2").rename(outside / "step-2")
+    (root / "step-2").symlink_to(outside / "step-2")
+    error = raised_by(lambda: load_anew(job, "step-2"))
+    assert "step-2 is a symbolic link, and links below the root aren't followed" in str(error)
+    assert load_anew(job).number == 1
+
+
+def test_the_root_itself_may_be_a_link(job: Job, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "by-link").symlink_to(root)
+    job = replace(job, url=str(tmp_path / "by-link"))
+    _save_durably(job)
+    assert load_anew(replace(job, name="elsewhere")).number == 3
+    dcp_mem.delete(tmp_path / "by-link", "step-3")
+    assert not (root / "step-3").exists()
+
+
+def _save_durably(job: Job) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.flushing.destination, "_RETRY_POLICY", QUICK)
+        with job.writer(agent="thread") as writer:
+            save(writer, 3)
+            try:
+                writer.wait("step-3", timeout=30)
+            except FlushFailed:
+                writer.close(flush=False)
+                raise
+
+
+# -- what is no file -------------------------------------------------------------------------------
+
+
+def _socket(path: Path) -> None:
+    here = os.open(path.parent, os.O_DIRECTORY)
+    try:  # a path to bind to may have 107 bytes
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(f"/proc/self/fd/{here}/{path.name}")
+    finally:
+        os.close(here)
+
+
+def _large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 200 << 30)
+
+
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a FIFO": (os.mkfifo, "a FIFO"),
+    "a socket": (_socket, "a socket"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "a symbolic link"),
+    "a directory": (lambda path: path.mkdir(), "a directory"),
+    "200 GB": (_large, "214748364800"),
+}
+FILES = {
+    ".metadata": ".metadata",
+    "manifest": ".dcp_mem/manifest-*",
+    "catalog": ".dcp_mem/catalog-*",
+    "node manifest": ".dcp_mem/node-*",
+    "segment": "*.distcp",
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_file = pytest.mark.parametrize("file", FILES)
+
+
+def _put(kind: str, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    KINDS[kind][0](path)
+
+
+def _file(root: Path, file: str) -> Path:
+    (path,) = (root / "step-2").glob(FILES[file])
+    return path
+
+
+@each_file
+@each_kind
+def test_what_is_no_file_spoils_its_checkpoint_alone(
+    job: Job, root: Path, file: str, kind: str
+) -> None:
+    path = _file(root, file)
+    _put(kind, path)
+    loaded = load_anew(job)
+    assert loaded.number == 1
+    (why,) = loaded.report.passed_over
+    assert why.startswith("step-2")
+    assert KINDS[kind][1] in why or (file, kind) == ("segment", "a directory")
+    assert path.name in why or file == "segment"
+
+
+@pytest.mark.parametrize("file", [".metadata", "manifest", "segment"])
+@each_kind
+def test_listings_name_what_is_no_file(root: Path, file: str, kind: str) -> None:
+    _put(kind, _file(root, file))
+    listed = CliRunner().invoke(main, ["ls", str(root), "--json"])
+    assert listed.exit_code in (0, 1)
+    assert '"step-1"' in listed.output
+    assert KINDS[kind][1] in listed.output or (file, kind) == ("segment", "a directory")
+
+
+@pytest.mark.parametrize("file", ["checkpointHistories.csv", "recoveries.jsonl"])
+@each_kind
+def test_a_history_that_is_no_file_is_named_and_hinders_nothing(
+    job: Job, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, kind: str
+) -> None:
+    _put(kind, root / ".dcp_mem" / file)
+    page = ["--output", str(tmp_path / "report.html")]
+    report = CliRunner().invoke(main, ["report", str(root), "--json", *page])
+    assert KINDS[kind][1] in report.output
+    _save_durably(job)
+    assert load_anew(replace(job, name="elsewhere")).number == 3
+    assert KINDS[kind][1] in caplog.text
+
+
+@pytest.mark.parametrize("file", [".metadata", "generation"])
+@each_kind
+def test_a_flush_that_meets_what_is_no_file_says_so_and_goes_on_once_it_is_gone(
+    job: Job, root: Path, file: str, kind: str
+) -> None:
+    path = {
+        ".metadata": root / "step-3" / ".metadata",
+        "generation": root / ".dcp_mem" / "generation-0000000001.json",
+    }[file]
+    path.parent.mkdir(exist_ok=True)
+    _put(kind, path)
+    with pytest.raises(FlushFailed, match=KINDS[kind][1]) as raised:
+        _save_durably(job)
+    assert path.name in str(raised.value)
+    path.rmdir() if path.is_dir() else path.unlink()
+    with job.writer(agent="thread") as writer:
+        writer.wait("step-3", timeout=30)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "200 GB"])
+def test_a_lock_that_is_no_file_is_named(root: Path, kind: str) -> None:
+    (root / ".dcp_mem" / "lock").unlink(missing_ok=True)
+    _put(kind, root / ".dcp_mem" / "lock")
+    with pytest.raises(StorageRefused, match=rf"it is {KINDS[kind][1]}, not a file \(.*lock\)"):
+        PosixStorage(str(root)).has_conditions()
+
+
+# -- what can't be read ----------------------------------------------------------------------------
+
+
+def _failing(patch: pytest.MonkeyPatch, call: str, number: int, names: str) -> None:
+    """Have a system call fail for what lies under a path that ends so."""
+    original = getattr(os, call)
+
+    def fail(path: Any, *given: Any, **options: Any) -> Any:
+        where = os.path.realpath(f"/proc/self/fd/{path}" if isinstance(path, int) else path)
+        if where.endswith(names):
+            raise OSError(number, os.strerror(number), path)
+        return original(path, *given, **options)
+
+    patch.setattr(os, call, fail)
+
+
+def _load_where(job: Job, calls: str, number: int, names: str) -> Loaded | Exception:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_mem.reader, "open_storage", partial(open_storage, retry_policy=QUICK))
+        for call in calls.split():
+            _failing(patch, call, number, names)
+        loaded = list[Loaded]()
+        return raised_by(lambda: loaded.append(load_anew(job))) or loaded[0]
+
+
+@each_file
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EUCLEAN])
+def test_an_error_of_one_file_is_that_files(
+    job: Job, root: Path, caplog: pytest.LogCaptureFixture, file: str, number: int
+) -> None:
+    path = str(_file(root, file))
+    loaded = forked(_load_where, job, "open", number, path)
+    assert isinstance(loaded, Loaded), loaded
+    assert loaded.number == 1
+    (why,) = loaded.report.passed_over
+    assert f"{os.strerror(number)} ({path})" in why
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_segment_that_fails_while_it_is_read_leaves_the_older_checkpoint(
+    job: Job, root: Path, number: int
+) -> None:
+    loaded = forked(_load_where, job, "preadv", number, str(_file(root, "segment")))
+    assert isinstance(loaded, Loaded), loaded
+    assert loaded.number == 1
+    assert os.strerror(number) in loaded.report.passed_over[0]
+
+
+def _load_where_one_rank_fails(job: Job, names: str) -> Loaded | Exception:
+    return _load_where(job, "preadv", errno.EIO, names if dist.get_rank() == 0 else "nowhere")
+
+
+def test_what_one_rank_cannot_read_all_ranks_pass_over(job: Job, root: Path) -> None:
+    found = forked_ranks(_load_where_one_rank_fails, 2, job, str(_file(root, "segment")))
+    reports = [one.report.passed_over for one in found if isinstance(one, Loaded)]
+    assert len(reports) == 2, found
+    assert reports[0] == reports[1]
+    assert os.strerror(errno.EIO) in reports[0][0]
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN])
+def test_a_server_that_goes_away_meanwhile_is_no_reason_for_an_older_checkpoint(
+    job: Job, root: Path, number: int
+) -> None:
+    error = forked(_load_where, job, "preadv", number, str(_file(root, "segment")))
+    assert isinstance(error, Exception), error
+    assert f"is unavailable: {os.strerror(number)}" in str(error)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_what_the_root_says_as_well_is_no_files_error(job: Job, root: Path, number: int) -> None:
+    error = forked(_load_where, job, "preadv statvfs", number, "")
+    assert isinstance(error, Exception), error
+    assert f"is unavailable: {os.strerror(number)}" in str(error)
+
+
+def _load_unprivileged(job: Job) -> Loaded:
+    """Load as one whom modes keep out, as they don't the superuser."""
+    capabilities = (ctypes.c_uint32 * 6)()  # none
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    assert ctypes.CDLL(None).capset(header, capabilities) == 0
+    return load_anew(job)
+
+
+@pytest.mark.parametrize("closed", [".", ".metadata", ".dcp_mem", ".dcp_mem/manifest-*"])
+def test_what_modes_keep_a_reader_out_of_is_passed_over(job: Job, root: Path, closed: str) -> None:
+    (path,) = [root / "step-2"] if closed == "." else (root / "step-2").glob(closed)
+    path.chmod(0)
+    try:
+        loaded = forked(_load_unprivileged, job)
+    finally:
+        path.chmod(0o700)
+    assert loaded.number == 1
+    (why,) = loaded.report.passed_over
+    assert "Permission denied" in why
+    assert str(path) in why
+
+
+def test_training_does_not_begin_anew_over_checkpoints_that_cannot_be_read(
+    job: Job, root: Path
+) -> None:
+    error = forked(_load_where, job, "open", errno.EACCES, ".metadata")
+    assert isinstance(error, NoRecoverableCheckpoint)
+    assert not isinstance(error, CheckpointNotFound)
+    assert [why.partition(":")[0] for why in error.reasons] == ["step-2", "step-1"]
+
+
+def test_what_fails_leaves_no_descriptor_open(root: Path, outside: Path) -> None:
+    def begin_upload(key: str) -> None:
+        storage.upload(key, 1).close()
+
+    def act_everywhere() -> None:
+        for key in ("step-2/.metadata", "link/key", "fifo", "step-2/.metadata/key", "gone/key"):
+            for act in (storage.get, storage.ls, storage.delete, storage.drop_unfinished):
+                if key != "step-2/.metadata":
+                    raised_by(partial(act, key))
+            raised_by(partial(storage.read_into, key, 0, [memoryview(bytearray(1))]))
+            raised_by(partial(storage.swap, key, b"old", b"new"))
+            raised_by(partial(storage.remove, key, b"old"))
+            raised_by(partial(storage.put, key, b"1", create=True))
+            raised_by(partial(begin_upload, key))
+
+    storage = PosixStorage(str(root))
+    (root / "link").symlink_to(outside)
+    os.mkfifo(root / "fifo")
+    act_everywhere()
+    before = len(os.listdir("/proc/self/fd"))
+    act_everywhere()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert _files(outside) == []
